@@ -1,0 +1,67 @@
+"""Launch parameters as data: operation -> blocks, warps, stages.  Nothing is tuned at run time.
+
+`GPU` holds one row per (operation, storage dtype).  `INTERPRETER` holds upper bounds only: there a program costs a millisecond and
+a block nothing, so each block covers its whole dimension up to the bound.
+"""
+
+import functools
+import os
+
+import torch
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+GPU: dict[tuple[str, str], dict[str, int]] = {
+    ("matmul", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3),
+    ("matmul", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3),
+    ("matmul_dw", "bf16"): dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, WAVE=132, num_warps=8, num_stages=4),
+    ("matmul_dw", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, WAVE=132, num_warps=8, num_stages=3),
+}
+
+# What changes on a GPU whose programs have less shared memory than Hopper's 227 KB: A100 163 KB, RTX 4090 and 5090 99 KB.
+# Never a block that sizes a scratch (BLOCK_M of matmul, any of matmul_dw): memory is planned before the GPU is known.
+SMALL_GPU: dict[tuple[str, str], dict[str, int]] = {
+    ("matmul", "bf16"): dict(BLOCK_N=128, num_stages=3),
+    ("matmul_dw", "bf16"): dict(num_stages=3),
+}
+
+INTERPRETER: dict[str, dict[str, int]] = {
+    "matmul": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=512, GROUP_M=8),
+    "matmul_dw": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=1024, GROUP_M=8, WAVE=2),
+}
+
+
+@functools.cache
+def num_sms() -> int:
+    """Programs of a persistent kernel: one per multiprocessor of this GPU.  The interpreter takes two, so that the loop is walked."""
+    return 2 if INTERPRET else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+@functools.cache
+def small_gpu() -> bool:
+    """Does this machine's GPU need the SMALL_GPU rows?  Without a GPU, plans are made for Hopper."""
+    properties = torch.cuda.is_available() and torch.cuda.get_device_properties(torch.cuda.current_device())
+    return bool(properties) and properties.shared_memory_per_block_optin < 227 << 10
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tuned(op: str, dtype: str, **sizes: int) -> dict[str, int]:
+    """Launch parameters of `op` for storage dtype "bf16" or "fp32".
+
+    `sizes` gives the dimension that each block runs along, as in `tuned("matmul", "bf16", BLOCK_M=R, BLOCK_N=N)`; only the interpreter
+    uses them, to make a block cover its dimension (a power of two, at least 16).
+    """
+    if not INTERPRET:
+        return GPU[op, dtype] | (SMALL_GPU.get((op, dtype), {}) if small_gpu() else {})
+    row = dict(INTERPRETER[op])
+    for block, size in sizes.items():
+        row[block] = min(row[block], max(16, next_power_of_2(size)))
+    return row
+
+
+def dtype_name(tensor) -> str:
+    """"bf16" or "fp32", the storage dtype of a tensor, as the tables spell it."""
+    return {2: "bf16", 4: "fp32"}[tensor.element_size()]

@@ -1,0 +1,245 @@
+"""GPT-2 as memory plus a schedule: the arena, the named views of it, initialisation, and the calls that run each phase.
+
+`K` is the kernel package.  It is an argument so that tests can pass tests/reference.py, the same launchers in plain torch.
+"""
+
+import dataclasses
+import math
+from typing import Any, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2_triton import schedule
+from gpt2_triton.arena import GIB, OutOfMemory, Plan, carve, largest_batch, phases, plan, resolve
+from gpt2_triton.config import Config
+from gpt2_triton.data.loader import scatter_bounds
+from gpt2_triton.tables import LEVELS, Acts, Params, State, entries, named
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+INIT_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """What the backward pass computes again instead of reading back, by memory.recompute."""
+
+    gelu: bool
+    ln: bool
+    qkv: bool
+    block: bool
+
+    @classmethod
+    def at(cls, level: str) -> "Recompute":
+        depth = LEVELS.index(level)
+        return cls(gelu=1 <= depth <= 3, ln=depth >= 2, qkv=depth == 3, block=depth == 4)
+
+
+@dataclasses.dataclass
+class View:
+    """What the schedule sees: the buffers cut for one (B, T), and the constants of the run."""
+
+    w: Params
+    g: Params | None
+    a: Acts
+    s: State
+    ids: Tensor
+    targets: Tensor
+    order: Tensor
+    segments: Tensor
+    hot: Tensor
+    gb: list[Tensor | None]
+    L: int
+    V: int
+    T: int
+    R: int
+    Rc: int
+    recompute: Recompute
+    ranges: list[tuple[slice, float]]
+    betas_eps: tuple[float, float, float]
+
+    def head_chunks(self) -> Iterator[slice]:
+        for start in range(0, self.R, self.Rc):
+            yield slice(start, min(start + self.Rc, self.R))
+
+
+def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) -> dict[str, int]:
+    """Every symbol that tables.py uses, in numbers."""
+    m = config.model
+    d = dict(B=B, T=T, R=B * T, C=m.n_embd, NH=m.n_head, L=m.n_layer, S=2 * m.n_layer + 1, V=m.vocab_size, Vp=config.padded_vocab, Tmax=m.block_size)
+    d["Rc"] = min(d["R"], config.head_rows)
+    d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
+    d["Np"] = 4 * d["R"] + 4 * d["Ns"] + 4 * d["Nh"]
+    d["N"] = sum(math.prod(e.shape) for e in entries(d))
+    d["Nt"] = d["N"] if training else 0
+    d["Nm"] = d["N"] if training and config.optim.master == "fp32" and config.train.dtype == "bf16" else 0
+    d["W"] = K.scratch_elements(d, config.train.dtype)
+    return d
+
+
+def make_plan(config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None) -> tuple[Plan, dict[str, int]]:
+    """The exact memory plan of a run with micro-batch B, and the dimensions it was made from."""
+    dims = dimensions(config, K, B, T, training)
+    dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
+    level = config.memory.recompute if training else "block"
+    rows = [row for table in (State, Acts) for row in resolve(table, dims, dtypes, level, LEVELS)]
+    return plan(rows), dims
+
+
+def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
+    """The plan as text, and the largest micro-batch that fits a GPU of this size; needs no GPU."""
+    T = config.train.seq_len
+    made, dims = make_plan(config, K, config.micro_batch, T)
+    best = largest_batch(lambda B: make_plan(config, K, B, T)[0].total, gpu_bytes)
+    fits = "fits" if made.total <= gpu_bytes else "does not fit"
+    return "\n".join(
+        [
+            made.show(),
+            f"parameters {dims['N']:,}; micro-batch {config.micro_batch} x {T} tokens, recompute {config.memory.recompute}",
+            f"{fits} {gpu_bytes / GIB:.1f} GiB; the largest train.batch_size that fits is {best} (the CUDA context, about 0.5 GiB, comes on top)",
+        ]
+    )
+
+
+class GPT2:
+    """A model in its arena.  Nothing is allocated on the device after the constructor."""
+
+    def __init__(self, config: Config, K: Any, device: str, *, batch: int | None = None, training: bool = True, poison: bool = False, dtypes: dict[str, torch.dtype] | None = None):
+        self.config, self.K, self.poison = config, K, poison
+        self.B, self.T = batch or config.micro_batch, config.train.seq_len
+        self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes)
+        self.recompute = Recompute.at(config.memory.recompute if training else "block")
+        _refuse_if_too_large(self.plan, config, K, device)
+        self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
+        self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
+        pinned = device != "cpu"
+        self._host_hyper = torch.empty(8, dtype=torch.float32, pin_memory=pinned)
+        self._host_rng = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
+        self._host_stats = torch.empty(4, dtype=torch.float32, pin_memory=pinned)
+        self._views: dict[tuple[int, int], View] = {}
+        self.full = self.view(self.B, self.T)
+        if training:
+            for flat in (self.state.m, self.state.v, self.state.low):
+                if flat is not None:
+                    K.fill(flat, 0)
+
+    def view(self, B: int, T: int) -> View:
+        """The schedule's view for B sequences of T tokens, cut from the planned rows; B*T must not exceed the plan's."""
+        if (B, T) not in self._views:
+            self._views[B, T] = self._cut(B, T)
+        return self._views[B, T]
+
+    def _cut(self, B: int, T: int) -> View:
+        d = self.dims | dict(B=B, T=T, R=B * T)
+        acts = carve(Acts, self.plan.rows, self.arena, d | dict(Rc=min(d["Rc"], B * T)))
+        R, Ns, Nh, packed = B * T, d["Ns"], d["Nh"], self.state.packed
+        order_end = 4 * R + 4 * Ns
+        w = named(self.state.params, d)
+        g = None if self.state.grads is None else named(self.state.grads, d)
+        bias = [] if g is None else [b for pair in zip(g.attprojb, g.fcprojb) for b in pair]
+        undecayed = next(e.offset for e in entries(d) if not e.decay)
+        o = self.config.optim
+        return View(
+            w=w, g=g, a=acts, s=self.state,
+            ids=packed[:R].view(B, T), targets=packed[R : 2 * R], order=packed[2 * R : 4 * R],
+            segments=packed[4 * R : order_end].view(Ns, 4), hot=packed[order_end : order_end + 4 * Nh].view(Nh, 4),
+            gb=[None, *bias], L=d["L"], V=d["V"], T=T, R=R, Rc=d["Rc"], recompute=self.recompute,
+            ranges=[(slice(0, undecayed), o.weight_decay), (slice(undecayed, d["N"]), 0.0)],
+            betas_eps=(o.beta1, o.beta2, o.eps),
+        )  # fmt: skip
+
+    def initialise(self, seed: int) -> None:
+        """GPT-2's initial weights from Philox: N(0, 0.02), residual projections / sqrt(2L), biases 0, norms 1, padded vocabulary 0."""
+        std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * self.dims["L"]))
+        self.K.fill(self.state.params, 0.0)
+        for e in entries(self.dims):
+            n = (self.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:])
+            span = slice(e.offset, e.offset + n)
+            if e.init in std:
+                low = None if self.state.low is None else self.state.low[span]
+                self.K.normal_init(self.state.params[span], low, seed, e.offset, std[e.init])
+            elif e.init == "one":
+                self.K.fill(self.state.params[span], 1.0)
+
+    # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----
+
+    def begin_step(self, hyper: np.ndarray, step: int, seed: int) -> None:
+        """Give the device what changes from step to step: `optim.hyper_row`, and the key of the rounding noise."""
+        self._host_hyper.copy_(torch.from_numpy(hyper))
+        self._host_rng.copy_(torch.from_numpy(np.array([step, seed & 0x7FFFFFFF, seed >> 31, 0], np.int32)))
+        self.state.hyper.copy_(self._host_hyper, non_blocking=True)
+        self.state.rng.copy_(self._host_rng, non_blocking=True)
+
+    def micro_step(self, packed: Tensor, first: bool) -> None:
+        """Forward and backward of one micro-batch (data.loader.pack_batch's buffer); gradients start over if `first`, else add up."""
+        self.state.packed.copy_(packed, non_blocking=True)
+        self._phase("embed")
+        self._phase("block")
+        self._phase("head", not first)
+        self._phase("block_bwd", not first)
+        self._phase("embed_bwd", not first)
+
+    def end_step(self) -> tuple[float, float, bool]:
+        """Update the parameters; return the step's loss, its gradient norm and whether the update was applied (all was finite)."""
+        self._phase("update")
+        self._host_stats.copy_(self.state.stats)
+        loss, norm, _, finite = self._host_stats.tolist()
+        return loss, norm, finite == 1.0
+
+    def _phase(self, name: str, *acc: bool) -> None:
+        getattr(schedule, name)(self.K, self.full, *acc)
+        if self.poison:
+            self._poison_after(name)
+
+    def _poison_after(self, phase: str) -> None:
+        """Fill with NaN what no later phase may read (debug.poison): a wrong lifetime in tables.py becomes a NaN loss."""
+        following = {"update": "between", "embed_bwd": "embed"}
+        order = ("embed", "block", "head", "block_bwd", "embed_bwd", "update", "between")
+        after = following.get(phase) or order[order.index(phase) + 1]
+        survivors = {"embed", "update"} if phase == "embed_bwd" else {after}
+        for row in self.plan.rows.values():
+            live = phases(row.live)
+            if row.dtype.is_floating_point and not row.within and phase in live and not live & survivors:
+                flat = self.arena[row.offset : row.offset + row.nbytes].view(row.dtype)
+                self.K.fill(flat, float("nan"))
+
+    # ---- evaluation and sampling, between steps ----
+
+    def evaluate(self, ids: np.ndarray, targets: np.ndarray) -> Tensor:
+        """Losses [B*T] of every token (0 where the target is -1), on the host; ids and targets are int32 [B, T]."""
+        v = self.view(*ids.shape)
+        v.ids.copy_(torch.from_numpy(ids))
+        v.targets.copy_(torch.from_numpy(targets.reshape(-1)))
+        schedule.embed(self.K, v)
+        schedule.block(self.K, v)
+        schedule.head_loss(self.K, v)
+        return v.a.losses.cpu()
+
+    def logits(self, ids: np.ndarray, row: int) -> np.ndarray:
+        """Logits [V] after position `row` of one sequence; ids is int32 [1, T]."""
+        v = self.view(*ids.shape)
+        v.ids.copy_(torch.from_numpy(ids))
+        schedule.embed(self.K, v)
+        schedule.block(self.K, v)
+        schedule.head_logits(self.K, v, row)
+        return v.a.logits[0, : v.V].cpu().numpy()
+
+    # ---- checkpoints ----
+
+    def persistent(self) -> dict[str, Tensor]:
+        """The flat device buffers that a checkpoint holds, by name."""
+        rows = dict(params=self.state.params, m=self.state.m, v=self.state.v, low=self.state.low)
+        return {name: flat for name, flat in rows.items() if flat is not None}
+
+
+def _refuse_if_too_large(made: Plan, config: Config, K: Any, device: str) -> None:
+    if device == "cpu":
+        return
+    free, total = torch.cuda.mem_get_info()
+    if made.total > free:
+        best = largest_batch(lambda B: make_plan(config, K, B, config.train.seq_len)[0].total, free)
+        raise OutOfMemory(
+            f"the plan needs {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free: "
+            f"set train.batch_size to {best} or less (now {config.micro_batch}), or a deeper memory.recompute; --plan shows the buffers"
+        )

@@ -1,0 +1,122 @@
+"""GPT-2's forward pass, backward pass and update, one launch a line.
+
+K is the kernel package (or tests/reference, to check the mathematics), m a model view: w parameters, g gradients, a activations,
+s state, ids/targets/order/segments/hot the batch.  Names are explained in tables.py.  `acc` is False in a step's first micro-step, which
+overwrites the gradients, and True in the later ones, which add to them.
+"""
+
+from typing import Any
+
+
+def embed(K: Any, m: Any) -> None:
+    # x[0] = wte[ids] + wpe
+    K.encoder_fwd(m.a.x[0], m.ids, m.w.wte, m.w.wpe)
+
+
+def layer(K: Any, m: Any, l: int) -> None:
+    """Layer l up to its last product; the recompute level `block` runs it again in the backward pass."""
+    w, a, i = m.w, m.a, 2 * l
+    # x[i+1] = x[i] + attproj(attention(qkv(ln[i])))
+    K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
+    K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
+    K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
+    K.matmul_add(a.x[i + 1], a.x[i], a.att[l], w.attprojw[l], w.attprojb[l])
+    # fcg = gelu(fch), fch = fc(ln[i+1])
+    K.layernorm_fwd(a.ln[i + 1], a.mean[i + 1], a.rstd[i + 1], a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1])
+    K.matmul_gelu(a.fcg[l], a.fch[l], a.ln[i + 1], w.fcw[l], w.fcb[l])
+
+
+def block(K: Any, m: Any) -> None:
+    w, a = m.w, m.a
+    for l in range(m.L):
+        layer(K, m, l)
+        # x[i+2] = x[i+1] + fcproj(fcg)
+        K.matmul_add(a.x[2 * l + 2], a.x[2 * l + 1], a.fcg[l], w.fcprojw[l], w.fcprojb[l])
+
+
+def final_norm(K: Any, m: Any) -> None:
+    w, a, i = m.w, m.a, 2 * m.L
+    K.layernorm_fwd(a.lnf, a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
+
+
+def head(K: Any, m: Any, acc: bool) -> None:
+    """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's share, but for the target rows, which encoder_bwd adds.
+
+    With S = sum of exp(z_j - z_target) over j != target: loss = log(1 + S), dlogits = rs * p + ks at the target,
+    rs = scale / (1 + S), ks = -scale * S / (1 + S).  p leaves the GEMM unnormalised; rs enters after the next two.
+    """
+    w, g, a, i = m.w, m.g, m.a, 2 * m.L
+    final_norm(K, m)
+    K.classifier_target(a.zt, a.lnf, w.wte, m.targets)
+    for r in m.head_chunks():
+        n = r.stop - r.start
+        p, lns = a.p[:n], a.lns[:n]
+        K.classifier_fwd(p, a.scratch, a.lnf[r], w.wte, a.zt[r], m.targets[r], m.V)
+        K.classifier_stats(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.hyper, acc)
+        K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
+        K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
+    K.layernorm_bwd(
+        a.dx, g.lnw[i], g.lnb[i], m.gb[i], None, a.scratch, a.dln, a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i], acc, add_dx=False
+    )
+
+
+def head_loss(K: Any, m: Any) -> None:
+    """losses = cross entropy of each token, nothing kept for a backward pass."""
+    a = m.a
+    final_norm(K, m)
+    K.classifier_target(a.zt, a.lnf, m.w.wte, m.targets)
+    for r in m.head_chunks():
+        K.classifier_fwd(None, a.scratch, a.lnf[r], m.w.wte, a.zt[r], m.targets[r], m.V)
+        K.classifier_stats(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.hyper, False)
+
+
+def head_logits(K: Any, m: Any, row: int) -> None:
+    """logits of one row, for sampling."""
+    w, a, i, r = m.w, m.a, 2 * m.L, slice(row, row + 1)
+    K.layernorm_fwd(a.lnf[r], a.mean[i][r], a.rstd[i][r], a.x[i][r], w.lnw[i], w.lnb[i])
+    K.matmul(a.logits, a.lnf[r], w.wte, None)
+
+
+def block_bwd(K: Any, m: Any, acc: bool) -> None:
+    """dx holds the gradient of the residual stream throughout; gb[i] is the bias whose branch ends at x[i], the column sums of dx there."""
+    w, g, a, redo = m.w, m.g, m.a, m.recompute
+    for l in reversed(range(m.L)):
+        i = 2 * l
+        if redo.block:
+            layer(K, m, l)
+        # through fcproj, GELU, fc and the norm of x[i+1]
+        K.matmul_dx_dgelu(a.dfch, g.fcb[l], a.fcg[l] if redo.gelu else None, a.scratch, a.dx, w.fcprojw[l], a.fch[l], acc)
+        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx, a.fcg[l], acc)
+        K.matmul_dx(a.dln, a.dfch, w.fcw[l])
+        ln = a.ln[i + 1] if redo.ln else None
+        norm = (a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1], a.mean[i + 1], a.rstd[i + 1])
+        K.layernorm_bwd(a.dx, g.lnw[i + 1], g.lnb[i + 1], m.gb[i + 1], ln, a.scratch, a.dln, *norm, acc)
+        K.matmul_dw(g.fcw[l], a.scratch, a.dfch, a.ln[i + 1], acc)
+        # through attproj, attention, qkv and the norm of x[i]
+        K.matmul_dx(a.datt, a.dx, w.attprojw[l])
+        K.matmul_dw(g.attprojw[l], a.scratch, a.dx, a.att[l], acc)
+        if redo.qkv:
+            K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
+            K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
+        K.attention_bwd(a.dqkv, g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc)
+        K.matmul_dx(a.dln, a.dqkv, w.qkvw[l])
+        ln = a.ln[i] if redo.ln and not redo.qkv else None
+        norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
+        K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.gb[i], ln, a.scratch, a.dln, *norm, acc)
+        K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv, a.ln[i], acc)
+
+
+def embed_bwd(K: Any, m: Any, acc: bool) -> None:
+    # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
+    a = m.a
+    K.encoder_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
+
+
+def update(K: Any, m: Any) -> None:
+    s, a = m.s, m.a
+    K.loss_sum(s.stats[:1], a.scratch, a.losses, s.hyper)
+    K.sum_squares(s.sumsq, a.scratch, s.grads)
+    K.clip_factor(s.stats, s.sumsq, s.hyper)
+    for r, decay in m.ranges:
+        low = None if s.low is None else s.low[r]
+        K.adamw(s.params[r], s.m[r], s.v[r], low, s.grads[r], s.stats, s.hyper, s.rng, r.start, decay, *m.betas_eps)

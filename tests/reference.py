@@ -1,0 +1,212 @@
+"""The kernels' launchers in plain torch, with the same signatures: outputs first, written in place.
+
+Tests call them in float64 to judge a kernel, and hand this module to the model as `K` to judge the schedule against autograd.
+`acc` is the kernels' ACC: False overwrites a gradient, True adds to it.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+LOG2E = 1 / math.log(2)
+
+
+def scratch_elements(dims):
+    return 1
+
+
+def _give(out, value, acc):
+    out.copy_(out + value if acc else value)
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def dgelu(x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(gelu(x).sum(), x)[0]
+
+
+# ---- encoder ----
+
+
+def encoder_fwd(x, ids, wte, wpe):
+    x.copy_((wte[ids.long()] + wpe[: ids.shape[1]]).reshape(x.shape))
+
+
+def encoder_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, hot, T, acc):
+    """dwte[token] += the rows of dx whose input it is and of ks * lnf whose target it is; dwpe[t] = sum over the batch of dx."""
+    R = dx.shape[0]
+    for token, start, length, _ in segments.tolist():
+        for e in order[start : start + length].tolist():
+            dwte[token] += dx[e] if e < R else ks[e - R] * lnf[e - R]
+    full = torch.zeros_like(dwpe)
+    full[:T] = dx.view(-1, T, dx.shape[1]).to(dwpe.dtype).sum(0)
+    _give(dwpe, full, acc)
+
+
+# ---- layernorm ----
+
+
+def layernorm_fwd(out, mean, rstd, x, w, b, eps=1e-5):
+    mean.copy_(x.mean(-1))
+    rstd.copy_((x.var(-1, unbiased=False) + eps).rsqrt())
+    out.copy_((x - mean[:, None]) * rstd[:, None] * w + b)
+
+
+def layernorm_bwd(dx, dw, db, dbias, ln, scratch, dout, x, w, b, mean, rstd, acc, add_dx=True):
+    """dx (+)= gradient through the norm; dbias = column sums of the new dx; ln, if given, is the norm's output recomputed."""
+    xhat = (x - mean[:, None]) * rstd[:, None]
+    g = dout * w
+    grad = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    dx.copy_(dx + grad if add_dx else grad)
+    _give(dw, (dout * xhat).sum(0), acc)
+    _give(db, dout.sum(0), acc)
+    if dbias is not None:
+        _give(dbias, dx.sum(0), acc)
+    if ln is not None:
+        ln.copy_(xhat * w + b)
+
+
+# ---- matmul: w is [N, K] = [out, in] ----
+
+
+def matmul(out, inp, w, b):
+    out.copy_(inp @ w.T if b is None else inp @ w.T + b)
+
+
+def matmul_gelu(out, pre, inp, w, b):
+    matmul(pre, inp, w, b)
+    out.copy_(gelu(pre))
+
+
+def matmul_add(out, res, inp, w, b):
+    out.copy_(res + (inp @ w.T + b))
+
+
+def matmul_dx(dinp, dout, w):
+    dinp.copy_(dout @ w)
+
+
+def matmul_dx_dgelu(dpre, dbias, gelu_out, scratch, dout, w, pre, acc):
+    """dpre = (dout @ w) * gelu'(pre); dbias (+)= column sums of dpre; gelu_out, if given, is gelu(pre) recomputed."""
+    dpre.copy_((dout @ w) * dgelu(pre))
+    _give(dbias, dpre.sum(0), acc)
+    if gelu_out is not None:
+        gelu_out.copy_(gelu(pre))
+
+
+def matmul_dw(dw, scratch, dout, inp, acc):
+    _give(dw, dout.to(dw.dtype).T @ inp.to(dw.dtype), acc)
+
+
+# ---- attention: qkv is packed [B*T, 3, NH, HS]; lse in the log2 domain ----
+
+
+def _split(qkv, B, NH, T):
+    return [t.reshape(B, T, NH, -1).transpose(1, 2) for t in qkv.view(B, T, 3, -1).unbind(2)]
+
+
+def _scores(q, k):
+    s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))
+
+
+def attention_fwd(out, lse, qkv):
+    B, NH, T = lse.shape
+    q, k, v = _split(qkv, B, NH, T)
+    s = _scores(q, k)
+    lse.copy_(s.logsumexp(-1) * LOG2E)
+    out.copy_((s.softmax(-1) @ v).transpose(1, 2).reshape(out.shape))
+
+
+def attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc):
+    """dqkv from dout; dbias (+)= column sums of dqkv; delta is workspace for rowsum(dout * out)."""
+    B, NH, T = lse.shape
+    q, k, v = _split(qkv, B, NH, T)
+    p = (_scores(q, k) - lse[..., None] / LOG2E).exp()
+    do, o = (t.view(B, T, NH, -1).transpose(1, 2) for t in (dout, out))
+    delta.copy_((do * o).sum(-1))
+    ds = p * (do @ v.transpose(-1, -2) - delta[..., None]) / math.sqrt(q.shape[-1])
+    d = [ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do]
+    dqkv.copy_(torch.stack([t.transpose(1, 2).reshape(B, T, -1) for t in d], 2).reshape(dqkv.shape))
+    _give(dbias, dqkv.sum(0), acc)
+
+
+# ---- classifier with deferred normalisation ----
+
+
+def classifier_target(zt, lnf, wte, targets):
+    """zt = log2(e) * (lnf . wte[target]); 0 where the target is -1."""
+    valid = targets >= 0
+    zt.copy_((lnf * wte[targets.clamp(min=0).long()]).sum(-1) * LOG2E * valid)
+
+
+def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V):
+    """p = exp(logit - target logit), 0 in the target's column and in the padding; rowsum holds sums of p's rows (layout private)."""
+    e = torch.exp2(torch.clamp(lnf @ wte.T * LOG2E - zt[:, None], max=108))
+    e[:, V:] = 0
+    rows = torch.arange(len(targets), device=targets.device)[targets >= 0]
+    e[rows, targets[rows].long()] = 0
+    _rowsums[rowsum.data_ptr()] = e.sum(-1)
+    if p is not None:
+        p.copy_(e)
+
+
+_rowsums: dict[int, torch.Tensor] = {}
+
+
+def classifier_stats(losses, rs, ks, lns, rowsum, lnf, targets, hyper, acc):
+    """losses (+)= log(1 + S); rs, ks scale the two parts of dlogits; lns = rs * lnf.  rs, ks, lns are None when only losses count."""
+    s = _rowsums.pop(rowsum.data_ptr())
+    valid, scale = targets >= 0, hyper[3]
+    _give(losses, torch.log1p(s) * valid, acc)
+    if lns is not None:
+        rs.copy_(scale / (1 + s) * valid)
+        ks.copy_(-scale * s / (1 + s) * valid)
+        lns.copy_(rs[:, None] * lnf)
+
+
+def classifier_dx(dln, p, wte, rs, ks, targets):
+    """dln = rs * (p @ wte) + ks * wte[target]"""
+    dln.copy_(rs[:, None] * (p @ wte) + ks[:, None] * wte[targets.clamp(min=0).long()])
+
+
+# ---- reductions and the update ----
+
+
+def loss_sum(out, scratch, losses, hyper):
+    """out = loss scale * sum of losses"""
+    out.copy_(losses.sum() * hyper[3])
+
+
+def sum_squares(out, scratch, g):
+    out.copy_((g * g).sum())
+
+
+def clip_factor(stats, sumsq, hyper):
+    """stats[1] = norm, stats[2] = factor that brings it to at most `clip` (no clipping when clip is 0), stats[3] = 1 if finite else 0"""
+    norm, clip = sumsq[0].sqrt(), hyper[4]
+    stats[1] = norm
+    stats[2] = torch.clamp(clip / (norm + 1e-6), max=1.0) if clip > 0 else 1.0
+    stats[3] = float(torch.isfinite(norm) and torch.isfinite(stats[0]))
+
+
+def adamw(w, m, v, low, g, stats, hyper, rng, first, decay, beta1, beta2, eps):
+    """hyper = lr, 1/(1-beta1^t), 1/(1-beta2^t), loss scale, clip.  Skips everything when stats[3] is 0."""
+    if stats[3] == 0:
+        return
+    grad = g * stats[2]
+    m.copy_(m + (1 - beta1) * (grad - m))
+    v.copy_(v + (1 - beta2) * (grad * grad - v))
+    w.copy_(w - hyper[0] * (m * hyper[1] / ((v * hyper[2]).sqrt() + eps) + decay * w))
+
+
+def normal_init(w, low, seed, first, std):
+    w.copy_(torch.randn(w.shape, generator=torch.Generator().manual_seed(seed + first), dtype=torch.float64) * std)
+
+
+def fill(w, value):
+    w.fill_(value)
