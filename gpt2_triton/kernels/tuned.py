@@ -13,16 +13,16 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 GPU: dict[tuple[str, str], dict[str, int]] = {
     ("matmul", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3),
-    ("matmul", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3),
+    ("matmul", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=3),
     ("matmul_dw", "bf16"): dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, WAVE=132, num_warps=8, num_stages=4),
-    ("matmul_dw", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, WAVE=132, num_warps=8, num_stages=3),
+    ("matmul_dw", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, WAVE=132, num_warps=8, num_stages=3),
 }
 
-# What changes on a GPU whose programs have less shared memory than Hopper's 227 KB: A100 163 KB, RTX 4090 and 5090 99 KB.
+# What changes on a GPU whose programs have less shared memory than Hopper's 227 KB: A100 163, RTX 4090 and 5090 99.
 # Never a block that sizes a scratch (BLOCK_M of matmul, any of matmul_dw): memory is planned before the GPU is known.
 SMALL_GPU: dict[tuple[str, str], dict[str, int]] = {
-    ("matmul", "bf16"): dict(BLOCK_N=128, num_stages=3),
-    ("matmul_dw", "bf16"): dict(num_stages=3),
+    ("matmul", "bf16"): dict(BLOCK_N=128, BLOCK_K=32),
+    ("matmul_dw", "bf16"): dict(num_stages=2),
 }
 
 INTERPRETER: dict[str, dict[str, int]] = {
@@ -33,7 +33,7 @@ INTERPRETER: dict[str, dict[str, int]] = {
 
 @functools.cache
 def num_sms() -> int:
-    """Programs of a persistent kernel: one per multiprocessor of this GPU.  The interpreter takes two, so that the loop is walked."""
+    """Programs of a persistent kernel: one per multiprocessor of this GPU; two in the interpreter."""
     return 2 if INTERPRET else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 

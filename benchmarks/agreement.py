@@ -1,0 +1,168 @@
+"""Train GPT-2 124M twice from the same weights on the same tokens, with this package and with PyTorch, and compare every step.
+
+    python benchmarks/agreement.py --tokens train_000000.bin --steps 50 --batch 16 --seq_len 1024 --dtype bf16 --master fp32 --out agreement
+
+PyTorch's reference runs in float32 without TF32; with --dtype bf16 it runs once more under bf16 autocast.  Prints a row every 10 steps
+and the largest differences, writes agreement.json and agreement.png, and exits with 1 if a bound is passed: fp32 losses within 1e-4
+relative at every step; bf16 losses within 0.02 and gradient norms within 2%.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script: the checkout is not on the path
+
+import gpt2_triton.kernels as K  # noqa: E402
+from benchmarks.verify import master  # noqa: E402
+from gpt2_triton.config import Config  # noqa: E402
+from gpt2_triton.data.loader import TrainLoader, pack_batch  # noqa: E402
+from gpt2_triton.data.shards import open_shards  # noqa: E402
+from gpt2_triton.model import GPT2  # noqa: E402
+from gpt2_triton.optim import hyper_row, learning_rate  # noqa: E402
+from tests import torch_gpt2  # noqa: E402
+
+BOUNDS = {  # largest relative difference of losses, absolute difference of losses, relative difference of norms
+    "fp32": dict(loss_relative=1e-4),
+    "bf16": dict(loss_absolute=0.02, norm_relative=0.02),
+}
+
+
+class History(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    seconds: float
+
+
+def make_config(a: argparse.Namespace) -> Config:
+    """GPT-2 124M at a constant rate of 3e-4 after 10 steps of warmup, one micro-batch a step."""
+    return Config.model_validate(
+        dict(
+            data=dict(train=str(a.tokens), val=str(a.tokens), tokenizer="gpt2"),
+            train=dict(steps=a.steps, batch_size=a.batch, seq_len=a.seq_len, dtype=a.dtype),
+            optim=dict(lr=3e-4, warmup=min(10, a.steps), schedule="constant", weight_decay=0.1, clip=1.0, master=a.master),
+            eval=dict(every=0),
+        )
+    )
+
+
+def windows(config: Config) -> Iterator[np.ndarray]:
+    """Tokens [B, T+1] of each step, as training would draw them."""
+    t = config.train
+    loader = TrainLoader(open_shards(config.data.train, config.model.vocab_size, t.seq_len), t.seq_len, config.data.seed)
+    return (loader.batch(step * t.batch_size, t.batch_size) for step in range(t.steps))
+
+
+def train_ours(config: Config) -> tuple[History, Tensor, dict[str, int]]:
+    """Our run, the fp32 weights that it began with (on the host) and the model's dimensions."""
+    model = GPT2(config, K, "cuda")
+    model.initialise(config.train.seed)
+    state, losses, norms = model.state, [], []
+    initial = state.params.float() if state.low is None else master(state.params, state.low)
+    initial = initial.cpu()
+    begin = time.perf_counter()
+    for step, tokens in enumerate(windows(config)):
+        model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, config.train.seed)
+        model.micro_step(pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size), first=True)
+        loss, norm, finite = model.end_step()
+        assert finite, f"step {step + 1}: loss {loss}, gradient norm {norm}"
+        losses.append(loss)
+        norms.append(norm)
+    return History(losses, norms, time.perf_counter() - begin), initial, model.dims
+
+
+def train_torch(config: Config, initial: Tensor, dims: dict[str, int], autocast: bool) -> History:
+    """PyTorch's run from the same weights."""
+    o, steps = config.optim, config.train.steps
+    params = torch_gpt2.leaves(initial.cuda(), dims)
+    pairs = ((torch.from_numpy(w[:, :-1]).cuda(), torch.from_numpy(w[:, 1:]).cuda()) for w in windows(config))
+    lrs = [learning_rate(step, o, steps) for step in range(steps)]
+    begin = time.perf_counter()
+    losses, norms = torch_gpt2.train(
+        params, dims, pairs, lrs,
+        betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip, autocast=autocast,
+    )  # fmt: skip
+    return History(losses, norms, time.perf_counter() - begin)
+
+
+def differences(ours: History, torchs: History) -> dict[str, float]:
+    """The largest differences over all steps."""
+    a, b = np.array(ours.losses), np.array(torchs.losses)
+    p, q = np.array(ours.norms), np.array(torchs.norms)
+    return dict(
+        loss_relative=float(np.max(np.abs(a - b) / b)),
+        loss_absolute=float(np.max(np.abs(a - b))),
+        norm_relative=float(np.max(np.abs(p - q) / q)),
+    )
+
+
+def print_table(runs: dict[str, History]) -> None:
+    names = list(runs)
+    print("step  " + "".join(f"{f'loss {name}':>22}" for name in names) + "".join(f"{f'norm {name}':>22}" for name in names))
+    steps = len(runs["ours"].losses)
+    for step in sorted({0, *range(9, steps, 10), steps - 1}):
+        losses = "".join(f"{runs[name].losses[step]:>22.6f}" for name in names)
+        print(f"{step + 1:>4}  {losses}" + "".join(f"{runs[name].norms[step]:>22.5f}" for name in names))
+
+
+def plot(runs: dict[str, History], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name, run in runs.items():
+        left.plot(range(1, len(run.losses) + 1), run.losses, label=name, alpha=0.7)
+        if name != "ours":
+            right.plot(range(1, len(run.losses) + 1), np.abs(np.array(run.losses) - runs["ours"].losses), label=name)
+    left.set(xlabel="step", ylabel="training loss")
+    right.set(xlabel="step", ylabel="|loss - loss of ours|", yscale="log")
+    left.legend()
+    right.legend()
+    figure.savefig(out, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=Path, required=True, help="a shard of GPT-2 tokens, made by `prepare text`")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--seq_len", type=int, default=1024)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--master", choices=["none", "fp32"], default="none")
+    parser.add_argument("--out", type=Path, required=True, help="directory for agreement.json and agreement.png")
+    a = parser.parse_args()
+    torch.set_float32_matmul_precision("highest")
+    config, runs = make_config(a), {}
+    runs["ours"], initial, dims = train_ours(config)
+    gc.collect()  # our arena goes before PyTorch's activations come
+    torch.cuda.empty_cache()
+    runs["PyTorch fp32"] = train_torch(config, initial, dims, autocast=False)
+    if a.dtype == "bf16":
+        runs["PyTorch autocast"] = train_torch(config, initial, dims, autocast=True)
+    print_table(runs)
+    found = {name: differences(runs["ours"], run) for name, run in runs.items() if name != "ours"}
+    for name, values in found.items():
+        print(f"largest difference from {name}: " + ", ".join(f"{key} {value:.2e}" for key, value in values.items()))
+    passed = all(found["PyTorch fp32"][key] <= bound for key, bound in BOUNDS[a.dtype].items())
+    print(f"{'agreed' if passed else 'DISAGREED'}: bounds against PyTorch fp32 are {BOUNDS[a.dtype]}")
+    a.out.mkdir(parents=True, exist_ok=True)
+    record = dict(config=config.to_dict(), device=torch.cuda.get_device_name(), passed=passed, largest=found)
+    record["runs"] = {name: run._asdict() for name, run in runs.items()}
+    (a.out / "agreement.json").write_text(json.dumps(record, indent=1))
+    plot(runs, a.out / "agreement.png")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

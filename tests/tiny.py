@@ -1,0 +1,40 @@
+"""The smallest model that exercises everything, for tests that need a whole step."""
+
+import numpy as np
+import torch
+
+from gpt2_triton.config import Config
+from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.model import GPT2
+from tests.conftest import DEVICE
+
+
+def tiny_config(**sections) -> Config:
+    """2 layers, one head of 64, T 16, B 2, vocabulary 50; `sections` override, as in tiny_config(train=dict(dtype="bf16"))."""
+    base = dict(
+        model=dict(n_layer=2, n_head=1, n_embd=64, vocab_size=256, block_size=16),
+        data=dict(train="builtin", val="builtin", tokenizer="bytes"),
+        train=dict(steps=4, batch_size=2, seq_len=16, dtype="fp32"),
+        optim=dict(lr=1e-3, warmup=0, schedule="constant"),
+        eval=dict(every=0),
+    )
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return Config.model_validate(base)
+
+
+def tiny_model(K=None, **sections):
+    """An initialised model of tiny_config in the real kernels (or K), and its configuration."""
+    if K is None:
+        import gpt2_triton.kernels as K
+    config = tiny_config(**sections)
+    model = GPT2(config, K, DEVICE)
+    model.initialise(seed=1)
+    return model, config
+
+
+def packed_batch(config: Config, seed: int = 0) -> torch.Tensor:
+    """One micro-batch of random tokens in the loader's packed form."""
+    t, rng = config.train, np.random.default_rng(seed)
+    tokens = rng.integers(0, config.model.vocab_size, (config.micro_batch, t.seq_len + 1), dtype=np.int32)
+    return pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size)

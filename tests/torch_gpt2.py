@@ -1,0 +1,83 @@
+"""GPT-2 in plain PyTorch with autograd, over the project's own flat parameters: what the schedule is judged by.
+
+Functional and of any dtype.  Losses and gradients carry the project's scale: a mean is the sum over tokens with a target, divided by
+all B*T tokens, so that micro-batches with ignored targets add up.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2_triton.tables import Params, entries, named
+
+
+def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None) -> Params:
+    """Leaf tensors of their own memory, cut from a flat buffer in the project's order."""
+    views = named(flat, dims)
+
+    def leaf(view: Tensor) -> Tensor:
+        return view.detach().to(dtype or view.dtype, copy=True).requires_grad_()
+
+    values = {f.name: getattr(views, f.name) for f in dataclasses.fields(Params)}
+    return Params(**{name: [leaf(v) for v in value] if isinstance(value, list) else leaf(value) for name, value in values.items()})
+
+
+def tensors(params: Params, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, whether weight decay applies) in the flat order; layer tensors are called name[layer]."""
+    for e in entries(dims):
+        value = getattr(params, e.name)
+        yield (e.name, value, e.decay) if e.layer is None else (f"{e.name}[{e.layer}]", value[e.layer], e.decay)
+
+
+def _attention(qkv: Tensor, NH: int) -> Tensor:
+    B, T, _ = qkv.shape
+    q, k, v = (t.view(B, T, NH, -1).transpose(1, 2) for t in qkv.chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1)
+
+
+def gpt2_loss(
+    params: Params, ids: Tensor, targets: Tensor, V: int, NH: int, reduction: Literal["none", "mean"] = "mean"
+) -> Tensor:
+    """Cross entropy over the first V of the padded vocabulary's rows; a target of -1 has no loss, yet counts in the mean's B*T."""
+    p, C = params, params.wte.shape[1]
+
+    def norm(x: Tensor, i: int) -> Tensor:
+        return F.layer_norm(x, (C,), p.lnw[i], p.lnb[i])
+
+    x = F.embedding(ids.long(), p.wte) + p.wpe[: ids.shape[1]]
+    for l in range(len(p.qkvw)):
+        att = _attention(F.linear(norm(x, 2 * l), p.qkvw[l], p.qkvb[l]), NH)
+        x = x + F.linear(att, p.attprojw[l], p.attprojb[l])
+        h = F.gelu(F.linear(norm(x, 2 * l + 1), p.fcw[l], p.fcb[l]), approximate="tanh")
+        x = x + F.linear(h, p.fcprojw[l], p.fcprojb[l])
+    logits = F.linear(norm(x, 2 * len(p.qkvw)), p.wte[:V]).flatten(0, 1)
+    losses = F.cross_entropy(logits, targets.flatten().long(), ignore_index=-1, reduction="none")
+    return losses if reduction == "none" else losses.sum() / targets.numel()
+
+
+def train(
+    params: Params, dims: dict[str, int], batches: Iterable[tuple[Tensor, Tensor]], lrs: Iterable[float], *,
+    betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, clip: float = 1.0,
+    autocast: bool = False,
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    """AdamW with clipping by global norm, one step a batch; returns losses and gradient norms.  `params` hold the result."""
+    listed = list(tensors(params, dims))
+    groups = [dict(params=[t for _, t, d in listed if d is decay], weight_decay=weight_decay * decay) for decay in (True, False)]
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps)
+    losses, norms = [], []
+    for (ids, targets), lr in zip(batches, lrs, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
+            loss = gpt2_loss(params, ids, targets, dims["V"], dims["NH"])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([t for _, t, _ in listed], clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms
