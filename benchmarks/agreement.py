@@ -1,10 +1,10 @@
-"""Train GPT-2 124M twice from the same weights on the same tokens, with this package and with PyTorch, and compare every step.
+"""Train GPT-2 124M from the same weights on the same tokens with this package and with PyTorch, and compare every step.
 
-    python benchmarks/agreement.py --tokens train_000000.bin --steps 50 --batch 16 --seq_len 1024 --dtype bf16 --master fp32 --out agreement
+    python benchmarks/agreement.py --tokens train_000000.bin --dtype bf16 --master fp32 --out agreement
 
-PyTorch's reference runs in float32 without TF32; with --dtype bf16 it runs once more under bf16 autocast.  Prints a row every 10 steps
-and the largest differences, writes agreement.json and agreement.png, and exits with 1 if a bound is passed: fp32 losses within 1e-4
-relative at every step; bf16 losses within 0.02 and gradient norms within 2%.
+PyTorch's reference runs in float32 without TF32; with --dtype bf16 it runs once more under bf16 autocast.  Prints a row
+every 10 steps and the largest differences, writes agreement.json and agreement.png, and exits with 1 if a bound is
+passed: fp32 losses within 1e-4 relative at every step; bf16 losses within 0.02 and gradient norms within 2%.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def make_config(a: argparse.Namespace) -> Config:
         dict(
             data=dict(train=str(a.tokens), val=str(a.tokens), tokenizer="gpt2"),
             train=dict(steps=a.steps, batch_size=a.batch, seq_len=a.seq_len, dtype=a.dtype),
-            optim=dict(lr=3e-4, warmup=min(10, a.steps), schedule="constant", weight_decay=0.1, clip=1.0, master=a.master),
+            optim=dict(lr=3e-4, warmup=min(10, a.steps), schedule="constant", master=a.master),
             eval=dict(every=0),
         )
     )
@@ -58,7 +58,8 @@ def make_config(a: argparse.Namespace) -> Config:
 def windows(config: Config) -> Iterator[np.ndarray]:
     """Tokens [B, T+1] of each step, as training would draw them."""
     t = config.train
-    loader = TrainLoader(open_shards(config.data.train, config.model.vocab_size, t.seq_len), t.seq_len, config.data.seed)
+    shards = open_shards(config.data.train, config.model.vocab_size, t.seq_len)
+    loader = TrainLoader(shards, t.seq_len, config.data.seed)
     return (loader.batch(step * t.batch_size, t.batch_size) for step in range(t.steps))
 
 
@@ -67,8 +68,8 @@ def train_ours(config: Config) -> tuple[History, Tensor, dict[str, int]]:
     model = GPT2(config, K, "cuda")
     model.initialise(config.train.seed)
     state, losses, norms = model.state, [], []
-    initial = state.params.float() if state.low is None else master(state.params, state.low)
-    initial = initial.cpu()
+    initial = state.params if state.low is None else master(state.params, state.low)
+    initial = initial.to("cpu", torch.float32, copy=True)
     begin = time.perf_counter()
     for step, tokens in enumerate(windows(config)):
         model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, config.train.seed)
@@ -106,12 +107,12 @@ def differences(ours: History, torchs: History) -> dict[str, float]:
 
 
 def print_table(runs: dict[str, History]) -> None:
-    names = list(runs)
-    print("step  " + "".join(f"{f'loss {name}':>22}" for name in names) + "".join(f"{f'norm {name}':>22}" for name in names))
+    print("step" + "".join(f"{f'{what} {name}':>24}" for what in ("loss", "norm") for name in runs))
     steps = len(runs["ours"].losses)
     for step in sorted({0, *range(9, steps, 10), steps - 1}):
-        losses = "".join(f"{runs[name].losses[step]:>22.6f}" for name in names)
-        print(f"{step + 1:>4}  {losses}" + "".join(f"{runs[name].norms[step]:>22.5f}" for name in names))
+        values = [run.losses[step] for run in runs.values()] + [run.norms[step] for run in runs.values()]
+        print(f"{step + 1:>4}" + "".join(f"{value:>24.6f}" for value in values))
+    print("s   " + "".join(f"{run.seconds:>24.1f}" for run in runs.values()))
 
 
 def plot(runs: dict[str, History], out: Path) -> None:

@@ -49,6 +49,7 @@ class Trainer:
 
     def __init__(self, config: Config, run_dir: Path, found: Path | None):
         self.config, self.run_dir, self.device = config, run_dir, device_name()
+        self.context_bytes = self._used_bytes()
         self.stopped_by = 0
         self.skips_in_a_row = 0
         train_shards, val_shards = self._open_data()
@@ -95,6 +96,21 @@ class Trainer:
         self.state = {name: saved[name] for name in self.state}
         return tensors
 
+    def _used_bytes(self) -> int:
+        """Bytes in use on the GPU; the first call creates the CUDA context and so returns its size."""
+        if self.device == "cpu":
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def _report_memory(self) -> None:
+        if self.device == "cuda":
+            grown = self._used_bytes() - self.context_bytes
+            self.log.note(
+                f"memory: planned {self.model.plan.total / GIB:.3f} GiB, in use {grown / GIB:.3f} GiB, "
+                f"CUDA context {self.context_bytes / GIB:.3f} GiB besides"
+            )
+
     def _where(self) -> str:
         return torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
 
@@ -103,12 +119,15 @@ class Trainer:
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
-        step, last = self.state["step"], self.config.train.steps
+        first = step = self.state["step"]
+        last = self.config.train.steps
         if step == 0:
             self._evaluate_if_due(step)
         while step < last and not self.stopped_by:
             self._train_step(step)
             step += 1
+            if step == first + 3:
+                self._report_memory()
             self._evaluate_if_due(step)
             self._sample_if_due(step)
             if self._due(step, self.config.checkpoint.every) or step == last:

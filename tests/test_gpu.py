@@ -1,4 +1,4 @@
-"""What only a GPU can show: gradients at GPT-2's width in bf16, the plan against real memory, kernels by name, bits run to run."""
+"""What only a GPU can show: gradients at GPT-2's width, real memory beside the plan, kernel names, bits run to run."""
 
 import gc
 import importlib
@@ -35,7 +35,7 @@ def gpt2_model(**shape) -> GPT2:
 
 
 def exact_gradients(model: GPT2) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the first step by the reference launchers in float64, from the model's weights as they are stored."""
+    """Loss and gradients of the first step by the reference launchers in float64, from the model's stored weights."""
     exact = GPT2(model.config, reference, "cuda", dtypes=F64)
     exact.state.params.copy_(model.state.params)
     [(loss, _, _)] = train_steps(exact, 1)
@@ -51,7 +51,7 @@ def torch_gradients(model: GPT2) -> dict[str, torch.Tensor]:
 
 
 def test_gradients_in_bf16_are_as_good_as_pytorchs():
-    """Each of 29 tensors: error at most 1.1 times that of PyTorch in bf16, which rounds at the same places and then its gradients."""
+    """Each tensor's error is at most 1.1 times that of PyTorch in bf16, which also rounds the gradients."""
     model = gpt2_model(dtype="bf16")
     want, exact = exact_gradients(model)
     torchs = torch_gradients(model)
@@ -59,7 +59,7 @@ def test_gradients_in_bf16_are_as_good_as_pytorchs():
     assert abs(loss - want) < 1e-3 * want  # about ten roundings of 2e-3 each in a logit, averaged over 400 tokens
     for name, ours, _ in torch_gpt2.tensors(model.full.g, model.dims):
         off, bound = error(ours, exact[name]), 1.1 * error(torchs[name], exact[name])
-        assert off <= bound and off < 0.05, f"{name}: {off:.1e}, PyTorch {bound / 1.1:.1e}"
+        assert off <= bound and off < 0.02, f"{name}: {off:.1e}, PyTorch {bound / 1.1:.1e}"
 
 
 def test_gradients_in_fp32_equal_float64():
@@ -68,12 +68,13 @@ def test_gradients_in_fp32_equal_float64():
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 1e-6 * want
     for name, ours, _ in torch_gpt2.tensors(model.full.g, model.dims):
-        # sums of 768 to 50304 products, 6e-8 each; softmax's backward cancels most of dP, which costs another digit
+        # sums of 512 to 50304 products, 6e-8 each; PyTorch in fp32 is at 7e-7 here
         assert error(ours, exact[name]) < 1e-5, name
 
 
 def test_a_step_launches_triton_kernels_and_copies_only():
-    modules = (importlib.import_module(m.name) for m in pkgutil.iter_modules(gpt2_triton.kernels.__path__, "gpt2_triton.kernels."))
+    names = (m.name for m in pkgutil.iter_modules(gpt2_triton.kernels.__path__, "gpt2_triton.kernels."))
+    modules = map(importlib.import_module, names)
     ours = {f.__name__ for m in modules for f in vars(m).values() if isinstance(f, triton.JITFunction)}
     model = gpt2_model()
     train_steps(model, 1)
@@ -87,7 +88,7 @@ def test_a_step_launches_triton_kernels_and_copies_only():
 
 
 def test_the_plan_is_what_a_run_takes():
-    """Free memory from a warm context (modules loaded by a step of the same kernels) to the third step: the arena and nothing else."""
+    """What free memory loses between a warm context (a step of the same kernels) and the third step is the arena."""
     train_steps(gpt2_model(n_layer=1, T=1024), 1)
     gc.collect()
     torch.cuda.empty_cache()

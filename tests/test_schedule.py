@@ -1,5 +1,6 @@
-"""The schedule three ways: reference launchers against autograd (is the mathematics right), kernels against reference launchers
-launch by launch (which kernel is wrong), and the lifetimes of tables.py against what the launches really touch."""
+"""The schedule three ways: reference launchers against autograd (is the mathematics right), kernels against reference
+launchers launch by launch (which kernel is wrong), and the lifetimes of tables.py against what the launches touch.
+"""
 
 import contextlib
 import functools
@@ -20,6 +21,7 @@ from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.tables import LEVELS, Params
 from tests import reference, torch_gpt2
+from tests.conftest import DEVICE
 from tests.helpers import error, max_error
 from tests.tiny import tiny_config, tiny_model
 
@@ -32,7 +34,7 @@ EXACT = dict(
 
 
 def exact_model(level: str = "none", **changes: dict) -> GPT2:
-    """The schedule over the reference launchers in float64: an arena full of NaN, then random weights, none of them special."""
+    """The schedule over the reference launchers in float64; its arena begins as NaN, but for random weights."""
     config = tiny_config(**(EXACT | changes), memory=dict(recompute=level, head_rows=6))
     model = GPT2(config, reference, "cpu", dtypes=F64)
     model.arena.fill_(0xFF)
@@ -43,7 +45,7 @@ def exact_model(level: str = "none", **changes: dict) -> GPT2:
 
 
 def randomise(model: GPT2) -> None:
-    """Weights that leave no term of a gradient small: norms about 1, everything else 0.2 * N(0, 1), padded vocabulary 0."""
+    """Weights that leave no term of a gradient small: norms about 1, all else 0.2 * N(0, 1), padded vocabulary 0."""
     generator, params, w = torch.Generator().manual_seed(0), model.state.params, model.full.w
     params.copy_(0.2 * torch.randn(params.shape, generator=generator))
     w.lnw.add_(1.0)
@@ -98,30 +100,21 @@ def test_loss_and_gradients_equal_autograd(level):
     assert abs(float(model.state.stats[1]) - squares.sqrt()) < 1e-11 * squares.sqrt()
 
 
-def test_every_recompute_level_gives_the_same_bits_in_the_reference():
-    steps = {level: (model := exact_model(level), train_steps(model, 1)) for level in LEVELS}
-    model, history = steps["none"]
-    for level, (other, others) in steps.items():
-        assert others == history and torch.equal(other.state.grads, model.state.grads), level
-
-
 def test_three_updates_equal_torch_adamw():
-    """Decay on matrices only, bias correction, clipping: losses and norms of three steps, and the weights after them."""
+    """Decay on matrices only, bias correction, clipping: losses and norms of three steps, and the last weights."""
     model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=dict(lr=0.01, clip=0.5))
-    config, o, params = model.config, model.config.optim, torch_gpt2.leaves(model.state.params, model.dims)
+    d, o, params = model.dims, model.config.optim, torch_gpt2.leaves(model.state.params, model.dims)
     got = train_steps(model, 3)
-    steps = [batches(config, 1, seed=step)[0] for step in range(3)]
-    losses, norms = torch_gpt2.train(
-        params, model.dims, steps, [o.lr] * 3, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip
-    )
-    # lr and bias corrections travel as float32, 6e-8 relative; the difference of two weights then enters the next gradient
+    steps = [batches(model.config, 1, seed=step)[0] for step in range(3)]
+    settings = dict(betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip)
+    losses, norms = torch_gpt2.train(params, d, steps, [o.lr] * 3, **settings)
+    # lr and bias corrections travel as float32, 6e-8 relative, and enter the next gradient through the weights
     np.testing.assert_allclose([loss for loss, _, _ in got], losses, rtol=1e-6)
     np.testing.assert_allclose([norm for _, norm, _ in got], norms, rtol=1e-6)
     assert min(norms) > o.clip  # clipping did happen
-    for (name, ours, _), (_, theirs, _) in zip(
-        torch_gpt2.tensors(model.full.w, model.dims), torch_gpt2.tensors(params, model.dims), strict=True
-    ):
-        assert max_error(ours, theirs.detach()) < 1e-6, name
+    ours = {name: t for name, t, _ in torch_gpt2.tensors(model.full.w, d)}
+    for name, leaf, _ in torch_gpt2.tensors(params, d):
+        assert max_error(ours[name], leaf.detach()) < 1e-6, name
 
 
 def test_evaluation_and_sampling_equal_the_training_forward():
@@ -145,7 +138,7 @@ class SideBySide:
 
     WORKSPACE = ("scratch", "rowsum")  # layouts are the launchers' own business
 
-    def __init__(self, tolerance: dict[torch.dtype, float]):
+    def __init__(self, tolerance: float):
         self.tolerance, self.workspace, self.launched = tolerance, torch.empty(1), []
 
     def __getattr__(self, name: str):
@@ -161,7 +154,7 @@ class SideBySide:
         for output, got, want in zip(names, trace[0][1], exact, strict=False):
             if got is not None and got.is_floating_point() and output not in self.WORKSPACE:
                 off = error(got, want)
-                assert off < self.tolerance[got.dtype], f"launch {len(self.launched)}, {name}: {output} is off by {off:.1e}"
+                assert off < self.tolerance, f"launch {len(self.launched)}, {name}: {output} is off by {off:.1e}"
 
     @staticmethod
     def _copy(argument):
@@ -180,22 +173,21 @@ def recorded():
         contract.TRACE = None
 
 
-def kernel_model(level: str = "none", dtype: str = "fp32", **sections) -> GPT2:
-    """The tiny model in the real kernels: two micro-steps a step, padded vocabulary, head chunks of 20 and 12 rows, random weights."""
-    train = dict(dtype=dtype, total_batch_tokens=64)
-    sections = dict(model=dict(vocab_size=300), train=train, memory=dict(recompute=level, head_rows=20)) | sections
-    model, _ = tiny_model(**sections)
+def kernel_model(level: str = "none", dtype: str = "fp32") -> GPT2:
+    """The tiny model in the real kernels: two micro-steps, padded vocabulary, head chunks of 20 and 12 rows."""
+    train, memory = dict(dtype=dtype, total_batch_tokens=64), dict(recompute=level, head_rows=20)
+    model, _ = tiny_model(model=dict(vocab_size=300), train=train, memory=memory)
     randomise(model)
     return model
 
 
-# fp32: sums of up to 256 products, 6e-8 each, and cancellation in attention's and layernorm's backward; bf16: a result rounded once
-# or twice (pre before GELU, P before P @ V) at 2^-9 each, and float32 sums of such values
-@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-5), ("bf16", 2**-8)])
+# fp32: sums of up to 384 products, 6e-8 each, and cancellation in the backward of attention and layernorm; bf16: results
+# rounded once or twice (pre before GELU, P before P @ V), 1.7e-3 each, or 3.4e-3 in the interpreter, which truncates
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-5), ("bf16", 4e-3 if DEVICE == "cuda" else 8e-3)])
 @pytest.mark.parametrize("level", ["none", "gelu+ln+qkv"])
 def test_every_launch_of_a_step_equals_its_reference(level, dtype, tolerance):
     model = kernel_model(level, dtype)
-    model.K = SideBySide({torch.float32: tolerance, torch.bfloat16: tolerance})
+    model.K = SideBySide(tolerance)
     train_steps(model, 1)
     assert set(model.K.launched) >= set(gpt2_triton.kernels.__all__) - {"fill", "normal_init", "scratch_elements"}
 
@@ -209,14 +201,14 @@ def test_a_wrong_kernel_is_named(monkeypatch):
 
     monkeypatch.setattr(gpt2_triton.kernels, "matmul_dx", wrong)
     model = kernel_model()
-    model.K = SideBySide({torch.float32: 1e-5})
+    model.K = SideBySide(1e-5)
     with pytest.raises(AssertionError, match="matmul_dx: dinp is off by"):
         train_steps(model, 1)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_recompute_level_gives_the_same_bits(dtype):
-    models = {level: kernel_model(level, dtype) for level in LEVELS}
+@pytest.mark.parametrize("kind", ["reference", "fp32", "bf16"])
+def test_every_recompute_level_gives_the_same_bits(kind):
+    models = {level: exact_model(level) if kind == "reference" else kernel_model(level, kind) for level in LEVELS}
     histories = {level: train_steps(model, 1) for level, model in models.items()}
     for level, model in models.items():
         assert histories[level] == histories["none"], level
@@ -245,7 +237,7 @@ def side_by_side(rows: list[arena.Row]) -> arena.Plan:
 
 
 def violations(model: Recorded) -> list[str]:
-    """Launches that touch a row outside its lifetime, or read a copy that nothing has written since it last came to life."""
+    """Launches that touch a row outside its lifetime, or read what nothing has written since the row came to life."""
     rows, base, found, before = model.plan.rows, model.arena.data_ptr(), [], None
     written = {(name, 0) for name in ("params", "m", "v", "low", "hyper", "rng", "packed")}
 
@@ -257,10 +249,11 @@ def violations(model: Recorded) -> list[str]:
     for phase, launcher, outputs, inputs in model.launches:
         if phase != before:
             written, before = {w for w in written if w[0] in rows and phase in rows[w[0]].phases}, phase
-        reads, writes = ([home(t) for t in side if t is not None and t.numel()] for side in (inputs, outputs))
-        found += [f"{launcher} in {phase} touches {name}, dead there" for name, _ in reads + writes if phase not in rows[name].phases]
-        found += [f"{launcher} in {phase} reads {name} before it is written" for name, copy in reads if (name, copy) not in written]
-        written |= set(writes)
+        reads, writes = ({home(t) for t in side if t is not None and t.numel()} for side in (inputs, outputs))
+        dead = {name for name, _ in reads | writes if phase not in rows[name].phases}
+        found += [f"{launcher} in {phase} touches {name}, dead there" for name in dead]
+        found += [f"{launcher} in {phase} reads {name}, not yet written" for name, _ in reads - written]
+        written |= writes
     return found
 
 
@@ -279,7 +272,8 @@ def test_every_launch_stays_inside_live_rows(level, monkeypatch):
 
 def test_a_wrong_lifetime_is_caught_by_the_record(monkeypatch):
     model = recorded_step("gelu", monkeypatch)
-    wrong = dict(fch="block", lnf="head", mean="block", ks="head", losses="embed..block_bwd", qkv="block block_bwd", x="block..block_bwd")
+    wrong = dict(fch="block", lnf="head", mean="block", ks="head", x="block..block_bwd")  # too short
+    wrong |= dict(qkv="block block_bwd", fcg="block..head", losses="embed..head update")  # not what the level keeps
     for name, live in wrong.items():
         row = model.plan.rows[name]
         right, row.live = row.live, live
@@ -295,18 +289,14 @@ def test_poisoned_memory_changes_no_bit():
     assert torch.equal(clean.state.params, poisoned.state.params)
 
 
-@functools.cache
-def right_history() -> list[tuple[float, float, bool]]:
-    return train_steps(exact_model(), 1)
-
-
 @pytest.mark.parametrize("name, live", [("lnf", "head"), ("mean", "block"), ("qkv", "block block_bwd")])
 def test_a_wrong_lifetime_is_caught_by_poison(name, live, monkeypatch):
     def wrong_plan(rows):
         next(row for row in rows if row.name == name).live = live
         return arena.plan(rows)
 
+    right = exact_model()
     monkeypatch.setattr(gpt2_triton.model, "plan", wrong_plan)
     model = exact_model()
     model.poison = True
-    assert train_steps(model, 1) != right_history()
+    assert train_steps(model, 1) != train_steps(right, 1)

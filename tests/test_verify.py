@@ -36,7 +36,8 @@ def test_a_result_that_was_never_written_fails():
 
 def test_master_bits_give_the_weight_back():
     """hi = (u + 0x8000) >> 16 and lo = u & 0xFFFF, over random weights and both sides of every rounding."""
-    weights = torch.cat([torch.randn(1000), -torch.rand(1000), torch.tensor([0.0, 1.0, -1.0, 1.00390625, 3.0e38, -1e-38])])
+    edges = torch.tensor([0.0, 1.0, -1.0, 1.00390625, 3.0e38, -1e-38])
+    weights = torch.cat([torch.randn(1000), -torch.rand(1000), edges])
     u = weights.view(torch.int32)
     high = ((u + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     low = (u & 0xFFFF).to(torch.int32).to(torch.int16)

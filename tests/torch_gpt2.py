@@ -1,10 +1,9 @@
 """GPT-2 in plain PyTorch with autograd, over the project's own flat parameters: what the schedule is judged by.
 
-Functional and of any dtype.  Losses and gradients carry the project's scale: a mean is the sum over tokens with a target, divided by
-all B*T tokens, so that micro-batches with ignored targets add up.
+Functional and of any dtype.  Losses and gradients carry the project's scale: a mean is the sum over tokens with a
+target, divided by all B*T tokens, so that micro-batches with ignored targets add up.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -17,13 +16,12 @@ from gpt2_triton.tables import Params, entries, named
 
 def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None) -> Params:
     """Leaf tensors of their own memory, cut from a flat buffer in the project's order."""
-    views = named(flat, dims)
 
     def leaf(view: Tensor) -> Tensor:
         return view.detach().to(dtype or view.dtype, copy=True).requires_grad_()
 
-    values = {f.name: getattr(views, f.name) for f in dataclasses.fields(Params)}
-    return Params(**{name: [leaf(v) for v in value] if isinstance(value, list) else leaf(value) for name, value in values.items()})
+    views = vars(named(flat, dims))
+    return Params(**{name: [leaf(t) for t in v] if isinstance(v, list) else leaf(v) for name, v in views.items()})
 
 
 def tensors(params: Params, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bool]]:
@@ -42,14 +40,14 @@ def _attention(qkv: Tensor, NH: int) -> Tensor:
 def gpt2_loss(
     params: Params, ids: Tensor, targets: Tensor, V: int, NH: int, reduction: Literal["none", "mean"] = "mean"
 ) -> Tensor:
-    """Cross entropy over the first V of the padded vocabulary's rows; a target of -1 has no loss, yet counts in the mean's B*T."""
+    """Cross entropy over the first V rows of wte (the rest is padding); a target of -1 has no loss, but is counted."""
     p, C = params, params.wte.shape[1]
 
     def norm(x: Tensor, i: int) -> Tensor:
         return F.layer_norm(x, (C,), p.lnw[i], p.lnb[i])
 
     x = F.embedding(ids.long(), p.wte) + p.wpe[: ids.shape[1]]
-    for l in range(len(p.qkvw)):
+    for l in range(len(p.qkvw)):  # noqa: E741
         att = _attention(F.linear(norm(x, 2 * l), p.qkvw[l], p.qkvb[l]), NH)
         x = x + F.linear(att, p.attprojw[l], p.attprojb[l])
         h = F.gelu(F.linear(norm(x, 2 * l + 1), p.fcw[l], p.fcb[l]), approximate="tanh")
@@ -64,10 +62,11 @@ def train(
     betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, clip: float = 1.0,
     autocast: bool = False,
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """AdamW with clipping by global norm, one step a batch; returns losses and gradient norms.  `params` hold the result."""
+    """AdamW with clipping by global norm, one step a batch; returns losses and norms, `params` hold the result."""
     listed = list(tensors(params, dims))
-    groups = [dict(params=[t for _, t, d in listed if d is decay], weight_decay=weight_decay * decay) for decay in (True, False)]
-    optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps)
+    decayed = dict(params=[t for _, t, decay in listed if decay], weight_decay=weight_decay)
+    others = dict(params=[t for _, t, decay in listed if not decay], weight_decay=0.0)
+    optimizer = torch.optim.AdamW([decayed, others], betas=betas, eps=eps)
     losses, norms = [], []
     for (ids, targets), lr in zip(batches, lrs, strict=False):
         for group in optimizer.param_groups:

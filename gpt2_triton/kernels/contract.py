@@ -44,7 +44,7 @@ def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple)
 
 def contract(line: str) -> Callable:
     """Decorate a launcher with its contract: shapes are checked on every call, and TRACE records it when it is a list."""
-    outs, ins = (_ARGUMENT.findall(side) for side in line.split("<-"))
+    outs, ins = (_ARGUMENT.findall(side) for side in line.partition("<-")[::2])
     arguments = outs + ins
 
     def wrap(launcher: Callable[..., None]) -> Callable[..., None]:

@@ -14,10 +14,10 @@ _CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def gelu(x):
-    return x * tl.sigmoid(_TWO_K * x * (1.0 + _CUBIC * x * x))
+    return x * tl.sigmoid(x * _TWO_K * (1.0 + x * x * _CUBIC))
 
 
 @triton.jit
 def dgelu(x):
-    s = tl.sigmoid(_TWO_K * x * (1.0 + _CUBIC * x * x))
-    return s + x * s * (1.0 - s) * _TWO_K * (1.0 + 3.0 * _CUBIC * x * x)
+    s = tl.sigmoid(x * _TWO_K * (1.0 + x * x * _CUBIC))
+    return s + x * s * (1.0 - s) * _TWO_K * (1.0 + x * x * (3.0 * _CUBIC))

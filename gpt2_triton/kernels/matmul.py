@@ -7,14 +7,14 @@ matmul_dx        dinp = dout @ w
 matmul_dx_dgelu  dpre = (dout @ w) * gelu'(pre),  dbias (+)= sum_R dpre,  gelu_out = gelu(pre)
 matmul_dw        dw (+)= dout.T @ inp
 
-R = B*T rows.  Operands reach shared memory through TMA descriptors, which read zeros and write nothing outside a matrix:
-no edge needs a mask, and any R will do; N and K are multiples of 16, since TMA wants rows that begin on 16 bytes.  Sums
-run in fp32.
+R = B*T rows.  Operands reach shared memory through TMA descriptors, which read zeros and write nothing outside a
+matrix: no edge needs a mask, and any R will do; N and K are multiples of 16, as TMA wants rows that begin on 16 bytes.
+Sums run in fp32.
 
-Each program walks output tiles (a persistent kernel), so that the loads of the next tile overlap the epilogue of the last.
-What a tile holds does not depend on which program computes it.  dw has few tiles and a long sum: when that would leave
-multiprocessors idle, R is cut into splits whose partial products go to scratch and are added in a fixed order, so that two
-runs agree bit for bit.
+Each program walks output tiles (a persistent kernel), so that the loads of the next tile overlap the epilogue of the
+last.  What a tile holds does not depend on which program computes it.  dw has few tiles and a long sum: when that would
+leave multiprocessors idle, R is cut into splits whose partial products go to scratch and are added in a fixed order, so
+that two runs agree bit for bit.
 """
 
 import triton
@@ -57,8 +57,8 @@ def _epilogue(acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc,
         pre_desc.store([m, n], pre)
         acc = gelu(pre.to(tl.float32))
     elif EPILOGUE == "dgelu":
-        # "+ 0 * acc" keeps pre in acc's register layout; without it both gelu_out and dpre pay for a sigmoid of their own,
-        # which spills registers at 128x256
+        # "+ 0 * acc" keeps pre in acc's register layout; without it gelu_out and dpre each compute the sigmoid, and at
+        # 128x256 registers spill
         pre = pre_desc.load([m, n]).to(tl.float32) + 0.0 * acc
         acc *= dgelu(pre)  # rows past the end are 0 * dgelu(0): nothing for the column sums
         tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
@@ -174,7 +174,7 @@ def matmul_dx_dgelu(
     dpre: Tensor, dbias: Tensor, gelu_out: Tensor | None, scratch: Tensor,
     dout: Tensor, w: Tensor, pre: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """dpre = (dout @ w) * gelu'(pre); dbias (+)= its sums before rounding; gelu_out = gelu(pre), as matmul_gelu had it."""
+    """dpre = (dout @ w) * gelu'(pre); dbias (+)= its sums before rounding; gelu_out = gelu(pre), bit for bit."""
     _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
     R = dout.shape[0]
     column_sums(dbias, scratch, triton.cdiv(R, tuned("matmul", dtype_name(dout), BLOCK_M=R)["BLOCK_M"]), acc)
@@ -190,7 +190,7 @@ def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
 
 
 def _splits(N: int, K: int, R: int, row: dict[str, int]) -> tuple[int, int]:
-    """How many splits of how many steps take the least time on a GPU that runs WAVE tiles at once, counted in steps of a tile.
+    """How many splits of how many steps take the least time on a GPU that runs WAVE tiles at once; the unit is a step.
 
     A 128x128x64 step takes an H200 0.43 us at 650 TFLOP/s; by that measure a tile's epilogue is taken for 4 steps, and
     its partial sums, once out to memory and back, for 1/14 of one.  WAVE is a number of the table and not of the GPU at

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.tuned import INTERPRET, next_power_of_2
 
 
@@ -37,3 +38,66 @@ def column_sums(out: Tensor, part: Tensor, P: int, acc: bool) -> None:
     _column_sums_kernel[(triton.cdiv(N, block_n),)](
         out, part, P, N, ACC=acc, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4
     )
+
+
+@triton.jit
+def _sum_squares_kernel(part_ptr, g_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr + i, mask=i < n, other=0.0)
+    tl.store(part_ptr + tl.program_id(0), tl.sum(g * g, 0))
+
+
+@triton.jit
+def _sum_kernel(out_ptr, x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
+    """One program adds n numbers, BLOCK lanes wide, in a fixed order."""
+    lanes = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, n, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        lanes += tl.load(x_ptr + i, mask=i < n, other=0.0)
+    total = tl.sum(lanes, 0)
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr)
+    tl.store(out_ptr, total)
+
+
+@triton.jit
+def _clip_factor_kernel(stats_ptr, sumsq_ptr, hyper_ptr):
+    norm = tl.sqrt(tl.load(sumsq_ptr))
+    loss = tl.load(stats_ptr)
+    clip = tl.load(hyper_ptr + 4)
+    factor = tl.minimum(clip / (norm + 1e-6), 1.0)
+    finite = (norm < float("inf")) & (tl.abs(loss) < float("inf"))  # a comparison with NaN is false
+    tl.store(stats_ptr + 1, norm)
+    tl.store(stats_ptr + 2, tl.where(clip > 0.0, factor, 1.0))
+    tl.store(stats_ptr + 3, tl.where(finite, 1.0, 0.0))
+
+
+@contract("out[1] scratch[*] <- g[n]")
+def sum_squares(out: Tensor, scratch: Tensor, g: Tensor) -> None:
+    """out = sum of g^2, over fixed blocks in a fixed order."""
+    n, block = g.numel(), _sum_block(g.numel())
+    blocks = triton.cdiv(n, block)
+    _sum_squares_kernel[(blocks,)](scratch, g, n, BLOCK=block, num_warps=8)
+    _sum_kernel[(1,)](out, scratch, None, blocks, BLOCK=min(next_power_of_2(blocks), 8192), num_warps=8)
+
+
+def sum_squares_scratch(n: int) -> int:
+    """fp32 elements: a partial sum per block."""
+    return triton.cdiv(n, _sum_block(n))
+
+
+def _sum_block(n: int) -> int:
+    return min(next_power_of_2(n), 1 << 18) if INTERPRET else 16384
+
+
+@contract("out[1] scratch[*] <- losses[R] hyper[8]")
+def loss_sum(out: Tensor, scratch: Tensor, losses: Tensor, hyper: Tensor) -> None:
+    """out = loss scale * sum of losses."""
+    R = losses.numel()
+    _sum_kernel[(1,)](out, losses, hyper[3:], R, BLOCK=min(next_power_of_2(R), 8192), num_warps=8)
+
+
+@contract("stats[4] <- sumsq[1] hyper[8]")
+def clip_factor(stats: Tensor, sumsq: Tensor, hyper: Tensor) -> None:
+    """stats[1] = norm, stats[2] = factor that brings it to at most clip (1 if clip is 0), stats[3] = 1 if norm and loss are finite, else 0."""
+    _clip_factor_kernel[(1,)](stats, sumsq, hyper)

@@ -16,18 +16,63 @@ GPU: dict[tuple[str, str], dict[str, int]] = {
     ("matmul", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=3),
     ("matmul_dw", "bf16"): dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, WAVE=132, num_warps=8, num_stages=4),
     ("matmul_dw", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, WAVE=132, num_warps=8, num_stages=3),
+    ("classifier_fwd", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3),
+    ("classifier_fwd", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=3),
+    ("classifier_dx", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3),
+    ("classifier_dx", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=3),
+    ("classifier_rows", "bf16"): dict(BLOCK_R=8, BLOCK_C=256, num_warps=4),
+    ("classifier_rows", "fp32"): dict(BLOCK_R=8, BLOCK_C=256, num_warps=4),
+    ("encoder_fwd", "bf16"): dict(BLOCK_R=8, BLOCK_C=256, num_warps=4),
+    ("encoder_fwd", "fp32"): dict(BLOCK_R=8, BLOCK_C=256, num_warps=4),
+    # one warp whose lanes hold 16 bytes of a row each, so that sums over entries stay inside a lane
+    ("encoder_bwd_segments", "bf16"): dict(BLOCK_S=1, BLOCK_E=8, BLOCK_C=256, num_warps=1),
+    ("encoder_bwd_segments", "fp32"): dict(BLOCK_S=1, BLOCK_E=8, BLOCK_C=128, num_warps=1),
+    ("encoder_bwd_hot", "bf16"): dict(BLOCK_E=8, BLOCK_C=128, num_warps=1),
+    ("encoder_bwd_hot", "fp32"): dict(BLOCK_E=8, BLOCK_C=128, num_warps=1),
+    ("encoder_bwd_wpe", "bf16"): dict(BLOCK=1024, num_warps=4),
+    ("encoder_bwd_wpe", "fp32"): dict(BLOCK=512, num_warps=4),
+    ("attention_fwd", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("attention_fwd", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
+    ("attention_bwd_delta", "bf16"): dict(BLOCK_M=64, num_warps=4),
+    ("attention_bwd_delta", "fp32"): dict(BLOCK_M=64, num_warps=4),
+    ("attention_bwd_dkdv", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+    ("attention_bwd_dkdv", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
+    ("attention_bwd_dq", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("attention_bwd_dq", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
+    ("layernorm_fwd", "bf16"): dict(ROWS=4, num_warps=4),
+    ("layernorm_fwd", "fp32"): dict(ROWS=4, num_warps=8),
+    ("layernorm_bwd", "bf16"): dict(ROWS=4, PROGRAMS=528, num_warps=8, num_stages=2),
+    ("layernorm_bwd", "fp32"): dict(ROWS=4, PROGRAMS=528, num_warps=8, num_stages=2),
+    ("adamw", "bf16"): dict(BLOCK=1024, num_warps=4),
+    ("adamw", "fp32"): dict(BLOCK=1024, num_warps=4),
 }
 
 # What changes on a GPU whose programs have less shared memory than Hopper's 227 KB: A100 163, RTX 4090 and 5090 99.
-# Never a block that sizes a scratch (BLOCK_M of matmul, any of matmul_dw): memory is planned before the GPU is known.
+# Never a block that sizes a scratch (BLOCK_M of matmul, BLOCK_N of classifier_fwd, any of matmul_dw): memory is planned before the GPU is known.
 SMALL_GPU: dict[tuple[str, str], dict[str, int]] = {
     ("matmul", "bf16"): dict(BLOCK_N=128, BLOCK_K=32),
     ("matmul_dw", "bf16"): dict(num_stages=2),
+    ("classifier_fwd", "bf16"): dict(BLOCK_M=64, BLOCK_K=32, num_stages=2),
+    ("classifier_dx", "bf16"): dict(BLOCK_N=128, BLOCK_K=32),
 }
 
 INTERPRETER: dict[str, dict[str, int]] = {
     "matmul": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=512, GROUP_M=8),
     "matmul_dw": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=1024, GROUP_M=8, WAVE=2),
+    "classifier_fwd": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=512, GROUP_M=8),
+    "classifier_dx": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=512, GROUP_M=8),
+    "classifier_rows": dict(BLOCK_R=1024, BLOCK_C=1024),
+    "encoder_fwd": dict(BLOCK_R=1024, BLOCK_C=1024),
+    "encoder_bwd_segments": dict(BLOCK_S=64, BLOCK_E=16, BLOCK_C=1024),
+    "encoder_bwd_hot": dict(BLOCK_E=128, BLOCK_C=1024),
+    "encoder_bwd_wpe": dict(BLOCK=1 << 18),
+    "attention_fwd": dict(BLOCK_M=256, BLOCK_N=256),
+    "attention_bwd_delta": dict(BLOCK_M=256),
+    "attention_bwd_dkdv": dict(BLOCK_M=256, BLOCK_N=256),
+    "attention_bwd_dq": dict(BLOCK_M=256, BLOCK_N=256),
+    "layernorm_fwd": dict(ROWS=1024),
+    "layernorm_bwd": dict(ROWS=1024, PROGRAMS=2),
+    "adamw": dict(BLOCK=1 << 18),
 }
 
 

@@ -1,0 +1,324 @@
+"""The configuration: a typed, frozen tree, the only place with defaults.
+
+A configuration is read from a YAML file, changed by dotted overrides (`--optim.lr 3e-4`), and checked whole before anything else happens:
+    config = load_config("configs/gpt2_124m.yaml", {"optim.lr": "3e-4"})
+The defaults are llm.c's recipe for GPT-2 124M on FineWeb.  Every mistake of a user is a ConfigError with one line per mistake: where it
+stands, what was given, what is expected, what to do.  Values may be strings (all overrides are); pydantic reads numbers from them.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
+TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
+VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
+
+
+class ConfigError(ValueError):
+    """A mistake in the configuration or on the command line; one line per mistake."""
+
+
+# On the command line every value is a string, so `null` stands for "not given", as in YAML.
+OptionalInt = Annotated[int | None, BeforeValidator(lambda value: None if value == "null" else value)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_booleans(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # pydantic reads true as 1, and YAML reads off as false
+            raise ValueError("takes no true or false (YAML reads yes, no, on, off so; quote a word)")
+        return value
+
+
+class ModelConfig(Section):
+    n_layer: int = Field(12, ge=1, description="transformer layers")
+    n_head: int = Field(12, ge=1, description="attention heads of each layer; n_embd / n_head is 64, 80, 96 or 128")
+    n_embd: int = Field(768, ge=1, multiple_of=16, description="channels of the residual stream")
+    vocab_size: int = Field(50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens")
+    block_size: int = Field(1024, ge=1, description="longest sequence: rows of the position embedding")
+
+
+class DataConfig(Section):
+    train: str = Field(
+        "data/fineweb10B/fineweb_train_*.bin", min_length=1, description="training shards: a path, a glob pattern, or builtin"
+    )
+    val: str = Field(
+        "data/fineweb10B/fineweb_val_*.bin", min_length=1, description="validation shards: a path, a glob pattern, or builtin"
+    )
+    tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
+    seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
+
+
+class TrainConfig(Section):
+    steps: int = Field(19560, ge=1, description="optimizer steps; 19560 steps of 524,288 tokens are one pass over FineWeb 10B")
+    batch_size: int = Field(64, ge=1, description="sequences that a GPU takes at once, at most; the step accumulates over them")
+    seq_len: int = Field(1024, ge=1, description="tokens of a training sequence")
+    total_batch_tokens: OptionalInt = Field(None, ge=1, description="tokens of one optimizer step; null is batch_size * seq_len")
+    dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations; fp32 is for parity and the CPU")
+    seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
+    skip_limit: int = Field(10, ge=0, description="stop after so many non-finite steps in a row; 0 never stops")
+
+
+class OptimConfig(Section):
+    lr: float = Field(6e-4, gt=0, description="peak learning rate")
+    warmup: int = Field(700, ge=0, description="steps of linear warmup")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field("cosine", description="learning rate after the warmup")
+    final_frac: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a fraction of lr")
+    wsd_decay_frac: float = Field(0.2, gt=0, le=1, description="fraction of the steps over which the wsd schedule decays")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's second moment")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices and embeddings")
+    clip: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0 does not clip")
+    master: Literal["none", "fp32"] = Field("none", description="bf16 parameters: stochastic rounding (none), or 16 more bits each (fp32)")
+
+
+class MemoryConfig(Section):
+    recompute: Literal["none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] = Field(
+        "gelu", description="what the backward pass computes again instead of keeping; each level keeps less"
+    )
+    head_rows: OptionalInt = Field(None, ge=1, description="rows of logits held at once; null is 16384 up to n_embd 1024, else 8192")
+
+
+class EvalConfig(Section):
+    every: int = Field(250, ge=0, description="validate every so many steps, and after the last; 0 never")
+    tokens: int = Field(10_485_760, ge=1, description="validation tokens, the same ones each time")
+
+
+class SampleConfig(Section):
+    every: int = Field(0, ge=0, description="print a sample every so many steps, and after the last; 0 never")
+    tokens: int = Field(64, ge=1, description="tokens of a sample")
+    prompt: str = Field("", description="text that a sample continues; empty starts at the end-of-text token")
+    temperature: float = Field(1.0, ge=0, description="softmax temperature of the draw; 0 takes the most likely token")
+    top_k: int = Field(0, ge=0, description="draw among the k most likely tokens; 0 among all")
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0, description="save every so many steps; a finished run always saves its last")
+    keep: int = Field(2, ge=0, description="newest checkpoints to keep; 0 keeps all")
+    major: int = Field(0, ge=0, description="also keep every checkpoint whose step this divides; 0 none")
+
+
+class LogConfig(Section):
+    every: int = Field(1, ge=1, description="log every so many steps")
+    wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="mirror the metrics to Weights & Biases")
+    wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
+
+
+class Config(Section):
+    """All of a run.  Derived sizes are properties, so that each formula stands once."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    memory: MemoryConfig = MemoryConfig()
+    eval: EvalConfig = EvalConfig()
+    sample: SampleConfig = SampleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    init_from: str = Field("scratch", description="initial weights: scratch, or checkpoint:DIR (a run or a step directory)")
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def head_size(self) -> int:
+        return self.model.n_embd // self.model.n_head
+
+    @property
+    def head_rows(self) -> int:
+        return self.memory.head_rows or (16384 if self.model.n_embd <= 1024 else 8192)
+
+    @property
+    def total_batch_tokens(self) -> int:
+        return self.train.total_batch_tokens or self.train.batch_size * self.train.seq_len
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of one forward and backward pass: batch_size, or all of the step's when they are fewer."""
+        return min(self.train.batch_size, self.total_batch_tokens // self.train.seq_len)
+
+    @property
+    def accumulation(self) -> int:
+        return self.total_batch_tokens // (self.micro_batch * self.train.seq_len)
+
+    @property
+    def n_params(self) -> int:
+        """Every parameter as llm.c counts: with the padded vocabulary and the position embedding; the head is wte, counted once."""
+        c, layers = self.model.n_embd, self.model.n_layer
+        layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
+        return (self.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> "Config":
+        problems = list(disagreements(self))
+        if problems:
+            raise Disagreement(problems)
+        return self
+
+
+class Disagreement(ValueError):
+    """Fields that are each valid and do not go together: (key, message) pairs."""
+
+    def __init__(self, problems: list[tuple[str, str]]):
+        self.problems = problems
+        super().__init__("; ".join(f"{key}: {message}" for key, message in problems))
+
+
+def disagreements(config: Config) -> Iterator[tuple[str, str]]:
+    m, d, t, o = config.model, config.data, config.train, config.optim
+    if m.n_embd % m.n_head:
+        yield "model.n_head", f"{m.n_head} heads do not divide n_embd {m.n_embd}; {_fitting_heads(m.n_embd)}"
+    elif config.head_size not in HEAD_SIZES:
+        yield "model.n_head", f"head size n_embd / n_head is {config.head_size}, not one of {HEAD_SIZES}; {_fitting_heads(m.n_embd)}"
+    if t.seq_len > m.block_size:
+        yield "train.seq_len", f"{t.seq_len} is longer than model.block_size {m.block_size}; lower it or raise model.block_size"
+    if m.vocab_size < TOKENIZER_SIZES[d.tokenizer]:
+        expected = f"the {d.tokenizer} tokenizer has {TOKENIZER_SIZES[d.tokenizer]} tokens"
+        yield "model.vocab_size", f"{expected}, got {m.vocab_size}; set model.vocab_size or data.tokenizer"
+    if (d.train == "builtin") != (d.val == "builtin"):
+        yield "data.val", f"builtin goes with builtin only, got data.train {d.train} and data.val {d.val}; set both or neither"
+    if o.master == "fp32" and t.dtype == "fp32":
+        yield "optim.master", "parameters of dtype fp32 are their own master copies; set optim.master none, or train.dtype bf16"
+    if o.warmup > t.steps:
+        yield "optim.warmup", f"{o.warmup} steps of warmup are more than train.steps {t.steps}; lower it"
+    if config.eval.every and config.eval.tokens < t.seq_len:
+        yield "eval.tokens", f"{config.eval.tokens} is less than one sequence of train.seq_len {t.seq_len}; raise it or set eval.every 0"
+    source, _, path = config.init_from.partition(":")
+    if config.init_from != "scratch" and not (source == "checkpoint" and path):
+        yield "init_from", f"expected scratch or checkpoint:DIR, got {config.init_from}"
+    yield from _batch_disagreements(t)
+
+
+def _batch_disagreements(t: TrainConfig) -> Iterator[tuple[str, str]]:
+    total = t.total_batch_tokens or t.batch_size * t.seq_len
+    rows, rest = divmod(total, t.seq_len)
+    if rest:
+        below, above = rows * t.seq_len, (rows + 1) * t.seq_len
+        fit = f"{below} or {above}" if below else f"{above}"
+        yield "train.total_batch_tokens", f"{total} is no multiple of train.seq_len {t.seq_len}; set it to {fit}"
+    elif rows % min(t.batch_size, rows):
+        best = max(b for b in range(1, t.batch_size) if rows % b == 0)
+        got = f"{rows} sequences a step (total_batch_tokens {total} / seq_len {t.seq_len}) do not divide into batches of {t.batch_size}"
+        yield "train.batch_size", f"{got}; set it to {best}, or total_batch_tokens to {rows // t.batch_size * t.batch_size * t.seq_len}"
+
+
+def _fitting_heads(n_embd: int) -> str:
+    fitting = [str(n_embd // size) for size in HEAD_SIZES if n_embd % size == 0]
+    return f"set model.n_head to {' or '.join(fitting)}" if fitting else "set model.n_embd to a multiple of 64"
+
+
+def options() -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of the configuration, dotted as on the command line, with its field."""
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            yield from ((f"{name}.{key}", inner) for key, inner in section.model_fields.items())
+        else:
+            yield name, field
+
+
+# ---- reading ----
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top."""
+    tree, lines = _read_yaml(Path(path))
+    given = dict(overrides or {})
+    for key, value in given.items():
+        section, dot, name = key.partition(".")
+        if not dot:
+            tree[key] = value
+        elif isinstance(tree.setdefault(section, {}), dict):  # else the file's own mistake is reported below
+            tree[section][name] = value
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        places = {key: f"{path}:{line}" for key, line in lines.items()} | {key: f"--{key}" for key in given}
+        raise ConfigError("\n".join(_describe(error, places, str(path)))) from None
+
+
+def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> Iterator[str]:
+    fields = dict(options())
+    for entry in error.errors():
+        key = ".".join(str(part) for part in entry["loc"])
+        cause = entry.get("ctx", {}).get("error")
+        if isinstance(cause, Disagreement):
+            yield from (_at(places, path, name, message) for name, message in cause.problems)
+        elif entry["type"] == "extra_forbidden":
+            yield _at(places, path, key, f"unknown key{suggestion(key, fields)}")
+        elif entry["type"] in ("model_type", "model_attributes_type"):
+            yield _at(places, path, key, f"must be a section of keys, got {entry['input']!r}")
+        else:
+            message = entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+            what = fields[key].description if key in fields else None
+            yield _at(places, path, key, f"{message}, got {entry['input']!r}" + (f" ({what})" if what else ""))
+
+
+def _at(places: Mapping[str, str], path: str, key: str, message: str) -> str:
+    place = places.get(key, path)
+    return f"{place}: {message}" if place == f"--{key}" else f"{place}: {key}: {message}"
+
+
+def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
+    """"; did you mean optim.lr?" for the known key nearest to `key`, first by its last part alone; empty when none is near."""
+    known = list(known)
+    if key in known:
+        section, _, name = key.partition(".")
+        return f"; keys are nested: write {name} under {section}"
+    last = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or difflib.get_close_matches(f".{key}", known, n=1, cutoff=0.5)
+    best = last[:1] or near
+    return f"; did you mean {prefix}{best[0]}?" if best else ""
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The tree in a YAML file, and the line of each key, dotted.  A key given twice is an error; YAML itself takes the last."""
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        tree = {} if root is None else loader.construct_document(root)
+    except OSError as error:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}{hint}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file: byte {error.start} is not UTF-8; expected YAML") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError(f"{place}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections such as `model:` and `train:`, got {type(tree).__name__}")
+    lines: dict[str, int] = {}
+    for key, line in _key_lines(root):
+        if key in lines:
+            raise ConfigError(f"{path}:{line}: {key}: given twice, first in line {lines[key]}; remove one")
+        lines[key] = line
+    return {key: {} if value is None else value for key, value in tree.items()}, lines  # `optim:` with nothing below it is empty
+
+
+def _key_lines(root: yaml.Node | None) -> Iterator[tuple[str, int]]:
+    for key, value in root.value if root else []:
+        yield key.value, key.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode):
+            yield from ((f"{key.value}.{inner.value}", inner.start_mark.line + 1) for inner, _ in value.value)

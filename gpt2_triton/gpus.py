@@ -1,0 +1,52 @@
+"""The GPUs we know: peak speed for the model flops utilisation (MFU), memory for `--plan --gpu NAME`."""
+
+from typing import NamedTuple
+
+import torch
+
+from gpt2_triton.config import Config
+
+GIB = 2**30
+
+
+class Gpu(NamedTuple):
+    device_names: tuple[str, ...]  # parts of torch.cuda.get_device_name()
+    tflops: float  # dense bf16 with fp32 accumulation, from the data sheet
+    memory: float  # GiB that torch.cuda.mem_get_info calls total
+
+
+GPUS = {
+    "a100-40": Gpu(("A100-SXM4-40GB", "A100-PCIE-40GB"), 312.0, 39.4),
+    "a100-80": Gpu(("A100-SXM4-80GB", "A100 80GB PCIe"), 312.0, 79.1),
+    "h100-pcie": Gpu(("H100 PCIe",), 756.0, 79.1),
+    "h100": Gpu(("H100 80GB HBM3",), 989.4, 79.1),
+    "h200": Gpu(("H200",), 989.4, 139.8),
+    "b200": Gpu(("B200",), 2250.0, 178.3),
+    "4090": Gpu(("RTX 4090",), 165.2, 23.5),
+    "l40s": Gpu(("L40S",), 362.0, 44.4),
+}
+
+
+def present() -> bool:
+    return torch.cuda.is_available()
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 flop/s of the GPU in this machine; None if there is none or it is not in the table."""
+    if not present():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((gpu.tflops * 1e12 for gpu in GPUS.values() if any(part in name for part in gpu.device_names)), None)
+
+
+def memory_bytes(name: str | None) -> int:
+    """Memory of a GPU in the table; with no name, of the one in this machine, else of an h200."""
+    if name is None and present():
+        return torch.cuda.mem_get_info()[1]
+    return int(GPUS[name or "h200"].memory * GIB)
+
+
+def flops_per_token(config: Config) -> int:
+    """6N + 6*L*C*T, as llm.c and the scaling-law papers count: N is every parameter, the position embedding and the padded
+    vocabulary included (wte counts because it is the head); the second term is causal attention.  Recomputation does not count."""
+    return 6 * config.n_params + 6 * config.model.n_layer * config.model.n_embd * config.train.seq_len

@@ -1,0 +1,60 @@
+"""Every compute operation of GPT-2 training as a Triton kernel.  This package is the schedule's K."""
+
+from gpt2_triton.kernels.adamw import adamw
+from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
+from gpt2_triton.kernels.classifier import classifier_dx, classifier_fwd, classifier_fwd_scratch, classifier_stats, classifier_target
+from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch, encoder_fwd
+from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
+from gpt2_triton.kernels.matmul import (
+    matmul,
+    matmul_add,
+    matmul_dw,
+    matmul_dw_scratch,
+    matmul_dx,
+    matmul_dx_dgelu,
+    matmul_dx_dgelu_scratch,
+    matmul_gelu,
+)
+from gpt2_triton.kernels.random import fill, normal_init
+from gpt2_triton.kernels.reduce import clip_factor, loss_sum, sum_squares, sum_squares_scratch
+
+__all__ = [
+    "adamw",
+    "attention_bwd",
+    "attention_fwd",
+    "classifier_dx",
+    "classifier_fwd",
+    "classifier_stats",
+    "classifier_target",
+    "clip_factor",
+    "encoder_bwd",
+    "encoder_fwd",
+    "fill",
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "loss_sum",
+    "matmul",
+    "matmul_add",
+    "matmul_dw",
+    "matmul_dx",
+    "matmul_dx_dgelu",
+    "matmul_gelu",
+    "normal_init",
+    "scratch_elements",
+    "sum_squares",
+]
+
+
+def scratch_elements(d: dict[str, int], dtype: str) -> int:
+    """fp32 elements of the one scratch buffer: the most that any launch of a step needs (symbols as in tables.py)."""
+    R, C, Rc, Vp = d["R"], d["C"], d["Rc"], d["Vp"]
+    products = [(3 * C, C, R), (C, C, R), (4 * C, C, R), (C, 4 * C, R), (Vp, C, Rc)]
+    return max(
+        layernorm_bwd_scratch(R, C),
+        matmul_dx_dgelu_scratch(R, 4 * C),
+        attention_bwd_scratch(d["B"], d["T"], C),
+        classifier_fwd_scratch(Rc, Vp, dtype),
+        encoder_bwd_scratch(d["slots"], C),
+        sum_squares_scratch(d["N"]),
+        *(matmul_dw_scratch(*shape, dtype) for shape in products),
+    )

@@ -1,0 +1,79 @@
+"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) over a flat range, gradients clipped on the way in.
+
+    g  = grad * clip factor
+    m += (1 - beta1) * (g - m),    v += (1 - beta2) * (g^2 - v)
+    w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
+
+lr, the bias corrections, the clip factor, the step and the seed are read from device memory, so a captured launch serves every step.
+Nothing changes when the step was not finite.  The new w is stored in one of three ways:
+fp32            as it is
+bf16            rounded stochastically: 16 random bits are added below the ones that stay, so that the rounding error is 0 on average and
+                updates smaller than half an ulp are not lost; the bits are Philox's for (seed, step, element)
+bf16 with low   exactly: with u the fp32 bits, hi = (u + 0x8000) >> 16 is w rounded to nearest and low = u & 0xFFFF is the rest;
+                back again, u = (hi << 16 | low) - (0x10000 if low >= 0x8000 else 0)
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.master import join_master, split_master
+from gpt2_triton.kernels.random import ROUND, philox_words
+from gpt2_triton.kernels.tuned import dtype_name, tuned
+
+
+@triton.jit
+def _adamw_kernel(
+    w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, stats_ptr, hyper_ptr, rng_ptr, n, first, decay, beta1, beta2, eps,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(stats_ptr + 3) == 0.0:
+        return
+    at = tl.program_id(0).to(tl.int64) * BLOCK
+    i = at + tl.arange(0, BLOCK)
+    mask = i < n
+    lr = tl.load(hyper_ptr)
+    stored = tl.load(w_ptr + i, mask=mask, other=0.0)
+    if low_ptr is None:
+        w = stored.to(tl.float32)
+    else:
+        w = join_master(stored, tl.load(low_ptr + i, mask=mask, other=0))
+    g = tl.load(g_ptr + i, mask=mask, other=0.0) * tl.load(stats_ptr + 2)
+    m = tl.load(m_ptr + i, mask=mask, other=0.0)
+    v = tl.load(v_ptr + i, mask=mask, other=0.0)
+    m += (1.0 - beta1) * (g - m)
+    v += (1.0 - beta2) * (g * g - v)
+    tl.store(m_ptr + i, m, mask=mask)
+    tl.store(v_ptr + i, v, mask=mask)
+    m_hat = m * tl.load(hyper_ptr + 1)
+    v_hat = v * tl.load(hyper_ptr + 2)
+    w -= lr * (m_hat / (tl.sqrt(v_hat) + eps) + decay * w)
+    if STOCHASTIC:
+        seed = tl.load(rng_ptr + 1).to(tl.int64) | (tl.load(rng_ptr + 2).to(tl.int64) << 32)
+        noise = philox_words(seed, first + at, tl.load(rng_ptr), ROUND, BLOCK) & 0xFFFF
+        bits = w.to(tl.uint32, bitcast=True)
+        finite = (bits & 0x7F800000) != 0x7F800000
+        bits = tl.where(finite, (bits + noise) & 0xFFFF0000, bits)
+        tl.store(w_ptr + i, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=mask)
+    elif low_ptr is not None:
+        hi, low = split_master(w)
+        tl.store(w_ptr + i, hi, mask=mask)
+        tl.store(low_ptr + i, low, mask=mask)
+    else:
+        tl.store(w_ptr + i, w, mask=mask)
+
+
+@contract("w[n] m[n] v[n] low[n]?+ <- g[n] stats[4] hyper[8] rng[4]")
+def adamw(
+    w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, stats: Tensor, hyper: Tensor, rng: Tensor,
+    first: int, decay: float, beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    """Update w, m, v (and low) in place; `first`, a multiple of 4, is the flat index of w[0] in the whole model."""
+    n = w.numel()
+    dtype = dtype_name(w)
+    row = tuned("adamw", dtype, BLOCK=n)
+    _adamw_kernel[(triton.cdiv(n, row["BLOCK"]),)](
+        w, m, v, low, g, stats, hyper, rng, n, first, decay, beta1, beta2, eps,
+        STOCHASTIC=dtype == "bf16" and low is None, **row,
+    )  # fmt: skip

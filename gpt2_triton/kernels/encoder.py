@@ -1,0 +1,130 @@
+"""Token and position embedding.
+
+encoder_fwd  x[b*T + t] = wte[ids[b, t]] + wpe[t]
+encoder_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r with targets[r] = v of ks[r] * lnf[r]
+             dwpe[t] (+)= sum_b dx[b*T + t],  0 for t >= T
+
+The second sum belongs to the output head: its weights are wte too, and ks is the gradient of the target's logit (see classifier.py).
+
+Rows that share a token collide.  Atomic adds would add them in another order in every run, so the host sorts the 2R entries by token
+(gpt2_triton/data/loader.py: scatter_table), entry e < R for row e of dx, entry e >= R for row e - R of lnf.  A program adds up one
+segment, at most 128 entries of one token.  A token with more has its segments' sums in `slots` of scratch, which a second kernel adds in
+order.  Every row of dwte thus has one writer and one order; rows without entries are not touched.  The tables have fixed sizes, as the
+launch is replayed from a CUDA graph; unused rows have length 0.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.tuned import dtype_name, tuned
+
+
+@triton.jit
+def _encoder_fwd_kernel(
+    x_ptr, ids_ptr, wte_ptr, wpe_ptr, R, T, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = tl.load(ids_ptr + r, mask=r < R, other=0).to(tl.int64)
+    for first in range(0, C, BLOCK_C):
+        c = first + tl.arange(0, BLOCK_C)
+        mask = (r < R)[:, None] & (c < C)[None, :]
+        wte = tl.load(wte_ptr + token[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        wpe = tl.load(wpe_ptr + (r % T)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(x_ptr + r[:, None] * C + c[None, :], wte + wpe, mask=mask)
+
+
+@triton.jit
+def _encoder_bwd_segments_kernel(
+    dwte_ptr, part_ptr, dx_ptr, lnf_ptr, ks_ptr, order_ptr, segments_ptr, Ns, R, C,
+    BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    length = tl.load(segments_ptr + 4 * s + 2, mask=s < Ns, other=0)
+    longest = tl.max(length, 0)
+    if longest == 0:
+        return
+    used = length > 0
+    token = tl.load(segments_ptr + 4 * s, mask=used, other=0).to(tl.int64)
+    start = tl.load(segments_ptr + 4 * s + 1, mask=used, other=0)
+    slot = tl.load(segments_ptr + 4 * s + 3, mask=used, other=0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_S, BLOCK_C), tl.float32)
+    for first in range(0, longest, BLOCK_E):
+        e = first + tl.arange(0, BLOCK_E)
+        inside = e[None, :] < length[:, None]
+        entry = tl.load(order_ptr + start[:, None] + e[None, :], mask=inside, other=0)
+        is_target = entry >= R
+        r = tl.where(is_target, entry - R, entry).to(tl.int64)
+        factor = tl.load(ks_ptr + r, mask=inside & is_target, other=1.0)
+        row_ptr = tl.where(is_target, lnf_ptr, dx_ptr) + r * C
+        mask = inside[:, :, None] & (c < C)[None, None, :]
+        row = tl.load(row_ptr[:, :, None] + c[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(factor[:, :, None] * row, 1)
+    is_partial = slot >= 0
+    out_ptr = tl.where(is_partial, part_ptr + slot * C, dwte_ptr + token * C)[:, None] + c[None, :]
+    mask = used[:, None] & (c < C)[None, :]
+    total += tl.load(out_ptr, mask=mask & ~is_partial[:, None], other=0.0)
+    tl.store(out_ptr, total, mask=mask)
+
+
+@triton.jit
+def _encoder_bwd_hot_kernel(dwte_ptr, part_ptr, hot_ptr, C, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
+    row_ptr = hot_ptr + 4 * tl.program_id(0)
+    count = tl.load(row_ptr + 2)
+    if count == 0:
+        return
+    token = tl.load(row_ptr).to(tl.int64)
+    first_slot = tl.load(row_ptr + 1).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    out_ptr = dwte_ptr + token * C + c
+    total = tl.load(out_ptr, mask=c < C, other=0.0)
+    for first in range(0, count, BLOCK_E):
+        e = first + tl.arange(0, BLOCK_E)
+        mask = (e < count)[:, None] & (c < C)[None, :]
+        total += tl.sum(tl.load(part_ptr + (first_slot + e)[:, None] * C + c[None, :], mask=mask, other=0.0), 0)
+    tl.store(out_ptr, total, mask=c < C)
+
+
+@triton.jit
+def _encoder_bwd_wpe_kernel(dwpe_ptr, dx_ptr, B, TC, TmaxC, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """dwpe and the rows of dx are flat here: element i of [T, C], the same of every sequence."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for b in tl.range(B, loop_unroll_factor=4):  # four loads in flight
+        total += tl.load(dx_ptr + tl.cast(b, tl.int64) * TC + i, mask=i < TC, other=0.0).to(tl.float32)
+    if ACC:
+        total += tl.load(dwpe_ptr + i, mask=i < TmaxC, other=0.0)
+    tl.store(dwpe_ptr + i, total, mask=i < TmaxC)
+
+
+@contract("x[B*T,C] <- ids[B,T] wte[Vp,C] wpe[Tmax,C]")
+def encoder_fwd(x: Tensor, ids: Tensor, wte: Tensor, wpe: Tensor) -> None:
+    """x = wte[ids] + wpe."""
+    (R, C), T = x.shape, ids.shape[1]
+    row = tuned("encoder_fwd", dtype_name(x), BLOCK_R=R, BLOCK_C=C)
+    _encoder_fwd_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](x, ids, wte, wpe, R, T, C, **row)
+
+
+@contract("dwte[Vp,C]+ dwpe[Tmax,C]+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] order[2*R] segments[Ns,4] hot[Nh,4]")
+def encoder_bwd(
+    dwte: Tensor, dwpe: Tensor, scratch: Tensor,
+    dx: Tensor, lnf: Tensor, ks: Tensor, order: Tensor, segments: Tensor, hot: Tensor, T: int, acc: bool,
+) -> None:  # fmt: skip
+    """dwte += the rows of dx whose input a token is, and of ks * lnf whose target it is; dwpe (+)= sums of dx over the batch."""
+    R, C = dx.shape
+    Ns, Nh = segments.shape[0], hot.shape[0]
+    row = tuned("encoder_bwd_segments", dtype_name(dx), BLOCK_C=C)
+    grid = (triton.cdiv(Ns, row["BLOCK_S"]), triton.cdiv(C, row["BLOCK_C"]))
+    _encoder_bwd_segments_kernel[grid](dwte, scratch, dx, lnf, ks, order, segments, Ns, R, C, **row)
+    row = tuned("encoder_bwd_hot", dtype_name(dx), BLOCK_C=C)
+    _encoder_bwd_hot_kernel[(Nh, triton.cdiv(C, row["BLOCK_C"]))](dwte, scratch, hot, C, **row)
+    row = tuned("encoder_bwd_wpe", dtype_name(dx), BLOCK=dwpe.numel())
+    programs = triton.cdiv(dwpe.numel(), row["BLOCK"])
+    _encoder_bwd_wpe_kernel[(programs,)](dwpe, dx, R // T, T * C, dwpe.numel(), ACC=acc, **row)
+
+
+def encoder_bwd_scratch(slots: int, C: int) -> int:
+    """fp32 elements: the sums of the segments of tokens that have more than one."""
+    return slots * C

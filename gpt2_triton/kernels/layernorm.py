@@ -1,0 +1,118 @@
+"""LayerNorm over C channels (Ba et al. 2016, https://arxiv.org/abs/1607.06450), forward and backward, for R rows.
+
+forward    mean = sum_C(x) / C,  rstd = 1 / sqrt(sum_C((x - mean)^2) / C + eps),  out = xhat * w + b,  xhat = (x - mean) * rstd
+backward   g = dout * w,  dx (+)= rstd * (g - sum_C(g) / C - xhat * sum_C(g * xhat) / C)
+           dw (+)= sum_R(dout * xhat),  db (+)= sum_R(dout),  dbias (+)= sum_R(dx as it is after the update)
+
+There is no fused residual + layernorm: the residual add lives in the epilogue of the product before it (matmul_add), so x arrives summed.
+dbias is the gradient of that product's bias: its output enters the residual stream unchanged, so the sums of the new dx are what it needs.
+Statistics are two-pass, in fp32, of the stored x.  Column sums run per program over a fixed set of rows, then over programs in
+a fixed order (reduce.py).  Bound by bandwidth: forward reads and writes a row, backward reads three and writes one.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.tuned import dtype_name, next_power_of_2, tuned
+
+
+@triton.jit
+def _affine(x, mean, rstd, w, b):
+    """The norm's output from its statistics; forward and recomputation share it and so give the same bits."""
+    xhat = (x - mean[:, None]) * rstd[:, None]
+    return xhat * w[None, :] + b[None, :]
+
+
+@triton.jit
+def _layernorm_fwd_kernel(
+    out_ptr, mean_ptr, rstd_ptr, x_ptr, w_ptr, b_ptr, R, C, eps, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    c = tl.arange(0, BLOCK_C)
+    w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = r[:, None] * C + c[None, :]
+    mask = (r < R)[:, None] & (c < C)[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 1) / C
+    centred = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
+    tl.store(out_ptr + at, _affine(x, mean, rstd, w, b), mask=mask)
+    tl.store(mean_ptr + r, mean, mask=r < R)
+    tl.store(rstd_ptr + r, rstd, mask=r < R)
+
+
+@triton.jit
+def _layernorm_bwd_kernel(
+    dx_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, R, C,
+    ADD_DX: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    c = tl.arange(0, BLOCK_C)
+    w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_C,), tl.float32)
+    db = tl.zeros((BLOCK_C,), tl.float32)
+    dbias = tl.zeros((BLOCK_C,), tl.float32)
+    for first in range(program * ROWS, R, programs * ROWS):
+        r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
+        at = r[:, None] * C + c[None, :]
+        mask = (r < R)[:, None] & (c < C)[None, :]
+        dout = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + r, mask=r < R, other=0.0)
+        rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
+        if ln_ptr is not None:
+            tl.store(ln_ptr + at, _affine(x, mean, rstd, w, b), mask=mask)
+        xhat = tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)
+        g = dout * w[None, :]
+        mean_g = tl.sum(g, 1) / C
+        mean_gx = tl.sum(g * xhat, 1) / C
+        dx = (g - mean_g[:, None] - xhat * mean_gx[:, None]) * rstd[:, None]
+        if ADD_DX:
+            dx += tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx, mask=mask)
+        dw += tl.sum(dout * xhat, 0)
+        db += tl.sum(dout, 0)
+        dbias += tl.sum(tl.where(mask, dx, 0.0), 0)
+    at = program * C + c
+    tl.store(part_ptr + at, dw, mask=c < C)
+    tl.store(part_ptr + programs * C + at, db, mask=c < C)
+    tl.store(part_ptr + 2 * programs * C + at, dbias, mask=c < C)
+
+
+@contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
+def layernorm_fwd(
+    out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5
+) -> None:
+    """out = layernorm(x); mean, rstd fp32."""
+    R, C = x.shape
+    row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)
+    _layernorm_fwd_kernel[(triton.cdiv(R, row["ROWS"]),)](
+        out, mean, rstd, x, w, b, R, C, eps, BLOCK_C=next_power_of_2(C), **row
+    )
+
+
+@contract("dx[R,C]+ dw[C]+ db[C]+ dbias[C]?+ ln[R,C]? scratch[*] <- dout[R,C] x[R,C] w[C] b[C] mean[R] rstd[R]")
+def layernorm_bwd(
+    dx: Tensor, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Tensor | None, scratch: Tensor, dout: Tensor, x: Tensor,
+    w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor, acc: bool, add_dx: bool = True,
+) -> None:  # fmt: skip
+    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, becomes the forward's output again."""
+    R, C = x.shape
+    row = tuned("layernorm_bwd", dtype_name(x), ROWS=R)
+    programs = row.pop("PROGRAMS")
+    _layernorm_bwd_kernel[(programs,)](
+        dx, ln, scratch, dout, x, w, b, mean, rstd, R, C, ADD_DX=add_dx, BLOCK_C=next_power_of_2(C), **row
+    )
+    for i, out in enumerate((dw, db, dbias)):
+        if out is not None:
+            column_sums(out, scratch[i * programs * C :], programs, acc)
+
+
+def layernorm_bwd_scratch(R: int, C: int) -> int:
+    """fp32 elements: dw, db, dbias of every program."""
+    return 3 * C * max(tuned("layernorm_bwd", dtype, ROWS=R)["PROGRAMS"] for dtype in ("bf16", "fp32"))

@@ -1,0 +1,69 @@
+"""Counter-based random numbers: Philox4x32-10 (Salmon et al., SC11) keyed by seed, purpose, step and flat element.
+
+One Philox call on the counter (i // 4 low, i // 4 high, step, purpose) yields four 32-bit words, of which element i takes word i % 4.
+So a number depends on who asks for what, and never on block sizes, launches, ranks or history.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.master import split_master
+from gpt2_triton.kernels.tuned import INTERPRET, next_power_of_2
+
+INIT = tl.constexpr(0)  # purposes: what a number is for
+ROUND = tl.constexpr(1)
+
+
+@triton.jit
+def philox_words(seed, first, step, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK words uint32 for the elements first ... first + BLOCK - 1; `first` (int64) and BLOCK are multiples of 4."""
+    counter = first // 4 + tl.arange(0, BLOCK // 4).to(tl.int64)
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    high = (counter >> 32).to(tl.uint32)
+    r0, r1, r2, r3 = tl.philox(seed, low, high, tl.zeros_like(low) + step.to(tl.uint32), tl.zeros_like(low) + PURPOSE)
+    return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+
+
+@triton.jit
+def _normal_init_kernel(w_ptr, low_ptr, n, seed, first, std, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK
+    i = at + tl.arange(0, BLOCK)
+    bits = philox_words(seed, first + at, tl.zeros((1,), tl.int32), INIT, BLOCK)
+    # Box-Muller on pairs: words 2k, 2k+1 become the normals 2k, 2k+1; u1 in (0, 1], so that the logarithm is finite
+    a, b = tl.split(tl.reshape(bits, (BLOCK // 2, 2)))
+    u1 = ((a >> 8).to(tl.float32) + 1.0) * (1.0 / 16777216.0)
+    u2 = (b >> 8).to(tl.float32) * (6.283185307179586 / 16777216.0)
+    radius = tl.sqrt(-2.0 * tl.log(u1)) * std
+    w = tl.interleave(radius * tl.cos(u2), radius * tl.sin(u2))
+    mask = i < n
+    if low_ptr is None:
+        tl.store(w_ptr + i, w, mask=mask)
+    else:
+        hi, low = split_master(w)
+        tl.store(w_ptr + i, hi, mask=mask)
+        tl.store(low_ptr + i, low, mask=mask)
+
+
+@triton.jit
+def _fill_kernel(w_ptr, n, value, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(w_ptr + i, tl.zeros((BLOCK,), tl.float32) + value, mask=i < n)
+
+
+@contract("w[n] low[n]?")
+def normal_init(w: Tensor, low: Tensor | None, seed: int, first: int, std: float) -> None:
+    """w = N(0, std), element i from Philox at flat index first + i (first a multiple of 4); bf16 w is the fp32 number rounded, low its other bits."""
+    block = _block(w.numel())
+    _normal_init_kernel[(triton.cdiv(w.numel(), block),)](w, low, w.numel(), seed, first, std, BLOCK=block)
+
+
+def fill(w: Tensor, value: float) -> None:
+    """w = value, everywhere."""
+    block = _block(w.numel())
+    _fill_kernel[(triton.cdiv(w.numel(), block),)](w, w.numel(), value, BLOCK=block)
+
+
+def _block(n: int) -> int:
+    return min(next_power_of_2(max(n, 4)), 1 << 18) if INTERPRET else 1024

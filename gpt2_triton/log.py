@@ -1,0 +1,148 @@
+"""What a run tells: one console line a step, metrics.jsonl (the truth), and a mirror of it to Weights & Biases.
+
+metrics.jsonl has one object a line, each with `step`, the number of finished steps:
+    {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}     "skipped": true if not applied
+    {"step": 250, "val_loss": ...}   and   {"step": 250, "sample": ...}
+Lines are written as they come.  A resumed run first drops what lies after its checkpoint, so that in the end the file holds the lines of
+an unbroken run, its times (ms, tok_s, mfu) aside.  Numbers that are not finite are null: JSON has no NaN.
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpt2_triton import gpus
+from gpt2_triton.config import Config
+from gpt2_triton.optim import learning_rate
+
+METRICS = "metrics.jsonl"
+WANDB_TIMEOUT = 30  # seconds to wait for the server before training goes on without it; the default is 90
+
+
+class Logger:
+    """Writes config.yaml at once and metrics as they come; `step` is always the number of finished steps."""
+
+    def __init__(self, run_dir: Path, config: Config, resume_step: int = 0, wandb_id: str | None = None):
+        self.config, self.steps = config, config.train.steps
+        self._ms: float | None = None  # running mean for the eta, without the first step, which compiles
+        self._calls = 0
+        peak = gpus.peak_flops() if config.train.dtype == "bf16" else None  # the table's peaks are bf16
+        self._mfu_of_tok_s = gpus.flops_per_token(config) / peak if peak else None
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        _truncate(run_dir / METRICS, resume_step)
+        self._file = open(run_dir / METRICS, "a", buffering=1, encoding="utf-8")
+        self._wandb = Wandb(run_dir, config, wandb_id)
+
+    @property
+    def wandb_id(self) -> str | None:
+        """The run's id at Weights & Biases, for the checkpoint; None when there is no such run."""
+        return self._wandb.run_id
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, step: int, loss: float, norm: float, seconds: float, skipped: bool = False) -> None:
+        """Report a finished step; with log.every k only each k-th, the last, and those that were skipped."""
+        self._calls += 1
+        ms = seconds * 1e3
+        if self._calls > 1:
+            self._ms = ms if self._ms is None else 0.9 * self._ms + 0.1 * ms
+        if step % self.config.log.every and step != self.steps and not skipped:
+            return
+        lr = learning_rate(step - 1, self.config.optim, self.steps)
+        tokens = self.config.total_batch_tokens
+        tok_s = tokens / seconds
+        mfu = tok_s * self._mfu_of_tok_s if self._mfu_of_tok_s else None
+        record = {"step": step, "loss": loss, "lr": lr, "norm": norm, "ms": ms, "tok_s": tok_s, "mfu": mfu, "tokens": step * tokens}
+        self._write(record | ({"skipped": True} if skipped else {}))
+        eta = duration((self._ms or ms) / 1e3 * (self.steps - step))
+        self.note(
+            f"step {step:{len(str(self.steps))}d}/{self.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
+            + (f" | mfu {mfu:.1%}" if mfu else "") + f" | eta {eta}" + (" | skipped: not finite" if skipped else "")
+        )  # fmt: skip
+
+    def validation(self, step: int, loss: float) -> None:
+        self._write({"step": step, "val_loss": loss})
+        self.note(f"step {step:{len(str(self.steps))}d}/{self.steps} | val loss {loss:.4f}")
+
+    def sample(self, step: int, text: str) -> None:
+        self._write({"step": step, "sample": text})
+        self.note(f"--- sample after step {step} ---\n{text}\n---")
+
+    def close(self) -> None:
+        self._file.close()
+        self._wandb.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._wandb.log(finite)
+
+
+class Wandb:
+    """Weights & Biases at best effort: the first failure is one warning, and then there is nothing to mirror to."""
+
+    def __init__(self, run_dir: Path, config: Config, run_id: str | None):
+        self._run: Any = None
+        self.run_id = run_id
+        if config.log.wandb == "disabled":
+            return
+        try:
+            import wandb
+
+            self._run = wandb.init(
+                project=config.log.wandb_project, name=run_dir.name, dir=str(run_dir), id=run_id, resume="allow",
+                mode=config.log.wandb, config=config.to_dict(), settings=wandb.Settings(init_timeout=WANDB_TIMEOUT),
+            )  # fmt: skip
+            # its own counter drops what is logged for an earlier step, as happens after a resume; ours is a metric
+            self._run.define_metric("*", step_metric="step")
+            self.run_id = self._run.id
+        except Exception as error:
+            self._give_up(error)
+
+    def log(self, record: dict[str, Any]) -> None:
+        self._attempt("log", record)
+
+    def close(self) -> None:
+        self._attempt("finish")
+
+    def _attempt(self, method: str, *arguments: Any) -> None:
+        if self._run is None:
+            return
+        try:
+            getattr(self._run, method)(*arguments)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._run = None
+        reason = (str(error).splitlines() or [""])[0]
+        print(f"warning: no Weights & Biases from here on ({type(error).__name__}: {reason}); {METRICS} has everything", file=sys.stderr, flush=True)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a last line that a crash cut short is left out."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = [line for line in file if line.endswith("\n")]
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def _truncate(path: Path, resume_step: int) -> None:
+    """Keep the records up to resume_step; all go when the run starts afresh."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def duration(seconds: float) -> str:
+    """1h 23m, 4m 05s or 12s."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h {m:02d}m" if hours else f"{m}m {s:02d}s" if m else f"{s}s"

@@ -1,0 +1,41 @@
+"""What the host computes for each step: the learning rate, and the row of numbers that the update reads.
+
+`step` counts from 0.  With W warmup steps, N steps in all, f = final_frac and lo = f * lr:
+    step < W:   lr * (step + 1) / W                                             so the peak is first reached at step W - 1
+    constant    lr
+    cosine      lo + (lr - lo) * (1 + cos(pi * r)) / 2                          r = (step - W) / (N - W)
+    linear      lr - (lr - lo) * r                                              the same r
+    wsd         lr while step < D, then lo + (lr - lo) * (1 - sqrt(q))          D = (1 - wsd_decay_frac) * N, q = (step - D) / (N - D)
+r and q reach 1 at step N, one after the last, so the last step N - 1 is a little above lo.  These are llm.c's curves.
+"""
+
+import math
+
+import numpy as np
+
+from gpt2_triton.config import Config, OptimConfig
+
+
+def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
+    """The learning rate of step 0 <= step < steps."""
+    assert 0 <= step < steps
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / optim.warmup
+    low = optim.final_frac * optim.lr
+    r = (step - optim.warmup) / (steps - optim.warmup)
+    if optim.schedule == "cosine":
+        return low + (optim.lr - low) * 0.5 * (1 + math.cos(math.pi * r))
+    if optim.schedule == "linear":
+        return optim.lr - (optim.lr - low) * r
+    decay_start = (1 - optim.wsd_decay_frac) * steps
+    if optim.schedule == "constant" or step < decay_start:
+        return optim.lr
+    q = (step - decay_start) / (steps - decay_start)
+    return low + (optim.lr - low) * (1 - math.sqrt(q))
+
+
+def hyper_row(step: int, config: Config, loss_scale: float) -> np.ndarray:
+    """float32[8]: lr, 1 / (1 - beta1^t), 1 / (1 - beta2^t), loss scale, clip, 0, 0, 0, with t = step + 1."""
+    o, t = config.optim, step + 1
+    lr = learning_rate(step, o, config.train.steps)
+    return np.array([lr, 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t), loss_scale, o.clip, 0, 0, 0], np.float32)

@@ -1,0 +1,304 @@
+"""The output head and its loss: each launcher against float64, and the whole recipe against autograd."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt2_triton.data.loader import scatter_bounds, scatter_table
+from gpt2_triton.kernels import classifier as cl
+from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch
+from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
+from gpt2_triton.kernels.tuned import INTERPRET, dtype_name
+from tests import reference
+from tests.conftest import DEVICE
+from tests.helpers import EPS, error, poisoned
+
+# R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
+SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]
+GPT2 = [(8192, 768, 50257), (4096 + 40, 1600, 50257)]
+DTYPES = [torch.float32, torch.bfloat16]
+shapes = pytest.mark.parametrize("R,C,V", SHAPES, ids=lambda size: str(size))
+gpu_shapes = pytest.mark.parametrize("R,C,V", GPT2, ids=["124M", "1558M-ragged"])
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
+SCALE = 1 / 3000  # the loss scale
+
+
+def tolerance(dtype):
+    """fp32: exponents of 10 are off by an ulp or two.  bf16: a rounding moves no value by more than 2 EPS; the interpreter truncates, 4 EPS."""
+    return 2e-6 if dtype == torch.float32 else EPS[dtype] * (4 if INTERPRET else 2)
+
+
+def draw(rng, R, C, V, dtype):
+    """lnf, wte with zeros in the padding, targets of which every fifth is ignored; logits of order one."""
+    Vp = -(-V // 128) * 128
+    lnf, wte = rng(R, C, dtype=dtype), rng(Vp, C).mul(C**-0.5).to(dtype)
+    wte[V:] = 0
+    targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32).to(DEVICE)
+    targets[4::5] = -1
+    return lnf, wte, targets
+
+
+def scratch(R, Vp, dtype):
+    return poisoned(cl.classifier_fwd_scratch(R, Vp, dtype_name(torch.empty(0, dtype=dtype))))
+
+
+def hyper():
+    return torch.tensor([float("nan")] * 3 + [SCALE] + [float("nan")] * 4, device=DEVICE)
+
+
+def target_logits(lnf, wte, targets):
+    zt = poisoned(len(targets))
+    cl.classifier_target(zt, lnf, wte, targets)
+    return zt
+
+
+def run_losses(lnf, wte, targets, V, keep_p=True):
+    """losses, and the p they leave behind, from launchers alone."""
+    R, Vp = len(targets), len(wte)
+    p, rowsum, losses = poisoned(R, Vp, dtype=lnf.dtype) if keep_p else None, scratch(R, Vp, lnf.dtype), poisoned(R)
+    cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
+    cl.classifier_stats(losses, None, None, None, rowsum, lnf, targets, hyper(), False)
+    return losses, p
+
+
+def run_chunk(lnf, wte, targets, V):
+    """Everything the launchers give for one chunk of rows: losses, p, rs, ks, lns, dln."""
+    R, C = lnf.shape
+    p, rowsum = poisoned(R, len(wte), dtype=lnf.dtype), scratch(R, len(wte), lnf.dtype)
+    losses, rs, ks = (poisoned(R) for _ in range(3))
+    lns, dln = (poisoned(R, C, dtype=lnf.dtype) for _ in range(2))
+    cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
+    cl.classifier_stats(losses, rs, ks, lns, rowsum, lnf, targets, hyper(), False)
+    cl.classifier_dx(dln, p, wte, rs, ks, targets)
+    return losses, p, rs, ks, lns, dln
+
+
+# ---- each launcher ----
+
+
+@dtypes
+@shapes
+def test_target_matches_float64(rng, R, C, V, dtype):
+    lnf, wte, targets = draw(rng, R, C, V, dtype)
+    want = poisoned(R).double()
+    reference.classifier_target(want, lnf.double(), wte.double(), targets)
+    zt = target_logits(lnf, wte, targets)
+    assert error(zt, want) < 1e-6  # products and sums are fp32, whatever the storage
+    assert (zt[targets < 0] == 0).all()
+
+
+def check_fwd(rng, R, C, V, dtype):
+    lnf, wte, targets = draw(rng, R, C, V, dtype)
+    Vp = len(wte)
+    zt = target_logits(lnf, wte, targets)
+    p, rowsum = poisoned(R, Vp, dtype=dtype), scratch(R, Vp, dtype)
+    cl.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
+    want, want_rowsum = poisoned(R, Vp).double(), poisoned(R).double()
+    reference.classifier_fwd(want, want_rowsum, lnf.double(), wte.double(), zt.double(), targets, V)
+    assert error(p, want) < tolerance(dtype)
+    assert error(rowsum[:R], reference._rowsums.pop(want_rowsum.data_ptr())) < 2e-6  # summed before p is rounded
+    assert (p[:, V:] == 0).all()
+    rows = (targets >= 0).nonzero()[:, 0]
+    assert (p[rows, targets[rows].long()] == 0).all()
+
+
+@dtypes
+@shapes
+def test_fwd_matches_float64(rng, R, C, V, dtype):
+    check_fwd(rng, R, C, V, dtype)
+
+
+@accumulate
+@dtypes
+@shapes
+def test_stats_match_float64(rng, R, C, V, dtype, acc):
+    lnf, _, targets = draw(rng, R, C, V, dtype)
+    s = rng(R).mul(6).exp()  # 1e-8 to 1e8
+    losses, rs, ks, lns = rng(R) if acc else poisoned(R), poisoned(R), poisoned(R), poisoned(R, C, dtype=dtype)
+    want = [t.double() for t in (losses, rs, ks, lns)]
+    rowsum = s.double()
+    reference._rowsums[rowsum.data_ptr()] = rowsum
+    reference.classifier_stats(*want, rowsum, lnf.double(), targets, hyper().double(), acc)
+    cl.classifier_stats(losses, rs, ks, lns, s, lnf, targets, hyper(), acc)
+    for got, expected in zip((losses, rs, ks), want):
+        assert error(got, expected) < 1e-6
+    assert error(lns, want[3]) < tolerance(dtype)
+
+
+def check_dx(rng, R, C, V, dtype):
+    _, wte, targets = draw(rng, R, C, V, dtype)
+    p, rs, ks, dln = rng(R, len(wte)).exp().to(dtype), rng(R).exp(), rng(R).mul(10), poisoned(R, C, dtype=dtype)
+    want = dln.double()
+    ks[targets < 0] = 0
+    reference.classifier_dx(want, p.double(), wte.double(), rs.double(), ks.double(), targets)
+    cl.classifier_dx(dln, p, wte, rs, ks, targets)
+    # sums of 50304 products on tensor cores are good to 1e-5, far below bf16's rounding
+    assert error(dln, want) < tolerance(dtype)
+
+
+@dtypes
+@shapes
+def test_dx_matches_float64(rng, R, C, V, dtype):
+    check_dx(rng, R, C, V, dtype)
+
+
+# ---- the recipe ----
+
+
+def head(lnf, wte, targets, V, chunk):
+    """losses, dlnf and dwte as the schedule makes them: chunk by chunk, then the target rows with the embedding's gradient."""
+    (R, C), Vp = lnf.shape, len(wte)
+    parts = []
+    dwte = poisoned(Vp, C)
+    for first in range(0, R, chunk):
+        rows = slice(first, first + chunk)
+        losses, p, _, ks, lns, dln = run_chunk(lnf[rows], wte, targets[rows], V)
+        matmul_dw(dwte, poisoned(max(1, matmul_dw_scratch(Vp, C, len(p), dtype_name(p)))), p, lns, first > 0)
+        parts.append((losses, dln, ks))
+    losses, dln, ks = (torch.cat(part) for part in zip(*parts))
+    ids = torch.randint(V, (R,), dtype=torch.int32)
+    tables = [torch.from_numpy(t).to(DEVICE) for t in scatter_table(ids.numpy(), targets.cpu().numpy(), V)]
+    slots = poisoned(max(1, encoder_bwd_scratch(scatter_bounds(R, V)[2], C)))
+    encoder_bwd(dwte, poisoned(R, C), slots, torch.zeros_like(lnf), lnf, ks, *tables, R, False)
+    return losses, dln, dwte
+
+
+def autograd_head(lnf, wte, targets, V):
+    """The same by float64 autograd of torch's cross entropy over V classes."""
+    lnf, wte = lnf.double().requires_grad_(), wte.double().requires_grad_()
+    losses = F.cross_entropy(lnf @ wte[:V].T, targets.long(), ignore_index=-1, reduction="none")
+    (losses.sum() * SCALE).backward()
+    return losses.detach(), lnf.grad, wte.grad
+
+
+def check_recipe(rng, R, C, V, dtype, chunk):
+    lnf, wte, targets = draw(rng, R, C, V, dtype)
+    wte *= 3  # losses around 10
+    losses, dln, dwte = head(lnf, wte, targets, V, chunk)
+    want_losses, want_dln, want_dwte = autograd_head(lnf, wte, targets, V)
+    assert error(losses, want_losses) < 1e-6  # from fp32 logits: bf16 never touches the loss
+    assert (losses[targets < 0] == 0).all() and (dln[targets < 0] == 0).all()
+    print("REC", error(losses,want_losses), error(dln,want_dln), error(dwte,want_dwte))
+    # bf16: of p, dln and lns each is rounded once, dln and dwte meet two of them
+    assert error(dln, want_dln) < tolerance(dtype)
+    assert error(dwte, want_dwte) < tolerance(dtype)
+    assert (dwte[V:] == 0).all()
+
+
+@dtypes
+@pytest.mark.parametrize("chunk", [77, 30], ids=["one-chunk", "ragged-chunks"])
+def test_loss_and_gradients_equal_those_of_cross_entropy(rng, dtype, chunk):
+    check_recipe(rng, 77, 48, 300, dtype, chunk)
+
+
+def check_loss_only(rng, R, C, V, dtype):
+    lnf, wte, targets = draw(rng, R, C, V, dtype)
+    kept, only = (run_losses(lnf, wte, targets, V, keep_p)[0] for keep_p in (True, False))
+    assert torch.equal(kept, only)
+
+
+@dtypes
+def test_losses_are_the_same_bits_without_p(rng, dtype):
+    check_loss_only(rng, 77, 48, 300, dtype)
+
+
+# ---- range ----
+
+
+def with_logits(*logits):
+    """A row lnf and a wte whose logits are these, fp32; the target is token 0."""
+    wte = torch.zeros(128, 16, device=DEVICE)
+    wte[: len(logits), 0] = torch.tensor(logits)
+    lnf = torch.zeros(1, 16, device=DEVICE)
+    lnf[0, 0] = 1
+    return lnf, wte, torch.zeros(1, dtype=torch.int32, device=DEVICE), len(logits)
+
+
+@pytest.mark.parametrize("gap", [-80.0, -40.0, -15.0, -2.0, -0.7, 0.0, 3.0, 20.0, 70.0])
+def test_losses_are_precise_from_1e35_to_70(gap):
+    """The other token's logit is `gap` above the target's: loss = log(1 + exp(gap)), with no cancellation where it is tiny."""
+    losses, *_, ks, _, dln = run_chunk(*with_logits(-gap / 2, gap / 2))
+    share = math.exp(gap) / (1 + math.exp(gap))
+    # fp32 holds gap / log 2 to 2^-18 at worst, which is the relative error of exp(gap); a large loss is the gap itself
+    assert losses.item() == pytest.approx(math.log1p(math.exp(gap)), rel=5e-6, abs=0)
+    assert ks.item() == pytest.approx(-SCALE * share, rel=5e-6, abs=0)
+    assert dln[0, 0].item() == pytest.approx(SCALE * share * gap, rel=5e-6, abs=0)
+
+
+def test_losses_above_75_are_clamped_and_their_gradient_is_not():
+    losses, *_, dln = run_chunk(*with_logits(-100.0, 100.0))
+    assert losses.item() == pytest.approx(108 * math.log(2), rel=1e-6)
+    assert dln[0, 0].item() == pytest.approx(SCALE * 200, rel=1e-6)
+
+
+@dtypes
+def test_a_nan_stays_a_nan(rng, dtype):
+    """The clamp must not hide a broken run behind a loss of 75."""
+    lnf, wte, targets = draw(rng, 77, 48, 300, dtype)
+    lnf[3, 7] = float("nan")
+    losses, _ = run_losses(lnf, wte, targets, 300)
+    assert losses.isnan().nonzero().flatten().tolist() == [3]
+
+
+# ---- order and bounds ----
+
+
+@dtypes
+def test_results_do_not_depend_on_the_number_of_programs(rng, monkeypatch, dtype):
+    lnf, wte, targets = draw(rng, 1100, 48, 1100, dtype)
+    runs = []
+    for programs in (1, 3, 3):
+        monkeypatch.setattr(cl, "num_sms", lambda programs=programs: programs)
+        runs.append(run_chunk(lnf, wte, targets, 1100))
+    for one, three, again in zip(*runs):
+        assert torch.equal(one, three) and torch.equal(three, again)
+
+
+@dtypes
+def test_nothing_is_written_outside_the_outputs(rng, monkeypatch, dtype):
+    guards = []
+
+    def guarded(*shape, dtype=torch.float32):
+        """An output inside a larger buffer of sevens, 64 elements from each end."""
+        size = torch.Size(shape).numel()
+        buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE, dtype=dtype)
+        guards.extend([buffer[:64], buffer[64 + size :]])
+        return buffer[64 : 64 + size].view(*shape)
+
+    monkeypatch.setitem(globals(), "poisoned", guarded)
+    run_chunk(*draw(rng, 1100, 48, 1100, dtype), 1100)
+    assert len(guards) == 2 * 8 and all((guard == 7).all() for guard in guards)
+
+
+def test_a_scratch_that_is_too_small_is_refused(rng):
+    lnf, wte, targets = draw(rng, 77, 48, 300, torch.float32)
+    with pytest.raises(AssertionError, match="classifier_fwd: rowsum has 77 elements, needs"):
+        cl.classifier_fwd(None, poisoned(77), lnf, wte, poisoned(77), targets, 300)
+
+
+# ---- GPT-2's shapes ----
+
+
+@pytest.mark.gpu
+@gpu_shapes
+def test_gpt2_launchers_on_gpu(rng, R, C, V):
+    check_fwd(rng, R, C, V, torch.bfloat16)
+    check_dx(rng, R, C, V, torch.bfloat16)
+    check_loss_only(rng, R, C, V, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@gpu_shapes
+def test_gpt2_recipe_on_gpu(rng, R, C, V):
+    check_recipe(rng, R, C, V, torch.bfloat16, 3072)
+
+
+@pytest.mark.gpu
+@gpu_shapes
+def test_gpt2_runs_are_bit_equal_on_gpu(rng, R, C, V):
+    inputs = draw(rng, R, C, V, torch.bfloat16)
+    for first, second in zip(run_chunk(*inputs, V), run_chunk(*inputs, V)):
+        assert torch.equal(first, second)

@@ -1,0 +1,133 @@
+"""Embedding forward and its deterministic backward against float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2_triton.data.loader import SEGMENT, scatter_bounds, scatter_table
+from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch, encoder_fwd
+from gpt2_triton.kernels.tuned import INTERPRET
+from tests import reference
+from tests.conftest import DEVICE
+from tests.helpers import EPS, error, poisoned
+
+# B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); a few tokens, so that all are hot
+SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150, 160, 32, 3)]
+shapes = pytest.mark.parametrize("B,T,Tmax,C,V", SHAPES, ids=lambda size: str(size))
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
+
+
+def tables(ids, targets, V):
+    return [torch.from_numpy(t).to(DEVICE) for t in scatter_table(np.asarray(ids, np.int32), np.asarray(targets, np.int32), V)]
+
+
+def scratch(R, V, C):
+    return poisoned(max(1, encoder_bwd_scratch(scatter_bounds(R, V)[2], C)))
+
+
+def draw_tokens(rng, R, V):
+    """ids and targets that follow Zipf's law, as words do; every seventh target is ignored."""
+    weights = 1 / torch.arange(1, V + 1)
+    ids, targets = (torch.multinomial(weights, R, replacement=True, generator=rng.generator).int() for _ in range(2))
+    targets[6::7] = -1
+    return ids, targets
+
+
+def check_fwd(rng, B, T, Tmax, C, V, dtype):
+    ids = draw_tokens(rng, B * T, V)[0].view(B, T).to(DEVICE)
+    wte, wpe, x = rng(V, C, dtype=dtype), rng(Tmax, C, dtype=dtype), poisoned(B * T, C, dtype=dtype)
+    encoder_fwd(x, ids, wte, wpe)
+    want = (wte.float()[ids.long()] + wpe.float()[:T]).view(B * T, C)
+    if dtype == torch.bfloat16 and INTERPRET:  # it truncates, so only the error is known
+        assert error(x, want) < 2 * EPS[dtype]
+    else:
+        assert torch.equal(x, want.to(dtype))  # one addition, one rounding
+
+
+@dtypes
+@shapes
+def test_forward_is_the_sum_of_two_rows(rng, B, T, Tmax, C, V, dtype):
+    check_fwd(rng, B, T, Tmax, C, V, dtype)
+
+
+@accumulate
+@dtypes
+@shapes
+def test_backward_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
+    R, Vp = B * T, V + 7
+    ids, targets = draw_tokens(rng, R, V)
+    dx, lnf, ks = rng(R, C, dtype=dtype), rng(R, C, dtype=dtype), rng(R)
+    dwte, dwpe = rng(Vp, C), rng(Tmax, C) if acc else poisoned(Tmax, C)
+    before, want = dwte.clone(), [dwte.double(), dwpe.double()]
+    order, segments, hot = tables(ids, targets, V)
+    reference.encoder_bwd(*want, None, dx.double(), lnf.double(), ks.double(), order, segments, hot, T, acc)
+    encoder_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, order, segments, hot, T, acc)
+    assert error(dwte, want[0]) < 1e-6  # fp32 sums of a few hundred terms
+    assert error(dwpe, want[1]) < 1e-6
+    untouched = torch.ones(Vp, dtype=torch.bool)
+    untouched[ids.long()] = untouched[targets[targets >= 0].long()] = False
+    assert torch.equal(dwte[untouched], before[untouched])
+    assert acc or (dwpe[T:] == 0).all()
+
+
+@pytest.mark.parametrize("count", [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1])
+def test_a_token_may_fill_segments_to_the_last_entry(count):
+    """Entries are the powers 1, 2, 4, 8 by turns: their sum is exact in fp32, so a lost or doubled one shows."""
+    R, C = 300, 16
+    ids = np.full(R, 1, np.int32)
+    ids[count:] = 2
+    dx = (2.0 ** torch.arange(R).remainder(4)).to(DEVICE)[:, None].repeat(1, C)
+    dwte = torch.zeros(4, C, device=DEVICE)
+    encoder_bwd(dwte, poisoned(R, C), scratch(R, 4, C), dx, dx, poisoned(R), *tables(ids, np.full(R, -1), 4), R, False)
+    assert torch.equal(dwte[1], dx[:count].sum(0)) and torch.equal(dwte[2], dx[count:].sum(0))
+
+
+def run_bwd(seed, R, V, C, outputs):
+    """encoder_bwd on the same inputs for the same seed; `outputs(*shape)` makes what it writes."""
+    generator = torch.Generator().manual_seed(seed)
+    dx, lnf = (torch.randn(R, C, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
+    ks, tokens = torch.randn(R, generator=generator).to(DEVICE), torch.randint(V, (2, R), generator=generator)
+    dwte, dwpe, slots = outputs(V, C), outputs(R // 2 + 5, C), outputs(encoder_bwd_scratch(scatter_bounds(R, V)[2], C))
+    dwte.fill_(1)
+    encoder_bwd(dwte, dwpe, slots, dx, lnf, ks, *tables(*tokens, V), R // 2, False)
+    return dwte, dwpe
+
+
+def test_two_runs_are_bit_equal():
+    for first, second in zip(run_bwd(0, 1200, 7, 48, poisoned), run_bwd(0, 1200, 7, 48, poisoned)):
+        assert torch.equal(first, second)
+
+
+def test_nothing_is_written_outside_the_outputs():
+    guards = []
+
+    def guarded(*shape):
+        """An output inside a larger buffer of sevens, 64 elements from each end."""
+        size = torch.Size(shape).numel()
+        buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE)
+        guards.extend([buffer[:64], buffer[64 + size :]])
+        return buffer[64 : 64 + size].view(*shape)
+
+    run_bwd(0, 1200, 7, 48, guarded)
+    assert len(guards) == 2 * 3 and all((guard == 7).all() for guard in guards)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B,C", [(64, 768), (16, 1600)], ids=["124M", "1558M"])
+def test_gpt2_on_gpu(rng, B, C):
+    T, V = 1024, 50257
+    R = B * T
+    check_fwd(rng, B, T, T, C, V, torch.bfloat16)
+    ids, targets = draw_tokens(rng, R, V)
+    dx, lnf, ks = rng(R, C, dtype=torch.bfloat16), rng(R, C, dtype=torch.bfloat16), rng(R)
+    start, valid = rng(V, C), (targets >= 0).to(DEVICE)
+    want = start.double().index_add_(0, ids.to(DEVICE), dx.double())
+    want.index_add_(0, targets.to(DEVICE)[valid], (ks[:, None].double() * lnf.double())[valid])
+    runs = []
+    for _ in range(2):
+        dwte, dwpe = start.clone(), poisoned(T, C)
+        encoder_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, *tables(ids, targets, V), T, False)
+        runs.append((dwte, dwpe))
+    assert error(runs[0][0], want) < 1e-6 and error(runs[0][1], dx.double().view(B, T, C).sum(0)) < 1e-6
+    assert all(torch.equal(first, second) for first, second in zip(*runs))
