@@ -1,22 +1,25 @@
 """The command line: train.py and `python -m gpt2_triton COMMAND`.
 
-A user's mistake is one line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint, 5 memory, 6 not finite;
-0 is done, 130 and 143 are a run stopped by a signal.  Anything else is our bug and keeps its traceback.
-Kernels, and with them Triton, are imported inside the commands: TRITON_INTERPRET must be set before a kernel is decorated.
+A user's mistake is a line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint, 5 memory,
+6 not finite; 0 is done, 130 and 143 are a run stopped by a signal.  Anything else is our bug and keeps its traceback.
+Kernels are imported inside the commands: TRITON_INTERPRET must be set before one is decorated.
 """
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from gpt2_triton import __version__
-from gpt2_triton.config import Config, ConfigError, load_config, options, suggestion
+from gpt2_triton.config import Config, ConfigError, options
+from gpt2_triton.configfile import load_config, suggestion
 
 # by name, so that no command imports the kernels for the sake of an exception
 EXIT_CODES = {"ConfigError": 2, "DataError": 3, "CheckpointError": 4, "OutOfMemory": 5, "NonFinite": 6}
@@ -24,13 +27,14 @@ TRAIN_FLAGS = ("plan", "gpu", "print_config", "run_dir", "resume")
 
 
 def _app(name: str, help: str) -> App:
-    plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())  # keep underscores; no --no-flag twins
+    plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())  # underscores; no --no-flag twins
     return App(name=name, help=help, help_format="plaintext", version=__version__, default_parameter=plain_names)
 
 
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code."""
     try:
+        app.suppress_keyboard_interrupt = False
         return app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
     except CycloptsError as error:
         error.verbose = False
@@ -52,8 +56,7 @@ def _fail(message: str, code: int) -> int:
 
 def _underscores(argv: Iterable[str]) -> list[str]:
     """--run-dir is --run_dir."""
-    split = [word.partition("=") if word.startswith("--") else (word, "", "") for word in argv]
-    return [(name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name) + eq + value for name, eq, value in split]
+    return [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
 
 
 def choose_device() -> None:
@@ -64,7 +67,9 @@ def choose_device() -> None:
         return
     if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
         found = f"triton {version('triton')} with numpy {version('numpy')}"
-        raise ConfigError(f'no GPU, and {found}: the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"')
+        raise ConfigError(
+            f'no GPU, and {found}: the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
+        )
     os.environ["TRITON_INTERPRET"] = "1"
     print("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU", flush=True)
 
@@ -81,7 +86,7 @@ train_app.group_parameters = Group("Run", sort_key=0)
 
 
 @config_app.default
-def _keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> None:  # noqa: B008 (frozen)
+def _keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> None:  # noqa: B008
     """For --help, which lists the configuration's keys from their types; `train` reads them."""
 
 
@@ -105,7 +110,8 @@ def train(
     plan: bool
         Print the memory plan and stop; needs neither a GPU nor data.
     gpu: str
-        GPU that --plan is for: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s; default the present one, else h200.
+        GPU that --plan is for: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s;
+        default the present one, else h200.
     print_config: bool
         Print the whole configuration as YAML and stop.
     run_dir: Path
@@ -158,7 +164,9 @@ def choose_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
         raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
     found = sorted((run_dir / "checkpoints").glob("step_*"))
     if found and not resume:
-        raise ConfigError(f"--run_dir: {run_dir} already holds checkpoints up to {found[-1].name}; add --resume, or choose another directory")
+        raise ConfigError(
+            f"--run_dir: {run_dir} has checkpoints up to {found[-1].name}; add --resume, or choose another"
+        )
     return run_dir
 
 
@@ -182,7 +190,9 @@ Tokenizer = Literal["gpt2", "bytes"]
 
 
 @prepare_app.command(name="text")
-def prepare_text(*files: Path, out: Path = Path("data/text"), tokenizer: Tokenizer = "gpt2", val_fraction: float = 0.1) -> None:
+def prepare_text(
+    *files: Path, out: Path = Path("data/text"), tokenizer: Tokenizer = "gpt2", val_fraction: float = 0.1
+) -> None:
     """Tokenise UTF-8 text files, one document each.
 
     Parameters
@@ -221,7 +231,15 @@ def prepare_builtin(*, out: Path = Path("data/builtin"), tokenizer: Tokenizer = 
 
 @tools_app.command
 def sample(
-    checkpoint: Path, /, *, prompt: str = "", tokens: int = 64, temperature: float = 1.0, top_k: int = 0, seed: int = 42, num: int = 1
+    checkpoint: Path,
+    /,
+    *,
+    prompt: str = "",
+    tokens: int = 64,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int = 42,
+    num: int = 1,
 ) -> None:
     """Print texts that a model writes.
 
@@ -242,7 +260,13 @@ def sample(
     num: int
         Texts to write.
     """
-    limits = (("tokens", tokens, 1), ("temperature", temperature, 0), ("top_k", top_k, 0), ("seed", seed, 0), ("num", num, 1))
+    limits = (
+        ("tokens", tokens, 1),
+        ("temperature", temperature, 0),
+        ("top_k", top_k, 0),
+        ("seed", seed, 0),
+        ("num", num, 1),
+    )
     wrong = [f"--{name}: must be at least {least}, got {value}" for name, value, least in limits if not value >= least]
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -275,11 +299,8 @@ def plot(*runs: Path, out: Annotated[Path, Parameter(name=("out", "-o"))] = Path
 def verify() -> int:
     """Compare every kernel with float64 and with PyTorch's own operation on this machine, in one table."""
     choose_device()
-    benchmarks: Any
-    try:
-        from benchmarks import verify as benchmarks
-    except ModuleNotFoundError as error:
-        if error.name != "benchmarks":
-            raise
-        raise ConfigError("verify: benchmarks/ not found; run it in the root of a checkout") from None
-    return benchmarks.verify()
+    if find_spec("benchmarks") is None:
+        raise ConfigError("verify: benchmarks/ is not here; run it in the root of a checkout")
+    from benchmarks import verify as comparison
+
+    return comparison.verify()

@@ -1,18 +1,15 @@
-"""The configuration: a typed, frozen tree, the only place with defaults.
+"""The configuration: a typed, frozen tree, and the only place with defaults (llm.c's recipe for GPT-2 124M on FineWeb).
 
-A configuration is read from a YAML file, changed by dotted overrides (`--optim.lr 3e-4`), and checked whole before anything else happens:
-    config = load_config("configs/gpt2_124m.yaml", {"optim.lr": "3e-4"})
-The defaults are llm.c's recipe for GPT-2 124M on FineWeb.  Every mistake of a user is a ConfigError with one line per mistake: where it
-stands, what was given, what is expected, what to do.  Values may be strings (all overrides are); pydantic reads numbers from them.
+configfile.py reads it from YAML and the command line.  Values may be strings, as overrides are; pydantic reads the
+numbers in them.  What a field can check by itself stands in its declaration; `disagreements` has the rules between
+fields.
 """
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
@@ -41,7 +38,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     n_layer: int = Field(12, ge=1, description="transformer layers")
-    n_head: int = Field(12, ge=1, description="attention heads of each layer; n_embd / n_head is 64, 80, 96 or 128")
+    n_head: int = Field(12, ge=1, description="attention heads; n_embd / n_head is 64, 80, 96 or 128")
     n_embd: int = Field(768, ge=1, multiple_of=16, description="channels of the residual stream")
     vocab_size: int = Field(50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens")
     block_size: int = Field(1024, ge=1, description="longest sequence: rows of the position embedding")
@@ -49,21 +46,19 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train: str = Field(
-        "data/fineweb10B/fineweb_train_*.bin", min_length=1, description="training shards: a path, a glob pattern, or builtin"
+        "data/fineweb10B/fineweb_train_*.bin", min_length=1, description="training shards: path, pattern or builtin"
     )
-    val: str = Field(
-        "data/fineweb10B/fineweb_val_*.bin", min_length=1, description="validation shards: a path, a glob pattern, or builtin"
-    )
+    val: str = Field("data/fineweb10B/fineweb_val_*.bin", min_length=1, description="validation shards: the same")
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
 
 
 class TrainConfig(Section):
-    steps: int = Field(19560, ge=1, description="optimizer steps; 19560 steps of 524,288 tokens are one pass over FineWeb 10B")
-    batch_size: int = Field(64, ge=1, description="sequences that a GPU takes at once, at most; the step accumulates over them")
+    steps: int = Field(19560, ge=1, description="optimizer steps")
+    batch_size: int = Field(64, ge=1, description="sequences a GPU takes at once, at most; a step accumulates")
     seq_len: int = Field(1024, ge=1, description="tokens of a training sequence")
-    total_batch_tokens: OptionalInt = Field(None, ge=1, description="tokens of one optimizer step; null is batch_size * seq_len")
-    dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations; fp32 is for parity and the CPU")
+    total_batch_tokens: OptionalInt = Field(None, ge=1, description="tokens of a step; null is batch_size * seq_len")
+    dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
     skip_limit: int = Field(10, ge=0, description="stop after so many non-finite steps in a row; 0 never stops")
 
@@ -71,22 +66,28 @@ class TrainConfig(Section):
 class OptimConfig(Section):
     lr: float = Field(6e-4, gt=0, description="peak learning rate")
     warmup: int = Field(700, ge=0, description="steps of linear warmup")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field("cosine", description="learning rate after the warmup")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="learning rate after the warmup"
+    )
     final_frac: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a fraction of lr")
-    wsd_decay_frac: float = Field(0.2, gt=0, le=1, description="fraction of the steps over which the wsd schedule decays")
+    wsd_decay_frac: float = Field(
+        0.2, gt=0, le=1, description="fraction of the steps over which the wsd schedule decays"
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's second moment")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices and embeddings")
     clip: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0 does not clip")
-    master: Literal["none", "fp32"] = Field("none", description="bf16 parameters: stochastic rounding (none), or 16 more bits each (fp32)")
+    master: Literal["none", "fp32"] = Field("none", description="round stochastically, or keep 16 more bits")
 
 
 class MemoryConfig(Section):
     recompute: Literal["none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] = Field(
-        "gelu", description="what the backward pass computes again instead of keeping; each level keeps less"
+        "gelu", description="what the backward pass computes again"
     )
-    head_rows: OptionalInt = Field(None, ge=1, description="rows of logits held at once; null is 16384 up to n_embd 1024, else 8192")
+    head_rows: OptionalInt = Field(
+        None, ge=1, description="rows of logits at once; null is 16384, or 8192 from n_embd 1025"
+    )
 
 
 class EvalConfig(Section):
@@ -98,19 +99,19 @@ class SampleConfig(Section):
     every: int = Field(0, ge=0, description="print a sample every so many steps, and after the last; 0 never")
     tokens: int = Field(64, ge=1, description="tokens of a sample")
     prompt: str = Field("", description="text that a sample continues; empty starts at the end-of-text token")
-    temperature: float = Field(1.0, ge=0, description="softmax temperature of the draw; 0 takes the most likely token")
+    temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 takes the most likely token")
     top_k: int = Field(0, ge=0, description="draw among the k most likely tokens; 0 among all")
 
 
 class CheckpointConfig(Section):
-    every: int = Field(0, ge=0, description="save every so many steps; a finished run always saves its last")
+    every: int = Field(0, ge=0, description="save every so many steps, and after the last")
     keep: int = Field(2, ge=0, description="newest checkpoints to keep; 0 keeps all")
-    major: int = Field(0, ge=0, description="also keep every checkpoint whose step this divides; 0 none")
+    major: int = Field(0, ge=0, description="also keep those whose step this divides; 0 none")
 
 
 class LogConfig(Section):
     every: int = Field(1, ge=1, description="log every so many steps")
-    wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="mirror the metrics to Weights & Biases")
+    wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="mirror of the metrics")
     wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
 
 
@@ -126,7 +127,7 @@ class Config(Section):
     sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    init_from: str = Field("scratch", description="initial weights: scratch, or checkpoint:DIR (a run or a step directory)")
+    init_from: str = Field("scratch", description="initial weights: scratch or checkpoint:DIR")
 
     @property
     def padded_vocab(self) -> int:
@@ -155,7 +156,7 @@ class Config(Section):
 
     @property
     def n_params(self) -> int:
-        """Every parameter as llm.c counts: with the padded vocabulary and the position embedding; the head is wte, counted once."""
+        """All parameters as llm.c counts them: padded vocabulary and wpe included, the head once, since it is wte."""
         c, layers = self.model.n_embd, self.model.n_layer
         layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
         return (self.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
@@ -183,24 +184,32 @@ class Disagreement(ValueError):
 
 
 def disagreements(config: Config) -> Iterator[tuple[str, str]]:
+    """Every rule between fields that this configuration breaks, as (key, message)."""
     m, d, t, o = config.model, config.data, config.train, config.optim
     if m.n_embd % m.n_head:
         yield "model.n_head", f"{m.n_head} heads do not divide n_embd {m.n_embd}; {_fitting_heads(m.n_embd)}"
     elif config.head_size not in HEAD_SIZES:
-        yield "model.n_head", f"head size n_embd / n_head is {config.head_size}, not one of {HEAD_SIZES}; {_fitting_heads(m.n_embd)}"
+        wrong = f"head size n_embd / n_head is {config.head_size}, not one of {HEAD_SIZES}"
+        yield "model.n_head", f"{wrong}; {_fitting_heads(m.n_embd)}"
     if t.seq_len > m.block_size:
-        yield "train.seq_len", f"{t.seq_len} is longer than model.block_size {m.block_size}; lower it or raise model.block_size"
+        yield (
+            "train.seq_len",
+            f"{t.seq_len} is longer than model.block_size {m.block_size}; lower it or raise the other",
+        )
     if m.vocab_size < TOKENIZER_SIZES[d.tokenizer]:
         expected = f"the {d.tokenizer} tokenizer has {TOKENIZER_SIZES[d.tokenizer]} tokens"
         yield "model.vocab_size", f"{expected}, got {m.vocab_size}; set model.vocab_size or data.tokenizer"
     if (d.train == "builtin") != (d.val == "builtin"):
-        yield "data.val", f"builtin goes with builtin only, got data.train {d.train} and data.val {d.val}; set both or neither"
+        yield "data.val", f"data.train is {d.train} and data.val is {d.val}; make both builtin, or neither"
     if o.master == "fp32" and t.dtype == "fp32":
-        yield "optim.master", "parameters of dtype fp32 are their own master copies; set optim.master none, or train.dtype bf16"
+        yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
     if o.warmup > t.steps:
         yield "optim.warmup", f"{o.warmup} steps of warmup are more than train.steps {t.steps}; lower it"
     if config.eval.every and config.eval.tokens < t.seq_len:
-        yield "eval.tokens", f"{config.eval.tokens} is less than one sequence of train.seq_len {t.seq_len}; raise it or set eval.every 0"
+        yield (
+            "eval.tokens",
+            f"{config.eval.tokens} is less than train.seq_len {t.seq_len}; raise it or set eval.every to 0",
+        )
     source, _, path = config.init_from.partition(":")
     if config.init_from != "scratch" and not (source == "checkpoint" and path):
         yield "init_from", f"expected scratch or checkpoint:DIR, got {config.init_from}"
@@ -211,13 +220,15 @@ def _batch_disagreements(t: TrainConfig) -> Iterator[tuple[str, str]]:
     total = t.total_batch_tokens or t.batch_size * t.seq_len
     rows, rest = divmod(total, t.seq_len)
     if rest:
-        below, above = rows * t.seq_len, (rows + 1) * t.seq_len
-        fit = f"{below} or {above}" if below else f"{above}"
-        yield "train.total_batch_tokens", f"{total} is no multiple of train.seq_len {t.seq_len}; set it to {fit}"
+        fitting = " or ".join(str(n * t.seq_len) for n in (rows, rows + 1) if n)
+        yield "train.total_batch_tokens", f"{total} is no multiple of train.seq_len {t.seq_len}; set it to {fitting}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
-        got = f"{rows} sequences a step (total_batch_tokens {total} / seq_len {t.seq_len}) do not divide into batches of {t.batch_size}"
-        yield "train.batch_size", f"{got}; set it to {best}, or total_batch_tokens to {rows // t.batch_size * t.batch_size * t.seq_len}"
+        below = rows // t.batch_size * t.batch_size * t.seq_len
+        wrong = (
+            f"a step of {rows} sequences (total_batch_tokens {total}) does not divide into batches of {t.batch_size}"
+        )
+        yield "train.batch_size", f"{wrong}; set it to {best}, or total_batch_tokens to {below}"
 
 
 def _fitting_heads(n_embd: int) -> str:
@@ -233,92 +244,3 @@ def options() -> Iterator[tuple[str, FieldInfo]]:
             yield from ((f"{name}.{key}", inner) for key, inner in section.model_fields.items())
         else:
             yield name, field
-
-
-# ---- reading ----
-
-
-def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top."""
-    tree, lines = _read_yaml(Path(path))
-    given = dict(overrides or {})
-    for key, value in given.items():
-        section, dot, name = key.partition(".")
-        if not dot:
-            tree[key] = value
-        elif isinstance(tree.setdefault(section, {}), dict):  # else the file's own mistake is reported below
-            tree[section][name] = value
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        places = {key: f"{path}:{line}" for key, line in lines.items()} | {key: f"--{key}" for key in given}
-        raise ConfigError("\n".join(_describe(error, places, str(path)))) from None
-
-
-def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> Iterator[str]:
-    fields = dict(options())
-    for entry in error.errors():
-        key = ".".join(str(part) for part in entry["loc"])
-        cause = entry.get("ctx", {}).get("error")
-        if isinstance(cause, Disagreement):
-            yield from (_at(places, path, name, message) for name, message in cause.problems)
-        elif entry["type"] == "extra_forbidden":
-            yield _at(places, path, key, f"unknown key{suggestion(key, fields)}")
-        elif entry["type"] in ("model_type", "model_attributes_type"):
-            yield _at(places, path, key, f"must be a section of keys, got {entry['input']!r}")
-        else:
-            message = entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
-            what = fields[key].description if key in fields else None
-            yield _at(places, path, key, f"{message}, got {entry['input']!r}" + (f" ({what})" if what else ""))
-
-
-def _at(places: Mapping[str, str], path: str, key: str, message: str) -> str:
-    place = places.get(key, path)
-    return f"{place}: {message}" if place == f"--{key}" else f"{place}: {key}: {message}"
-
-
-def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
-    """"; did you mean optim.lr?" for the known key nearest to `key`, first by its last part alone; empty when none is near."""
-    known = list(known)
-    if key in known:
-        section, _, name = key.partition(".")
-        return f"; keys are nested: write {name} under {section}"
-    last = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or difflib.get_close_matches(f".{key}", known, n=1, cutoff=0.5)
-    best = last[:1] or near
-    return f"; did you mean {prefix}{best[0]}?" if best else ""
-
-
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The tree in a YAML file, and the line of each key, dotted.  A key given twice is an error; YAML itself takes the last."""
-    try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        tree = {} if root is None else loader.construct_document(root)
-    except OSError as error:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}{hint}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file: byte {error.start} is not UTF-8; expected YAML") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise ConfigError(f"{place}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections such as `model:` and `train:`, got {type(tree).__name__}")
-    lines: dict[str, int] = {}
-    for key, line in _key_lines(root):
-        if key in lines:
-            raise ConfigError(f"{path}:{line}: {key}: given twice, first in line {lines[key]}; remove one")
-        lines[key] = line
-    return {key: {} if value is None else value for key, value in tree.items()}, lines  # `optim:` with nothing below it is empty
-
-
-def _key_lines(root: yaml.Node | None) -> Iterator[tuple[str, int]]:
-    for key, value in root.value if root else []:
-        yield key.value, key.start_mark.line + 1
-        if isinstance(value, yaml.MappingNode):
-            yield from ((f"{key.value}.{inner.value}", inner.start_mark.line + 1) for inner, _ in value.value)

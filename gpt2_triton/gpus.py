@@ -47,6 +47,9 @@ def memory_bytes(name: str | None) -> int:
 
 
 def flops_per_token(config: Config) -> int:
-    """6N + 6*L*C*T, as llm.c and the scaling-law papers count: N is every parameter, the position embedding and the padded
-    vocabulary included (wte counts because it is the head); the second term is causal attention.  Recomputation does not count."""
+    """6N + 6*L*C*T, as llm.c counts, so that figures compare.
+
+    N is every parameter, wpe, biases, norms and the padded vocabulary included; wte counts because it is the head.
+    The second term is causal attention.  What the backward pass recomputes is not counted.
+    """
     return 6 * config.n_params + 6 * config.model.n_layer * config.model.n_embd * config.train.seq_len

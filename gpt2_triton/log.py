@@ -1,10 +1,11 @@
 """What a run tells: one console line a step, metrics.jsonl (the truth), and a mirror of it to Weights & Biases.
 
 metrics.jsonl has one object a line, each with `step`, the number of finished steps:
-    {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}     "skipped": true if not applied
+    {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
     {"step": 250, "val_loss": ...}   and   {"step": 250, "sample": ...}
-Lines are written as they come.  A resumed run first drops what lies after its checkpoint, so that in the end the file holds the lines of
-an unbroken run, its times (ms, tok_s, mfu) aside.  Numbers that are not finite are null: JSON has no NaN.
+A step whose update was skipped has "skipped": true besides.  Lines are written as they come.  A resumed run first drops
+what lies after its checkpoint, so that in the end the file holds the lines of an unbroken run, the times (ms, tok_s,
+mfu) aside.  Numbers that are not finite are null: JSON has no NaN.
 """
 
 import json
@@ -27,8 +28,8 @@ class Logger:
 
     def __init__(self, run_dir: Path, config: Config, resume_step: int = 0, wandb_id: str | None = None):
         self.config, self.steps = config, config.train.steps
-        self._ms: float | None = None  # running mean for the eta, without the first step, which compiles
-        self._calls = 0
+        self._first = True
+        self._seconds: float | None = None
         peak = gpus.peak_flops() if config.train.dtype == "bf16" else None  # the table's peaks are bf16
         self._mfu_of_tok_s = gpus.flops_per_token(config) / peak if peak else None
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -47,27 +48,33 @@ class Logger:
 
     def step(self, step: int, loss: float, norm: float, seconds: float, skipped: bool = False) -> None:
         """Report a finished step; with log.every k only each k-th, the last, and those that were skipped."""
-        self._calls += 1
-        ms = seconds * 1e3
-        if self._calls > 1:
-            self._ms = ms if self._ms is None else 0.9 * self._ms + 0.1 * ms
+        self._measure(seconds)
         if step % self.config.log.every and step != self.steps and not skipped:
             return
-        lr = learning_rate(step - 1, self.config.optim, self.steps)
-        tokens = self.config.total_batch_tokens
-        tok_s = tokens / seconds
+        lr, tokens = learning_rate(step - 1, self.config.optim, self.steps), self.config.total_batch_tokens
+        ms, tok_s = seconds * 1e3, tokens / seconds
         mfu = tok_s * self._mfu_of_tok_s if self._mfu_of_tok_s else None
-        record = {"step": step, "loss": loss, "lr": lr, "norm": norm, "ms": ms, "tok_s": tok_s, "mfu": mfu, "tokens": step * tokens}
+        times = {"ms": ms, "tok_s": tok_s, "mfu": mfu}
+        record = {"step": step, "loss": loss, "lr": lr, "norm": norm, **times, "tokens": step * tokens}
         self._write(record | ({"skipped": True} if skipped else {}))
-        eta = duration((self._ms or ms) / 1e3 * (self.steps - step))
-        self.note(
-            f"step {step:{len(str(self.steps))}d}/{self.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
-            + (f" | mfu {mfu:.1%}" if mfu else "") + f" | eta {eta}" + (" | skipped: not finite" if skipped else "")
-        )  # fmt: skip
+        line = f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
+        line += f" | mfu {mfu:.1%}" if mfu else ""
+        line += f" | eta {duration((self._seconds or seconds) * (self.steps - step))}"
+        self.note(line + (" | skipped: not finite" if skipped else ""))
+
+    def _measure(self, seconds: float) -> None:
+        """Running mean of a step's time, for the eta; the first step compiles and does not count."""
+        if self._first:
+            self._first = False
+        else:
+            self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
+
+    def _at(self, step: int) -> str:
+        return f"step {step:{len(str(self.steps))}d}/{self.steps}"
 
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "val_loss": loss})
-        self.note(f"step {step:{len(str(self.steps))}d}/{self.steps} | val loss {loss:.4f}")
+        self.note(f"{self._at(step)} | val loss {loss:.4f}")
 
     def sample(self, step: int, text: str) -> None:
         self._write({"step": step, "sample": text})
@@ -121,7 +128,11 @@ class Wandb:
     def _give_up(self, error: Exception) -> None:
         self._run = None
         reason = (str(error).splitlines() or [""])[0]
-        print(f"warning: no Weights & Biases from here on ({type(error).__name__}: {reason}); {METRICS} has everything", file=sys.stderr, flush=True)
+        print(
+            f"warning: no Weights & Biases from here on ({type(error).__name__}: {reason}); {METRICS} has everything",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
 """What the host computes for each step: the learning rate, and the row of numbers that the update reads.
 
-`step` counts from 0.  With W warmup steps, N steps in all, f = final_frac and lo = f * lr:
-    step < W:   lr * (step + 1) / W                                             so the peak is first reached at step W - 1
+`step` counts from 0; W = warmup, N = steps, low = final_frac * lr, D = (1 - wsd_decay_frac) * N.
+    step < W    lr * (step + 1) / W, so the peak is first reached at step W - 1; after the warmup:
     constant    lr
-    cosine      lo + (lr - lo) * (1 + cos(pi * r)) / 2                          r = (step - W) / (N - W)
-    linear      lr - (lr - lo) * r                                              the same r
-    wsd         lr while step < D, then lo + (lr - lo) * (1 - sqrt(q))          D = (1 - wsd_decay_frac) * N, q = (step - D) / (N - D)
-r and q reach 1 at step N, one after the last, so the last step N - 1 is a little above lo.  These are llm.c's curves.
+    cosine      low + (lr - low) * (1 + cos(pi * r)) / 2                r = (step - W) / (N - W)
+    linear      lr - (lr - low) * r                                     the same r
+    wsd         lr until D, then low + (lr - low) * (1 - sqrt(q))       q = (step - D) / (N - D)
+r and q reach 1 at step N, one after the last, so the last step N - 1 is a little above low.  These are llm.c's curves.
 """
 
 import math

@@ -24,11 +24,15 @@ def plot(runs: Sequence[Path], out: Path) -> None:
     for i, (run, (train, val)) in enumerate(zip(runs, curves, strict=True)):
         name, color = run.resolve().name, f"C{i}"
         long = len(train) >= SMOOTH_FROM
-        axes.plot(*train.T, color=color, alpha=0.25 if long else 0.8, linewidth=1, label=None if long else f"{name} train")
+        axes.plot(
+            *train.T, color=color, alpha=0.25 if long else 0.8, linewidth=1, label=None if long else f"{name} train"
+        )
         if long:
             axes.plot(train[:, 0], smoothed(train[:, 1]), color=color, linewidth=1.2, label=f"{name} train, smoothed")
         if len(val):
-            axes.plot(*val.T, color=color, linestyle="--", marker="o", markersize=3, label=f"{name} val {val[-1, 1]:.4f}")
+            axes.plot(
+                *val.T, color=color, linestyle="--", marker="o", markersize=3, label=f"{name} val {val[-1, 1]:.4f}"
+            )
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -43,7 +43,7 @@ def sample_text(path: Path, prompt: str, tokens: int, temperature: float, top_k:
     from gpt2_triton.trainer import device_name
 
     step_dir = find(path)
-    state, tensors = load(step_dir, None)
+    state, tensors = load(step_dir)
     config = Config.model_validate(state["config"])
     model = GPT2(config, K, device_name(), batch=1, training=False)
     model.state.params.copy_(tensors["params"])

@@ -52,8 +52,9 @@ class Trainer:
         self.context_bytes = self._used_bytes()
         self.stopped_by = 0
         self.skips_in_a_row = 0
+        self.notes: list[str] = []
         train_shards, val_shards = self._open_data()
-        self.fingerprint = fingerprint(train_shards)
+        self.data = fingerprint(train_shards)
         self.state: dict[str, Any] = {"step": 0, "sample": 0, "skipped": 0, "wandb_id": None}
         tensors = self._load(found)
         loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
@@ -62,6 +63,7 @@ class Trainer:
         if tensors is None:
             self.model.initialise(config.train.seed)
         else:
+            checkpoint.check_tensors(found or Path(config.init_from), tensors, self.model.persistent())
             for name, flat in self.model.persistent().items():
                 flat.copy_(tensors[name])
         self.batches = Prefetcher(
@@ -71,6 +73,8 @@ class Trainer:
         self.host: dict[str, torch.Tensor] = {}
         self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"])
         self.state["wandb_id"] = self.log.wandb_id
+        for note in self.notes:
+            self.log.note(note)
         self.log.note(f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {self._where()}")
 
     # ---- setting up ----
@@ -87,14 +91,22 @@ class Trainer:
         """Tensors of the checkpoint to go on from (`found`, on resume) or to start from (init_from); None for a fresh start."""
         source, _, path = self.config.init_from.partition(":")
         if found is None and source == "checkpoint":
-            return checkpoint.load(checkpoint.find(Path(path)), None)[1]
+            return checkpoint.load(checkpoint.find(Path(path)))[1]
         if found is None:
             return None
-        saved, tensors = checkpoint.load(found, None)
-        checkpoint.check_config(saved["config"], self.config.to_dict())
-        checkpoint.check_fingerprint(saved["fingerprint"], self.fingerprint)
+        saved, tensors = checkpoint.load(found)
+        changed = checkpoint.check_config(saved["config"], self._resolved_config())
+        if saved["data"] != self.data:
+            raise checkpoint.CheckpointError(f"{found}: written with other training data than {self.config.data.train}; restore it or start another run")
         self.state = {name: saved[name] for name in self.state}
+        self.notes = [f"resuming after step {saved['step']} from {found}", *(f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items())]
         return tensors
+
+    def _resolved_config(self) -> dict[str, Any]:
+        """The configuration as a checkpoint keeps it: with the number of tokens a step takes, also where it was left to the default."""
+        out = self.config.to_dict()
+        out["train"]["total_batch_tokens"] = self.config.total_batch_tokens
+        return out
 
     def _used_bytes(self) -> int:
         """Bytes in use on the GPU; the first call creates the CUDA context and so returns its size."""
@@ -184,7 +196,7 @@ class Trainer:
             if name not in self.host:
                 self.host[name] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=self.device != "cpu")
             self.host[name].copy_(flat)
-        self.saver.submit(step, self.host, self.state | {"config": self.config.to_dict(), "fingerprint": self.fingerprint})
+        self.saver.submit(step, self.host, self.state | {"config": self._resolved_config(), "data": self.data})
 
     def _stop(self, number: int, _frame: Any) -> None:
         """First signal: finish the step, save, leave.  Second: leave at once."""

@@ -47,7 +47,7 @@ def gpt2_loss(
         return F.layer_norm(x, (C,), p.lnw[i], p.lnb[i])
 
     x = F.embedding(ids.long(), p.wte) + p.wpe[: ids.shape[1]]
-    for l in range(len(p.qkvw)):  # noqa: E741
+    for l in range(len(p.qkvw)):
         att = _attention(F.linear(norm(x, 2 * l), p.qkvw[l], p.qkvb[l]), NH)
         x = x + F.linear(att, p.attprojw[l], p.attprojb[l])
         h = F.gelu(F.linear(norm(x, 2 * l + 1), p.fcw[l], p.fcb[l]), approximate="tanh")

@@ -50,9 +50,9 @@ def scratch_elements(d: dict[str, int], dtype: str) -> int:
     R, C, Rc, Vp = d["R"], d["C"], d["Rc"], d["Vp"]
     products = [(3 * C, C, R), (C, C, R), (4 * C, C, R), (C, 4 * C, R), (Vp, C, Rc)]
     return max(
-        layernorm_bwd_scratch(R, C),
-        matmul_dx_dgelu_scratch(R, 4 * C),
-        attention_bwd_scratch(d["B"], d["T"], C),
+        layernorm_bwd_scratch(R, C, dtype),
+        matmul_dx_dgelu_scratch(R, 4 * C, dtype),
+        attention_bwd_scratch(d["B"], d["T"], C, C // d["NH"], dtype),
         classifier_fwd_scratch(Rc, Vp, dtype),
         encoder_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),

@@ -166,50 +166,49 @@ def _attention_bwd_dq_kernel(
     tl.store(part_ptr + (b * blocks + block) * C + h * HS + d, tl.sum(dq, 0), mask=d < HS)
 
 
-def _shape(qkv: Tensor, lse: Tensor) -> tuple[int, int, int, int, int, float]:
-    """B, NH, T, HS, the block of columns that covers HS, 1 / sqrt(HS)."""
-    B, NH, T = lse.shape
+def _shape(qkv: Tensor, lse: Tensor) -> tuple[dict[str, int], float]:
+    """The sizes every kernel takes, and 1 / sqrt(HS)."""
+    NH, T = lse.shape[1:]
     HS = qkv.shape[1] // (3 * NH)
-    return B, NH, T, HS, max(16, next_power_of_2(HS)), 1.0 / math.sqrt(HS)
+    return dict(T=T, NH=NH, HS=HS, BLOCK_D=max(16, next_power_of_2(HS))), 1.0 / math.sqrt(HS)
+
+
+def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
+    return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T)
 
 
 @contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,3*C]")
 def attention_fwd(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
     """out = causal attention of packed qkv; lse, fp32, is what the backward pass needs of the softmax."""
-    B, NH, T, HS, block_d, scale = _shape(qkv, lse)
-    row = tuned("attention_fwd", dtype_name(qkv), BLOCK_M=T, BLOCK_N=T)
-    grid = (triton.cdiv(T, row["BLOCK_M"]) * B * NH,)
-    _attention_fwd_kernel[grid](out, lse, qkv, T, NH, scale * _LOG2E, HS=HS, BLOCK_D=block_d, **row)
+    sizes, scale = _shape(qkv, lse)
+    B, NH, T = lse.shape
+    row = _row("attention_fwd", dtype_name(qkv), T, sizes["HS"])
+    programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
+    _attention_fwd_kernel[(programs,)](out, lse, qkv, factor=scale * _LOG2E, **sizes, **row)
 
 
 @contract("dqkv[B*T,3*C] dbias[3*C]+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,3*C] out[B*T,C] lse[B,NH,T]")
 def attention_bwd(
     dqkv: Tensor, dbias: Tensor, delta: Tensor, scratch: Tensor, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, acc: bool
-) -> None:
+) -> None:  # fmt: skip
     """dqkv from dout; dbias (+)= its column sums, before rounding; delta is workspace."""
-    B, NH, T, HS, block_d, scale = _shape(qkv, lse)
-    C, dtype = NH * HS, dtype_name(qkv)
-    sizes = dict(T=T, NH=NH, HS=HS, BLOCK_D=block_d)
+    sizes, scale = _shape(qkv, lse)
+    (B, NH, T), C, dtype = lse.shape, out.shape[1], dtype_name(qkv)
+    factors = dict(factor=scale * _LOG2E, scale=scale)
     row = tuned("attention_bwd_delta", dtype, BLOCK_M=T)
     _attention_bwd_delta_kernel[(triton.cdiv(T, row["BLOCK_M"]) * B * NH,)](delta, dout, out, **sizes, **row)
-    inputs = (dout, qkv, lse, delta)
-    row = tuned("attention_bwd_dkdv", dtype, BLOCK_M=T, BLOCK_N=T)
+    row = _row("attention_bwd_dkdv", dtype, T, sizes["HS"])
     blocks = triton.cdiv(T, row["BLOCK_N"])
-    _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
-        dqkv, scratch, *inputs, factor=scale * _LOG2E, scale=scale, **sizes, **row
-    )
+    _attention_bwd_dkdv_kernel[(blocks * B * NH,)](dqkv, scratch, dout, qkv, lse, delta, **factors, **sizes, **row)
     column_sums(dbias[C:], scratch, B * blocks, acc)
-    row = tuned("attention_bwd_dq", dtype, BLOCK_M=T, BLOCK_N=T)
+    row = _row("attention_bwd_dq", dtype, T, sizes["HS"])
     blocks = triton.cdiv(T, row["BLOCK_M"])
-    _attention_bwd_dq_kernel[(blocks * B * NH,)](
-        dqkv, scratch, *inputs, factor=scale * _LOG2E, scale=scale, **sizes, **row
-    )
+    _attention_bwd_dq_kernel[(blocks * B * NH,)](dqkv, scratch, dout, qkv, lse, delta, **factors, **sizes, **row)
     column_sums(dbias[:C], scratch, B * blocks, acc)
 
 
-def attention_bwd_scratch(B: int, T: int, C: int) -> int:
+def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str) -> int:
     """fp32 elements: column sums of dk and dv per block of keys; dq's, half as wide, take their place later."""
-    def rows(op: str, block: str) -> int:
-        return B * max(triton.cdiv(T, tuned(op, dtype, **{block: T})[block]) for dtype in ("bf16", "fp32"))
-
-    return C * max(2 * rows("attention_bwd_dkdv", "BLOCK_N"), rows("attention_bwd_dq", "BLOCK_M"))
+    keys = triton.cdiv(T, _row("attention_bwd_dkdv", dtype, T, HS)["BLOCK_N"])
+    queries = triton.cdiv(T, _row("attention_bwd_dq", dtype, T, HS)["BLOCK_M"])
+    return B * C * max(2 * keys, queries)

@@ -3,19 +3,21 @@
 With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (hyper[3], one over the step's tokens):
 
     classifier_target  zt[r]   = log2(e) * z[r, t]
-    classifier_fwd     p[r, j] = exp(z[r, j] - z[r, t]) = exp2(log2(e) * z[r, j] - zt[r]),  0 at j = t and in the padding j >= V
+    classifier_fwd     p[r, j] = exp(z[r, j] - z[r, t]),  0 at j = t and in the padding j >= V
                        S[r]    = sum_j p[r, j]
-    classifier_stats   loss[r] = -log softmax(z[r])[t] = log(1 + S),   rs = s / (1 + S),   ks = -s * S / (1 + S),   lns = rs * lnf
-    classifier_dx      dlnf    = dz @ wte = rs * (p @ wte) + ks * wte[t],   as dz[r, j] = rs * p[r, j], and ks at j = t
-    matmul_dw          dwte    = dz.T @ lnf = p.T @ lns, and ks[r] * lnf[r] in row t, which encoder_bwd adds
+    classifier_stats   loss[r] = -log softmax(z[r])[t] = log(1 + S)
+                       rs = s / (1 + S),  ks = -s * S / (1 + S),  lns = rs * lnf
+    classifier_dx      dlnf    = dz @ wte = rs * (p @ wte) + ks * wte[t],  as dz[r, j] = rs * p[r, j], and ks at j = t
+    matmul_dw          dwte    = dz.T @ lnf = p.T @ lns, and in row t ks[r] * lnf[r], which encoder_bwd adds
 
-The usual softmax needs all logits of a row before the first probability, hence one more pass over [R, Vp] between two products that
-have just written and will next read it.  Here p leaves the first product's epilogue and the denominator enters behind the others.
-The exponent field of p takes the place of subtracting the largest logit: losses up to 70 are exact to fp32, p stops at 2^108, a loss
-of 75.  Leaving j = t out of S means no cancellation when the model is sure: a loss of 1e-6 has full precision.
+The usual softmax needs all logits of a row before the first probability: one more pass over [R, Vp] between a product
+that has just written it and two that will read it.  Here p leaves the first product's epilogue, and the denominator
+enters behind the others.  The exponent field of p takes the place of subtracting the largest logit: losses up to 70
+are as exact as fp32 logits allow; p stops at 2^108, a loss of 75.  Leaving j = t out of S avoids cancellation where the
+model is sure: a loss of 1e-6 has full precision.
 
-S sums p before p is rounded to its storage: from rounded values, losses are 300 times less precise (1.7e-3 against 5e-6), while the
-gradients improve from 9e-4 to 4e-4 at best, and rounding dlnf to bf16 costs 1.7e-3 by itself.
+S sums p before it is rounded for storage.  From rounded values losses would be off by 1.7e-3, not 3e-6; the gradients
+would improve from 9e-4 to 4e-4 at best (peaked logits), and rounding dlnf to bf16 costs 1.7e-3 by itself.
 
 R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no gradient.
 """
@@ -28,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.tile import halves, tile_position
 from gpt2_triton.kernels.tuned import dtype_name, num_sms, tuned
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -35,26 +38,11 @@ _MAX_EXPONENT = tl.constexpr(108.0)  # 2^108 * 50304 columns * wte still fits fp
 
 
 @triton.jit
-def _tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Bands of GROUP_M rows of tiles, each walked column by column: tiles in flight together share operands in L2."""
-    band = GROUP_M * tiles_n
-    first = tile // band * GROUP_M
-    height = min(tiles_m - first, GROUP_M)
-    return first + tile % band % height, tile % band // height
-
-
-@triton.jit
-def _halves(tile):
-    """The left and the right half of a tile.  Stored one after the other they need half the shared memory, which pays for a stage."""
-    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
 def _log1p(x):
-    """log(1 + x) for x >= 0.  Below 1/2 it is 2*atanh(t), t = x / (2 + x): the hardware's log(1 + x) keeps no digit of a small x."""
+    """log(1 + x) for x >= 0; below 1/2 it is 2*atanh(t), t = x / (2 + x), as rounding 1 + x would drop a small x."""
     t = x / (2.0 + x)
-    u = t * t  # <= 0.04, so the first term left out, u^5 / 11, is under 1e-8
-    series = 2.0 * t * (1.0 + u * (1 / 3 + u * (1 / 5 + u * (1 / 7 + u * (1 / 9)))))
+    u = t * t  # at most 0.04, so the first term left out, u^4 / 9, is under 3e-7
+    series = 2.0 * t * (1.0 + u * (1 / 3 + u * (1 / 5 + u * (1 / 7))))
     return tl.where(x < 0.5, series, tl.log(1.0 + x))
 
 
@@ -83,7 +71,7 @@ def _classifier_fwd_kernel(
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = _tile_position(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -99,7 +87,7 @@ def _classifier_fwd_kernel(
         p = tl.where(counted, tl.exp2(exponent), 0.0)
         tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1), mask=r < R)
         if p_desc is not None:
-            left, right = _halves(p)
+            left, right = halves(p)
             p_desc.store([m, n], left.to(p_desc.dtype))
             p_desc.store([m, n + BLOCK_N // 2], right.to(p_desc.dtype))
 
@@ -146,7 +134,7 @@ def _classifier_dx_kernel(
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(C, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = _tile_position(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -156,7 +144,7 @@ def _classifier_dx_kernel(
         rs = tl.load(rs_ptr + r, mask=r < R, other=0.0)
         ks = tl.load(ks_ptr + r, mask=r < R, other=0.0)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1).to(tl.int64)
-        left, right = _halves(acc)
+        left, right = halves(acc)
         _store_dx(left, dln_desc, wte_ptr, rs, ks, target, m, n, C)
         _store_dx(right, dln_desc, wte_ptr, rs, ks, target, m, n + BLOCK_N // 2, C)
 
@@ -174,8 +162,10 @@ def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
 
 
 @contract("p[R,Vp]? rowsum[*] <- lnf[R,C] wte[Vp,C] zt[R] targets[R]")
-def classifier_fwd(p: Tensor | None, rowsum: Tensor, lnf: Tensor, wte: Tensor, zt: Tensor, targets: Tensor, V: int) -> None:
-    """p = exp(logit - target's logit), for backward; rowsum[:R] = its row sums, for classifier_stats.  p may be None: same sums."""
+def classifier_fwd(
+    p: Tensor | None, rowsum: Tensor, lnf: Tensor, wte: Tensor, zt: Tensor, targets: Tensor, V: int
+) -> None:
+    """p = exp(logit - target's logit); rowsum[:R] = its row sums, for classifier_stats, the same when p is None."""
     (R, C), Vp = lnf.shape, wte.shape[0]
     row = _fwd_row(R, C, Vp, dtype_name(lnf))
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
@@ -200,7 +190,7 @@ def classifier_stats(
     losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Tensor | None,
     rowsum: Tensor, lnf: Tensor, targets: Tensor, hyper: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """losses (+)= log(1 + S); rs and ks scale the two parts of dlogits; lns = rs * lnf.  rs, ks, lns are None when only losses count."""
+    """losses (+)= log(1 + S); rs, ks: factors of dlogits; lns = rs * lnf.  These are None if only losses count."""
     R, C = lnf.shape
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
     _classifier_stats_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](

@@ -4,13 +4,15 @@ encoder_fwd  x[b*T + t] = wte[ids[b, t]] + wpe[t]
 encoder_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r with targets[r] = v of ks[r] * lnf[r]
              dwpe[t] (+)= sum_b dx[b*T + t],  0 for t >= T
 
-The second sum belongs to the output head: its weights are wte too, and ks is the gradient of the target's logit (see classifier.py).
+The second sum belongs to the output head, whose weights are wte too: ks is the gradient of the target's logit (see
+classifier.py).
 
-Rows that share a token collide.  Atomic adds would add them in another order in every run, so the host sorts the 2R entries by token
-(gpt2_triton/data/loader.py: scatter_table), entry e < R for row e of dx, entry e >= R for row e - R of lnf.  A program adds up one
-segment, at most 128 entries of one token.  A token with more has its segments' sums in `slots` of scratch, which a second kernel adds in
-order.  Every row of dwte thus has one writer and one order; rows without entries are not touched.  The tables have fixed sizes, as the
-launch is replayed from a CUDA graph; unused rows have length 0.
+Rows that share a token collide, and atomic adds would add them in another order in every run.  So the host sorts the
+2R entries by token (scatter_table in gpt2_triton/data/loader.py): entry e < R is row e of dx, entry e >= R row e - R of
+lnf.  A segment is at most 128 entries of one token, added up by one program.  A token with more entries has several;
+their sums go to `slots` of scratch, which a second kernel adds in order.  Every row of dwte thus has one writer and one
+order, and rows without entries are not touched.  The tables have fixed sizes, as launches are replayed from a CUDA
+graph: unused rows have length 0.
 """
 
 import triton
@@ -22,9 +24,7 @@ from gpt2_triton.kernels.tuned import dtype_name, tuned
 
 
 @triton.jit
-def _encoder_fwd_kernel(
-    x_ptr, ids_ptr, wte_ptr, wpe_ptr, R, T, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def _encoder_fwd_kernel(x_ptr, ids_ptr, wte_ptr, wpe_ptr, R, T, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     token = tl.load(ids_ptr + r, mask=r < R, other=0).to(tl.int64)
     for first in range(0, C, BLOCK_C):
@@ -112,7 +112,7 @@ def encoder_bwd(
     dwte: Tensor, dwpe: Tensor, scratch: Tensor,
     dx: Tensor, lnf: Tensor, ks: Tensor, order: Tensor, segments: Tensor, hot: Tensor, T: int, acc: bool,
 ) -> None:  # fmt: skip
-    """dwte += the rows of dx whose input a token is, and of ks * lnf whose target it is; dwpe (+)= sums of dx over the batch."""
+    """dwte += rows of dx by input token and of ks * lnf by target; dwpe (+)= sums of dx over the batch."""
     R, C = dx.shape
     Ns, Nh = segments.shape[0], hot.shape[0]
     row = tuned("encoder_bwd_segments", dtype_name(dx), BLOCK_C=C)

@@ -54,9 +54,9 @@ def _layernorm_bwd_kernel(
     c = tl.arange(0, BLOCK_C)
     w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK_C,), tl.float32)
-    db = tl.zeros((BLOCK_C,), tl.float32)
-    dbias = tl.zeros((BLOCK_C,), tl.float32)
+    dw = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    db = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    dbias = tl.zeros((ROWS, BLOCK_C), tl.float32)
     for first in range(program * ROWS, R, programs * ROWS):
         r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         at = r[:, None] * C + c[None, :]
@@ -75,13 +75,13 @@ def _layernorm_bwd_kernel(
         if ADD_DX:
             dx += tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=mask)
-        dw += tl.sum(dout * xhat, 0)
-        db += tl.sum(dout, 0)
-        dbias += tl.sum(tl.where(mask, dx, 0.0), 0)
+        dw += dout * xhat
+        db += dout
+        dbias += tl.where(mask, dx, 0.0)
     at = program * C + c
-    tl.store(part_ptr + at, dw, mask=c < C)
-    tl.store(part_ptr + programs * C + at, db, mask=c < C)
-    tl.store(part_ptr + 2 * programs * C + at, dbias, mask=c < C)
+    tl.store(part_ptr + at, tl.sum(dw, 0), mask=c < C)
+    tl.store(part_ptr + programs * C + at, tl.sum(db, 0), mask=c < C)
+    tl.store(part_ptr + 2 * programs * C + at, tl.sum(dbias, 0), mask=c < C)
 
 
 @contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
@@ -103,7 +103,7 @@ def layernorm_bwd(
 ) -> None:  # fmt: skip
     """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, becomes the forward's output again."""
     R, C = x.shape
-    row = tuned("layernorm_bwd", dtype_name(x), ROWS=R)
+    row = _bwd_row(R, C, dtype_name(x))
     programs = row.pop("PROGRAMS")
     _layernorm_bwd_kernel[(programs,)](
         dx, ln, scratch, dout, x, w, b, mean, rstd, R, C, ADD_DX=add_dx, BLOCK_C=next_power_of_2(C), **row
@@ -113,6 +113,10 @@ def layernorm_bwd(
             column_sums(out, scratch[i * programs * C :], programs, acc)
 
 
-def layernorm_bwd_scratch(R: int, C: int) -> int:
+def _bwd_row(R: int, C: int, dtype: str) -> dict[str, int]:
+    return tuned("layernorm_bwd" if C <= 1024 else "layernorm_bwd_wide", dtype, ROWS=R)
+
+
+def layernorm_bwd_scratch(R: int, C: int, dtype: str) -> int:
     """fp32 elements: dw, db, dbias of every program."""
-    return 3 * C * max(tuned("layernorm_bwd", dtype, ROWS=R)["PROGRAMS"] for dtype in ("bf16", "fp32"))
+    return 3 * C * _bwd_row(R, C, dtype)["PROGRAMS"]

@@ -26,22 +26,8 @@ from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.gelu import dgelu, gelu
 from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.tile import halves, tile_position
 from gpt2_triton.kernels.tuned import dtype_name, num_sms, tuned
-
-
-@triton.jit
-def _tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Bands of GROUP_M rows of tiles, each walked column by column: tiles in flight together share operands in L2."""
-    band = GROUP_M * tiles_n
-    first = tile // band * GROUP_M
-    height = min(tiles_m - first, GROUP_M)
-    return first + tile % band % height, tile % band // height
-
-
-@triton.jit
-def _halves(tile):
-    """The left and the right half of a tile: stored one after the other, they need half the shared memory."""
-    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -77,7 +63,7 @@ def _matmul_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = _tile_position(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -88,7 +74,7 @@ def _matmul_kernel(
             else:
                 w = w_desc.load([k, n])
             acc = dot(a, w, acc)
-        left, right = _halves(acc)
+        left, right = halves(acc)
         _epilogue(left, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, N, EPILOGUE)
         n += BLOCK_N // 2
         _epilogue(right, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, N, EPILOGUE)
@@ -112,14 +98,14 @@ def _matmul_dw_kernel(
     tiles = tiles_n * tiles_k
     for item in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), flatten=True):
         split = item // tiles  # the tiles of one split run together and share its rows in L2
-        tile_n, tile_k = _tile_position(item % tiles, tiles_n, tiles_k, GROUP_M)
+        tile_n, tile_k = tile_position(item % tiles, tiles_n, tiles_k, GROUP_M)
         n = tile_n * BLOCK_M
         k = tile_k * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps):
             r = (split * steps + step) * BLOCK_K
             acc = dot(dout_desc.load([r, n]).T, inp_desc.load([r, k]), acc)
-        left, right = _halves(acc)
+        left, right = halves(acc)
         _store_dw(left, out_desc, split, n, k, ACC)
         _store_dw(right, out_desc, split, n, k + BLOCK_N // 2, ACC)
 
@@ -180,9 +166,9 @@ def matmul_dx_dgelu(
     column_sums(dbias, scratch, triton.cdiv(R, tuned("matmul", dtype_name(dout), BLOCK_M=R)["BLOCK_M"]), acc)
 
 
-def matmul_dx_dgelu_scratch(R: int, K: int) -> int:
+def matmul_dx_dgelu_scratch(R: int, K: int, dtype: str) -> int:
     """fp32 elements: one row of column sums per row of tiles."""
-    return K * max(triton.cdiv(R, tuned("matmul", dtype, BLOCK_M=R)["BLOCK_M"]) for dtype in ("bf16", "fp32"))
+    return K * triton.cdiv(R, tuned("matmul", dtype, BLOCK_M=R)["BLOCK_M"])
 
 
 def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:

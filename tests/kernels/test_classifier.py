@@ -27,8 +27,12 @@ SCALE = 1 / 3000  # the loss scale
 
 
 def tolerance(dtype):
-    """fp32: exponents of 10 are off by an ulp or two.  bf16: a rounding moves no value by more than 2 EPS; the interpreter truncates, 4 EPS."""
+    """fp32: exponents of 10 are off by an ulp or two.  bf16: rounding moves a value by up to 2 EPS, truncating by 4."""
     return 2e-6 if dtype == torch.float32 else EPS[dtype] * (4 if INTERPRET else 2)
+
+
+def max_relative(got, want):
+    return ((got - want) / want).abs().max()
 
 
 def draw(rng, R, C, V, dtype):
@@ -99,7 +103,8 @@ def check_fwd(rng, R, C, V, dtype):
     want, want_rowsum = poisoned(R, Vp).double(), poisoned(R).double()
     reference.classifier_fwd(want, want_rowsum, lnf.double(), wte.double(), zt.double(), targets, V)
     assert error(p, want) < tolerance(dtype)
-    assert error(rowsum[:R], reference._rowsums.pop(want_rowsum.data_ptr())) < 2e-6  # summed before p is rounded
+    # summed before p is rounded; tensor cores drop bits of a logit's partial sums
+    assert error(rowsum[:R], reference._rowsums.pop(want_rowsum.data_ptr())) < (2e-6 if INTERPRET else 1e-5)
     assert (p[:, V:] == 0).all()
     rows = (targets >= 0).nonzero()[:, 0]
     assert (p[rows, targets[rows].long()] == 0).all()
@@ -123,8 +128,11 @@ def test_stats_match_float64(rng, R, C, V, dtype, acc):
     reference._rowsums[rowsum.data_ptr()] = rowsum
     reference.classifier_stats(*want, rowsum, lnf.double(), targets, hyper().double(), acc)
     cl.classifier_stats(losses, rs, ks, lns, s, lnf, targets, hyper(), acc)
-    for got, expected in zip((losses, rs, ks), want):
+    for got, expected in zip((losses, rs, ks), want[:3], strict=True):
         assert error(got, expected) < 1e-6
+    if not acc:
+        valid = targets >= 0
+        assert max_relative(losses[valid], want[0][valid]) < 1e-6  # of each loss by itself, the tiny ones too
     assert error(lns, want[3]) < tolerance(dtype)
 
 
@@ -135,8 +143,8 @@ def check_dx(rng, R, C, V, dtype):
     ks[targets < 0] = 0
     reference.classifier_dx(want, p.double(), wte.double(), rs.double(), ks.double(), targets)
     cl.classifier_dx(dln, p, wte, rs, ks, targets)
-    # sums of 50304 products on tensor cores are good to 1e-5, far below bf16's rounding
-    assert error(dln, want) < tolerance(dtype)
+    # a sum of V products in fp32 is good to 5e-6, one of 50304 on tensor cores to 1e-5: far below bf16's rounding
+    assert error(dln, want) < max(5e-6, tolerance(dtype))
 
 
 @dtypes
@@ -149,7 +157,7 @@ def test_dx_matches_float64(rng, R, C, V, dtype):
 
 
 def head(lnf, wte, targets, V, chunk):
-    """losses, dlnf and dwte as the schedule makes them: chunk by chunk, then the target rows with the embedding's gradient."""
+    """losses, dlnf and dwte as the schedule makes them: chunk by chunk, then the target rows by encoder_bwd."""
     (R, C), Vp = lnf.shape, len(wte)
     parts = []
     dwte = poisoned(Vp, C)
@@ -158,7 +166,7 @@ def head(lnf, wte, targets, V, chunk):
         losses, p, _, ks, lns, dln = run_chunk(lnf[rows], wte, targets[rows], V)
         matmul_dw(dwte, poisoned(max(1, matmul_dw_scratch(Vp, C, len(p), dtype_name(p)))), p, lns, first > 0)
         parts.append((losses, dln, ks))
-    losses, dln, ks = (torch.cat(part) for part in zip(*parts))
+    losses, dln, ks = (torch.cat(part) for part in zip(*parts, strict=True))
     ids = torch.randint(V, (R,), dtype=torch.int32)
     tables = [torch.from_numpy(t).to(DEVICE) for t in scatter_table(ids.numpy(), targets.cpu().numpy(), V)]
     slots = poisoned(max(1, encoder_bwd_scratch(scatter_bounds(R, V)[2], C)))
@@ -181,7 +189,6 @@ def check_recipe(rng, R, C, V, dtype, chunk):
     want_losses, want_dln, want_dwte = autograd_head(lnf, wte, targets, V)
     assert error(losses, want_losses) < 1e-6  # from fp32 logits: bf16 never touches the loss
     assert (losses[targets < 0] == 0).all() and (dln[targets < 0] == 0).all()
-    print("REC", error(losses,want_losses), error(dln,want_dln), error(dwte,want_dwte))
     # bf16: of p, dln and lns each is rounded once, dln and dwte meet two of them
     assert error(dln, want_dln) < tolerance(dtype)
     assert error(dwte, want_dwte) < tolerance(dtype)
@@ -217,12 +224,12 @@ def with_logits(*logits):
     return lnf, wte, torch.zeros(1, dtype=torch.int32, device=DEVICE), len(logits)
 
 
-@pytest.mark.parametrize("gap", [-80.0, -40.0, -15.0, -2.0, -0.7, 0.0, 3.0, 20.0, 70.0])
-def test_losses_are_precise_from_1e35_to_70(gap):
-    """The other token's logit is `gap` above the target's: loss = log(1 + exp(gap)), with no cancellation where it is tiny."""
+@pytest.mark.parametrize("gap", [-70.0, -40.0, -15.0, -2.0, -0.7, 0.0, 3.0, 20.0, 70.0])
+def test_losses_are_precise_from_1e_minus_30_to_70(gap):
+    """The other token's logit is `gap` above the target's: loss = log(1 + exp(gap)), no cancellation where tiny."""
     losses, *_, ks, _, dln = run_chunk(*with_logits(-gap / 2, gap / 2))
     share = math.exp(gap) / (1 + math.exp(gap))
-    # fp32 holds gap / log 2 to 2^-18 at worst, which is the relative error of exp(gap); a large loss is the gap itself
+    # exp(gap) is as precise as the exponent gap / log(2) in fp32: at 100, half an ulp is 4e-6
     assert losses.item() == pytest.approx(math.log1p(math.exp(gap)), rel=5e-6, abs=0)
     assert ks.item() == pytest.approx(-SCALE * share, rel=5e-6, abs=0)
     assert dln[0, 0].item() == pytest.approx(SCALE * share * gap, rel=5e-6, abs=0)
@@ -253,7 +260,7 @@ def test_results_do_not_depend_on_the_number_of_programs(rng, monkeypatch, dtype
     for programs in (1, 3, 3):
         monkeypatch.setattr(cl, "num_sms", lambda programs=programs: programs)
         runs.append(run_chunk(lnf, wte, targets, 1100))
-    for one, three, again in zip(*runs):
+    for one, three, again in zip(*runs, strict=True):
         assert torch.equal(one, three) and torch.equal(three, again)
 
 
@@ -300,5 +307,5 @@ def test_gpt2_recipe_on_gpu(rng, R, C, V):
 @gpu_shapes
 def test_gpt2_runs_are_bit_equal_on_gpu(rng, R, C, V):
     inputs = draw(rng, R, C, V, torch.bfloat16)
-    for first, second in zip(run_chunk(*inputs, V), run_chunk(*inputs, V)):
+    for first, second in zip(run_chunk(*inputs, V), run_chunk(*inputs, V), strict=True):
         assert torch.equal(first, second)

@@ -1,13 +1,16 @@
 """Matrix products and their epilogues against float64, at ragged shapes and, on a GPU, at GPT-2's."""
 
+import importlib
+
 import pytest
 import torch
 
-from gpt2_triton.kernels import matmul as mm
 from gpt2_triton.kernels.tuned import GPU, INTERPRET, SMALL_GPU, dtype_name
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned
+
+mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 
 # R, N, K: one row; ragged; two blocks of rows and two of the sum; two blocks of columns (blocks of the interpreter)
 SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32)]
@@ -71,7 +74,7 @@ def check_dx_dgelu(rng, R, N, K, dtype, acc, with_gelu):
     dpre, dbias = poisoned(R, K, dtype=dtype), rng(K) if acc else poisoned(K)
     gelu_out = poisoned(R, K, dtype=dtype) if with_gelu else None
     expected = want("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
-    mm.matmul_dx_dgelu(dpre, dbias, gelu_out, scratch(mm.matmul_dx_dgelu_scratch(R, K)), dout, w, pre, acc)
+    mm.matmul_dx_dgelu(dpre, dbias, gelu_out, scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout))), dout, w, pre, acc)
     assert error(dpre, expected[0]) < tolerance(dtype)
     assert error(dbias, expected[1]) < SUMS  # of the unrounded values, whatever the storage
     if with_gelu:
@@ -118,7 +121,7 @@ def check_recomputed_gelu(rng, R, N, K, dtype):
     kept, recomputed, pre, dpre = (poisoned(R, N, dtype=dtype) for _ in range(4))
     mm.matmul_gelu(kept, pre, inp, w, b)
     down, dout = rng(K, N, dtype=dtype), rng(R, K, dtype=dtype)
-    mm.matmul_dx_dgelu(dpre, poisoned(N), recomputed, scratch(mm.matmul_dx_dgelu_scratch(R, N)), dout, down, pre, False)
+    mm.matmul_dx_dgelu(dpre, poisoned(N), recomputed, scratch(mm.matmul_dx_dgelu_scratch(R, N, dtype_name(dout))), dout, down, pre, False)
     assert torch.equal(kept, recomputed)
 
 
@@ -149,7 +152,7 @@ def run_all(R, N, K, dtype, outputs):
     dx, dpre, again = (outputs(R, K, dtype=dtype) for _ in range(3))
     mm.matmul_dx(dx, dout, w)
     dbias, dw = outputs(K), outputs(N, K)
-    mm.matmul_dx_dgelu(dpre, dbias, again, outputs(mm.matmul_dx_dgelu_scratch(R, K)), dout, w, pre, False)
+    mm.matmul_dx_dgelu(dpre, dbias, again, outputs(mm.matmul_dx_dgelu_scratch(R, K, name)), dout, w, pre, False)
     mm.matmul_dw(dw, outputs(max(1, mm.matmul_dw_scratch(N, K, R, name))), dout, inp, False)
     return y, g, z, a, dx, dpre, again, dbias, dw
 

@@ -1,0 +1,40 @@
+# `make quickstart` and `make test` need python3 >= 3.10 and a package index, nothing else: each makes .venv and installs into it.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN ?= runs/quickstart
+
+# With a GPU, torch brings CUDA and its own Triton; without one, any torch will do, and constraints.txt chooses Triton.
+TORCH := $(if $(shell command -v nvidia-smi),torch==2.11.0,torch==2.13.0)
+
+.PHONY: quickstart test lint verify clean
+
+quickstart: .venv/installed
+	$(BIN)/python train.py configs/quickstart.yaml --run_dir $(RUN) --resume
+	$(BIN)/python -m gpt2_triton sample $(RUN) --prompt "The " --tokens 48
+	$(BIN)/python -m gpt2_triton plot $(RUN) -o loss.png
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+verify: .venv/installed-dev
+	$(BIN)/python -m gpt2_triton verify
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache loss.png
+
+.venv/torch:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	@touch $@
+
+.venv/installed: .venv/torch pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]"
+	@touch $@
+
+.venv/installed-dev: .venv/torch pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@ .venv/installed

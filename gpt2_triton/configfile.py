@@ -1,0 +1,109 @@
+"""The configuration file, the overrides on top of it, and what is wrong with them.
+
+    config = load_config("configs/gpt2_124m.yaml", {"optim.lr": "3e-4"})
+A user's mistakes become one ConfigError with a line for each: where it stands (file and line, or option), what was
+given, what is expected, what to do.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from gpt2_triton.config import Config, ConfigError, Disagreement, options
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top."""
+    tree, lines = _read_yaml(Path(path))
+    given = dict(overrides or {})
+    for key, value in given.items():
+        section, dot, name = key.partition(".")
+        if not dot:
+            tree[key] = value
+        elif isinstance(tree.setdefault(section, {}), dict):  # else the file's own mistake is reported below
+            tree[section][name] = value
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        places = {key: f"{path}:{line}" for key, line in lines.items()} | {key: f"--{key}" for key in given}
+        raise ConfigError("\n".join(_describe(error, places, str(path)))) from None
+
+
+def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> Iterator[str]:
+    fields = dict(options())
+    for entry in error.errors():
+        key = ".".join(str(part) for part in entry["loc"])
+        cause = entry.get("ctx", {}).get("error")
+        if isinstance(cause, Disagreement):
+            yield from (_at(places, path, name, message) for name, message in cause.problems)
+        elif entry["type"] == "extra_forbidden":
+            yield _at(places, path, key, f"unknown key{suggestion(key, fields)}")
+        elif entry["type"] in ("model_type", "model_attributes_type"):
+            yield _at(places, path, key, f"must be a section of keys, got {entry['input']!r}")
+        else:
+            message = entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+            what = fields[key].description if key in fields else None
+            yield _at(places, path, key, f"{message}, got {entry['input']!r}" + (f" ({what})" if what else ""))
+
+
+def _at(places: Mapping[str, str], path: str, key: str, message: str) -> str:
+    place = places.get(key, path)
+    return f"{place}: {message}" if place == f"--{key}" else f"{place}: {key}: {message}"
+
+
+def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of an error about an unknown key: the known one nearest to it, if any is near."""
+    known = list(known)
+    if key in known:  # `optim.lr: 1` in YAML
+        section, _, name = key.partition(".")
+        return f"; keys are nested: write {name} under {section}"
+    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    best = same_name or difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {prefix}{best[0]}?" if best else ""
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The tree in a YAML file, and the line of each key, dotted."""
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        lines = _key_lines(path, root)
+        tree = {} if root is None else loader.construct_document(root)
+    except OSError as error:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}{hint}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file: byte {error.start} is not UTF-8; expected YAML") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError(f"{place}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections such as `model:` and `train:`, got {type(tree).__name__}")
+    return {
+        key: {} if value is None else value for key, value in tree.items()
+    }, lines  # `optim:` may have nothing below
+
+
+def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
+    """The line of each key of the two levels.  A key given twice is an error; YAML itself silently takes the last."""
+    lines: dict[str, int] = {}
+
+    def collect(node: yaml.Node | None, prefix: str) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+            if name in lines:
+                raise ConfigError(f"{path}:{line}: {name}: given twice, first in line {lines[name]}; remove one")
+            lines[name] = line
+            if not prefix:
+                collect(value, f"{name}.")
+
+    collect(root, "")
+    return lines

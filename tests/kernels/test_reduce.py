@@ -1,0 +1,130 @@
+"""Sums in a fixed order against float64, and the clip factor with every way a step can fail."""
+
+import math
+
+import pytest
+import torch
+
+from gpt2_triton.kernels.reduce import clip_factor, column_sums, loss_sum, sum_squares, sum_squares_scratch
+from tests import reference
+from tests.conftest import DEVICE
+from tests.helpers import error, poisoned
+
+SUMS = 1e-6  # fp32 sums, of which each lane adds a few hundred terms
+NAN, INF = math.nan, math.inf
+accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
+lengths = pytest.mark.parametrize("n", [1, 7, 1000, (1 << 18) + 3, 3 << 18])  # blocks of 2^14, in the interpreter 2^18
+
+
+def row(scale=NAN, clip=NAN):
+    """hyper, of which a kernel may use the loss scale and the clip only."""
+    return torch.tensor([NAN, NAN, NAN, scale, clip, NAN, NAN, NAN], device=DEVICE)
+
+
+@accumulate
+@pytest.mark.parametrize("P,N", [(1, 1), (7, 48), (33, 2304), (528, 768), (3, (1 << 18) + 5)])
+def test_column_sums_match_float64(rng, P, N, acc):
+    part = rng(P * N + 64)
+    part[P * N :] = NAN  # scratch is as large as its largest user needs
+    out = rng(N) if acc else poisoned(N)
+    want = part[: P * N].view(P, N).double().sum(0) + (out.double() if acc else 0)
+    column_sums(out, part, P, acc)
+    assert error(out, want) < SUMS
+
+
+def test_column_sums_fill_any_shape(rng):
+    part, out = rng(5, 3 * 16), poisoned(3, 16)
+    column_sums(out, part, 5, False)
+    assert error(out, part.double().sum(0).view(3, 16)) < SUMS
+
+
+@lengths
+def test_sum_squares_matches_float64(rng, n):
+    g, out = rng(n), poisoned(1)
+    sum_squares(out, poisoned(sum_squares_scratch(n)), g)
+    assert error(out, g.double().square().sum().view(1)) < SUMS
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e20])  # the square of 1e20 is beyond fp32
+@pytest.mark.parametrize("at", [0, 999, -1])
+def test_one_bad_gradient_reaches_the_sum(rng, value, at):
+    g, out = rng((1 << 18) + 3), poisoned(1)
+    g[at] = value
+    sum_squares(out, poisoned(sum_squares_scratch(g.numel())), g)
+    assert not torch.isfinite(out).item()
+
+
+@pytest.mark.parametrize("R", [1, 7, 300, 20000])
+def test_loss_sum_matches_float64(rng, R):
+    losses, out, hyper = rng(R).exp(), poisoned(1), row(scale=1 / 3000)
+    want = poisoned(1).double()
+    reference.loss_sum(want, None, losses.double(), hyper.double())
+    loss_sum(out, poisoned(1), losses, hyper)
+    assert error(out, want) < SUMS
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-3, 1.0, 5.0, 1e6])
+@pytest.mark.parametrize("sumsq", [0.0, 1e-12, 1.0, 25.0, 1e30])
+def test_clip_factor_matches_float64(sumsq, clip):
+    stats, hyper = torch.tensor([3.5, NAN, NAN, NAN], device=DEVICE), row(clip=clip)
+    want, square = stats.double(), torch.tensor([sumsq], device=DEVICE)
+    reference.clip_factor(want, square.double(), hyper.double())
+    clip_factor(stats, square, hyper)
+    assert torch.allclose(stats.double(), want, rtol=1e-6, atol=0)  # a root and a quotient: an ulp each
+    assert stats[0] == 3.5 and stats[3] == 1
+    if clip == 0:
+        assert stats[2] == 1
+    else:
+        assert stats[1] * stats[2] <= clip * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("loss,sumsq", [(NAN, 4.0), (INF, 4.0), (-INF, 4.0), (2.0, NAN), (2.0, INF), (NAN, NAN)])
+def test_a_step_that_is_not_finite_is_flagged(loss, sumsq, clip):
+    stats = torch.tensor([loss, NAN, NAN, NAN], device=DEVICE)
+    clip_factor(stats, torch.tensor([sumsq], device=DEVICE), row(clip=clip))
+    assert stats[3] == 0
+    assert torch.equal(stats[1].nan_to_num(), torch.tensor(sumsq, device=DEVICE).sqrt().nan_to_num())  # as it was, for the log
+
+
+def run_all(outputs):
+    """Every launcher once, on the same inputs each time; `outputs(*shape)` makes what they write and scratch."""
+    generator = torch.Generator().manual_seed(1)
+    g, n = torch.randn((1 << 18) + 3, generator=generator).to(DEVICE), 2304
+    sums, sumsq, total, stats = outputs(n), outputs(1), outputs(1), outputs(4)
+    column_sums(sums, g, 100, False)
+    sum_squares(sumsq, outputs(sum_squares_scratch(g.numel())), g)
+    loss_sum(total, outputs(1), g[:20000], row(scale=0.25))
+    stats[0] = 1.0
+    clip_factor(stats, sumsq, row(clip=1.0))
+    return sums, sumsq, total, stats
+
+
+def test_two_runs_are_bit_equal():
+    for first, second in zip(run_all(poisoned), run_all(poisoned), strict=True):
+        assert torch.isfinite(first).all() and torch.equal(first, second)
+
+
+def test_nothing_is_written_outside_the_outputs():
+    guards = []
+
+    def guarded(*shape):
+        """An output inside a larger buffer of sevens, 64 elements from each end."""
+        size = torch.Size(shape).numel()
+        buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE)
+        guards.extend([buffer[:64], buffer[64 + size :]])
+        return buffer[64 : 64 + size].view(*shape)
+
+    run_all(guarded)
+    assert len(guards) == 2 * 6 and all((guard == 7).all() for guard in guards)
+
+
+@pytest.mark.gpu
+def test_gpt2_on_gpu(rng):
+    """The gradient norm of GPT-2 124M, and of one so long that element offsets pass 2^31."""
+    for n in (124_475_904, (1 << 31) + 5):
+        g, out = torch.ones(n, device=DEVICE), poisoned(1)
+        g[-1] = 2.0**16  # its square, 2^32, is what is lost when the tail is
+        sum_squares(out, poisoned(sum_squares_scratch(n)), g)
+        assert abs(out.item() / (n - 1 + 2.0**32) - 1) < SUMS
+        del g

@@ -1,0 +1,248 @@
+"""The command line in-process: exit codes, one line for a mistake, what reaches the functions behind the commands."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import yaml
+
+from gpt2_triton import cli, gpus
+from gpt2_triton.cli import main, tools_app, train_app
+from gpt2_triton.config import options
+from gpt2_triton.configfile import load_config
+
+MISTAKES = [  # arguments of train.py, what stderr says
+    ([], "CONFIG"),
+    (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
+    (["x.yaml", "--optim.lrr", "1"], "--optim.lrr: unknown option; did you mean --optim.lr?"),
+    (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
+    (["x.yaml", "--paln"], "--paln: unknown option; did you mean --plan?"),
+    (["x.yaml", "--optim.lr"], "--optim.lr: expected a value after it"),
+    (["x.yaml", "--optim.lr", "--train.steps", "3"], "--optim.lr: expected a value after it"),
+    (["x.yaml", "--optim.lr", "1", "--optim.lr=2"], "--optim.lr: given twice"),
+    (["x.yaml", "optim.lr=3"], "optim.lr=3: unexpected; options are --section.key value"),
+    (["x.yaml", "--optim.lr", "-1"], "--optim.lr: must be greater than 0, got '-1'"),
+    (["x.yaml", "--optim.weight-decay", "x"], "--optim.weight_decay: must be a valid number"),
+    (["x.yaml", "--model.n_head", "5"], "--model.n_head: 5 heads do not divide n_embd 128"),
+    (["x.yaml", "--train.batch_size=3", "--train.total_batch_tokens=1024"], "set it to 2, or total_batch_tokens to 768"),
+    (["x.yaml", "--gpu", "h200"], "--gpu: goes with --plan only"),
+    (["x.yaml", "--plan", "--gpu", "h20"], "--gpu: unknown GPU h20; known are a100-40"),
+    (["x.yaml", "--resume"], "--resume: needs --run_dir"),
+    (["x.yaml", "--run_dir", "x.yaml"], "--run_dir: x.yaml is a file"),
+    (["x.yaml", "--run_dir", "old"], "--run_dir: old has checkpoints up to step_00000020; add --resume"),
+    (["x.yaml", "--run_dir"], "--run_dir requires an argument"),
+    (["x.yaml", "--plan=perhaps"], 'unable to convert "perhaps" into bool'),
+]  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, request):
+    """An empty working directory with x.yaml, the quickstart, and a run `old` with checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text((request.config.rootpath / "configs" / "quickstart.yaml").read_text())
+    for step in (10, 20):
+        (tmp_path / "old" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """module("trainer", train=f): stands in for gpt2_triton.trainer."""
+
+    def replace(name, **functions):
+        stand_in = ModuleType(f"gpt2_triton.{name}")
+        vars(stand_in).update(functions)
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+        monkeypatch.setattr(f"gpt2_triton.{name}", stand_in, raising=False)
+
+    return replace
+
+
+@pytest.mark.parametrize(("argv", "message"), MISTAKES)
+def test_a_mistake_is_exit_2_and_a_line_on_stderr(here, capsys, argv, message):
+    assert main(train_app, argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("error: ")
+
+
+def test_other_ranks_do_not_repeat_a_mistake(here, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert main(train_app, ["missing.yaml"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_train_gets_the_configuration_the_directory_and_resume(here, module):
+    calls = []
+    module("trainer", train=lambda *arguments: calls.append(arguments) or 0)
+    assert main(train_app, ["x.yaml", "--optim.lr=2e-4", "--run-dir", "old", "--resume", "--sample.prompt", "a-b"]) == 0
+    config, run_dir, resume = calls.pop()
+    assert (config.optim.lr, config.sample.prompt, run_dir, resume) == (2e-4, "a-b", Path("old"), True)
+    assert main(train_app, ["x.yaml"]) == 0
+    assert re.fullmatch(r"runs/x-\d{8}-\d{6}", calls[0][1].as_posix()) and calls[0][2] is False
+
+
+@pytest.mark.parametrize("code", [0, 130, 143])
+def test_the_trainer_decides_the_exit_code(here, module, code):
+    module("trainer", train=lambda *_: code)
+    assert main(train_app, ["x.yaml"]) == code
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "code"),
+    [
+        ("DataError", ValueError, 3),
+        ("CheckpointError", ValueError, 4),
+        ("OutOfMemory", Exception, 5),
+        ("NonFinite", RuntimeError, 6),
+    ],
+)
+def test_errors_have_their_exit_codes(here, module, capsys, name, base, code):
+    def train(*_):
+        raise type("Special", (type(name, (base,), {}),), {})("what happened")
+
+    module("trainer", train=train)
+    assert main(train_app, ["x.yaml"]) == code
+    assert capsys.readouterr().err == "error: what happened\n"
+
+
+def test_the_errors_of_the_package_are_those_that_have_codes():
+    """The codes go by name: a renamed error would lose its code."""
+    from gpt2_triton import arena, checkpoint, config, trainer
+    from gpt2_triton.data import shards
+
+    errors = [config.ConfigError, shards.DataError, checkpoint.CheckpointError, arena.OutOfMemory, trainer.NonFinite]
+    assert [error.__name__ for error in errors] == list(cli.EXIT_CODES)
+
+
+def test_our_own_bugs_keep_their_traceback(here, module):
+    def train(*_):
+        raise AssertionError("a bug")
+
+    module("trainer", train=train)
+    with pytest.raises(AssertionError, match="a bug"):
+        main(train_app, ["x.yaml"])
+
+
+def test_an_interrupt_is_130(here, module, capsys):
+    def train(*_):
+        raise KeyboardInterrupt
+
+    module("trainer", train=train)
+    assert main(train_app, ["x.yaml"]) == 130
+
+
+def test_print_config_is_the_whole_configuration(here, capsys):
+    assert main(train_app, ["x.yaml", "--print-config", "--optim.lr", "5e-4"]) == 0
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text)["optim"]["beta2"] == 0.95
+    (here / "printed.yaml").write_text(text)
+    assert load_config("printed.yaml") == load_config("x.yaml", {"optim.lr": "5e-4"})
+
+
+def test_help_lists_every_key_and_flag_with_underscores(capsys):
+    assert main(train_app, ["--help"]) == 0
+    words = set(re.findall(r"--[\w.\-]+", capsys.readouterr().out))
+    assert {f"--{key}" for key, _ in options()} | {f"--{flag}" for flag in cli.TRAIN_FLAGS} <= words
+    assert not [word for word in words if "-" in word[2:]]
+
+
+def test_the_plan_needs_no_gpu_and_leaves_the_interpreter_alone(here, module, monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    seen = []
+    module("model", plan_report=lambda config, kernels, gpu_bytes: seen.append(gpu_bytes) or "the plan")
+    assert main(train_app, ["x.yaml", "--plan", "--gpu", "A100-80"]) == 0
+    assert capsys.readouterr().out == "the plan\n"
+    assert seen == [gpus.memory_bytes("a100-80")] and 79 * 2**30 < seen[0] < 80 * 2**30
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_without_a_gpu_the_interpreter_is_chosen_and_announced(monkeypatch, capsys):
+    monkeypatch.setattr(gpus, "present", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cli.choose_device()
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    assert "Triton's interpreter on the CPU" in capsys.readouterr().out
+
+
+def test_with_a_gpu_nothing_is_set_or_said(monkeypatch, capsys):
+    monkeypatch.setattr(gpus, "present", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cli.choose_device()
+    assert "TRITON_INTERPRET" not in os.environ and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "runs"), [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.10.0", "2.4.6", True)]
+)
+def test_an_interpreter_that_cannot_run_is_refused(monkeypatch, capsys, triton, numpy, runs):
+    monkeypatch.setattr(gpus, "present", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(cli, "version", dict(triton=triton, numpy=numpy).__getitem__)
+    if runs:
+        return cli.choose_device()
+    with pytest.raises(cli.ConfigError, match=r'pip install "numpy<2.4"'):
+        cli.choose_device()
+
+
+def test_sample_passes_its_options_on(module, monkeypatch):
+    calls = []
+    module("sample", sample_text=lambda *arguments: calls.append(arguments))
+    argv = [
+        "sample",
+        "runs/a",
+        "--prompt",
+        "Once",
+        "--tokens=5",
+        "--temperature",
+        "0.5",
+        "--top-k",
+        "3",
+        "--seed",
+        "7",
+        "--num",
+        "2",
+    ]
+    assert main(tools_app, argv) == 0
+    assert calls == [(Path("runs/a"), "Once", 5, 0.5, 3, 7, 2)]
+
+
+def test_prepare_passes_its_options_on(monkeypatch):
+    from gpt2_triton.data import prepare
+
+    calls = []
+    monkeypatch.setattr(prepare, "prepare_text", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(prepare, "prepare_builtin", lambda *arguments: calls.append(arguments))
+    assert main(tools_app, ["prepare", "text", "a.txt", "b.txt", "--out", "d", "--tokenizer", "bytes"]) == 0
+    assert main(tools_app, ["prepare", "builtin", "--out", "e"]) == 0
+    assert calls == [((Path("a.txt"), Path("b.txt")), Path("d"), "bytes", 0.1), (Path("e"), "bytes")]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_verify_returns_the_verdict(monkeypatch, code):
+    stand_in = SimpleNamespace(verify=lambda: code)
+    monkeypatch.setitem(sys.modules, "benchmarks.verify", stand_in)
+    monkeypatch.setattr("benchmarks.verify", stand_in, raising=False)
+    assert main(tools_app, ["verify"]) == code
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["sample"], "CHECKPOINT"),
+        (["sample", "a", "--tokens", "0", "--num", "1"], "--tokens: must be at least 1, got 0"),
+        (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
+        (["smaple", "a"], 'Unknown command "smaple"'),
+        (["plot"], "plot: expected one or more run directories"),
+        (["plot", "nowhere"], "nowhere: no metrics.jsonl there"),
+        (["prepare", "text"], "prepare text: expected one or more text files"),
+        (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
+        (["verify", "--fast"], "--fast"),
+    ],
+)
+def test_a_mistake_with_the_tools_is_exit_2(here, capsys, argv, message):
+    assert main(tools_app, argv) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1

@@ -1,0 +1,184 @@
+"""Configuration: values, derived sizes, and a table of mistakes with the text a user sees."""
+
+import typing
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from gpt2_triton import configfile
+from gpt2_triton.config import Config, ConfigError, MemoryConfig, options
+from gpt2_triton.configfile import load_config
+from gpt2_triton.tables import LEVELS
+
+KEYS = """
+model.n_layer model.n_head model.n_embd model.vocab_size model.block_size
+data.train data.val data.tokenizer data.seed
+train.steps train.batch_size train.seq_len train.total_batch_tokens train.dtype train.seed train.skip_limit
+optim.lr optim.warmup optim.schedule optim.final_frac optim.wsd_decay_frac
+optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip optim.master
+memory.recompute memory.head_rows
+eval.every eval.tokens
+sample.every sample.tokens sample.prompt sample.temperature sample.top_k
+checkpoint.every checkpoint.keep checkpoint.major
+log.every log.wandb log.wandb_project
+init_from
+""".split()
+
+MISTAKES = [  # YAML, overrides, what the message says
+    ("model: {n_layr: 6}", {}, "x.yaml:1: model.n_layr: unknown key; did you mean model.n_layer?"),
+    ("optim:\n  lrr: 1", {}, "x.yaml:2: optim.lrr: unknown key; did you mean optim.lr?"),
+    ("modle: {n_layer: 6}", {}, "x.yaml:1: modle: unknown key"),
+    ("weight_decay: 0.1", {}, "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?"),
+    ("optim.lr: 0.1", {}, "x.yaml:1: optim.lr: unknown key; keys are nested: write lr under optim"),
+    ("", {"optim.lrr": "1"}, "--optim.lrr: unknown key; did you mean optim.lr?"),
+    ("", {"model.n_layer.x": "1"}, "--model.n_layer.x: unknown key"),
+    ("model: {n_layer: six}", {}, "x.yaml:1: model.n_layer: must be a valid integer"),
+    ("model: {n_layer: 1.5}", {}, "x.yaml:1: model.n_layer: must be a valid integer"),
+    ("model: {n_layer: [1]}", {}, "got [1] (transformer layers)"),
+    ("model: {n_layer: yes}", {}, "x.yaml:1: model.n_layer: takes no true or false"),
+    ("log: {wandb: off}", {}, "x.yaml:1: log.wandb: takes no true or false"),
+    ("model: 6", {}, "x.yaml:1: model: must be a section of keys, got 6"),
+    ("model: 6", {"model.n_layer": "2"}, "x.yaml:1: model: must be a section of keys, got 6"),
+    ("- model", {}, "x.yaml: expected sections such as `model:` and `train:`, got list"),
+    ("model:\n  n_layer: 1\n  n_layer: 2", {}, "x.yaml:3: model.n_layer: given twice, first in line 2"),
+    ("model: {}\ntrain: {}\nmodel: {}", {}, "x.yaml:3: model: given twice, first in line 1"),
+    ("model: {n_layer: 1", {}, "x.yaml:1:19: not valid YAML"),
+    ("model:\n\tn_layer: 1", {}, "x.yaml:2:1: not valid YAML"),
+    ("a: 1\n---\nb: 2", {}, "x.yaml:2:1: not valid YAML"),
+    ("a: !!python/object/apply:os.getcwd []", {}, "x.yaml:1:4: not valid YAML: could not determine a constructor"),
+    ("a: \x00", {}, "x.yaml: not valid YAML"),
+    ("optim: {lr: 0}", {}, "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)"),
+    ("optim: {lr: .nan}", {}, "x.yaml:1: optim.lr: must be a finite number"),
+    ("optim: {beta2: 1.0}", {}, "x.yaml:1: optim.beta2: must be less than 1, got 1.0"),
+    ("optim: {schedule: cos}", {}, "must be 'cosine', 'linear', 'constant' or 'wsd', got 'cos'"),
+    ("", {"train.dtype": "fp16"}, "--train.dtype: must be 'bf16' or 'fp32', got 'fp16'"),
+    ("", {"memory.recompute": "all"}, "--memory.recompute: must be 'none', 'gelu'"),
+    ("", {"memory.head_rows": "none"}, "--memory.head_rows: must be a valid integer"),
+    ("", {"model.n_embd": "770"}, "--model.n_embd: must be a multiple of 16"),
+    ("", {"model.vocab_size": "65537"}, "shards hold 16-bit tokens"),
+    ("model: {n_head: 7}", {}, "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or"),
+    ("", {"model.n_head": "24"}, "--model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set"),
+    ("", {"model.n_embd": "16", "model.n_head": "1"}, "set model.n_embd to a multiple of 64"),
+    ("", {"train.seq_len": "2048"}, "--train.seq_len: 2048 is longer than model.block_size 1024"),
+    ("", {"model.vocab_size": "256"}, "the gpt2 tokenizer has 50257 tokens, got 256"),
+    ("", {"model.vocab_size": "255", "data.tokenizer": "bytes"}, "the bytes tokenizer has 256 tokens, got 255"),
+    ("", {"data.train": "builtin"}, "make both builtin, or neither"),
+    ("", {"train.dtype": "fp32", "optim.master": "fp32"}, "fp32 parameters are their own master copies"),
+    ("train: {steps: 10}", {}, "optim.warmup: 700 steps of warmup are more than train.steps 10"),
+    ("", {"eval.tokens": "1023"}, "--eval.tokens: 1023 is less than train.seq_len 1024"),
+    ("init_from: hf:gpt2", {}, "x.yaml:1: init_from: expected scratch or checkpoint:DIR, got hf:gpt2"),
+    ("init_from: 'checkpoint:'", {}, "expected scratch or checkpoint:DIR"),
+    ("train: {total_batch_tokens: 1500}", {}, "1500 is no multiple of train.seq_len 1024; set it to 1024 or 2048"),
+    ("train: {total_batch_tokens: 100}", {}, "100 is no multiple of train.seq_len 1024; set it to 1024"),
+    (
+        "train: {total_batch_tokens: 524288, batch_size: 48}",
+        {},
+        "a step of 512 sequences (total_batch_tokens 524288) does not divide into batches of 48; "
+        "set it to 32, or total_batch_tokens to 491520",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "overrides", "message"), MISTAKES)
+def test_a_mistake_is_reported_where_it_stands(tmp_path, monkeypatch, text, overrides, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config("x.yaml", overrides)
+    assert message in str(caught.value)
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("optim:\n  lr: -1\n  beta1: 2\nlog: {evry: 3}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {"train.steps": "0"})
+    assert [line.rpartition("/")[2].split(": ")[0] for line in sorted(str(caught.value).splitlines())] == [
+        "--train.steps", "x.yaml:2", "x.yaml:3", "x.yaml:4",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        load_config(_empty(tmp_path), {"model.n_head": "7", "train.seq_len": "4096", "init_from": "x"})
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_suggested_batch_is_accepted():
+    """The values that the message about batches offers both pass."""
+    train = dict(total_batch_tokens=524_288, batch_size=48)
+    for fix in (dict(batch_size=32), dict(total_batch_tokens=491_520)):
+        assert Config.model_validate(dict(train=train | fix)).accumulation in (16, 10)
+
+
+def test_an_unreadable_file_is_named(tmp_path):
+    _empty(tmp_path)
+    with pytest.raises(ConfigError, match=r"emty\.yaml: cannot read .* No such file .*did you mean .*empty\.yaml\?"):
+        load_config(tmp_path / "emty.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"sample: {prompt: \xe9}")
+    with pytest.raises(ConfigError, match="byte 17 is not UTF-8"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("optim: {lr: 3e-4, warmup: 5}\nmemory:\n")
+    config = load_config(path, {"optim.lr": "1e-3", "train.total_batch_tokens": "65_536", "memory.head_rows": "null"})
+    assert (config.optim.lr, config.optim.warmup, config.optim.beta2) == (1e-3, 5, 0.95)
+    assert config.train.total_batch_tokens == 65536
+    assert config.memory == MemoryConfig()
+
+
+def test_merge_keys_are_not_duplicates(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("eval: &e {every: 7}\nsample:\n  <<: *e\n  every: 9\n")
+    assert load_config(path).sample.every == 9
+
+
+def test_the_keys_are_those_that_users_have_in_their_files():
+    assert [key for key, _ in options()] == KEYS
+    assert all(field.description for _, field in options())
+
+
+def test_a_printed_configuration_reads_back_equal(tmp_path):
+    config = Config.model_validate(
+        dict(train=dict(total_batch_tokens=2**19), sample=dict(prompt='null: "é"\n'), optim=dict(eps=1e-8))
+    )
+    path = tmp_path / "x.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(path) == config
+    assert Config.model_validate(yaml.safe_load(config.to_yaml())) == Config.model_validate(config.to_dict()) == config
+
+
+def test_a_configuration_cannot_change():
+    with pytest.raises(ValidationError):
+        Config().optim.lr = 1.0
+
+
+def test_derived_sizes():
+    config = Config.model_validate(dict(train=dict(total_batch_tokens=524_288)))
+    assert config.n_params == 124_475_904  # what llm.c prints for 124M
+    assert (config.padded_vocab, config.head_size, config.head_rows) == (50304, 64, 16384)
+    assert (config.micro_batch, config.accumulation, config.total_batch_tokens) == (64, 8, 524_288)
+    small = Config.model_validate(dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20)))
+    assert (small.micro_batch, small.accumulation, small.head_rows) == (4, 1, 8192)
+    assert Config().total_batch_tokens == 64 * 1024
+
+
+def test_recompute_levels_are_those_of_the_tables():
+    assert typing.get_args(MemoryConfig.model_fields["recompute"].annotation) == LEVELS
+
+
+@pytest.mark.parametrize("name", ["quickstart", "gpt2_124m"])
+def test_shipped_configurations_load(name, request):
+    path = request.config.rootpath / "configs" / f"{name}.yaml"
+    assert path.read_text().startswith("# ")
+    tree, _ = configfile._read_yaml(path)
+    assert {"n_layer", "n_head", "n_embd"} <= set(tree["model"])
+    assert load_config(path).accumulation == (1 if name == "quickstart" else 8)
+
+
+def _empty(directory):
+    path = directory / "empty.yaml"
+    path.write_text("")
+    return path

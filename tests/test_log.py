@@ -1,0 +1,178 @@
+"""The logger: what a step prints and writes, resuming, and Weights & Biases that may fail at any moment."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from gpt2_triton import gpus
+from gpt2_triton.config import Config
+from gpt2_triton.log import METRICS, Logger, duration, read_metrics
+from gpt2_triton.optim import learning_rate
+
+
+def config(**log):
+    train = dict(steps=1000, batch_size=4, total_batch_tokens=8192)
+    return Config.model_validate(dict(train=train, optim=dict(warmup=10), log=log))
+
+
+def run(directory, steps, resume_step=0, **log):
+    """A run whose loss is a function of the step, with validation every 3 steps."""
+    logger = Logger(directory, config(**log), resume_step)
+    for step in steps:
+        logger.step(step, loss=10 / step, norm=1.0, seconds=0.1)
+        if step % 3 == 0:
+            logger.validation(step, 9 / step)
+    logger.close()
+
+
+def no_times(path):
+    return [{k: v for k, v in record.items() if k not in ("ms", "tok_s", "mfu")} for record in read_metrics(path)]
+
+
+def test_a_step_is_one_line_on_the_console(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpus, "peak_flops", lambda: 1e15)
+    logger = Logger(tmp_path, config())
+    logger.step(11, loss=4.56789, norm=2.0, seconds=60.0)
+    logger.step(12, loss=4.12344, norm=1.23446, seconds=0.1123)
+    mfu = 8192 / 0.1123 * gpus.flops_per_token(config()) / 1e15
+    eta = "1m 51s"  # 988 steps of 0.1123 s: the first step, which compiles, does not count
+    assert capsys.readouterr().out.splitlines()[1] == (
+        "step   12/1000 | loss 4.1234 | lr 6.00e-04 | norm 1.2345 | 112.3 ms | 72,947 tok/s "
+        f"| mfu {mfu:.1%} | eta {eta}"
+    )
+
+
+def test_metrics_hold_the_same_step_in_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpus, "peak_flops", lambda: 1e15)
+    logger = Logger(tmp_path, config())
+    logger.step(5, loss=4.5, norm=1.25, seconds=0.5)
+    logger.validation(5, 4.75)
+    logger.sample(5, "Once\nmore")
+    # before close: every line is written at once
+    assert read_metrics(tmp_path / METRICS) == [
+        {
+            "step": 5, "loss": 4.5, "lr": learning_rate(4, config().optim, 1000), "norm": 1.25, "ms": 500.0,
+            "tok_s": 16384.0,
+            "mfu": pytest.approx(16384 * (6 * 124_475_904 + 6 * 12 * 768 * 1024) / 1e15), "tokens": 5 * 8192,
+        },
+        {"step": 5, "val_loss": 4.75},
+        {"step": 5, "sample": "Once\nmore"},
+    ]  # fmt: skip
+
+
+def test_an_unknown_gpu_has_no_mfu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpus, "peak_flops", lambda: None)
+    run(tmp_path, [1])
+    assert "mfu" not in capsys.readouterr().out
+    assert read_metrics(tmp_path / METRICS)[0]["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)],
+)
+def test_the_peak_is_that_of_the_device(monkeypatch, device, tflops):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: device)
+    assert gpus.peak_flops() == (tflops and tflops * 1e12)
+
+
+def test_a_skipped_step_says_so_and_stays_valid_json(tmp_path, capsys):
+    logger = Logger(tmp_path, config(every=10))
+    logger.step(7, loss=float("nan"), norm=float("inf"), seconds=0.1, skipped=True)
+    (record,) = read_metrics(tmp_path / METRICS)
+    assert (record["loss"], record["norm"], record["skipped"]) == (None, None, True)
+    assert "NaN" not in (tmp_path / METRICS).read_text()
+    assert "loss nan" in (line := capsys.readouterr().out) and "skipped" in line
+
+
+def test_log_every_keeps_each_kth_step_and_the_last(tmp_path):
+    run(tmp_path, [*range(1, 26), 999, 1000], every=10)
+    steps = [record["step"] for record in read_metrics(tmp_path / METRICS) if "loss" in record]
+    assert steps == [10, 20, 1000]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 9, "lo', '{"step": 9, "loss": 1.5}'])
+def test_a_resumed_run_has_the_lines_of_an_unbroken_one(tmp_path, torn):
+    """Stopped at step 8, or while writing step 9; the checkpoint is of step 6."""
+    run(tmp_path / "whole", range(1, 13))
+    run(tmp_path / "parts", range(1, 9))
+    with open(tmp_path / "parts" / METRICS, "a") as file:
+        file.write(torn)
+    run(tmp_path / "parts", range(7, 13), resume_step=6)
+    assert no_times(tmp_path / "parts" / METRICS) == no_times(tmp_path / "whole" / METRICS)
+    assert not list((tmp_path / "parts").glob(".*"))
+
+
+def test_a_fresh_run_starts_an_empty_file(tmp_path):
+    run(tmp_path, range(1, 5))
+    run(tmp_path, [1])
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [1]
+
+
+def test_the_run_directory_holds_the_whole_configuration(tmp_path):
+    run(tmp_path / "deep" / "run", [1])
+    assert (tmp_path / "deep" / "run" / "config.yaml").read_text() == config().to_yaml()
+
+
+class FakeWandb(SimpleNamespace):
+    """A wandb that records its calls, and raises in the one named `broken`."""
+
+    def __init__(self, broken=None):
+        self.calls, self.broken, self.id = [], broken, "abc123"
+
+    def __getattr__(self, name):
+        def call(*arguments, **keys):
+            if name == self.broken:
+                raise ConnectionError(f"no network in {name}\nmore")
+            self.calls.append((name, arguments, keys))
+            return self
+
+        return call
+
+
+def test_wandb_mirrors_the_metrics(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    logger = Logger(tmp_path / "name", config(wandb="offline"), wandb_id="old-id")
+    assert logger.wandb_id == "abc123"
+    logger.step(1, loss=2.0, norm=1.0, seconds=0.1)
+    logger.validation(1, 3.0)
+    logger.close()
+    keys = next(keys for name, _, keys in fake.calls if name == "init")
+    assert (keys["id"], keys["resume"], keys["mode"], keys["name"]) == ("old-id", "allow", "offline", "name")
+    assert ("define_metric", ("*",), dict(step_metric="step")) in fake.calls
+    assert [json.dumps(a[0]) for name, a, _ in fake.calls if name == "log"] == (
+        tmp_path / "name" / METRICS
+    ).read_text().splitlines()
+    assert fake.calls[-1][0] == "finish"
+
+
+@pytest.mark.parametrize("broken", ["Settings", "init", "define_metric", "log", "finish"])
+def test_wandb_never_stops_a_run_and_warns_once(tmp_path, monkeypatch, capsys, broken):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(broken))
+    run(tmp_path, range(1, 4), wandb="online")
+    assert len(read_metrics(tmp_path / METRICS)) == 4
+    err = capsys.readouterr().err
+    assert err.splitlines() == [
+        f"warning: no Weights & Biases from here on (ConnectionError: no network in {broken}); "
+        "metrics.jsonl has everything"
+    ]
+
+
+def test_wandb_that_is_not_installed_is_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run(tmp_path, [1], wandb="offline")
+    assert capsys.readouterr().err.count("warning:") == 1
+
+
+def test_wandb_is_not_imported_unless_asked(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("init"))
+    logger = Logger(tmp_path, config())
+    assert logger.wandb_id is None and sys.modules["wandb"].calls == []
+
+
+def test_durations():
+    assert [duration(s) for s in (0.4, 12, 245, 4980, 360_000)] == ["0s", "12s", "4m 05s", "1h 23m", "100h 00m"]
