@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) over a flat range, gradients clipped on the way in.
 
     g  = grad * clip factor
-    m += (1 - beta1) * (g - m),    v += (1 - beta2) * (g^2 - v)
+    m += alpha1 * (g - m),    v += alpha2 * (g^2 - v),    alpha = 1 - beta, subtracted in float64 by the host
     w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
 
 lr, the bias corrections, the clip factor, the step and the seed are read from device memory, so a captured launch serves every step.
@@ -25,7 +25,7 @@ from gpt2_triton.kernels.tuned import dtype_name, tuned
 
 @triton.jit
 def _adamw_kernel(
-    w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, stats_ptr, hyper_ptr, rng_ptr, n, first, decay, beta1, beta2, eps,
+    w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, stats_ptr, hyper_ptr, rng_ptr, n, first, decay, alpha1, alpha2, eps,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(stats_ptr + 3) == 0.0:
@@ -42,8 +42,8 @@ def _adamw_kernel(
     g = tl.load(g_ptr + i, mask=mask, other=0.0) * tl.load(stats_ptr + 2)
     m = tl.load(m_ptr + i, mask=mask, other=0.0)
     v = tl.load(v_ptr + i, mask=mask, other=0.0)
-    m += (1.0 - beta1) * (g - m)
-    v += (1.0 - beta2) * (g * g - v)
+    m += alpha1 * (g - m)
+    v += alpha2 * (g * g - v)
     tl.store(m_ptr + i, m, mask=mask)
     tl.store(v_ptr + i, v, mask=mask)
     m_hat = m * tl.load(hyper_ptr + 1)
@@ -74,6 +74,6 @@ def adamw(
     dtype = dtype_name(w)
     row = tuned("adamw", dtype, BLOCK=n)
     _adamw_kernel[(triton.cdiv(n, row["BLOCK"]),)](
-        w, m, v, low, g, stats, hyper, rng, n, first, decay, beta1, beta2, eps,
+        w, m, v, low, g, stats, hyper, rng, n, first, decay, 1.0 - beta1, 1.0 - beta2, eps,
         STOCHASTIC=dtype == "bf16" and low is None, **row,
     )  # fmt: skip

@@ -1,0 +1,286 @@
+"""AdamW against torch.optim in float64, its stochastic rounding bit by bit and on average, and the fp32 master weights."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gpt2_triton.kernels.adamw import adamw
+from gpt2_triton.kernels.master import join_master, split_master
+from tests.conftest import DEVICE
+from tests.helpers import error, poisoned
+from tests.kernels.test_random import philox
+
+BETA1, BETA2, EPSILON, DECAY = 0.9, 0.95, 1e-8, 0.1
+SEED = (5 << 31) | 12345
+N = 1 << 18
+ROUND = 1  # the purpose of Philox's words here
+storages = pytest.mark.parametrize("storage", ["fp32", "bf16", "master"])
+lengths = pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
+
+
+class Adam:
+    """Weights in one of the three storages with what an update reads; m and v start as zeros."""
+
+    def __init__(self, w, storage, seed=SEED, first=0, decay=DECAY):
+        self.w = w.to(torch.float32 if storage == "fp32" else torch.bfloat16, copy=True)
+        self.low = torch.zeros(len(w), dtype=torch.int16, device=DEVICE) if storage == "master" else None
+        self.m, self.v = torch.zeros(2, len(w), device=DEVICE)
+        self.seed, self.first, self.decay, self.t = seed, first, decay, 0
+
+    def step(self, g, lr=1e-3, factor=1.0, applied=1.0):
+        nan, t = float("nan"), self.t + 1
+        hyper = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), nan, nan, nan, nan, nan]
+        stats, hyper = (torch.tensor(row, device=DEVICE) for row in ([nan, nan, factor, applied], hyper))
+        key = [self.t, self.seed & 0x7FFFFFFF, self.seed >> 31, 0]
+        key = torch.tensor(key, dtype=torch.int32, device=DEVICE)
+        state = self.w, self.m, self.v, self.low
+        adamw(*state, g, stats, hyper, key, self.first, self.decay, BETA1, BETA2, EPSILON)
+        self.t = t
+        return self
+
+    def bits(self):
+        """The weights' bits; with a master copy, of the fp32 numbers."""
+        if self.low is None:
+            return self.w.view(torch.int32 if self.w.dtype == torch.float32 else torch.int16)
+        hi, low = (part.long() & 0xFFFF for part in (self.w.view(torch.int16), self.low))
+        return ((hi << 16 | low) - (low >= 0x8000).long() * 0x10000).to(torch.int32)
+
+
+def kernel_seed(seed):
+    """The 64-bit key that the device makes of the seed's two halves of 31 bits."""
+    return seed & 0x7FFFFFFF | (seed >> 31) << 32
+
+
+def rounded(exact, seed, first, step):
+    """fp32 weights rounded as the docstring of adamw.py says, in numpy."""
+    noise = philox(kernel_seed(seed), first, len(exact), step, ROUND) & 0xFFFF
+    bits = exact.cpu().numpy().view(np.uint32) + noise
+    return torch.from_numpy((bits >> 16).astype(np.uint16).view(np.int16)).to(DEVICE)
+
+
+# ---- the update ----
+
+
+@pytest.mark.parametrize("decay", [0.0, DECAY])
+@lengths
+def test_ten_steps_match_torch_in_float64(rng, n, decay):
+    w = rng(n)
+    ours, leaf = Adam(w, "fp32", decay=decay), w.double().requires_grad_()
+    torchs = torch.optim.AdamW([leaf], betas=(BETA1, BETA2), eps=EPSILON, weight_decay=decay)
+    for step in range(10):
+        g, lr, factor = rng(n) * 10.0 ** -(step % 3), 1e-2 * (step + 1), 1 / (1 + step % 2)
+        ours.step(g, lr, factor)
+        torchs.param_groups[0]["lr"] = lr
+        leaf.grad = g.double() * factor
+        torchs.step()
+    state = torchs.state[leaf]
+    assert error(ours.w, leaf.detach()) < 1e-6  # ten roundings to fp32, and those of m and v
+    # beta2 in fp32 leaves 1 - beta2 with a relative error of up to 6e-7
+    assert error(ours.m, state["exp_avg"]) < 1e-6 and error(ours.v, state["exp_avg_sq"]) < 2e-6
+
+
+@pytest.mark.parametrize("storage", ["bf16", "master"])
+@lengths
+def test_the_moments_do_not_depend_on_the_storage(rng, n, storage):
+    w = rng(n, dtype=torch.bfloat16)
+    runs = Adam(w, "fp32"), Adam(w, storage)
+    for _ in range(3):
+        g = rng(n)
+        for run in runs:
+            run.step(g)
+    assert torch.equal(runs[0].m, runs[1].m) and torch.equal(runs[0].v, runs[1].v)
+
+
+@storages
+def test_a_step_that_is_not_finite_leaves_every_byte(rng, storage):
+    run = Adam(rng(1001), storage)
+    run.step(rng(1001))
+    before = [t.clone() for t in (run.w, run.m, run.v, run.low) if t is not None]
+    run.step(poisoned(1001), factor=float("nan"), applied=0.0)
+    after = [t for t in (run.w, run.m, run.v, run.low) if t is not None]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
+    run.step(rng(1001))
+    assert not torch.equal(before[0], run.w)  # a step that is finite goes on
+
+
+@storages
+@pytest.mark.parametrize("cut", [4, 512, 1000, 4096])
+def test_two_ranges_give_the_bits_of_one(rng, storage, cut):
+    w, grads, first = rng(5001), [rng(5001) for _ in range(3)], 2**31 - 1024
+    parts = slice(None), slice(0, cut), slice(cut, None)
+    runs = [Adam(w[part], storage, first=first + (part.start or 0)) for part in parts]
+    for g in grads:
+        for part, run in zip(parts, runs, strict=True):
+            run.step(g[part])
+    whole, *halves = (run.bits() for run in runs)
+    assert torch.equal(whole, torch.cat(halves))
+
+
+@storages
+def test_two_runs_are_bit_equal(rng, storage):
+    w, g = rng(N + 5), rng(N + 5)
+    first, second = (Adam(w, storage).step(g).step(g) for _ in range(2))
+    assert torch.equal(first.bits(), second.bits()) and torch.equal(first.v, second.v)
+
+
+@storages
+@pytest.mark.parametrize("n", [1, 1001, N + 5])
+def test_nothing_is_written_outside_the_outputs(rng, storage, n):
+    run, guards = Adam(rng(n), storage), []
+    for name in ("w", "m", "v", "low"):
+        if (tensor := getattr(run, name)) is not None:
+            buffer = torch.full((64 + n + 64,), 7, device=DEVICE, dtype=tensor.dtype)
+            buffer[64 : 64 + n] = tensor
+            setattr(run, name, buffer[64 : 64 + n])
+            guards.extend([buffer[:64], buffer[64 + n :]])
+    run.step(rng(n))
+    assert len(guards) >= 6 and all((guard == 7).all() for guard in guards)
+
+
+# ---- bf16: stochastic rounding.  Seeds are fixed; limits are 4 standard deviations ----
+
+
+def rounding_errors(rng, seed=SEED, first=0, t=0, n=N):
+    """(error in units of the spacing, its variance) of weights around 1, after one step from the same numbers each time."""
+    generator = torch.Generator().manual_seed(3)
+    w, g = (torch.randn(n, generator=generator).to(DEVICE) for _ in range(2))
+    runs = [Adam(w.bfloat16(), storage, seed, first) for storage in ("fp32", "bf16")]
+    for run in runs:
+        run.t = t
+        run.step(g, lr=1e-4)
+    exact, stored = (run.w for run in runs)
+    part = (exact.view(torch.int32) & 0xFFFF).double() / 65536  # of the spacing, that truncation would lose
+    low = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32).double()
+    spacing = (exact.double() - low) / part.clamp_min(1e-9)
+    went_up = torch.where(part > 0, (stored.double() - low) / spacing.where(part > 0, 1.0), 0.0)
+    return went_up - part, part * (1 - part)
+
+
+def correlation(a, b):
+    """Of two samples' errors, in standard deviations of what independent ones show."""
+    (errors, variance), (others, other_variance) = a, b
+    return abs((errors * others).sum() / (variance * other_variance).sum().sqrt()).item()
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2**31 - 512, 2**31, 2**33 + 4])
+@pytest.mark.parametrize("seed", [0, SEED, 2**62 - 1])
+def test_rounding_adds_philoxs_bits(rng, first, seed):
+    """Bit for bit the fp32 run's weight plus 16 bits of noise, for three steps, each from the weights stored before."""
+    w = rng(1001, dtype=torch.bfloat16)
+    exact, run = Adam(w, "fp32", seed, first), Adam(w, "bf16", seed, first)
+    for step in range(3):
+        g = rng(1001)
+        exact.step(g)
+        run.step(g)
+        assert torch.equal(run.bits(), rounded(exact.w, seed, first, step))
+        exact.w.copy_(run.w)
+
+
+def test_rounding_is_to_a_neighbour_and_unbiased(rng):
+    errors, variance = rounding_errors(rng)
+    assert (errors.abs() <= 1).all() and variance.mean() > 0.1  # the steps do end between two bf16 numbers
+    assert errors.sum().abs() < 4 * variance.sum().sqrt()
+    up = (errors > 0).double().mean()
+    assert 0.4 < up < 0.6
+
+
+def test_updates_smaller_than_half_an_ulp_are_not_lost():
+    """1 - 0.3 / 256 lies between the bf16 numbers 1 and 1 - 1/256: three of ten go down; to nearest, none would."""
+    ones = torch.ones(N, device=DEVICE)
+    run = Adam(ones, "bf16", decay=0.0).step(ones, lr=0.3 / 256)
+    assert set(run.w.float().unique().tolist()) == {1.0, 1 - 1 / 256}
+    assert abs((run.w < 1).double().mean() - 0.3) < 4 * (0.3 * 0.7 / N) ** 0.5
+
+
+def test_rounding_is_uncorrelated_between_elements_steps_seeds_and_places(rng):
+    errors, variance = base = rounding_errors(rng)
+    for lag in (1, 2, 3, 4, 1024):
+        shifted = errors[lag:], variance[lag:]
+        assert correlation((errors[:-lag], variance[:-lag]), shifted) < 4
+    for seed in (SEED + 1, SEED ^ (1 << 31), SEED ^ (1 << 61)):
+        assert correlation(base, rounding_errors(rng, seed=seed)) < 4
+    for first in (4, N, 2**32, 2**33):
+        assert correlation(base, rounding_errors(rng, first=first)) < 4
+    # another step divides by other bias corrections and so rounds other numbers, near the same ones
+    for t in (1, 2, 1000):
+        assert correlation(base, rounding_errors(rng, t=t)) < 4
+
+
+def test_a_nan_stays_a_nan():
+    """Its bits may be all ones, to which adding noise would give a number."""
+    w = torch.tensor([0x7FFF, -1, 0x7FC0, 0x7F81], dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
+    run = Adam(w.repeat(256), "bf16").step(torch.ones(1024, device=DEVICE))
+    assert run.w.isnan().all()
+
+
+# ---- bf16 and 16 more bits: the fp32 master weights ----
+
+
+@triton.jit
+def _round_trip_kernel(hi_ptr, low_ptr, back_ptr, w_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(w_ptr + i, mask=i < n, other=0)
+    hi, low = split_master(bits.to(tl.float32, bitcast=True))
+    tl.store(hi_ptr + i, hi, mask=i < n)
+    tl.store(low_ptr + i, low, mask=i < n)
+    tl.store(back_ptr + i, join_master(hi, low).to(tl.int32, bitcast=True), mask=i < n)
+
+
+def round_trip(bits):
+    n = len(bits)
+    hi, low, back = (torch.full((n,), 7, dtype=d, device=DEVICE) for d in (torch.bfloat16, torch.int16, torch.int32))
+    block = 1 << 17
+    _round_trip_kernel[(triton.cdiv(n, block),)](hi, low, back, bits, n, BLOCK=block)
+    return hi, low, back
+
+
+def test_every_bf16_with_edges_and_random_numbers_survive_split_and_join(rng):
+    """Signs, zeros, subnormals, infinities and NaNs among them."""
+    edges = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    every = (torch.arange(1 << 16)[:, None] << 16 | edges).flatten()
+    drawn = torch.randint(1 << 32, (1 << 18,), generator=rng.generator)
+    bits = torch.cat([every, drawn]).to(torch.int32).to(DEVICE)
+    hi, low, back = round_trip(bits)
+    assert torch.equal(back, bits)
+    assert torch.equal(low, (bits & 0xFFFF).to(torch.int16))
+
+
+def test_the_stored_weight_is_the_master_rounded_to_nearest(rng):
+    w = rng(1 << 18)
+    hi, _, _ = round_trip(w.view(torch.int32))
+    nearest = w.cpu().bfloat16().to(DEVICE)
+    assert torch.equal((hi.double() - w).abs(), (nearest.double() - w).abs())
+
+
+@lengths
+def test_a_master_run_is_an_fp32_run_bit_for_bit(rng, n):
+    w = rng(n, dtype=torch.bfloat16)
+    exact, run = Adam(w, "fp32"), Adam(w, "master")
+    for _ in range(5):
+        g = rng(n)
+        exact.step(g)
+        run.step(g)
+        assert torch.equal(run.bits(), exact.bits())
+    assert error(run.w, exact.w) < 2.0**-8
+
+
+@pytest.mark.gpu
+def test_gpt2_on_gpu(rng):
+    """All parameters of GPT-2 124M, as of a rank whose range starts beyond element 2^31."""
+    n, first = 124_475_904, 2**31 + 4096
+    w, grads = rng(n, dtype=torch.bfloat16), [rng(n) for _ in range(2)]
+    exact, master, bf16 = (Adam(w, storage, first=first) for storage in ("fp32", "master", "bf16"))
+    for g in grads:
+        exact.step(g)
+        master.step(g)
+        bf16.step(g)
+    assert torch.equal(exact.bits(), master.bits())
+    assert error(bf16.w, exact.w) < 2.0**-7  # two roundings, each within an ulp
+    leaf = w.double().requires_grad_()
+    torchs = torch.optim.AdamW([leaf], lr=1e-3, betas=(BETA1, BETA2), eps=EPSILON, weight_decay=DECAY)
+    for g in grads:
+        leaf.grad = g.double()
+        torchs.step()
+    assert error(exact.w, leaf.detach()) < 1e-6

@@ -1,0 +1,223 @@
+"""Causal attention forward and backward against float64, at ragged shapes and, on a GPU, at GPT-2's beside PyTorch's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
+from gpt2_triton.kernels.tuned import GPU, INTERPRET, INTERPRETER, dtype_name
+from tests import reference
+from tests.conftest import DEVICE
+from tests.helpers import EPS, error, poisoned
+
+B, NH = 2, 2
+SEQUENCES = [1, 17, 100, 300]  # one token; less than a block; ragged; two blocks (the interpreter's)
+HEADS = [64, 80, 96, 128]  # a block of columns exactly full, and partly
+DTYPES = [torch.float32, torch.bfloat16]
+sequences = pytest.mark.parametrize("T", SEQUENCES)
+heads = pytest.mark.parametrize("HS", HEADS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+
+
+def tolerance(dtype):
+    """fp32: sums of a few hundred products.  bf16: p or ds and the result are rounded; the interpreter truncates: twice that."""
+    return 2e-6 if dtype == torch.float32 else 2 * EPS[dtype] * (2 if INTERPRET else 1)
+
+
+def walled(tensor):
+    """The same numbers with NaN on both sides, which reach the result if an input is read past its end."""
+    buffer = poisoned(tensor.numel() + 8192, dtype=tensor.dtype)
+    inside = buffer[4096:-4096].view(tensor.shape)
+    inside.copy_(tensor)
+    return inside
+
+
+def scratch(T, HS, dtype, batch=B, n_head=NH):
+    return poisoned(attention_bwd_scratch(batch, T, n_head * HS, HS, dtype_name(torch.empty(0, dtype=dtype))))
+
+
+def exact_forward(qkv, T, batch=B, n_head=NH):
+    out = torch.empty(len(qkv), qkv.shape[1] // 3, device=DEVICE, dtype=torch.float64)
+    lse = torch.empty(batch, n_head, T, device=DEVICE, dtype=torch.float64)
+    reference.attention_fwd(out, lse, qkv.double())
+    return out, lse
+
+
+def check_forward(rng, T, HS, dtype):
+    qkv = walled(rng(B * T, 3 * NH * HS, dtype=dtype))
+    out, lse = poisoned(B * T, NH * HS, dtype=dtype), poisoned(B, NH, T)
+    attention_fwd(out, lse, qkv)
+    want_out, want_lse = exact_forward(qkv, T)
+    assert error(out, want_out) < tolerance(dtype)
+    assert (lse - want_lse).abs().max() < 1e-5  # absolute: it is an exponent, so this is the relative error of p
+
+
+def check_backward(rng, T, HS, dtype, acc):
+    C = NH * HS
+    qkv, dout = walled(rng(B * T, 3 * C, dtype=dtype)), walled(rng(B * T, C, dtype=dtype))
+    out, lse = exact_forward(qkv, T)
+    out, lse = walled(out.to(dtype)), walled(lse.float())
+    dqkv, dbias, delta = poisoned(B * T, 3 * C, dtype=dtype), rng(3 * C) if acc else poisoned(3 * C), poisoned(B, NH, T)
+    want = [t.double() for t in (dqkv, dbias, delta)]
+    reference.attention_bwd(*want, None, *(t.double() for t in (dout, qkv, out, lse)), acc)
+    attention_bwd(dqkv, dbias, delta, scratch(T, HS, dtype), dout, qkv, out, lse, acc)
+    assert error(dqkv, want[0]) < tolerance(dtype)
+    assert error(delta, want[2]) < 2e-6
+    assert error(dbias, want[1]) < tolerance(dtype)  # in bf16 of p and ds, which are rounded: the sums are not
+    if T > 1:  # a single token has no say in its own weight: dq and dk are zero up to rounding
+        for name, got, expected in zip("qkv", dqkv.split(C, 1), want[0].split(C, 1), strict=True):
+            assert error(got, expected) < tolerance(dtype), f"d{name}"
+
+
+@dtypes
+@heads
+@sequences
+def test_forward_matches_float64(rng, T, HS, dtype):
+    check_forward(rng, T, HS, dtype)
+
+
+@dtypes
+@heads
+@sequences
+def test_backward_matches_float64(rng, T, HS, dtype):
+    check_backward(rng, T, HS, dtype, acc=False)
+
+
+@dtypes
+@pytest.mark.parametrize("T", [1, 100])
+def test_dbias_accumulates(rng, T, dtype):
+    check_backward(rng, T, 80, dtype, acc=True)
+
+
+@dtypes
+@pytest.mark.parametrize("HS", [64, 80])
+def test_the_gpu_blocks_match_float64(rng, monkeypatch, HS, dtype):
+    """Many blocks per sequence, those of queries and keys unequal, as on a GPU."""
+    name = dtype_name(torch.empty(0, dtype=dtype))
+    for op in INTERPRETER:
+        if op.startswith("attention"):
+            monkeypatch.setitem(INTERPRETER, op, {k: v for k, v in GPU[op, name].items() if k.startswith("BLOCK")})
+    check_forward(rng, 150, HS, dtype)
+    check_backward(rng, 150, HS, dtype, acc=False)
+
+
+def test_blocks_of_keys_tile_blocks_of_queries():
+    """The forward pass starts its diagonal at a block of queries, and counts on a block of keys starting there too."""
+    rows = [row for (op, _), row in GPU.items() if op.startswith("attention_fwd")]
+    assert rows and all(row["BLOCK_M"] % row["BLOCK_N"] == 0 for row in rows)
+
+
+def run_all(qkv, dout, T, outputs):
+    """Forward and backward once; `outputs(*shape, dtype)` makes what they write and scratch."""
+    R, C = dout.shape
+    out, lse = outputs(R, C, dtype=qkv.dtype), outputs(B, NH, T)
+    attention_fwd(out, lse, qkv)
+    dqkv, dbias, delta = outputs(R, 3 * C, dtype=qkv.dtype), outputs(3 * C), outputs(B, NH, T)
+    slots = outputs(attention_bwd_scratch(B, T, C, C // NH, dtype_name(qkv)))
+    attention_bwd(dqkv, dbias, delta, slots, dout, qkv, out, lse, False)
+    return out, lse, dqkv, dbias, delta
+
+
+@dtypes
+@pytest.mark.parametrize("T,HS", [(17, 80), (300, 64)])
+def test_two_runs_are_bit_equal(rng, T, HS, dtype):
+    qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
+    for first, second in zip(*(run_all(qkv, dout, T, poisoned) for _ in range(2)), strict=True):
+        assert torch.isfinite(first).all() and torch.equal(first, second)
+
+
+@dtypes
+@pytest.mark.parametrize("T,HS", [(17, 80), (300, 64)])
+def test_nothing_is_written_outside_the_outputs(rng, T, HS, dtype):
+    guards = []
+
+    def guarded(*shape, dtype=torch.float32):
+        """An output inside a larger buffer of sevens, 4096 elements from each end."""
+        size = torch.Size(shape).numel()
+        buffer = torch.full((4096 + size + 4096,), 7.0, device=DEVICE, dtype=dtype)
+        guards.extend([buffer[:4096], buffer[4096 + size :]])
+        return buffer[4096 : 4096 + size].view(*shape)
+
+    run_all(rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype), T, guarded)
+    assert len(guards) == 2 * 6 and all((guard == 7).all() for guard in guards)
+
+
+@dtypes
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("T,HS", [(17, 80), (300, 64)])
+def test_a_sequence_of_nan_leaves_the_other_one_alone(rng, T, HS, broken, dtype):
+    """Its rows lie right behind or before, where a block that is not full ends."""
+    qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
+    sane = run_all(qkv, dout, T, poisoned)
+    for tensor in (qkv, dout):
+        tensor.view(B, -1)[broken] = float("nan")
+    for before, after in zip(sane, run_all(qkv, dout, T, poisoned), strict=True):
+        if before.dim() > 1:  # dbias sums over sequences
+            assert torch.equal(before.view(B, -1)[1 - broken], after.view(B, -1)[1 - broken])
+
+
+@dtypes
+def test_the_future_changes_nothing(rng, dtype):
+    """Outputs at a position do not depend on later tokens; gradients do not depend on earlier positions' dout."""
+    T, HS, cut = 300, 64, 130
+    qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
+    past = run_all(qkv, dout, T, poisoned)[0].view(B, T, -1)[:, :cut].clone()
+    qkv.view(B, T, -1)[:, cut:] = 3.0
+    assert torch.equal(run_all(qkv, dout, T, poisoned)[0].view(B, T, -1)[:, :cut], past)
+    dout.view(B, T, -1)[:, cut:] = 0
+    dqkv = run_all(qkv, dout, T, poisoned)[2].view(B, T, -1)
+    assert (dqkv[:, cut:] == 0).all() and (dqkv[:, :cut] != 0).any()
+
+
+@dtypes
+def test_large_scores_do_not_overflow(rng, dtype):
+    """Scores of +-2000, whose exponentials no float holds: the softmax is one-hot, the first token's is 1."""
+    T, HS = 100, 64
+    qkv = rng(B * T, 3 * NH * HS, dtype=dtype)
+    qkv[:, : 2 * NH * HS] *= 20
+    dout = rng(B * T, NH * HS, dtype=dtype)
+    out, lse, *gradients = run_all(qkv, dout, T, poisoned)
+    want_out, want_lse = exact_forward(qkv, T)
+    assert want_lse.abs().max() > 1500 and error(lse, want_lse) < 1e-6
+    assert error(out, want_out) < (1e-4 if dtype == torch.float32 else tolerance(dtype))  # p is off by lse's ulp, 1e-4
+    assert all(torch.isfinite(t).all() for t in gradients)
+
+
+def torch_attention(qkv, dout, shape, dtype):
+    """out and dqkv of F.scaled_dot_product_attention on packed qkv."""
+    batch, n_head, T, HS = shape
+    leaf = qkv.to(dtype, copy=True).requires_grad_()
+    q, k, v = (t.view(batch, T, n_head, HS).transpose(1, 2) for t in leaf.split(n_head * HS, 1))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(dout.shape)
+    out.backward(dout.to(dtype))
+    return out.detach(), leaf.grad
+
+
+@pytest.mark.gpu
+@heads
+def test_gpt2_on_gpu_is_as_good_as_pytorch(rng, HS):
+    """Each result's error in bf16 is at most 1.1 times that of F.scaled_dot_product_attention in bf16; two runs agree."""
+    shape = batch, n_head, T, _ = 4, 12, 1024, HS
+    R, C, dtype = batch * T, n_head * HS, torch.bfloat16
+    qkv, dout = rng(R, 3 * C, dtype=dtype), rng(R, C, dtype=dtype)
+    want_out, want = torch_attention(qkv, dout, shape, torch.float64)
+    torch_out, torchs = torch_attention(qkv, dout, shape, dtype)
+    runs = []
+    for _ in range(2):
+        out, lse, delta = poisoned(R, C, dtype=dtype), poisoned(batch, n_head, T), poisoned(batch, n_head, T)
+        dqkv, dbias = poisoned(R, 3 * C, dtype=dtype), poisoned(3 * C)
+        attention_fwd(out, lse, qkv)
+        attention_bwd(dqkv, dbias, delta, scratch(T, HS, dtype, batch, n_head), dout, qkv, out, lse, False)
+        runs.append((out, lse, dqkv, dbias, delta))
+    assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
+    assert error(out, want_out) <= 1.1 * error(torch_out, want_out)
+    for name, ours, theirs, exact in zip("qkv", *(t.split(C, 1) for t in (dqkv, torchs, want)), strict=True):
+        assert error(ours, exact) <= 1.1 * error(theirs, exact), f"d{name}"
+    assert error(dbias, want.sum(0)) <= 1.1 * error(torchs.double().sum(0), want.sum(0))
+
+
+@pytest.mark.gpu
+@heads
+def test_gpt2_in_fp32_on_gpu(rng, HS):
+    check_forward(rng, 1000, HS, torch.float32)
+    check_backward(rng, 1000, HS, torch.float32, acc=True)

@@ -1,0 +1,177 @@
+"""LayerNorm forward and backward against float64, at ragged shapes and, on a GPU, at GPT-2's beside PyTorch's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
+from gpt2_triton.kernels.tuned import INTERPRET, dtype_name
+from tests import reference
+from tests.conftest import DEVICE
+from tests.helpers import EPS, error, poisoned
+
+# R, C: one row; ragged; GPT-2's widths, below and above 1024; three blocks of rows for two programs (the interpreter's)
+SHAPES = [(1, 48), (7, 48), (33, 48), (1, 768), (7, 768), (33, 768), (33, 1600), (2100, 48)]
+SUMS = 2e-6  # fp32 sums over rows; with few rows the error of xhat itself, a few ulp
+DTYPES = [torch.float32, torch.bfloat16]
+shapes = pytest.mark.parametrize("R,C", SHAPES, ids=lambda size: str(size))
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
+
+
+def tolerance(dtype):
+    """fp32: a few operations of an ulp each.  bf16: one rounding; the interpreter truncates: twice that."""
+    return 1e-6 if dtype == torch.float32 else EPS[dtype] * (2 if INTERPRET else 1)
+
+
+def draw(rng, R, C, dtype):
+    """x with a mean and a spread of its own per row; w around 1; b."""
+    x = rng(R, C) * rng(R, 1).mul(0.3).exp() + rng(R, 1)
+    return x.to(dtype), (1 + 0.3 * rng(C)).to(dtype), rng(C, dtype=dtype)
+
+
+def forward(x, w, b):
+    out, mean, rstd = poisoned(*x.shape, dtype=x.dtype), poisoned(len(x)), poisoned(len(x))
+    layernorm_fwd(out, mean, rstd, x, w, b)
+    return out, mean, rstd
+
+
+def exact_forward(x, w, b):
+    results = [torch.empty_like(x, dtype=torch.float64), *torch.empty(2, len(x), device=DEVICE, dtype=torch.float64)]
+    reference.layernorm_fwd(*results, x.double(), w.double(), b.double())
+    return results
+
+
+def scratch(R, C, dtype):
+    return poisoned(layernorm_bwd_scratch(R, C, dtype_name(torch.empty(0, dtype=dtype))))
+
+
+def check_backward(rng, R, C, dtype, acc, add_dx, with_dbias=True, with_ln=True):
+    x, w, b = draw(rng, R, C, dtype)
+    dout, (mean, rstd) = rng(R, C, dtype=dtype), (t.float() for t in exact_forward(x, w, b)[1:])
+    dx = rng(R, C, dtype=dtype) if add_dx else poisoned(R, C, dtype=dtype)
+    dw, db, dbias = (rng(C) if acc else poisoned(C) for _ in range(3))
+    outputs = [dx, dw, db, dbias if with_dbias else None, poisoned(R, C, dtype=dtype) if with_ln else None]
+    want = [None if t is None else t.double() for t in outputs]
+    inputs = [dout, x, w, b, mean, rstd]
+    reference.layernorm_bwd(*want, None, *(t.double() for t in inputs), acc, add_dx)
+    layernorm_bwd(*outputs, scratch(R, C, dtype), *inputs, acc, add_dx)
+    limits = [tolerance(dtype), SUMS, SUMS, SUMS, tolerance(dtype)]  # sums are of unrounded values, whatever the storage
+    for name, got, expected, limit in zip(("dx", "dw", "db", "dbias", "ln"), outputs, want, limits, strict=True):
+        assert got is None or error(got, expected) < limit, name
+
+
+@dtypes
+@shapes
+def test_forward_matches_float64(rng, R, C, dtype):
+    x, w, b = draw(rng, R, C, dtype)
+    for got, want, limit in zip(forward(x, w, b), exact_forward(x, w, b), (tolerance(dtype), 1e-6, 1e-6), strict=True):
+        assert error(got, want) < limit
+
+
+def test_a_mean_far_from_zero_costs_no_digits_of_the_variance(rng):
+    """Two passes: E[x^2] - mean^2 would subtract a million from a million and one, and be off by 0.06."""
+    x, w, b = 1000 + rng(33, 768), rng(768), rng(768)
+    _, mean, rstd = forward(x, w, b)
+    assert error(mean, exact_forward(x, w, b)[1]) < 1e-6
+    assert error(rstd, exact_forward(x, w, b)[2]) < 1e-6
+
+
+def test_eps_bounds_the_scale_of_a_constant_row(rng):
+    x, w, b = torch.full((7, 48), 2.5, device=DEVICE), rng(48), rng(48)
+    out, _, rstd = forward(x, w, b)
+    assert torch.equal(out, b.expand_as(out)) and torch.allclose(rstd, torch.full_like(rstd, 1e-5**-0.5))
+
+
+@accumulate
+@dtypes
+@pytest.mark.parametrize("R,C", [*SHAPES, (1100, 1040)])
+def test_backward_matches_float64(rng, R, C, dtype, acc):
+    check_backward(rng, R, C, dtype, acc, add_dx=True)
+
+
+@dtypes
+def test_dx_may_be_overwritten(rng, dtype):
+    check_backward(rng, 33, 48, dtype, acc=True, add_dx=False)
+
+
+@dtypes
+def test_dbias_and_ln_are_optional(rng, dtype):
+    check_backward(rng, 33, 48, dtype, acc=False, add_dx=True, with_dbias=False, with_ln=False)
+
+
+def test_backward_agrees_with_autograd(rng):
+    x, w, b = (t.double().requires_grad_() for t in draw(rng, 33, 48, torch.float32))
+    dout = rng(33, 48)
+    F.layer_norm(x, (48,), w, b).backward(dout.double())
+    dx, dw, db = poisoned(33, 48), poisoned(48), poisoned(48)
+    stored = [t.detach().float() for t in (x, w, b)]
+    _, mean, rstd = forward(*stored)
+    layernorm_bwd(dx, dw, db, None, None, scratch(33, 48, torch.float32), dout, *stored, mean, rstd, False, False)
+    for got, leaf in zip((dx, dw, db), (x, w, b), strict=True):
+        assert error(got, leaf.grad) < SUMS
+
+
+def run_all(R, C, dtype, outputs):
+    """Forward and backward once, on the same inputs each time; `outputs(*shape, dtype)` makes what they write and scratch."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (R, C), (R, C), (C,), (C,)
+    x, dout, w, b = (torch.randn(*size, generator=generator).to(DEVICE, dtype) for size in sizes)
+    out, mean, rstd = outputs(R, C, dtype=dtype), outputs(R), outputs(R)
+    layernorm_fwd(out, mean, rstd, x, w, b)
+    dx, ln, (dw, db, dbias) = outputs(R, C, dtype=dtype), outputs(R, C, dtype=dtype), (outputs(C) for _ in range(3))
+    slots = outputs(layernorm_bwd_scratch(R, C, dtype_name(x)))
+    layernorm_bwd(dx, dw, db, dbias, ln, slots, dout, x, w, b, mean, rstd, False, False)
+    return out, ln, mean, rstd, dx, dw, db, dbias
+
+
+@dtypes
+@pytest.mark.parametrize("R,C", [(33, 48), (2100, 48), (33, 1600)])
+def test_two_runs_are_bit_equal_and_so_is_the_recomputed_output(R, C, dtype):
+    first, second = (run_all(R, C, dtype, poisoned) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(first[0], first[1])  # ln is out
+
+
+@dtypes
+@pytest.mark.parametrize("R,C", [(33, 48), (2100, 48)])
+def test_nothing_is_written_outside_the_outputs(R, C, dtype):
+    guards = []
+
+    def guarded(*shape, dtype=torch.float32):
+        """An output inside a larger buffer of sevens, 4096 elements from each end: more than a row of the kernel's block."""
+        size = torch.Size(shape).numel()
+        buffer = torch.full((4096 + size + 4096,), 7.0, device=DEVICE, dtype=dtype)
+        guards.extend([buffer[:4096], buffer[4096 + size :]])
+        return buffer[4096 : 4096 + size].view(*shape)
+
+    run_all(R, C, dtype, guarded)
+    assert len(guards) == 2 * 9 and all((guard == 7).all() for guard in guards)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("C", [768, 1600])
+def test_gpt2_on_gpu_is_as_good_as_pytorch(rng, C):
+    """Each result's error in bf16 is at most 1.1 times that of F.layer_norm in bf16."""
+    R, dtype = 8192, torch.bfloat16
+    stored, dout = draw(rng, R, C, dtype), rng(R, C, dtype=dtype)
+    exact, torchs = ([t.detach().to(kind, copy=True).requires_grad_() for t in stored] for kind in (torch.float64, dtype))
+    results = []
+    for leaves in (exact, torchs):
+        out = F.layer_norm(leaves[0], (C,), *leaves[1:])
+        out.backward(dout.to(out.dtype))
+        results.append([out.detach(), *(t.grad for t in leaves)])
+    out, mean, rstd = forward(*stored)
+    dx, dw, db = poisoned(R, C, dtype=dtype), poisoned(C), poisoned(C)
+    layernorm_bwd(dx, dw, db, None, None, scratch(R, C, dtype), dout, *stored, mean, rstd, False, False)
+    for name, got, want, theirs in zip(("out", "dx", "dw", "db"), (out, dx, dw, db), *results, strict=True):
+        assert error(got, want) <= 1.1 * error(theirs, want), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("R,C", [(8192, 768), (8192 + 3, 1600)], ids=["124M", "1558M-ragged"])
+def test_gpt2_backward_on_gpu(rng, R, C):
+    check_backward(rng, R, C, torch.bfloat16, acc=True, add_dx=True)
+    first, second = (run_all(R, C, torch.bfloat16, poisoned) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(first[0], first[1])

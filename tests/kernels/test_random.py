@@ -1,0 +1,179 @@
+"""Philox against Random123's known answers, and the initial weights against it, number by number and as a distribution.
+
+Seeds are fixed, so a statistical test gives the same result every time; its limit is 4 standard deviations (a fair draw passes 99.99%).
+"""
+
+import importlib
+import math
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gpt2_triton.kernels.random import fill, normal_init, philox_words
+from gpt2_triton.kernels.tuned import INTERPRET
+from tests.conftest import DEVICE
+from tests.helpers import error, poisoned
+
+random_module = importlib.import_module("gpt2_triton.kernels.random")
+
+SEED = (0x299F31D0 << 32) | 0x24A0D3B5
+N = 1 << 18
+PLACES = [0, 4, 2**31 - 4, 2**31, 2**32 - 4, 2**33 + 12]  # first; the block straddles the boundary
+
+
+def philox(seed, first, n, step, purpose):
+    """The definition, in numpy: word i % 4 of Philox4x32-10 on the counter (i // 4 low, i // 4 high, step, purpose)."""
+    counter = first // 4 + np.arange(-(-n // 4), dtype=np.uint64)
+    c0, c1, c2, c3 = counter & 0xFFFFFFFF, counter >> 32, np.full_like(counter, step), np.full_like(counter, purpose)
+    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ np.uint64(k0), b & 0xFFFFFFFF, (a >> 32) ^ c3 ^ np.uint64(k1), a & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], 1).reshape(-1)[:n].astype(np.uint32)
+
+
+def normals(seed, first, n):
+    """N(0, 1) from those words by Box and Muller's transform, in float64."""
+    words = philox(seed, first, n + n % 2, 0, 0).reshape(-1, 2) >> 8
+    radius = np.sqrt(-2 * np.log((words[:, 0] + 1.0) / 2**24))
+    angle = words[:, 1] * (2 * math.pi / 2**24)
+    return torch.from_numpy(np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).reshape(-1)[:n]).to(DEVICE)
+
+
+@triton.jit
+def _words_kernel(out_ptr, key_ptr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+    words = philox_words(tl.load(key_ptr), tl.load(key_ptr + 1), tl.load(key_ptr + 2).to(tl.int32), PURPOSE, BLOCK)
+    tl.store(out_ptr + tl.arange(0, BLOCK), words.to(tl.int32, bitcast=True))
+
+
+def words(seed, first, n, step, purpose):
+    out = torch.zeros(n, dtype=torch.int32, device=DEVICE)
+    _words_kernel[(1,)](out, torch.tensor([seed, first, step], device=DEVICE), PURPOSE=purpose, BLOCK=n)
+    return out.cpu().numpy().view(np.uint32)
+
+
+def draw(n, seed=SEED, first=0, std=1.0):
+    w = poisoned(n)
+    normal_init(w, None, seed, first, std)
+    return w
+
+
+def correlation(a, b):
+    """Of two samples of unit variance, in standard deviations of what independent ones show."""
+    return abs((a.double() * b.double()).sum().item()) / len(a) ** 0.5
+
+
+def test_the_reference_gives_random123s_known_answers():
+    """kat_vectors of Random123: counter and key of zeros; counter and key from the digits of pi."""
+    zeros = philox(0, 0, 4, 0, 0)
+    assert [f"{word:08x}" for word in zeros] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
+    pi = philox(0x299F31D0A4093822, 4 * ((0x85A308D3 << 32) | 0x243F6A88), 4, 0x13198A2E, 0x03707344)
+    assert [f"{word:08x}" for word in pi] == ["d16cfe09", "94fdcceb", "5001e420", "24126ea1"]
+
+
+@pytest.mark.parametrize("first", PLACES)
+@pytest.mark.parametrize("seed,step,purpose", [(0, 0, 0), (1, 1, 1), (SEED, 12345, 1), (2**62 - 1, 2**31 - 1, 0)])
+def test_words_are_philox(seed, first, step, purpose):
+    assert np.array_equal(words(seed, first, 64, step, purpose), philox(seed, first, 64, step, purpose))
+
+
+@pytest.mark.parametrize("first", PLACES)
+@pytest.mark.parametrize("seed,n", [(0, 1), (1, 7), (SEED, 1000)])
+def test_init_matches_float64(seed, first, n):
+    want = 0.02 * normals(seed, first, n)
+    assert (draw(n, seed, first, 0.02) - want).abs().max() < 0.02 * 4e-6  # log and cos in fp32 of up to 17 and 2 pi
+
+
+def test_init_crosses_blocks():
+    n = N + 1001
+    assert (draw(n, first=8) - normals(SEED, 8, n)).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("cut", [4, 500, 1024, 4096])
+def test_init_of_two_ranges_is_that_of_one(cut):
+    whole, first = draw(5001, first=2**31 - 1024), 2**31 - 1024
+    assert torch.equal(whole[:cut], draw(cut, first=first))
+    assert torch.equal(whole[cut:], draw(5001 - cut, first=first + cut))
+
+
+@pytest.mark.parametrize("block", [16, 128, 512])
+def test_init_does_not_depend_on_the_block(monkeypatch, block):
+    whole = draw(1030)
+    monkeypatch.setattr(random_module, "_block", lambda n: block)
+    assert torch.equal(whole, draw(1030))
+
+
+def test_init_has_the_moments_of_a_normal_distribution():
+    std = 0.02
+    z = draw(N, std=std).double() / std
+    assert abs(z.mean()) < 4 / N**0.5
+    assert abs(z.square().mean() - 1) < 4 * (2 / N) ** 0.5
+    assert abs(z.pow(3).mean()) < 4 * (15 / N) ** 0.5  # the variance of z^3 is 15, of z^4 is 96
+    assert abs(z.pow(4).mean() - 3) < 4 * (96 / N) ** 0.5
+    for limit in (0.5, 1, 2, 3, 4):
+        tail = math.erfc(limit / 2**0.5)
+        assert abs((z.abs() > limit).double().mean() - tail) < 4 * (tail * (1 - tail) / N) ** 0.5
+
+
+def test_init_is_uncorrelated_between_elements_seeds_and_places():
+    z = draw(N)
+    for lag in (1, 2, 3, 4, 1024):
+        assert correlation(z[:-lag], z[lag:]) < 4
+        assert correlation(z[:-lag].square() - 1, (z[lag:].square() - 1) / 2) < 4
+    for seed in (SEED + 1, SEED ^ (1 << 32), SEED ^ (1 << 61)):
+        assert correlation(z, draw(N, seed)) < 4
+    for first in (N, 2**32, 2**33):
+        assert correlation(z, draw(N, first=first)) < 4
+
+
+def test_init_in_bf16_is_the_fp32_number_rounded():
+    exact, w = draw(5000), poisoned(5000, dtype=torch.bfloat16)
+    normal_init(w, None, SEED, 0, 1.0)
+    if INTERPRET:  # it truncates
+        assert ((exact - w.float()).abs() < 2.0**-7 * exact.abs()).all()
+    else:
+        assert torch.equal(w, exact.bfloat16())
+
+
+def test_init_with_low_bits_keeps_the_fp32_number():
+    exact, w, low = draw(5000), poisoned(5000, dtype=torch.bfloat16), torch.full((5000,), 7, dtype=torch.int16, device=DEVICE)
+    normal_init(w, low, SEED, 0, 1.0)
+    bits = exact.view(torch.int32)
+    assert torch.equal(low, (bits & 0xFFFF).to(torch.int16))
+    assert torch.equal(w.view(torch.int16), ((bits + 0x8000) >> 16).to(torch.int16))
+    assert error(w, exact) < 2.0**-9 and torch.equal((exact - w.float()).abs(), (exact - exact.bfloat16().float()).abs())
+
+
+@pytest.mark.parametrize("dtype,value", [(torch.float32, 0.1), (torch.bfloat16, 1.0), (torch.int16, 0)])
+@pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
+def test_fill_reaches_every_element(n, dtype, value):
+    w = torch.full((n,), 9, device=DEVICE, dtype=dtype)
+    fill(w, value)
+    assert torch.equal(w, torch.full_like(w, value))
+
+
+def test_nothing_is_written_outside_the_outputs():
+    for dtype in (torch.float32, torch.bfloat16):
+        for n in (1, 1001, N + 5):
+            buffers = [torch.full((64 + n + 64,), 7.0, device=DEVICE, dtype=kind) for kind in (dtype, torch.int16)]
+            w, low = (buffer[64 : 64 + n] for buffer in buffers)
+            fill(w, 2.0)
+            normal_init(w, low if dtype == torch.bfloat16 else None, SEED, 0, 1.0)
+            assert all((buffer[:64] == 7).all() and (buffer[64 + n :] == 7).all() for buffer in buffers)
+
+
+@pytest.mark.gpu
+def test_gpt2s_embedding_on_gpu():
+    """Element 2^31 of a tensor, as of the 1558M model's flat parameters in one piece and beyond."""
+    n = (1 << 31) + 1001
+    w = torch.empty(n, device=DEVICE, dtype=torch.bfloat16)
+    normal_init(w, None, SEED, 0, 1.0)
+    for first in (0, 1 << 30, (1 << 31) - 1000):
+        want = normals(SEED, first, 2001 if first else 1001)
+        assert ((w[first : first + len(want)] - want).abs() <= 2.0**-8 * want.abs() + 4e-6).all()
+    fill(w, 2.0)
+    assert w[-1] == 2 and w[1 << 30] == 2
