@@ -4,7 +4,10 @@
 
 PyTorch's reference runs in float32 without TF32; with --dtype bf16 it runs once more under bf16 autocast.  Prints a row
 every 10 steps and the largest differences, writes agreement.json and agreement.png, and exits with 1 if a bound is
-passed: fp32 losses within 1e-4 relative at every step; bf16 losses within 0.02 and gradient norms within 2%.
+passed: fp32 losses within 1e-4 relative at every step; bf16 losses within 0.02 and gradient norms within 2%.  The
+bounds hold against PyTorch's run in the same arithmetic: fp32 for fp32, autocast (bf16 products, fp32 weights) for
+--master fp32.  PyTorch has no stochastic rounding, so --master none is held against its fp32 run.  (Its autocast run would
+not do: weights that start as bf16 numbers stay where they are, for autocast, until half an ulp of updates has added up.)
 """
 
 import argparse
@@ -31,6 +34,7 @@ from gpt2_triton.model import GPT2  # noqa: E402
 from gpt2_triton.optim import hyper_row, learning_rate  # noqa: E402
 from tests import torch_gpt2  # noqa: E402
 
+COUNTERPART = {("fp32", "none"): "PyTorch fp32", ("bf16", "none"): "PyTorch fp32", ("bf16", "fp32"): "PyTorch autocast"}
 BOUNDS = {  # largest relative difference of losses, absolute difference of losses, relative difference of norms
     "fp32": dict(loss_relative=1e-4),
     "bf16": dict(loss_absolute=0.02, norm_relative=0.02),
@@ -44,12 +48,16 @@ class History(NamedTuple):
 
 
 def make_config(a: argparse.Namespace) -> Config:
-    """GPT-2 124M at a constant rate of 3e-4 after 10 steps of warmup, one micro-batch a step."""
+    """GPT-2 124M while the rate rises to 2e-5, one micro-batch a step.
+
+    While the rate is small, the loss falls smoothly and a difference is an error.  At larger rates runs that differ in the
+    last bit drift apart, PyTorch's from its own as well, and a difference says little (docs/numerics.md).
+    """
     return Config.model_validate(
         dict(
             data=dict(train=str(a.tokens), val=str(a.tokens), tokenizer="gpt2"),
             train=dict(steps=a.steps, batch_size=a.batch, seq_len=a.seq_len, dtype=a.dtype),
-            optim=dict(lr=3e-4, warmup=min(10, a.steps), schedule="constant", master=a.master),
+            optim=dict(lr=2e-5, warmup=a.steps, schedule="constant", master=a.master),
             eval=dict(every=0),
         )
     )
@@ -143,6 +151,8 @@ def main() -> int:
     parser.add_argument("--master", choices=["none", "fp32"], default="none")
     parser.add_argument("--out", type=Path, required=True, help="directory for agreement.json and agreement.png")
     a = parser.parse_args()
+    if (a.dtype, a.master) not in COUNTERPART:
+        parser.error("--master fp32 goes with --dtype bf16: fp32 weights are their own master")
     torch.set_float32_matmul_precision("highest")
     config, runs = make_config(a), {}
     runs["ours"], initial, dims = train_ours(config)
@@ -155,8 +165,9 @@ def main() -> int:
     found = {name: differences(runs["ours"], run) for name, run in runs.items() if name != "ours"}
     for name, values in found.items():
         print(f"largest difference from {name}: " + ", ".join(f"{key} {value:.2e}" for key, value in values.items()))
-    passed = all(found["PyTorch fp32"][key] <= bound for key, bound in BOUNDS[a.dtype].items())
-    print(f"{'agreed' if passed else 'DISAGREED'}: bounds against PyTorch fp32 are {BOUNDS[a.dtype]}")
+    counterpart = COUNTERPART[a.dtype, a.master]
+    passed = all(found[counterpart][key] <= bound for key, bound in BOUNDS[a.dtype].items())
+    print(f"{'agreed' if passed else 'DISAGREED'}: bounds against {counterpart} are {BOUNDS[a.dtype]}")
     a.out.mkdir(parents=True, exist_ok=True)
     record = dict(config=config.to_dict(), device=torch.cuda.get_device_name(), passed=passed, largest=found)
     record["runs"] = {name: run._asdict() for name, run in runs.items()}

@@ -7,12 +7,21 @@ prints them without a GPU, and `carve` cuts typed views out of the one allocatio
 
 import dataclasses
 import math
-from typing import Any, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-PHASES = ("embed", "block", "head", "block_bwd", "embed_bwd", "update", "between")  # one step, in order; block* loop over layers
+PHASES = (
+    "embed",
+    "block",
+    "head",
+    "block_bwd",
+    "embed_bwd",
+    "update",
+    "between",
+)  # one step, in order; block* loop over layers
 ALIGN = 256
 GIB = 2**30
 
@@ -77,7 +86,9 @@ def sizes(spec: str, dims: dict[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(dims[t] if t in dims else int(t) for t in axis.split("*")) for axis in spec.split())
 
 
-def resolve(table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], level: str, levels: Iterable[str]) -> list[Row]:
+def resolve(
+    table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], level: str, levels: Iterable[str]
+) -> list[Row]:
     """The table's rows for these sizes and this recompute level, not yet placed; rows of no elements are left out."""
     order, rows = list(levels), []
     for field in dataclasses.fields(table):
@@ -91,7 +102,15 @@ def resolve(table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], l
             live = live if which == "odd" else "block block_bwd"
         copies = max(slots) + 1 if stack else 1
         row = Row(
-            field.name, spec.strip(), sizes(spec, dims), dtypes[m["storage"]], live, m["kind"], m["within"], slots if stack else None, copies
+            field.name,
+            spec.strip(),
+            sizes(spec, dims),
+            dtypes[m["storage"]],
+            live,
+            m["kind"],
+            m["within"],
+            slots if stack else None,
+            copies,
         )
         if row.nbytes:
             rows.append(row)
@@ -117,11 +136,15 @@ class Plan:
         for row in self.rows.values():
             dtype, size = str(row.dtype).removeprefix("torch."), row.nbytes / 2**20
             note = f"in {row.within}" if row.within else f"{size:,.1f}"
-            lines.append(f"{row.name:<10}{row.spec:<16}{row.copies:>7}{dtype:>10}  {row.live:<24}{note:>11}{row.offset:>16,}")
+            lines.append(
+                f"{row.name:<10}{row.spec:<16}{row.copies:>7}{dtype:>10}  {row.live:<24}{note:>11}{row.offset:>16,}"
+            )
         lines += ["", f"{'class':<16}{'MiB':>11}"]
         lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in self.by_kind().items()]
         shared = sum(self.by_kind().values()) - self.total
-        lines.append(f"arena {self.total / 2**20:,.1f} MiB = {self.total / GIB:.2f} GiB ({shared / 2**20:,.1f} MiB saved by sharing)")
+        lines.append(
+            f"arena {self.total / 2**20:,.1f} MiB = {self.total / GIB:.2f} GiB ({shared / 2**20:,.1f} MiB saved by sharing)"
+        )
         return "\n".join(lines)
 
 

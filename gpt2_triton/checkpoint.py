@@ -1,9 +1,9 @@
-"""Checkpoints that survive any crash: RUN/checkpoints/step_NNNNNNNN/ with one safetensors file a rank, state.json and manifest.json.
+"""Checkpoints that survive any crash: RUN/checkpoints/step_NNNNNNNN/ with one safetensors file a rank and a manifest.
 
-A checkpoint is written into a hidden directory beside its place, every file synced, and then put in place by one rename: it is there whole
-or not at all.  manifest.json holds the size and sha256 of the other files, so a flipped bit is noticed: safetensors itself
-would load it.  Older checkpoints go only after the new one is in place.  Nothing here is ever unpickled, and the names of files come
-from the rules below, never from a file's text.
+A checkpoint is written into a hidden directory beside its place, every file synced, and then put in place by one
+rename: it is there whole or not at all.  manifest.json holds the size and sha256 of the other files, so a flipped bit
+is noticed; safetensors itself would load it.  Older checkpoints go only after the new one is in place.  Nothing is ever
+unpickled, and the names of files come from the rules below, never from a file's text.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ from torch import Tensor
 
 FORMAT = 1
 TENSORS, STATE, MANIFEST = "rank_00000.safetensors", "state.json", "manifest.json"
-_STEP = re.compile(r"step_(\d{8,})")
-_TEMPORARY = re.compile(r"\.step_\d{8,}\.tmp-(\d+)")
+_STEP = re.compile(r"step_([0-9]{8,})")
+_HIDDEN = re.compile(
+    r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)"
+)  # being written or deleted by the process of that number
 
-# Keys of the configuration that may differ when a run goes on, by prefix; all others make it another run.
-# The data may move: its content is compared by fingerprint.  The batch in tokens may not change, in how many micro-batches may.
-FREE = (
-    "log.", "eval.", "sample.", "checkpoint.", "memory.", "optim.", "data.train", "data.val",
-    "train.steps", "train.batch_size", "train.skip_limit", "init_from",
-)  # fmt: skip
-FIXED = ("optim.master",)  # what `optim.` does not free
+# What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
+# compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.
+FREE_SECTIONS = {"optim", "memory", "eval", "sample", "checkpoint", "log"}
+FREE_KEYS = {"data.train", "data.val", "train.steps", "train.batch_size", "train.skip_limit", "init_from"}
+FATAL_KEYS = {"optim.master"}  # what its section does not free: it decides which tensors there are
+
+Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 
 
 class CheckpointError(ValueError):
@@ -41,35 +44,38 @@ class CheckpointError(ValueError):
 # ---- writing ----
 
 
-def save(directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 0, major: int = 0) -> Path:
-    """Write step's checkpoint under `directory`, then drop all but the newest `keep` (0: none) and the multiples of `major`.
+def save(directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int, major: int) -> Path:
+    """Write the checkpoint of `step` under `directory`; then keep the `keep` newest (0: all) and multiples of `major`.
 
-    Returns its path; when it is there already and verifies, nothing is written.  OSError or SafetensorError if it cannot be written.
+    Returns its path; if it is there already and verifies, nothing is written.  A failure is OSError or SafetensorError.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(directory)
     target = directory / f"step_{step:08d}"
-    if target.exists() and not verify(target):
-        return target
-    temporary = directory / f".step_{step:08d}.tmp-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    if not target.exists() or verify(target):
+        _write(target, tensors, state)
+        _prune(directory, step, keep, major)
+    return target
+
+
+def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     try:
         save_file(tensors, temporary / TENSORS)
         (temporary / STATE).write_text(json.dumps({"format": FORMAT} | state, indent=1), encoding="utf-8")
         manifest = {name: _fingerprint(temporary / name) for name in (TENSORS, STATE)}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for path in (temporary / TENSORS, temporary / STATE, temporary / MANIFEST, temporary):
+        for path in (*temporary.iterdir(), temporary):
             _sync(path)
-        if target.exists():  # there, but damaged
-            shutil.rmtree(target)
+        if target.exists():
+            _discard(target)  # it does not verify
         os.rename(temporary, target)
-        _sync(directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _prune(directory, keep, major)
-    return target
+    _sync(target.parent)
+    _sync(target.parent.parent)  # the first save of a run made target.parent
 
 
 def _sync(path: Path) -> None:
@@ -81,27 +87,38 @@ def _sync(path: Path) -> None:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint: one rename hides it, so that a kill here leaves no half of one."""
+    hidden = path.with_name(f".{path.name}.old-{os.getpid()}")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)  # what stays is removed with the abandoned ones
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Temporary directories whose writer is gone."""
+    """Hidden directories whose process is gone, or is this one: it writes one checkpoint at a time, and now begins."""
     for path in directory.iterdir():
-        match = _TEMPORARY.fullmatch(path.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
+        match = _HIDDEN.fullmatch(path.name)
+        if match and (int(match[1]) == os.getpid() or not Path(f"/proc/{match[1]}").exists()):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _prune(directory: Path, keep: int, major: int) -> None:
-    steps = _steps(directory)
+def _prune(directory: Path, newest: int, keep: int, major: int) -> None:
+    """Keep what `save` says of steps up to `newest`; a later one is damaged, or the run would have gone on from it."""
+    steps = [(step, path) for step, path in _steps(directory) if step <= newest]
     for step, path in steps[:-keep] if keep else []:
         if not (major and step % major == 0):
-            shutil.rmtree(path)
+            _discard(path)
 
 
 class Saver:
-    """Writes checkpoints in a thread.  A failure is a warning and the run goes on, unless nobody would come back to it."""
+    """Writes checkpoints in a thread.  If one cannot be written, the run goes on, with a warning."""
 
     def __init__(self, directory: Path, keep: int, major: int):
         self._directory, self._keep, self._major = directory, keep, major
@@ -111,26 +128,29 @@ class Saver:
     def submit(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Start writing; host `tensors` must not change until `wait` has returned."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, tensors, state), name="checkpoint")
+        self._thread = threading.Thread(target=self._save, args=(step, tensors, state), name="checkpoint")
         self._thread.start()
 
-    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def _save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         try:
             save(self._directory, step, tensors, state, self._keep, self._major)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
 
     def wait(self, raise_errors: bool = False) -> None:
-        """Until the last submitted checkpoint is written.  If it failed: CheckpointError or, by default, a warning."""
+        """Until the submitted checkpoint is written.  If it cannot be: a warning, or CheckpointError on request."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
-        if error is not None:
-            reason = f"{self._directory}: the checkpoint was not written ({error}); older ones are kept; free some space or choose another --run_dir"
-            if raise_errors:
-                raise CheckpointError(reason) from error
-            print(f"warning: {reason}", file=sys.stderr, flush=True)
+        if error is None:
+            return
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise error  # our own slip
+        failure = f"{self._directory}: a checkpoint could not be written ({error}); older ones stay; free some space"
+        if raise_errors:
+            raise CheckpointError(f"{failure} and resume") from error
+        print(f"warning: {failure}", file=sys.stderr, flush=True)
 
 
 # ---- reading ----
@@ -139,86 +159,126 @@ class Saver:
 def verify(step_dir: Path) -> list[str]:
     """What is wrong with a checkpoint, a line a problem; empty if its files are exactly those that were written."""
     try:
-        manifest = json.loads((step_dir / MANIFEST).read_text(encoding="utf-8"))
-        expected = {name: (manifest[name]["bytes"], manifest[name]["sha256"]) for name in (TENSORS, STATE)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{MANIFEST} is missing or unreadable ({type(error).__name__}: {error})"]
-    problems = [f"{p.name} does not belong there" for p in sorted(step_dir.iterdir()) if p.name not in (TENSORS, STATE, MANIFEST)]
-    problems += [f"{name} does not belong in {MANIFEST}" for name in manifest if name not in expected]
-    for name, (size, digest) in expected.items():
-        path = step_dir / name
-        if path.is_symlink() or not path.is_file():
-            problems.append(f"{name} is missing or not a regular file")
-        elif path.stat().st_size != size:
-            problems.append(f"{name} has {path.stat().st_size:,} bytes, expected {size:,}")
-        elif _fingerprint(path)["sha256"] != digest:
-            problems.append(f"{name} has another sha256 than when it was written")
-    return problems
+        return list(_problems(step_dir))
+    except OSError as error:
+        return [f"cannot be read ({error})"]
+
+
+def _problems(step_dir: Path) -> Iterator[str]:
+    if step_dir.is_symlink() or not step_dir.is_dir():
+        yield "is missing or not a directory"
+        return
+    for extra in sorted({path.name for path in step_dir.iterdir()} - {TENSORS, STATE, MANIFEST}):
+        yield f"{extra}: does not belong there"
+    irregular = [n for n in (TENSORS, STATE, MANIFEST) if (step_dir / n).is_symlink() or not (step_dir / n).is_file()]
+    yield from (f"{name}: is missing or not a regular file" for name in irregular)
+    if not irregular:
+        yield from _differences_from_manifest(step_dir)
+
+
+def _differences_from_manifest(step_dir: Path) -> Iterator[str]:
+    try:
+        manifest = _read_json(step_dir / MANIFEST)
+    except CheckpointError:
+        manifest = {}
+    if manifest.keys() != {TENSORS, STATE} or not all(isinstance(entry, dict) for entry in manifest.values()):
+        yield f"{MANIFEST}: is not a JSON object about {TENSORS} and {STATE} and nothing else"
+        return
+    for name in (TENSORS, STATE):
+        for key, found in _fingerprint(step_dir / name).items():
+            if found != manifest[name].get(key):
+                yield f"{name}: its {key} is {found!r}, {MANIFEST} says {manifest[name].get(key)!r}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); choose another step") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got a {type(content).__name__}; choose another step")
+    return content
 
 
 def _steps(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of everything that looks like a checkpoint, oldest first."""
+    """(step, path) of everything that is named like a checkpoint, oldest first."""
     if not directory.is_dir():
         return []
-    return sorted((int(m[1]), path) for path in directory.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir())
+    return sorted((int(match[1]), path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name)))
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run that verifies; a damaged newer one is passed over with a warning.  None if there is none at all."""
-    steps = _steps(run_dir / "checkpoints")
+    """A run's newest checkpoint that verifies, with a warning for each damaged newer one; None if it has none."""
+    return _newest(run_dir / "checkpoints")
+
+
+def _newest(directory: Path) -> Path | None:
+    steps = _steps(directory)
     for _, path in reversed(steps):
         problems = verify(path)
         if not problems:
             return path
         print(f"warning: {path} is damaged and passed over: {problems[0]}", file=sys.stderr, flush=True)
-    if steps:
-        raise CheckpointError(f"{run_dir}: none of its {len(steps)} checkpoints verifies; start afresh in another --run_dir")
+    if steps:  # None would mean a fresh start, over what might be restored
+        raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another --run_dir")
     return None
 
 
 def find(path: Path) -> Path:
-    """The checkpoint meant by `path`: a step directory, or a run (or its checkpoints directory), whose newest good one is taken."""
-    if _STEP.fullmatch(path.name):
-        problems = verify(path) if path.is_dir() else ["there is no such directory"]
+    """The checkpoint meant by `path`: a step directory, or the newest good one of a run (or its checkpoints)."""
+    if _STEP.fullmatch(path.absolute().name):
+        problems = verify(path)
         if problems:
             raise CheckpointError(f"{path}: {problems[0]}; choose another step")
         return path
-    found = latest(path.parent if path.name == "checkpoints" else path)
+    inner = path / "checkpoints"
+    found = _newest(inner if inner.is_dir() else path)
     if found is None:
-        raise CheckpointError(f"{path}: no checkpoint found, expected {path}/checkpoints/step_NNNNNNNN; name a run or a step directory")
+        wrong = f"{path}: no checkpoint found, expected {inner}/step_NNNNNNNN"
+        raise CheckpointError(f"{wrong}; name a run or one of its step directories")
     return found
 
 
 def load(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(state, host tensors by name) of a checkpoint that verifies."""
-    state = json.loads((step_dir / STATE).read_text(encoding="utf-8"))
+    """(state, host tensors by name) of a checkpoint that verifies; the tensors are mapped from the file."""
+    state = _read_json(step_dir / STATE)
     if state.get("format") != FORMAT:
-        raise CheckpointError(f"{step_dir}: its format is {state.get('format')}, expected {FORMAT}; use the version that wrote it")
+        wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
+        raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
     try:
         return state, load_file(step_dir / TENSORS)
     except SafetensorError as error:
-        raise CheckpointError(f"{step_dir / TENSORS}: not a safetensors file ({error}); choose another step") from error
+        raise CheckpointError(f"{step_dir / TENSORS}: not safetensors ({error}); choose another step") from error
+
+
+# ---- does it belong to this run? ----
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """CheckpointError with a table unless the checkpoint has exactly the expected names, sizes and dtypes."""
-    def describe(tensor: Tensor | None) -> str:
-        return "absent" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-    names = sorted(tensors.keys() | expected.keys())
-    rows = [(name, describe(tensors.get(name)), describe(expected.get(name))) for name in names]
-    if any(saved != wanted for _, saved, wanted in rows):
-        raise CheckpointError(_table(f"{step_dir} does not fit this model", rows))
+    """CheckpointError with a table of differences unless names, shapes and dtypes are exactly the expected ones."""
+    wrong = _changes(_describe(tensors), _describe(expected))
+    if wrong:
+        raise CheckpointError(_table(f"{step_dir} does not fit this model", wrong))
 
 
-def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """CheckpointError with a table if the run would not be the same run; else the free keys that changed, as (then, now)."""
-    then, now = _flatten(saved), _flatten(current)
-    changed = {key: (then.get(key), now.get(key)) for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)}
-    fatal = [(key, *values) for key, values in changed.items() if key in FIXED or not key.startswith(FREE)]
+def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors.items()}
+
+
+def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
+    """(fatal, free) differences between two configurations, by dotted key."""
+    changes = _changes(_flatten(saved), _flatten(current))
+    may_change = {k for k in changes if k in FREE_KEYS or k.partition(".")[0] in FREE_SECTIONS} - FATAL_KEYS
+    free = {key: changes[key] for key in changes if key in may_change}
+    return {key: changes[key] for key in changes if key not in may_change}, free
+
+
+def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:
+    """CheckpointError with a table if this would not be the same run; else the free differences, by dotted key."""
+    fatal, free = config_differences(saved, current)
     if fatal:
-        raise CheckpointError(_table("the configuration is not that of the checkpoint; restore these keys or start another run", fatal))
-    return changed
+        raise CheckpointError(_table("the checkpoint is of another run; restore these keys or start afresh", fatal))
+    return free
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -228,7 +288,12 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _table(title: str, rows: list[tuple]) -> str:
-    cells = [("", "checkpoint", "now"), *(tuple(str(cell) for cell in row) for row in rows)]
-    width = [max(len(row[i]) for row in cells) for i in range(3)]
-    return "\n".join([title, *("  ".join(cell.ljust(w) for cell, w in zip(row, width)).rstrip() for row in cells)])
+def _changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Change]:
+    return {k: (then.get(k), now.get(k)) for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)}
+
+
+def _table(title: str, changes: dict[str, Change]) -> str:
+    rows = [("", "checkpoint", "now"), *((key, str(then), str(now)) for key, (then, now) in changes.items())]
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in rows]
+    return "\n".join([title, *lines])

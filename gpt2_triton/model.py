@@ -5,7 +5,8 @@
 
 import dataclasses
 import math
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,18 @@ class View:
 def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) -> dict[str, int]:
     """Every symbol that tables.py uses, in numbers."""
     m = config.model
-    d = dict(B=B, T=T, R=B * T, C=m.n_embd, NH=m.n_head, L=m.n_layer, S=2 * m.n_layer + 1, V=m.vocab_size, Vp=config.padded_vocab, Tmax=m.block_size)
+    d = dict(
+        B=B,
+        T=T,
+        R=B * T,
+        C=m.n_embd,
+        NH=m.n_head,
+        L=m.n_layer,
+        S=2 * m.n_layer + 1,
+        V=m.vocab_size,
+        Vp=config.padded_vocab,
+        Tmax=m.block_size,
+    )
     d["Rc"] = min(d["R"], config.head_rows)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = 4 * d["R"] + 4 * d["Ns"] + 4 * d["Nh"]
@@ -78,7 +90,9 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) ->
     return d
 
 
-def make_plan(config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None) -> tuple[Plan, dict[str, int]]:
+def make_plan(
+    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None
+) -> tuple[Plan, dict[str, int]]:
     """The exact memory plan of a run with micro-batch B, and the dimensions it was made from."""
     dims = dimensions(config, K, B, T, training)
     dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
@@ -105,7 +119,17 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
 class GPT2:
     """A model in its arena.  Nothing is allocated on the device after the constructor."""
 
-    def __init__(self, config: Config, K: Any, device: str, *, batch: int | None = None, training: bool = True, poison: bool = False, dtypes: dict[str, torch.dtype] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        K: Any,
+        device: str,
+        *,
+        batch: int | None = None,
+        training: bool = True,
+        poison: bool = False,
+        dtypes: dict[str, torch.dtype] | None = None,
+    ):
         self.config, self.K, self.poison = config, K, poison
         self.B, self.T = batch or config.micro_batch, config.train.seq_len
         self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes)

@@ -51,7 +51,9 @@ def sample_text(path: Path, prompt: str, tokens: int, temperature: float, top_k:
         print(text, flush=True)
 
 
-def continuations(model: GPT2, tokenizer_name: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, num: int) -> Any:
+def continuations(
+    model: GPT2, tokenizer_name: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, num: int
+) -> Any:
     """Yield `num` texts, each `prompt` and its continuation; sample i uses seed + i.  An empty prompt starts at the end-of-text token."""
     tokenizer = get_tokenizer(tokenizer_name)
     start = list(tokenizer.encode(prompt)) or [tokenizer.eot]

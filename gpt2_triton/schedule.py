@@ -56,7 +56,20 @@ def head(K: Any, m: Any, acc: bool) -> None:
         K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
     K.layernorm_bwd(
-        a.dx, g.lnw[i], g.lnb[i], m.gb[i], None, a.scratch, a.dln, a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i], acc, add_dx=False
+        a.dx,
+        g.lnw[i],
+        g.lnb[i],
+        m.gb[i],
+        None,
+        a.scratch,
+        a.dln,
+        a.x[i],
+        w.lnw[i],
+        w.lnb[i],
+        a.mean[i],
+        a.rstd[i],
+        acc,
+        add_dx=False,
     )
 
 
@@ -85,7 +98,9 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         if redo.block:
             layer(K, m, l)
         # through fcproj, GELU, fc and the norm of x[i+1]
-        K.matmul_dx_dgelu(a.dfch, g.fcb[l], a.fcg[l] if redo.gelu else None, a.scratch, a.dx, w.fcprojw[l], a.fch[l], acc)
+        K.matmul_dx_dgelu(
+            a.dfch, g.fcb[l], a.fcg[l] if redo.gelu else None, a.scratch, a.dx, w.fcprojw[l], a.fch[l], acc
+        )
         K.matmul_dw(g.fcprojw[l], a.scratch, a.dx, a.fcg[l], acc)
         K.matmul_dx(a.dln, a.dfch, w.fcw[l])
         ln = a.ln[i + 1] if redo.ln else None

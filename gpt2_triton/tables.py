@@ -8,7 +8,8 @@ N is the number of parameters, Nt and Nm are N in training and with fp32 masters
 
 import dataclasses
 import math
-from typing import Any, Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -54,7 +55,9 @@ class State:
     sumsq: Tensor = buf("1", "f32", "update", "inputs")
     hyper: Tensor = buf("8", "f32", "embed..update", "inputs")  # lr, 1/(1-beta1^t), 1/(1-beta2^t), loss scale, clip
     rng: Tensor = buf("4", "i32", "embed..update", "inputs")  # step, seed low, seed high
-    packed: Tensor = buf("Np", "i32", "embed..embed_bwd", "inputs")  # ids R | targets R | order 2R | segments 4*Ns | hot 4*Nh
+    packed: Tensor = buf(
+        "Np", "i32", "embed..embed_bwd", "inputs"
+    )  # ids R | targets R | order 2R | segments 4*Ns | hot 4*Nh
 
 
 @dataclasses.dataclass
@@ -65,7 +68,9 @@ class Acts:
     mean: list[Tensor] = buf("S | R", "f32", "block..block_bwd", "activations")
     rstd: list[Tensor] = buf("S | R", "f32", "block..block_bwd", "activations")
     qkv: list[Tensor] = buf("L | R 3*C", "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
-    lse: list[Tensor] = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of each row's sum
+    lse: list[Tensor] = buf(
+        "L | B NH T", "f32", "block..block_bwd", "activations", drop="block"
+    )  # log2 of each row's sum
     att: list[Tensor] = buf("L | R C", "act", "block..block_bwd", "activations", drop="block")
     fch: list[Tensor] = buf("L | R 4*C", "act", "block..block_bwd", "activations", drop="block")  # before GELU
     fcg: list[Tensor] = buf("L | R 4*C", "act", "block..block_bwd", "activations", drop="gelu")  # after GELU

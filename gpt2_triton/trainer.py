@@ -58,7 +58,9 @@ class Trainer:
         self.state: dict[str, Any] = {"step": 0, "sample": 0, "skipped": 0, "wandb_id": None}
         tensors = self._load(found)
         loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
-        self.validation = ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
+        self.validation = (
+            ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
+        )
         self.model = GPT2(config, K, self.device)
         if tensors is None:
             self.model.initialise(config.train.seed)
@@ -67,7 +69,12 @@ class Trainer:
             for name, flat in self.model.persistent().items():
                 flat.copy_(tensors[name])
         self.batches = Prefetcher(
-            loader, config.micro_batch, config.accumulation, config.model.vocab_size, first_sample=self.state["sample"], pinned=self.device != "cpu"
+            loader,
+            config.micro_batch,
+            config.accumulation,
+            config.model.vocab_size,
+            first_sample=self.state["sample"],
+            pinned=self.device != "cpu",
         )
         self.saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.major)
         self.host: dict[str, torch.Tensor] = {}
@@ -75,7 +82,9 @@ class Trainer:
         self.state["wandb_id"] = self.log.wandb_id
         for note in self.notes:
             self.log.note(note)
-        self.log.note(f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {self._where()}")
+        self.log.note(
+            f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {self._where()}"
+        )
 
     # ---- setting up ----
 
@@ -83,7 +92,10 @@ class Trainer:
         d, T, V = self.config.data, self.config.train.seq_len, self.config.model.vocab_size
         if "builtin" in (d.train, d.val):
             directory = builtin_shards(d.tokenizer)
-        patterns = [str(directory / f"{split}_*.bin") if given == "builtin" else given for split, given in (("train", d.train), ("val", d.val))]
+        patterns = [
+            str(directory / f"{split}_*.bin") if given == "builtin" else given
+            for split, given in (("train", d.train), ("val", d.val))
+        ]
         train_shards = open_shards(patterns[0], V, T)
         return train_shards, open_shards(patterns[1], V, T) if self.config.eval.every else []
 
@@ -97,9 +109,14 @@ class Trainer:
         saved, tensors = checkpoint.load(found)
         changed = checkpoint.check_config(saved["config"], self._resolved_config())
         if saved["data"] != self.data:
-            raise checkpoint.CheckpointError(f"{found}: written with other training data than {self.config.data.train}; restore it or start another run")
+            raise checkpoint.CheckpointError(
+                f"{found}: written with other training data than {self.config.data.train}; restore it or start another run"
+            )
         self.state = {name: saved[name] for name in self.state}
-        self.notes = [f"resuming after step {saved['step']} from {found}", *(f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items())]
+        self.notes = [
+            f"resuming after step {saved['step']} from {found}",
+            *(f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()),
+        ]
         return tensors
 
     def _resolved_config(self) -> dict[str, Any]:
@@ -186,7 +203,16 @@ class Trainer:
     def _sample_if_due(self, step: int) -> None:
         s = self.config.sample
         if self._due(step, s.every):
-            texts = continuations(self.model, self.config.data.tokenizer, s.prompt, s.tokens, s.temperature, s.top_k, self.config.train.seed, 1)
+            texts = continuations(
+                self.model,
+                self.config.data.tokenizer,
+                s.prompt,
+                s.tokens,
+                s.temperature,
+                s.top_k,
+                self.config.train.seed,
+                1,
+            )
             self.log.sample(step, next(texts))
 
     def _save(self, step: int) -> None:

@@ -2,11 +2,14 @@
 
 import os
 
-import torch
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # the interpreter's arrays are small: two threads take three times as long
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is decorated
-    torch.set_num_threads(1)  # the tensors are tiny: two threads take eight times as long as one
 
 import pytest  # noqa: E402
 

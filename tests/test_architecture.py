@@ -5,7 +5,6 @@ import importlib
 import pathlib
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "gpt2_triton"
@@ -26,7 +25,9 @@ ALLOWED_IMPORTS = {
     "kernels/master": set(),
     "kernels/tile": set(),
     "kernels/__init__": {"kernels"},
-    "kernels/": {f"kernels.{name}" for name in ("contract", "tuned", "dot", "gelu", "master", "random", "reduce", "tile")},
+    "kernels/": {
+        f"kernels.{name}" for name in ("contract", "tuned", "dot", "gelu", "master", "random", "reduce", "tile")
+    },
     "arena": set(),
     "tables": {"arena"},
     "schedule": set(),
@@ -57,7 +58,11 @@ def _torch_names(tree: ast.AST):
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_torch_gives_memory_and_nothing_else(path):
-    refused = [f"{path.name}:{line} torch.{name}" for name, line in _torch_names(ast.parse(path.read_text())) if name not in ALLOWED_TORCH]
+    refused = [
+        f"{path.name}:{line} torch.{name}"
+        for name, line in _torch_names(ast.parse(path.read_text()))
+        if name not in ALLOWED_TORCH
+    ]
     assert not refused
 
 
@@ -66,13 +71,24 @@ def test_imports_point_one_way(path):
     name = _name(path)
     rule = next((allowed for prefix, allowed in ALLOWED_IMPORTS.items() if name == prefix), None)
     if rule is None:
-        rule = next((allowed for prefix, allowed in ALLOWED_IMPORTS.items() if prefix.endswith("/") and name.startswith(prefix)), None)
+        rule = next(
+            (
+                allowed
+                for prefix, allowed in ALLOWED_IMPORTS.items()
+                if prefix.endswith("/") and name.startswith(prefix)
+            ),
+            None,
+        )
     if rule is None:
         return  # cli, trainer, sample, log: the top, which may import all below
     for node in ast.walk(ast.parse(path.read_text())):
         modules = []
         if isinstance(node, ast.ImportFrom) and node.module:
-            submodules = [f"{node.module}.{a.name}" for a in node.names if (PACKAGE.parent / f"{node.module}.{a.name}".replace(".", "/")).with_suffix(".py").exists()]
+            submodules = [
+                f"{node.module}.{a.name}"
+                for a in node.names
+                if (PACKAGE.parent / f"{node.module}.{a.name}".replace(".", "/")).with_suffix(".py").exists()
+            ]
             modules = submodules or [node.module]
         elif isinstance(node, ast.Import):
             modules = [a.name for a in node.names]
@@ -103,7 +119,21 @@ def test_a_training_step_runs_no_torch_arithmetic():
         model.begin_step(optim.hyper_row(0, config, 1.0 / 32), 0, 1)
         model.micro_step(batch, first=True)
         model.end_step()
-    memory_only = {"view", "_unsafe_view", "slice", "select", "copy_", "empty", "as_strided", "alias", "detach", "lift_fresh", "_to_copy", "set_", "split"}
+    memory_only = {
+        "view",
+        "_unsafe_view",
+        "slice",
+        "select",
+        "copy_",
+        "empty",
+        "as_strided",
+        "alias",
+        "detach",
+        "lift_fresh",
+        "_to_copy",
+        "set_",
+        "split",
+    }
     assert record.seen <= memory_only | {"_local_scalar_dense"}, record.seen - memory_only
     with Record() as record:
         batch + 1

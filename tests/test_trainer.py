@@ -16,7 +16,9 @@ STEPS = 5
 
 def run_config(**sections):
     every = dict(eval=dict(every=2, tokens=64), checkpoint=dict(every=0, keep=0), sample=dict(every=3, tokens=3))
-    return tiny_config(**(every | sections | {"train": dict(steps=STEPS, total_batch_tokens=64) | sections.get("train", {})}))
+    return tiny_config(
+        **(every | sections | {"train": dict(steps=STEPS, total_batch_tokens=64) | sections.get("train", {})})
+    )
 
 
 def final_bytes(run):

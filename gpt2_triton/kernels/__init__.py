@@ -2,7 +2,13 @@
 
 from gpt2_triton.kernels.adamw import adamw
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
-from gpt2_triton.kernels.classifier import classifier_dx, classifier_fwd, classifier_fwd_scratch, classifier_stats, classifier_target
+from gpt2_triton.kernels.classifier import (
+    classifier_dx,
+    classifier_fwd,
+    classifier_fwd_scratch,
+    classifier_stats,
+    classifier_target,
+)
 from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch, encoder_fwd
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.matmul import (

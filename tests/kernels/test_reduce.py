@@ -45,6 +45,7 @@ def test_sum_squares_matches_float64(rng, n):
     assert error(out, g.double().square().sum().view(1)) < SUMS
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e20])  # the square of 1e20 is beyond fp32
 @pytest.mark.parametrize("at", [0, 999, -1])
 def test_one_bad_gradient_reaches_the_sum(rng, value, at):
@@ -84,7 +85,8 @@ def test_a_step_that_is_not_finite_is_flagged(loss, sumsq, clip):
     stats = torch.tensor([loss, NAN, NAN, NAN], device=DEVICE)
     clip_factor(stats, torch.tensor([sumsq], device=DEVICE), row(clip=clip))
     assert stats[3] == 0
-    assert torch.equal(stats[1].nan_to_num(), torch.tensor(sumsq, device=DEVICE).sqrt().nan_to_num())  # as it was, for the log
+    norm = torch.tensor(sumsq, device=DEVICE).sqrt()
+    assert torch.allclose(stats[1], norm, equal_nan=True)  # as it was, for the log
 
 
 def run_all(outputs):
