@@ -1,4 +1,4 @@
-# `make quickstart` and `make test` need python3 >= 3.10 and a package index, nothing else: each makes .venv and installs into it.
+# `make quickstart` and `make test` need python3 >= 3.11 and a package index, nothing else: each makes .venv and installs into it.
 PYTHON ?= python3
 BIN := .venv/bin
 RUN ?= runs/quickstart
@@ -18,6 +18,7 @@ test: lint
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 verify: .venv/installed-dev

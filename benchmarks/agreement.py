@@ -6,8 +6,9 @@ PyTorch's reference runs in float32 without TF32; with --dtype bf16 it runs once
 every 10 steps and the largest differences, writes agreement.json and agreement.png, and exits with 1 if a bound is
 passed: fp32 losses within 1e-4 relative at every step; bf16 losses within 0.02 and gradient norms within 2%.  The
 bounds hold against PyTorch's run in the same arithmetic: fp32 for fp32, autocast (bf16 products, fp32 weights) for
---master fp32.  PyTorch has no stochastic rounding, so --master none is held against its fp32 run.  (Its autocast run would
-not do: weights that start as bf16 numbers stay where they are, for autocast, until half an ulp of updates has added up.)
+--master fp32.  PyTorch has no stochastic rounding, so --master none is held against its fp32 run.  (Its autocast run
+would not do: weights that start as bf16 numbers stay where they are, for autocast, until half an ulp of updates has
+added up.)
 """
 
 import argparse
@@ -50,8 +51,8 @@ class History(NamedTuple):
 def make_config(a: argparse.Namespace) -> Config:
     """GPT-2 124M while the rate rises to 2e-5, one micro-batch a step.
 
-    While the rate is small, the loss falls smoothly and a difference is an error.  At larger rates runs that differ in the
-    last bit drift apart, PyTorch's from its own as well, and a difference says little (docs/numerics.md).
+    While the rate is small, the loss falls smoothly and a difference is an error.  At larger rates runs that differ
+    in the last bit drift apart, PyTorch's from its own as well, and a difference says little (docs/numerics.md).
     """
     return Config.model_validate(
         dict(

@@ -1,8 +1,9 @@
 """One table of buffers, one allocation.
 
-A buffer is a field of a dataclass table (tables.py): its symbolic shape, its storage and the phases in which its bytes matter.
-`plan` turns tables and sizes into offsets (first fit, largest first; two rows share bytes only if no phase sees both), `Plan.show`
-prints them without a GPU, and `carve` cuts typed views out of the one allocation.
+A buffer is a field of a dataclass table (tables.py): its symbolic shape, its storage and the phases in which its
+bytes matter.
+`plan` turns tables and sizes into offsets (first fit, largest first; two rows share bytes only if no phase sees
+both), `Plan.show` prints them without a GPU, and `carve` cuts typed views out of the one allocation.
 """
 
 import dataclasses
@@ -36,7 +37,8 @@ def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", within: 
     shape    "R 4*C", or "L | R 4*C" for a list of L buffers
     storage  "act" (the run's dtype), "f32", "i32", "i16", "u8"
     live     "head" | "block block_bwd" (two uses, free between) | "block..block_bwd" (kept throughout)
-    drop     the recompute level from which on the list shrinks to one shared buffer, "level:odd" for its odd entries only
+    drop     the recompute level from which on the list shrinks to one shared buffer, "level:odd" for its odd entries
+             only
     within   the row whose bytes this one shares, its uses never overlapping
     """
     return dataclasses.field(
@@ -46,7 +48,9 @@ def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", within: 
 
 @dataclasses.dataclass
 class Row:
-    """A buffer with its sizes filled in; `slots[i]` says which of the `copies` the list's entry i uses (None: not a list)."""
+    """A buffer with its sizes filled in; `slots[i]` says which of the `copies` the list's entry i uses (None: not a
+    list).
+    """
 
     name: str
     spec: str
@@ -143,7 +147,8 @@ class Plan:
         lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in self.by_kind().items()]
         shared = sum(self.by_kind().values()) - self.total
         lines.append(
-            f"arena {self.total / 2**20:,.1f} MiB = {self.total / GIB:.2f} GiB ({shared / 2**20:,.1f} MiB saved by sharing)"
+            f"arena {self.total / 2**20:,.1f} MiB = {self.total / GIB:.2f} GiB "
+            f"({shared / 2**20:,.1f} MiB saved by sharing)"
         )
         return "\n".join(lines)
 
@@ -169,7 +174,9 @@ def plan(rows: list[Row]) -> Plan:
 
 
 def carve(table: type, rows: dict[str, Row], arena: Tensor, dims: dict[str, int]) -> Any:
-    """An instance of `table` whose fields are views of `arena`, shaped by `dims` (at most the planned sizes), None where there is no row."""
+    """An instance of `table` whose fields are views of `arena`, shaped by `dims` (at most the planned sizes), None
+    where there is no row.
+    """
 
     def view(row: Row, slot: int) -> Tensor:
         shape = sizes(row.spec, dims)

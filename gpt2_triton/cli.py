@@ -61,7 +61,8 @@ def _underscores(argv: Iterable[str]) -> list[str]:
 
 def choose_device() -> None:
     """With no GPU, have the kernels run in Triton's interpreter, and say so.  Call it before any kernel is imported."""
-    # read when torch and numpy load: the interpreter's arrays are small, and a quickstart step took 4.4 s on two threads, 1.5 s on one
+    # read when torch and numpy load: the interpreter's arrays are small, and a quickstart step took 4.4 s on two
+    # threads, 1.5 s on one
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from gpt2_triton import gpus
 

@@ -1,6 +1,7 @@
 """GPT-2 as memory plus a schedule: the arena, the named views of it, initialisation, and the calls that run each phase.
 
-`K` is the kernel package.  It is an argument so that tests can pass tests/reference.py, the same launchers in plain torch.
+`K` is the kernel package.  It is an argument so that tests can pass tests/reference.py, the same launchers in
+plain torch.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton import schedule
-from gpt2_triton.arena import GIB, OutOfMemory, Plan, carve, largest_batch, phases, plan, resolve
+from gpt2_triton.arena import GIB, PHASES, OutOfMemory, Plan, carve, largest_batch, phases, plan, resolve
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import scatter_bounds
 from gpt2_triton.tables import LEVELS, Acts, Params, State, entries, named
@@ -110,8 +111,10 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     return "\n".join(
         [
             made.show(),
-            f"parameters {dims['N']:,}; micro-batch {config.micro_batch} x {T} tokens, recompute {config.memory.recompute}",
-            f"{fits} {gpu_bytes / GIB:.1f} GiB; the largest train.batch_size that fits is {best} (the CUDA context, about 0.5 GiB, comes on top)",
+            f"parameters {dims['N']:,}",
+            f"micro-batch {config.micro_batch} x {T} tokens, recompute {config.memory.recompute}",
+            f"{fits} {gpu_bytes / GIB:.1f} GiB; the largest train.batch_size that fits is {best} "
+            "(the CUDA context, about 0.5 GiB, comes on top)",
         ]
     )
 
@@ -149,7 +152,9 @@ class GPT2:
                     K.fill(flat, 0)
 
     def view(self, B: int, T: int) -> View:
-        """The schedule's view for B sequences of T tokens, cut from the planned rows; B*T must not exceed the plan's."""
+        """The schedule's view for B sequences of T tokens, cut from the planned rows; B*T must not exceed the
+        plan's.
+        """
         if (B, T) not in self._views:
             self._views[B, T] = self._cut(B, T)
         return self._views[B, T]
@@ -174,7 +179,9 @@ class GPT2:
         )  # fmt: skip
 
     def initialise(self, seed: int) -> None:
-        """GPT-2's initial weights from Philox: N(0, 0.02), residual projections / sqrt(2L), biases 0, norms 1, padded vocabulary 0."""
+        """GPT-2's initial weights from Philox: N(0, 0.02), residual projections / sqrt(2L), biases 0, norms 1,
+        padded vocabulary 0.
+        """
         std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * self.dims["L"]))
         self.K.fill(self.state.params, 0.0)
         for e in entries(self.dims):
@@ -196,7 +203,9 @@ class GPT2:
         self.state.rng.copy_(self._host_rng, non_blocking=True)
 
     def micro_step(self, packed: Tensor, first: bool) -> None:
-        """Forward and backward of one micro-batch (data.loader.pack_batch's buffer); gradients start over if `first`, else add up."""
+        """Forward and backward of one micro-batch (data.loader.pack_batch's buffer); gradients start over if
+        `first`, else add up.
+        """
         self.state.packed.copy_(packed, non_blocking=True)
         self._phase("embed")
         self._phase("block")
@@ -205,7 +214,9 @@ class GPT2:
         self._phase("embed_bwd", not first)
 
     def end_step(self) -> tuple[float, float, bool]:
-        """Update the parameters; return the step's loss, its gradient norm and whether the update was applied (all was finite)."""
+        """Update the parameters; return the step's loss, its gradient norm and whether the update was applied (all
+        was finite).
+        """
         self._phase("update")
         self._host_stats.copy_(self.state.stats)
         loss, norm, _, finite = self._host_stats.tolist()
@@ -217,11 +228,11 @@ class GPT2:
             self._poison_after(name)
 
     def _poison_after(self, phase: str) -> None:
-        """Fill with NaN what no later phase may read (debug.poison): a wrong lifetime in tables.py becomes a NaN loss."""
-        following = {"update": "between", "embed_bwd": "embed"}
-        order = ("embed", "block", "head", "block_bwd", "embed_bwd", "update", "between")
-        after = following.get(phase) or order[order.index(phase) + 1]
-        survivors = {"embed", "update"} if phase == "embed_bwd" else {after}
+        """Fill with NaN what no later phase may read (poison=True): a wrong lifetime in tables.py becomes a NaN
+        loss.
+        """
+        after = PHASES[PHASES.index(phase) + 1]
+        survivors = {"embed", "update"} if phase == "embed_bwd" else {after}  # the next micro-step, or the update
         for row in self.plan.rows.values():
             live = phases(row.live)
             if row.dtype.is_floating_point and not row.within and phase in live and not live & survivors:
@@ -265,5 +276,6 @@ def _refuse_if_too_large(made: Plan, config: Config, K: Any, device: str) -> Non
         best = largest_batch(lambda B: make_plan(config, K, B, config.train.seq_len)[0].total, free)
         raise OutOfMemory(
             f"the plan needs {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free: "
-            f"set train.batch_size to {best} or less (now {config.micro_batch}), or a deeper memory.recompute; --plan shows the buffers"
+            f"set train.batch_size to {best} or less (now {config.micro_batch}), or a deeper memory.recompute; "
+            "--plan shows the buffers"
         )

@@ -1,7 +1,7 @@
 """Text from a model: feed the last `seq_len` tokens, draw the next one, repeat.
 
-The forward pass runs on the device; the draw from one row of logits is numpy on the host, from a generator seeded per sample, so a
-sample depends on the weights, the prompt and the seed alone.
+The forward pass runs on the device; the draw from one row of logits is numpy on the host, from a generator seeded
+per sample, so a sample depends on the weights, the prompt and the seed alone.
 """
 
 from pathlib import Path
@@ -16,7 +16,9 @@ from gpt2_triton.model import GPT2
 
 
 def draw(logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator) -> int:
-    """The next token from fp32 logits [V]: softmax(logits / temperature) over the top_k largest (0: all); temperature 0 takes the largest."""
+    """The next token from fp32 logits [V]: softmax(logits / temperature) over the top_k largest (0: all);
+    temperature 0 takes the largest.
+    """
     if temperature == 0:
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / temperature
@@ -54,7 +56,9 @@ def sample_text(path: Path, prompt: str, tokens: int, temperature: float, top_k:
 def continuations(
     model: GPT2, tokenizer_name: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, num: int
 ) -> Any:
-    """Yield `num` texts, each `prompt` and its continuation; sample i uses seed + i.  An empty prompt starts at the end-of-text token."""
+    """Yield `num` texts, each `prompt` and its continuation; sample i uses seed + i.  An empty prompt starts at the
+    end-of-text token.
+    """
     tokenizer = get_tokenizer(tokenizer_name)
     start = list(tokenizer.encode(prompt)) or [tokenizer.eot]
     for i in range(num):

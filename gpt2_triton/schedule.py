@@ -1,8 +1,8 @@
 """GPT-2's forward pass, backward pass and update, one launch a line.
 
-K is the kernel package (or tests/reference, to check the mathematics), m a model view: w parameters, g gradients, a activations,
-s state, ids/targets/order/segments/hot the batch.  Names are explained in tables.py.  `acc` is False in a step's first micro-step, which
-overwrites the gradients, and True in the later ones, which add to them.
+K is the kernel package (or tests/reference, to check the mathematics), m a model view: w parameters, g gradients, a
+activations, s state, ids/targets/order/segments/hot the batch.  Names are explained in tables.py.  `acc` is False in
+a step's first micro-step, which overwrites the gradients, and True in the later ones, which add to them.
 """
 
 from typing import Any
@@ -40,7 +40,8 @@ def final_norm(K: Any, m: Any) -> None:
 
 
 def head(K: Any, m: Any, acc: bool) -> None:
-    """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's share, but for the target rows, which encoder_bwd adds.
+    """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's share, but for the target rows, which
+    encoder_bwd adds.
 
     With S = sum of exp(z_j - z_target) over j != target: loss = log(1 + S), dlogits = rs * p + ks at the target,
     rs = scale / (1 + S), ks = -scale * S / (1 + S).  p leaves the GEMM unnormalised; rs enters after the next two.
@@ -91,7 +92,9 @@ def head_logits(K: Any, m: Any, row: int) -> None:
 
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
-    """dx holds the gradient of the residual stream throughout; gb[i] is the bias whose branch ends at x[i], the column sums of dx there."""
+    """dx holds the gradient of the residual stream throughout; gb[i] is the bias whose branch ends at x[i], the
+    column sums of dx there.
+    """
     w, g, a, redo = m.w, m.g, m.a, m.recompute
     for l in reversed(range(m.L)):
         i = 2 * l

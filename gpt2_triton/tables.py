@@ -1,9 +1,10 @@
 """Every buffer of GPT-2 training, once.
 
-B batch, T sequence, C channels, NH heads, HS head size, L layers, V vocabulary, Vp padded vocabulary, Tmax longest sequence, R = B*T rows,
-Rc rows of one head chunk, S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L] is
-the last.  ln[i] is the norm of point x[i]; its weights are lnw[i], lnb[i], so the final norm is an ordinary row.
-N is the number of parameters, Nt and Nm are N in training and with fp32 masters, else 0.
+B batch, T sequence, C channels, NH heads, HS head size, L layers, V vocabulary, Vp padded vocabulary, Tmax longest
+sequence, R = B*T rows, Rc rows of one head chunk, S = 2L + 1 points of the residual stream: x[2l] enters layer l,
+x[2l+1] leaves its attention, x[2L] is the last.  ln[i] is the norm of point x[i]; its weights are lnw[i], lnb[i], so
+the final norm is an ordinary row. N is the number of parameters, Nt and Nm are N in training and with fp32 masters,
+else 0.
 """
 
 import dataclasses
@@ -17,78 +18,82 @@ from gpt2_triton.arena import buf, sizes
 
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # memory.recompute, each keeps less than the one before
 
+Tensors = list[Tensor]
+
 
 def par(shape: str, group: str, init: str, decay: bool = False) -> Any:
-    """A parameter.  group: "embed", "layer" (one per layer) or "rest"; init: "normal", "residual" (normal / sqrt(2L)), "zero", "one"."""
+    """A parameter.  group: "embed", "layer" (one per layer) or "rest"; init: "normal", "residual" (normal /
+    sqrt(2L)), "zero", "one".
+    """
     return dataclasses.field(metadata=dict(shape=shape, group=group, init=init, decay=decay))
 
 
+# fmt: off
 @dataclasses.dataclass
 class Params:
-    """Weights are [out, in].  The flat order is: embed | layer 0 | layer 1 | ... | rest; weight decay stops where `rest` begins."""
+    """Weights are [out, in].  The flat order is: embed | layer 0 | layer 1 | ... | rest; weight decay stops where
+    `rest` begins.
+    """
 
-    #                            shape      group    init        decay
-    wte: Tensor = par("Vp C", "embed", "normal", True)  # token embedding and output head; rows V..Vp stay zero
-    wpe: Tensor = par("Tmax C", "embed", "normal", True)
-    qkvw: list[Tensor] = par("3*C C", "layer", "normal", True)
-    attprojw: list[Tensor] = par("C C", "layer", "residual", True)
-    fcw: list[Tensor] = par("4*C C", "layer", "normal", True)
-    fcprojw: list[Tensor] = par("C 4*C", "layer", "residual", True)
-    lnw: Tensor = par("S C", "rest", "one")
-    lnb: Tensor = par("S C", "rest", "zero")
-    qkvb: Tensor = par("L 3*C", "rest", "zero")
-    attprojb: Tensor = par("L C", "rest", "zero")
-    fcb: Tensor = par("L 4*C", "rest", "zero")
-    fcprojb: Tensor = par("L C", "rest", "zero")
+    #                        shape      group    init        decay
+    wte:      Tensor  = par("Vp C",   "embed", "normal",   True)  # also the output head; rows V..Vp stay zero
+    wpe:      Tensor  = par("Tmax C", "embed", "normal",   True)
+    qkvw:     Tensors = par("3*C C",  "layer", "normal",   True)
+    attprojw: Tensors = par("C C",    "layer", "residual", True)
+    fcw:      Tensors = par("4*C C",  "layer", "normal",   True)
+    fcprojw:  Tensors = par("C 4*C",  "layer", "residual", True)
+    lnw:      Tensor  = par("S C",    "rest",  "one")
+    lnb:      Tensor  = par("S C",    "rest",  "zero")
+    qkvb:     Tensor  = par("L 3*C",  "rest",  "zero")
+    attprojb: Tensor  = par("L C",    "rest",  "zero")
+    fcb:      Tensor  = par("L 4*C",  "rest",  "zero")
+    fcprojb:  Tensor  = par("L C",    "rest",  "zero")
 
 
 @dataclasses.dataclass
 class State:
     """What lives from step to step, flat in the order of Params."""
 
-    params: Tensor = buf("N", "act", "embed..between", "parameters")
-    low: Tensor = buf("Nm", "i16", "embed..between", "optimizer")  # the 16 lower bits of fp32 masters
-    m: Tensor = buf("Nt", "f32", "embed..between", "optimizer")
-    v: Tensor = buf("Nt", "f32", "embed..between", "optimizer")
-    grads: Tensor = buf("Nt", "f32", "embed..update", "gradients")
-    stats: Tensor = buf("4", "f32", "embed..between", "inputs")  # loss, gradient norm, clip factor, finite
-    sumsq: Tensor = buf("1", "f32", "update", "inputs")
-    hyper: Tensor = buf("8", "f32", "embed..update", "inputs")  # lr, 1/(1-beta1^t), 1/(1-beta2^t), loss scale, clip
-    rng: Tensor = buf("4", "i32", "embed..update", "inputs")  # step, seed low, seed high
-    packed: Tensor = buf(
-        "Np", "i32", "embed..embed_bwd", "inputs"
-    )  # ids R | targets R | order 2R | segments 4*Ns | hot 4*Nh
+    params: Tensor = buf("N",  "act", "embed..between",   "parameters")
+    low:    Tensor = buf("Nm", "i16", "embed..between",   "optimizer")  # the 16 lower bits of fp32 masters
+    m:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
+    v:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
+    grads:  Tensor = buf("Nt", "f32", "embed..update",    "gradients")
+    stats:  Tensor = buf("4",  "f32", "embed..between",   "inputs")  # loss, gradient norm, clip factor, finite
+    sumsq:  Tensor = buf("1",  "f32", "update",           "inputs")
+    hyper:  Tensor = buf("8",  "f32", "embed..update",    "inputs")  # lr, 1/(1-beta1^t), 1/(1-beta2^t), loss scale, clip
+    rng:    Tensor = buf("4",  "i32", "embed..update",    "inputs")  # step, seed low, seed high
+    packed: Tensor = buf("Np", "i32", "embed..embed_bwd", "inputs")  # ids, targets, order, segments, hot (data/loader.py)
 
 
 @dataclasses.dataclass
 class Acts:
-    #                          shape          storage  live                 kind           from this level on: one buffer, recomputed
-    x: list[Tensor] = buf("S | R C", "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
-    ln: list[Tensor] = buf("2*L | R C", "act", "block..block_bwd", "activations", drop="gelu+ln")
-    mean: list[Tensor] = buf("S | R", "f32", "block..block_bwd", "activations")
-    rstd: list[Tensor] = buf("S | R", "f32", "block..block_bwd", "activations")
-    qkv: list[Tensor] = buf("L | R 3*C", "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
-    lse: list[Tensor] = buf(
-        "L | B NH T", "f32", "block..block_bwd", "activations", drop="block"
-    )  # log2 of each row's sum
-    att: list[Tensor] = buf("L | R C", "act", "block..block_bwd", "activations", drop="block")
-    fch: list[Tensor] = buf("L | R 4*C", "act", "block..block_bwd", "activations", drop="block")  # before GELU
-    fcg: list[Tensor] = buf("L | R 4*C", "act", "block..block_bwd", "activations", drop="gelu")  # after GELU
-    lnf: Tensor = buf("R C", "act", "head..embed_bwd", "head")  # the final norm, norm of x[2L]
-    zt: Tensor = buf("R", "f32", "head", "head")  # log2(e) * logit of the target
-    p: Tensor = buf("Rc Vp", "act", "head", "head")  # exp(logit - target logit), Rc rows at a time
-    rs: Tensor = buf("R", "f32", "head", "head")  # factor of p in dlogits
-    ks: Tensor = buf("R", "f32", "head..embed_bwd", "head")  # dlogits of the target
-    lns: Tensor = buf("Rc C", "act", "head", "head")  # rs * lnf
-    logits: Tensor = buf("1 Vp", "f32", "head", "head")  # of one row, for sampling
-    losses: Tensor = buf("R", "f32", "embed..update", "head")  # of each token, summed over micro-steps
-    dx: Tensor = buf("R C", "act", "head..embed_bwd", "backward")  # gradient of the residual stream
-    dln: Tensor = buf("R C", "act", "head..block_bwd", "backward")
-    datt: Tensor = buf("R C", "act", "block_bwd", "backward", within="dln")
-    dfch: Tensor = buf("R 4*C", "act", "block_bwd", "backward")
-    dqkv: Tensor = buf("R 3*C", "act", "block_bwd", "backward", within="dfch")
-    delta: Tensor = buf("B NH T", "f32", "block_bwd", "backward")  # rowsum(dout * out) of attention
-    scratch: Tensor = buf("W", "f32", "head..update", "scratch")  # partial sums; free before and after each launch
+  # `drop` names the recompute level from which on the list is one buffer, computed again in the backward pass
+    x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
+    ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln")
+    mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
+    rstd:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
+    qkv:     Tensors = buf("L | R 3*C",  "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
+    lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of each row's sum
+    att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
+    fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block")  # before GELU
+    fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu")  # after GELU
+    lnf:     Tensor  = buf("R C",        "act", "head..embed_bwd",  "head")  # the final norm, norm of x[2L]
+    zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
+    p:       Tensor  = buf("Rc Vp",      "act", "head",             "head")  # exp(logit - target logit)
+    rs:      Tensor  = buf("R",          "f32", "head",             "head")  # factor of p in dlogits
+    ks:      Tensor  = buf("R",          "f32", "head..embed_bwd",  "head")  # dlogits of the target
+    lns:     Tensor  = buf("Rc C",       "act", "head",             "head")  # rs * lnf
+    logits:  Tensor  = buf("1 Vp",       "f32", "head",             "head")  # of one row, for sampling
+    losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")  # of each token, summed over micro-steps
+    dx:      Tensor  = buf("R C",        "act", "head..embed_bwd",  "backward")  # gradient of the residual stream
+    dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
+    datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
+    dfch:    Tensor  = buf("R 4*C",      "act", "block_bwd",        "backward")
+    dqkv:    Tensor  = buf("R 3*C",      "act", "block_bwd",        "backward",    within="dfch")
+    delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")  # rowsum(dout * out) of attention
+    scratch: Tensor  = buf("W",          "f32", "head..update",     "scratch")  # partial sums of one launch
+# fmt: on
 
 
 class Entry(NamedTuple):

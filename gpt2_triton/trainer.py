@@ -1,8 +1,8 @@
 """The training loop: data in, schedule on the device, metrics and checkpoints out.
 
-A run is a pure function of its configuration: step s takes the global samples [s*G, (s+1)*G), draws its rounding noise from
-(seed, s), and logs no clock but in fields named so.  Stopping after any step and resuming from its checkpoint therefore gives the
-bytes of the unbroken run.
+A run is a pure function of its configuration: step s takes the global samples [s*G, (s+1)*G), draws its rounding
+noise from (seed, s), and logs no clock but in fields named so.  Stopping after any step and resuming from its
+checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import signal
@@ -35,7 +35,9 @@ def device_name() -> str:
 
 
 def train(config: Config, run_dir: Path, resume: bool) -> int:
-    """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped with a checkpoint saved)."""
+    """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped with a checkpoint
+    saved).
+    """
     found = checkpoint.latest(run_dir) if resume else None
     trainer = Trainer(config, run_dir, found)
     try:
@@ -100,7 +102,9 @@ class Trainer:
         return train_shards, open_shards(patterns[1], V, T) if self.config.eval.every else []
 
     def _load(self, found: Path | None) -> dict[str, torch.Tensor] | None:
-        """Tensors of the checkpoint to go on from (`found`, on resume) or to start from (init_from); None for a fresh start."""
+        """Tensors of the checkpoint to go on from (`found`, on resume) or to start from (init_from); None for a
+        fresh start.
+        """
         source, _, path = self.config.init_from.partition(":")
         if found is None and source == "checkpoint":
             return checkpoint.load(checkpoint.find(Path(path)))[1]
@@ -110,7 +114,8 @@ class Trainer:
         changed = checkpoint.check_config(saved["config"], self._resolved_config())
         if saved["data"] != self.data:
             raise checkpoint.CheckpointError(
-                f"{found}: written with other training data than {self.config.data.train}; restore it or start another run"
+                f"{found}: written with other training data than {self.config.data.train}; "
+                "restore it or start another run"
             )
         self.state = {name: saved[name] for name in self.state}
         self.notes = [
@@ -120,7 +125,9 @@ class Trainer:
         return tensors
 
     def _resolved_config(self) -> dict[str, Any]:
-        """The configuration as a checkpoint keeps it: with the number of tokens a step takes, also where it was left to the default."""
+        """The configuration as a checkpoint keeps it: with the number of tokens a step takes, also where it was left
+        to the default.
+        """
         out = self.config.to_dict()
         out["train"]["total_batch_tokens"] = self.config.total_batch_tokens
         return out
@@ -185,7 +192,8 @@ class Trainer:
         limit = self.config.train.skip_limit
         if limit and self.skips_in_a_row >= limit:
             raise NonFinite(
-                f"step {step + 1}: loss or gradient norm was not finite for {limit} steps in a row (samples up to {self.state['sample']:,}); "
+                f"step {step + 1}: loss or gradient norm was not finite for {limit} steps in a row "
+                f"(samples up to {self.state['sample']:,}); "
                 f"the weights are those of step {step + 1 - limit}: lower optim.lr, or resume from an older checkpoint"
             )
 
@@ -231,5 +239,6 @@ class Trainer:
         self.stopped_by = number
 
     def close(self) -> None:
+        self.saver.wait()
         self.batches.close()
         self.log.close()

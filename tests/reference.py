@@ -1,6 +1,7 @@
 """The kernels' launchers in plain torch, with the same signatures: outputs first, written in place.
 
-Tests call them in float64 to judge a kernel, and hand this module to the model as `K` to judge the schedule against autograd.
+Tests call them in float64 to judge a kernel, and hand this module to the model as `K` to judge the schedule against
+autograd.
 `acc` is the kernels' ACC: False overwrites a gradient, True adds to it.
 """
 
@@ -37,7 +38,9 @@ def encoder_fwd(x, ids, wte, wpe):
 
 
 def encoder_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, hot, T, acc):
-    """dwte[token] += the rows of dx whose input it is and of ks * lnf whose target it is; dwpe[t] = sum over the batch of dx."""
+    """dwte[token] += the rows of dx whose input it is and of ks * lnf whose target it is; dwpe[t] = sum over the
+    batch of dx.
+    """
     R = dx.shape[0]
     for token, start, length, _ in segments.tolist():
         for e in order[start : start + length].tolist():
@@ -57,7 +60,9 @@ def layernorm_fwd(out, mean, rstd, x, w, b, eps=1e-5):
 
 
 def layernorm_bwd(dx, dw, db, dbias, ln, scratch, dout, x, w, b, mean, rstd, acc, add_dx=True):
-    """dx (+)= gradient through the norm; dbias = column sums of the new dx; ln, if given, is the norm's output recomputed."""
+    """dx (+)= gradient through the norm; dbias = column sums of the new dx; ln, if given, is the norm's output
+    recomputed.
+    """
     xhat = (x - mean[:, None]) * rstd[:, None]
     g = dout * w
     grad = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
@@ -145,7 +150,9 @@ def classifier_target(zt, lnf, wte, targets):
 
 
 def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V):
-    """p = exp(logit - target logit), 0 in the target's column and in the padding; rowsum holds sums of p's rows (layout private)."""
+    """p = exp(logit - target logit), 0 in the target's column and in the padding; rowsum holds sums of p's rows
+    (layout private).
+    """
     e = torch.exp2(torch.clamp(lnf @ wte.T * LOG2E - zt[:, None], max=108))
     e[:, V:] = 0
     rows = torch.arange(len(targets), device=targets.device)[targets >= 0]
@@ -159,7 +166,9 @@ _rowsums: dict[int, torch.Tensor] = {}
 
 
 def classifier_stats(losses, rs, ks, lns, rowsum, lnf, targets, hyper, acc):
-    """losses (+)= log(1 + S); rs, ks scale the two parts of dlogits; lns = rs * lnf.  rs, ks, lns are None when only losses count."""
+    """losses (+)= log(1 + S); rs, ks scale the two parts of dlogits; lns = rs * lnf.  rs, ks, lns are None when only
+    losses count.
+    """
     s = _rowsums.pop(rowsum.data_ptr())
     valid, scale = targets >= 0, hyper[3]
     _give(losses, torch.log1p(s) * valid, acc)
@@ -187,7 +196,9 @@ def sum_squares(out, scratch, g):
 
 
 def clip_factor(stats, sumsq, hyper):
-    """stats[1] = norm, stats[2] = factor that brings it to at most `clip` (no clipping when clip is 0), stats[3] = 1 if finite else 0"""
+    """stats[1] = norm, stats[2] = factor that brings it to at most `clip` (no clipping when clip is 0), stats[3] = 1
+    if finite else 0
+    """
     norm, clip = sumsq[0].sqrt(), hyper[4]
     stats[1] = norm
     stats[2] = torch.clamp(clip / (norm + 1e-6), max=1.0) if clip > 0 else 1.0

@@ -10,7 +10,9 @@ from tests.conftest import DEVICE
 
 
 def tiny_config(**sections) -> Config:
-    """2 layers, one head of 64, T 16, B 2, vocabulary 50; `sections` override, as in tiny_config(train=dict(dtype="bf16"))."""
+    """2 layers, one head of 64, T 16, B 2, vocabulary 50; `sections` override, as in
+    tiny_config(train=dict(dtype="bf16")).
+    """
     base = dict(
         model=dict(n_layer=2, n_head=1, n_embd=64, vocab_size=256, block_size=16),
         data=dict(train="builtin", val="builtin", tokenizer="bytes"),

@@ -1,16 +1,18 @@
-"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) over a flat range, gradients clipped on the way in.
+"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) over a flat range, gradients clipped on the way
+in.
 
     g  = grad * clip factor
     m += alpha1 * (g - m),    v += alpha2 * (g^2 - v),    alpha = 1 - beta, subtracted in float64 by the host
     w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
 
-lr, the bias corrections, the clip factor, the step and the seed are read from device memory, so a captured launch serves every step.
-Nothing changes when the step was not finite.  The new w is stored in one of three ways:
+lr, the bias corrections, the clip factor, the step and the seed are read from device memory, so a captured launch
+serves every step. Nothing changes when the step was not finite.  The new w is stored in one of three ways:
 fp32            as it is
-bf16            rounded stochastically: 16 random bits are added below the ones that stay, so that the rounding error is 0 on average and
-                updates smaller than half an ulp are not lost; the bits are Philox's for (seed, step, element)
-bf16 with low   exactly: with u the fp32 bits, hi = (u + 0x8000) >> 16 is w rounded to nearest and low = u & 0xFFFF is the rest;
-                back again, u = (hi << 16 | low) - (0x10000 if low >= 0x8000 else 0)
+bf16            rounded stochastically: 16 random bits are added below the ones that stay, so that the rounding error
+                is 0 on average and updates smaller than half an ulp are not lost; the bits are Philox's for (seed,
+                step, element)
+bf16 with low   exactly: with u the fp32 bits, hi = (u + 0x8000) >> 16 is w rounded to nearest and low = u & 0xFFFF
+                is the rest; back again, u = (hi << 16 | low) - (0x10000 if low >= 0x8000 else 0)
 """
 
 import triton

@@ -1,14 +1,16 @@
-"""Causal multi-head attention without the score matrix (FlashAttention-2, https://arxiv.org/abs/2307.08691), on packed qkv.
+"""Causal attention on packed qkv, without the score matrix (FlashAttention-2, https://arxiv.org/abs/2307.08691).
 
-forward    s = q @ k.T / sqrt(HS),  s[i, j] = -inf for j > i;  p = softmax(s);  out = p @ v;  lse = log2(sum_j 2^(s * log2(e)))
+forward    s = q @ k.T / sqrt(HS),  s[i, j] = -inf for j > i,  p = softmax(s),  out = p @ v
+           lse = log2(sum_j 2^(s * log2(e)))
 backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (dout @ v.T - delta)
            dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
 
-qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.  The scale and
-log2(e) are folded into one factor of the scores, so that exponentials are exp2.  p and ds are rounded to the stored dtype before they are
-multiplied.  The backward pass is two kernels, one program per block of keys (dk, dv) and one per block of queries (dq): 7 products
-where 5 would do, but every output has one writer, so no atomics and the same bits every time.
-Head sizes 80 and 96 run in blocks of 128 columns, of which the rest is masked: 1.6 and 1.33 times the arithmetic.
+qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.
+The scale and log2(e) are folded into one factor of the scores, so that exponentials are exp2.  p and ds are rounded
+to the stored dtype before they are multiplied.  The backward pass is two kernels, one program per block of keys (dk,
+dv) and one per block of queries (dq): 7 products where 5 would do, but every output has one writer, so no atomics
+and the same bits every time. Head sizes 80 and 96 run in blocks of 128 columns, of which the rest is masked: 1.6 and
+1.33 times the arithmetic.
 """
 
 import math
@@ -191,7 +193,8 @@ def attention_fwd(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
 
 @contract("dqkv[B*T,3*C] dbias[3*C]+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,3*C] out[B*T,C] lse[B,NH,T]")
 def attention_bwd(
-    dqkv: Tensor, dbias: Tensor, delta: Tensor, scratch: Tensor, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, acc: bool
+    dqkv: Tensor, dbias: Tensor, delta: Tensor, scratch: Tensor,
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """dqkv from dout; dbias (+)= its column sums, before rounding; delta is workspace."""
     sizes, scale = _shape(qkv, lse)

@@ -2,8 +2,9 @@
 
     @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K] bias[N]?")
 
-Left of `<-` stand the outputs, right of it the inputs, in the order of the signature.  A dimension is a symbol, an integer or a
-product (`3*C`, `B*T`); `*` is scratch of any shape.  `?` marks an argument that may be None, `+` one that may be accumulated into.
+Left of `<-` stand the outputs, right of it the inputs, in the order of the signature.  A dimension is a symbol, an
+integer or a product (`3*C`, `B*T`); `*` is scratch of any shape.  `?` marks an argument that may be None, `+` one
+that may be accumulated into.
 """
 
 import functools
@@ -30,7 +31,7 @@ def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple)
     present = [
         (name, spec.split(","), tensor) for (name, spec, _), tensor in zip(arguments, tensors) if tensor is not None
     ]
-    for name, spec, tensor in present:
+    for _, spec, tensor in present:
         if spec != ["*"] and len(spec) == tensor.dim():
             for symbol, size in zip(spec, tensor.shape):
                 if symbol.isidentifier():
@@ -48,7 +49,9 @@ def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple)
 
 
 def contract(line: str) -> Callable:
-    """Decorate a launcher with its contract: shapes are checked on every call, and TRACE records it when it is a list."""
+    """Decorate a launcher with its contract: shapes are checked on every call, and TRACE records it when it is a
+    list.
+    """
     outs, ins = (_ARGUMENT.findall(side) for side in line.partition("<-")[::2])
     arguments = outs + ins
 

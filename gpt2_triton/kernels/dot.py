@@ -1,7 +1,8 @@
 """The one matrix product all kernels share: operands in their stored dtype, sums in fp32.
 
-bf16 goes to the tensor cores as it is; fp32 is multiplied exactly (ieee, no tf32).  Triton's interpreter multiplies the raw bits of
-bf16, so there, and only there, the operands are widened first; products of bf16 are exact in fp32, so the result means the same.
+bf16 goes to the tensor cores as it is; fp32 is multiplied exactly (ieee, no tf32).  Triton's interpreter multiplies
+the raw bits of bf16, so there, and only there, the operands are widened first; products of bf16 are exact in fp32,
+so the result means the same.
 """
 
 import triton

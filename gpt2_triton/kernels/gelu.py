@@ -1,4 +1,5 @@
-"""GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415), as device functions on fp32 values.
+"""GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415), as device functions on
+fp32 values.
 
 u = sqrt(2/pi) * (x + 0.044715 * x^3)
 gelu(x)  = 0.5 * x * (1 + tanh(u)) = x * sigmoid(2u)

@@ -1,13 +1,15 @@
 """LayerNorm over C channels (Ba et al. 2016, https://arxiv.org/abs/1607.06450), forward and backward, for R rows.
 
-forward    mean = sum_C(x) / C,  rstd = 1 / sqrt(sum_C((x - mean)^2) / C + eps),  out = xhat * w + b,  xhat = (x - mean) * rstd
+forward    mean = sum_C(x) / C,  rstd = 1 / sqrt(sum_C((x - mean)^2) / C + eps)
+           xhat = (x - mean) * rstd,  out = xhat * w + b
 backward   g = dout * w,  dx (+)= rstd * (g - sum_C(g) / C - xhat * sum_C(g * xhat) / C)
            dw (+)= sum_R(dout * xhat),  db (+)= sum_R(dout),  dbias (+)= sum_R(dx as it is after the update)
 
-There is no fused residual + layernorm: the residual add lives in the epilogue of the product before it (matmul_add), so x arrives summed.
-dbias is the gradient of that product's bias: its output enters the residual stream unchanged, so the sums of the new dx are what it needs.
-Statistics are two-pass, in fp32, of the stored x.  Column sums run per program over a fixed set of rows, then over programs in
-a fixed order (reduce.py).  Bound by bandwidth: forward reads and writes a row, backward reads three and writes one.
+There is no fused residual + layernorm: the residual add lives in the epilogue of the product before it (matmul_add),
+so x arrives summed. dbias is the gradient of that product's bias: its output enters the residual stream unchanged,
+so the sums of the new dx are what it needs. Statistics are two-pass, in fp32, of the stored x.  Column sums run per
+program over a fixed set of rows, then over programs in a fixed order (reduce.py).  Bound by bandwidth: forward reads
+and writes a row, backward reads three and writes one.
 """
 
 import triton
@@ -96,10 +98,10 @@ def layernorm_fwd(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor,
 
 @contract("dx[R,C]+ dw[C]+ db[C]+ dbias[C]?+ ln[R,C]? scratch[*] <- dout[R,C] x[R,C] w[C] b[C] mean[R] rstd[R]")
 def layernorm_bwd(
-    dx: Tensor, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Tensor | None, scratch: Tensor, dout: Tensor, x: Tensor,
-    w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor, acc: bool, add_dx: bool = True,
+    dx: Tensor, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Tensor | None, scratch: Tensor,
+    dout: Tensor, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor, acc: bool, add_dx: bool = True,
 ) -> None:  # fmt: skip
-    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, becomes the forward's output again."""
+    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the forward's out again."""
     R, C = x.shape
     row = _bwd_row(R, C, dtype_name(x))
     programs = row.pop("PROGRAMS")

@@ -1,7 +1,8 @@
 """fp32 master weights as the bf16 weight and 16 more bits, so that a parameter costs 4 bytes and not 6.
 
-With u the bits of the fp32 number: hi = (u + 0x8000) >> 16 is the bf16 weight, u rounded to nearest, and low = u & 0xFFFF the rest.
-Back again: u = (hi << 16 | low) - (0x10000 if low >= 0x8000 else 0), which undoes the carry of the rounding.
+With u the bits of the fp32 number: hi = (u + 0x8000) >> 16 is the bf16 weight, u rounded to nearest, and low = u &
+0xFFFF the rest. Back again: u = (hi << 16 | low) - (0x10000 if low >= 0x8000 else 0), which undoes the carry of the
+rounding.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., SC11) keyed by seed, purpose, step and flat element.
 
-One Philox call on the counter (i // 4 low, i // 4 high, step, purpose) yields four 32-bit words, of which element i takes word i % 4.
-So a number depends on who asks for what, and never on block sizes, launches, ranks or history.
+One Philox call on the counter (i // 4 low, i // 4 high, step, purpose) yields four 32-bit words, of which element i
+takes word i % 4. So a number depends on who asks for what, and never on block sizes, launches, ranks or history.
 """
 
 import triton
@@ -54,7 +54,9 @@ def _fill_kernel(w_ptr, n, value, BLOCK: tl.constexpr):
 
 @contract("w[n] low[n]?")
 def normal_init(w: Tensor, low: Tensor | None, seed: int, first: int, std: float) -> None:
-    """w = N(0, std), element i from Philox at flat index first + i (first a multiple of 4); bf16 w is the fp32 number rounded, low its other bits."""
+    """w = N(0, std), element i from Philox at flat index first + i (first a multiple of 4); bf16 w is the fp32
+    number rounded, low its other bits.
+    """
     block = _block(w.numel())
     _normal_init_kernel[(triton.cdiv(w.numel(), block),)](w, low, w.numel(), seed, first, std, BLOCK=block)
 

@@ -29,7 +29,9 @@ def _column_sums_kernel(out_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.
 
 
 def column_sums(out: Tensor, part: Tensor, P: int, acc: bool) -> None:
-    """out[n] (+)= sum over p of part[p, n]; `out` is fp32 of N elements in any shape, `part` the first P*N elements of an fp32 scratch."""
+    """out[n] (+)= sum over p of part[p, n]; `out` is fp32 of N elements in any shape, `part` the first P*N elements
+    of an fp32 scratch.
+    """
     N = out.numel()
     block_p = min(next_power_of_2(P), 64)
     block_n = min(next_power_of_2(N), 1 << 18) if INTERPRET else max(64, 4096 // block_p)
@@ -97,5 +99,7 @@ def loss_sum(out: Tensor, scratch: Tensor, losses: Tensor, hyper: Tensor) -> Non
 
 @contract("stats[4] <- sumsq[1] hyper[8]")
 def clip_factor(stats: Tensor, sumsq: Tensor, hyper: Tensor) -> None:
-    """stats[1] = norm, stats[2] = factor that brings it to at most clip (1 if clip is 0), stats[3] = 1 if norm and loss are finite, else 0."""
+    """stats[1] = norm, stats[2] = factor that brings it to at most clip (1 if clip is 0), stats[3] = 1 if norm and
+    loss are finite, else 0.
+    """
     _clip_factor_kernel[(1,)](stats, sumsq, hyper)

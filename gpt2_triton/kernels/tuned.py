@@ -1,7 +1,7 @@
 """Launch parameters as data: operation -> blocks, warps, stages.  Nothing is tuned at run time.
 
-`GPU` holds one row per (operation, storage dtype).  `INTERPRETER` holds upper bounds only: there a program costs a millisecond and
-a block nothing, so each block covers its whole dimension up to the bound.
+`GPU` holds one row per (operation, storage dtype).  `INTERPRETER` holds upper bounds only: there a program costs a
+millisecond and a block nothing, so each block covers its whole dimension up to the bound.
 """
 
 import functools
@@ -57,7 +57,8 @@ GPU: dict[tuple[str, str], dict[str, int]] = {
 }
 
 # What changes on a GPU whose programs have less shared memory than Hopper's 227 KB: A100 163, RTX 4090 and 5090 99.
-# Never a block that sizes a scratch (BLOCK_M of matmul, BLOCK_N of classifier_fwd, any of matmul_dw): memory is planned before the GPU is known.
+# Never a block that sizes a scratch (BLOCK_M of matmul, BLOCK_N of classifier_fwd, any of matmul_dw): memory is
+# planned before the GPU is known.
 SMALL_GPU: dict[tuple[str, str], dict[str, int]] = {
     ("matmul", "bf16"): dict(BLOCK_N=128, BLOCK_K=32),
     ("matmul_dw", "bf16"): dict(num_stages=2),
@@ -109,8 +110,8 @@ def next_power_of_2(n: int) -> int:
 def tuned(op: str, dtype: str, **sizes: int) -> dict[str, int]:
     """Launch parameters of `op` for storage dtype "bf16" or "fp32".
 
-    `sizes` gives the dimension that each block runs along, as in `tuned("matmul", "bf16", BLOCK_M=R, BLOCK_N=N)`; only the interpreter
-    uses them, to make a block cover its dimension (a power of two, at least 16).
+    `sizes` gives the dimension that each block runs along, as in `tuned("matmul", "bf16", BLOCK_M=R, BLOCK_N=N)`;
+    only the interpreter uses them, to make a block cover its dimension (a power of two, at least 16).
     """
     if not INTERPRET:
         return GPU[op, dtype] | (SMALL_GPU.get((op, dtype), {}) if small_gpu() else {})

@@ -74,7 +74,8 @@ def check_dx_dgelu(rng, R, N, K, dtype, acc, with_gelu):
     dpre, dbias = poisoned(R, K, dtype=dtype), rng(K) if acc else poisoned(K)
     gelu_out = poisoned(R, K, dtype=dtype) if with_gelu else None
     expected = want("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
-    mm.matmul_dx_dgelu(dpre, dbias, gelu_out, scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout))), dout, w, pre, acc)
+    part = scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout)))
+    mm.matmul_dx_dgelu(dpre, dbias, gelu_out, part, dout, w, pre, acc)
     assert error(dpre, expected[0]) < tolerance(dtype)
     assert error(dbias, expected[1]) < SUMS  # of the unrounded values, whatever the storage
     if with_gelu:
@@ -121,7 +122,8 @@ def check_recomputed_gelu(rng, R, N, K, dtype):
     kept, recomputed, pre, dpre = (poisoned(R, N, dtype=dtype) for _ in range(4))
     mm.matmul_gelu(kept, pre, inp, w, b)
     down, dout = rng(K, N, dtype=dtype), rng(R, K, dtype=dtype)
-    mm.matmul_dx_dgelu(dpre, poisoned(N), recomputed, scratch(mm.matmul_dx_dgelu_scratch(R, N, dtype_name(dout))), dout, down, pre, False)
+    part = scratch(mm.matmul_dx_dgelu_scratch(R, N, dtype_name(dout)))
+    mm.matmul_dx_dgelu(dpre, poisoned(N), recomputed, part, dout, down, pre, False)
     assert torch.equal(kept, recomputed)
 
 

@@ -1,0 +1,60 @@
+"""Every command of README.md is accepted, every file it names is there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gpt2_triton.cli import main, tools_app, train_app
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split(" # ")[0].strip()
+    for block in re.findall(r"^```\n(.*?)^```", TEXT, re.M | re.S)
+    for line in block.splitlines()
+    if line.startswith(("python train.py", "python -m gpt2_triton"))
+]
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c])
+def test_training_commands(command, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)[2:]
+    planned = "--plan" in words
+    assert main(train_app, words if planned else [*words, "--print_config"]) == 0
+    assert ("\narena " if planned else "n_embd: 768") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "-m gpt2_triton" in c])
+def test_tool_commands(command, capsys, monkeypatch, tmp_path):
+    """The words are understood (no exit code 2); the runs they name have metrics but no checkpoint (4)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mytext.txt").write_text("To be, or not to be: that is the question.\n" * 50)
+    for run in ("mine", "other"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        (tmp_path / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
+    words = shlex.split(command)[3:]
+    if words[0] == "verify":
+        words.append("--help")  # the comparison itself is tests/test_verify.py
+    assert main(tools_app, words) == (4 if words[0] == "sample" else 0), capsys.readouterr().err
+
+
+LINKS = re.findall(r"\]\(([\w/.]+)\)", TEXT)
+FILES = re.findall(r"`((?:tests|docs|benchmarks|configs|gpt2_triton)/[\w/.]*)`", TEXT)
+
+
+@pytest.mark.parametrize("path", sorted({*LINKS, *FILES}))
+def test_files_exist(path):
+    assert (ROOT / path).exists()
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", TEXT, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
