@@ -61,9 +61,9 @@ class State:
     grads:  Tensor = buf("Nt", "f32", "embed..update",    "gradients")
     stats:  Tensor = buf("4",  "f32", "embed..between",   "inputs")  # loss, gradient norm, clip factor, finite
     sumsq:  Tensor = buf("1",  "f32", "update",           "inputs")
-    hyper:  Tensor = buf("8",  "f32", "embed..update",    "inputs")  # lr, 1/(1-beta1^t), 1/(1-beta2^t), loss scale, clip
+    hyper:  Tensor = buf("8",  "f32", "embed..update",    "inputs")  # lr, bias corrections, loss scale, clip
     rng:    Tensor = buf("4",  "i32", "embed..update",    "inputs")  # step, seed low, seed high
-    packed: Tensor = buf("Np", "i32", "embed..embed_bwd", "inputs")  # ids, targets, order, segments, hot (data/loader.py)
+    packed: Tensor = buf("Np", "i32", "embed..embed_bwd", "inputs")  # the batch, as data/loader.py packs it
 
 
 @dataclasses.dataclass
@@ -74,7 +74,7 @@ class Acts:
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     rstd:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     qkv:     Tensors = buf("L | R 3*C",  "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
-    lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of each row's sum
+    lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of row sums
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block")  # before GELU
     fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu")  # after GELU
