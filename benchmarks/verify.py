@@ -296,5 +296,6 @@ def verify() -> int:
         shape, ratio = " x ".join(map(str, c.ours.shape)) or "1", ours / torchs if torchs else float(ours > 0)
         errors = f"{ours:>10.1e}{torchs:>10.1e}{ratio:>10.2f}"
         print(f"{c.op:<18}{c.output:<13}{shape:<16}{errors}  {'ok' if ok else 'FAIL'}", flush=True)
-    print(f"\n{sum(verdicts)} of {len(verdicts)} outputs are within {RATIO}x PyTorch's error (fp32 ones: or within {FLOOR:.0e})")
+    bound = f"{RATIO}x PyTorch's error (fp32 outputs: or {FLOOR:.0e})"
+    print(f"\n{sum(verdicts)} of {len(verdicts)} outputs are within {bound}")
     return 0 if all(verdicts) else 1
