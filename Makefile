@@ -1,4 +1,5 @@
-# `make quickstart` and `make test` need python3 >= 3.11 and a package index, nothing else: each makes .venv and installs into it.
+# `make quickstart` and `make test` need python3 >= 3.11 and a package index, nothing else: each makes .venv and
+# installs into it.
 PYTHON ?= python3
 BIN := .venv/bin
 RUN ?= runs/quickstart

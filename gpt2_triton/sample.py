@@ -4,8 +4,8 @@ The forward pass runs on the device; the draw from one row of logits is numpy on
 per sample, so a sample depends on the weights, the prompt and the seed alone.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def sample_text(path: Path, prompt: str, tokens: int, temperature: float, top_k:
 
 def continuations(
     model: GPT2, tokenizer_name: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, num: int
-) -> Any:
+) -> Iterator[str]:
     """Yield `num` texts, each `prompt` and its continuation; sample i uses seed + i.  An empty prompt starts at the
     end-of-text token.
     """

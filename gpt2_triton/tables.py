@@ -68,7 +68,7 @@ class State:
 
 @dataclasses.dataclass
 class Acts:
-  # `drop` names the recompute level from which on the list is one buffer, computed again in the backward pass
+    # `drop` names the recompute level from which on the list is one buffer, computed again in the backward pass
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
     ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
