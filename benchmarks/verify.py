@@ -217,7 +217,7 @@ def encoder(s: Sizes) -> Iterator[Comparison]:
 def reductions(s: Sizes) -> Iterator[Comparison]:
     g, losses, stats, sumsq = randn(s.updated, dtype=F32), 5 + randn(s.R, dtype=F32), empty32(4), empty32(1)
     hyper = torch.tensor([0, 0, 0, 1 / s.R, 1.0, 0, 0, 0], dtype=F32, device=DEVICE)
-    K.loss_sum(stats[:1], scratch(s), losses, hyper)
+    K.loss_sum(stats[:1], losses, hyper)
     K.sum_squares(sumsq, scratch(s), g)
     K.clip_factor(stats, sumsq, hyper)
     yield Comparison("loss_sum", "loss", stats[0], losses.sum() * hyper[3], losses.double().sum() * hyper[3].double())

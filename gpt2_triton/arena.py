@@ -35,7 +35,7 @@ def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", within: 
     """A table row.
 
     shape    "R 4*C", or "L | R 4*C" for a list of L buffers
-    storage  "act" (the run's dtype), "f32", "i32", "i16", "u8"
+    storage  "act" (the run's dtype), "f32", "i32", "i16"
     live     "head" | "block block_bwd" (two uses, free between) | "block..block_bwd" (kept throughout)
     drop     the recompute level from which on the list shrinks to one shared buffer, "level:odd" for its odd entries
              only

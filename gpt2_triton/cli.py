@@ -131,7 +131,13 @@ def train(
         return 0
     if gpu:
         raise ConfigError("--gpu: goes with --plan only; a run uses the GPU it finds")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("torchrun: training on several GPUs is not there yet; start train.py by itself")
     directory = choose_run_dir(config, run_dir, resume)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run_dir: cannot make {directory}: {error.strerror}; choose another") from error
     choose_device()
     from gpt2_triton import trainer
 

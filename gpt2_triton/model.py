@@ -16,11 +16,12 @@ from torch import Tensor
 from gpt2_triton import schedule
 from gpt2_triton.arena import GIB, PHASES, OutOfMemory, Plan, carve, largest_batch, phases, plan, resolve
 from gpt2_triton.config import Config
-from gpt2_triton.data.loader import scatter_bounds
+from gpt2_triton.data.loader import packed_size, scatter_bounds
 from gpt2_triton.tables import LEVELS, Acts, Params, State, entries, named
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 INIT_STD = 0.02
+CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) ->
     )
     d["Rc"] = min(d["R"], config.head_rows)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
-    d["Np"] = 4 * d["R"] + 4 * d["Ns"] + 4 * d["Nh"]
+    d["Np"] = packed_size(d["R"], d["V"])
     d["N"] = sum(math.prod(e.shape) for e in entries(d))
     d["Nt"] = d["N"] if training else 0
     d["Nm"] = d["N"] if training and config.optim.master == "fp32" and config.train.dtype == "bf16" else 0
@@ -106,15 +107,16 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     """The plan as text, and the largest micro-batch that fits a GPU of this size; needs no GPU."""
     T = config.train.seq_len
     made, dims = make_plan(config, K, config.micro_batch, T)
-    best = largest_batch(lambda B: make_plan(config, K, B, T)[0].total, gpu_bytes)
-    fits = "fits" if made.total <= gpu_bytes else "does not fit"
+    budget = gpu_bytes - CONTEXT_BYTES
+    best = largest_batch(lambda B: make_plan(config, K, B, T)[0].total, budget)
+    fits = "fits" if made.total <= budget else "does not fit"
     return "\n".join(
         [
             made.show(),
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {T} tokens, recompute {config.memory.recompute}",
-            f"{fits} {gpu_bytes / GIB:.1f} GiB; the largest train.batch_size that fits is {best} "
-            "(the CUDA context, about 0.5 GiB, comes on top)",
+            f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB beside a CUDA context of {CONTEXT_BYTES / GIB:.1f} GiB; "
+            f"the largest train.batch_size that fits is {best}",
         ]
     )
 
@@ -274,8 +276,15 @@ def _refuse_if_too_large(made: Plan, config: Config, K: Any, device: str) -> Non
     free, total = torch.cuda.mem_get_info()
     if made.total > free:
         best = largest_batch(lambda B: make_plan(config, K, B, config.train.seq_len)[0].total, free)
+        rows = config.total_batch_tokens // config.train.seq_len
+        best = max((B for B in range(1, best + 1) if rows % B == 0), default=0)  # a step's rows must be whole batches
+        advice = (
+            f"set train.batch_size to {best} and train.total_batch_tokens to {config.total_batch_tokens}, or"
+            if best
+            else "set"
+        )
         raise OutOfMemory(
             f"the plan needs {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free: "
-            f"set train.batch_size to {best} or less (now {config.micro_batch}), or a deeper memory.recompute; "
+            f"{advice} a deeper memory.recompute (now batch {config.micro_batch}, {config.memory.recompute}); "
             "--plan shows the buffers"
         )

@@ -36,8 +36,11 @@ def plot(runs: Sequence[Path], out: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"plot: cannot write {out}: {error.strerror}; choose another -o") from error
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

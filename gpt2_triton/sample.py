@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from pydantic import ValidationError
 
-from gpt2_triton.checkpoint import find, load
+from gpt2_triton.checkpoint import CheckpointError, find, load
 from gpt2_triton.config import Config
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.model import GPT2
@@ -21,10 +22,10 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, generator: np.rando
     """
     if temperature == 0:
         return int(logits.argmax())
-    scaled = logits.astype(np.float64) / temperature
+    scaled = (logits.astype(np.float64) - logits.max()) / temperature
     if 0 < top_k < len(scaled):
         scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
-    p = np.exp(scaled - scaled.max())
+    p = np.exp(scaled)
     return int(generator.choice(len(p), p=p / p.sum()))
 
 
@@ -46,7 +47,10 @@ def sample_text(path: Path, prompt: str, tokens: int, temperature: float, top_k:
 
     step_dir = find(path)
     state, tensors = load(step_dir)
-    config = Config.model_validate(state["config"])
+    try:
+        config = Config.model_validate(state["config"])
+    except ValidationError as error:
+        raise CheckpointError(f"{step_dir}: its configuration is of another version of gpt2_triton") from error
     model = GPT2(config, K, device_name(), batch=1, training=False)
     model.state.params.copy_(tensors["params"])
     for text in continuations(model, config.data.tokenizer, prompt, tokens, temperature, top_k, seed, num):

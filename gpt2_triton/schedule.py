@@ -132,7 +132,7 @@ def embed_bwd(K: Any, m: Any, acc: bool) -> None:
 
 def update(K: Any, m: Any) -> None:
     s, a = m.s, m.a
-    K.loss_sum(s.stats[:1], a.scratch, a.losses, s.hyper)
+    K.loss_sum(s.stats[:1], a.losses, s.hyper)
     K.sum_squares(s.sumsq, a.scratch, s.grads)
     K.clip_factor(s.stats, s.sumsq, s.hyper)
     for r, decay in m.ranges:

@@ -5,6 +5,7 @@ noise from (seed, s), and logs no clock but in fields named so.  Stopping after 
 checkpoint therefore gives the bytes of the unbroken run.
 """
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare import builtin_shards
 from gpt2_triton.data.shards import fingerprint, open_shards
+from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
@@ -35,8 +37,8 @@ def device_name() -> str:
 
 
 def train(config: Config, run_dir: Path, resume: bool) -> int:
-    """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped with a checkpoint
-    saved).
+    """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped; the checkpoint of
+    the last finished step is saved).
     """
     found = checkpoint.latest(run_dir) if resume else None
     trainer = Trainer(config, run_dir, found)
@@ -53,23 +55,24 @@ class Trainer:
         self.config, self.run_dir, self.device = config, run_dir, device_name()
         self.context_bytes = self._used_bytes()
         self.stopped_by = 0
-        self.skips_in_a_row = 0
         self.notes: list[str] = []
         train_shards, val_shards = self._open_data()
         self.data = fingerprint(train_shards)
-        self.state: dict[str, Any] = {"step": 0, "sample": 0, "skipped": 0, "wandb_id": None}
-        tensors = self._load(found)
+        self.state: dict[str, Any] = {"step": 0, "sample": 0, "skipped": 0, "skipped_in_a_row": 0, "wandb_id": None}
+        tensors = self._load(found) if found else self._load_initial()
+        if config.sample.every:
+            get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
         loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
         self.validation = (
             ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
         )
         self.model = GPT2(config, K, self.device)
-        if tensors is None:
+        if not found:
             self.model.initialise(config.train.seed)
         else:
-            checkpoint.check_tensors(found or Path(config.init_from), tensors, self.model.persistent())
-            for name, flat in self.model.persistent().items():
-                flat.copy_(tensors[name])
+            checkpoint.check_tensors(found, tensors, self.model.persistent())
+        for name, tensor in tensors.items():
+            self.model.persistent()[name].copy_(tensor)
         self.batches = Prefetcher(
             loader,
             config.micro_batch,
@@ -101,15 +104,24 @@ class Trainer:
         train_shards = open_shards(patterns[0], V, T)
         return train_shards, open_shards(patterns[1], V, T) if self.config.eval.every else []
 
-    def _load(self, found: Path | None) -> dict[str, torch.Tensor] | None:
-        """Tensors of the checkpoint to go on from (`found`, on resume) or to start from (init_from); None for a
-        fresh start.
-        """
+    def _load_initial(self) -> dict[str, torch.Tensor]:
+        """The weights that init_from names, without moments or step; none for scratch."""
         source, _, path = self.config.init_from.partition(":")
-        if found is None and source == "checkpoint":
-            return checkpoint.load(checkpoint.find(Path(path)))[1]
-        if found is None:
-            return None
+        if source == "scratch":
+            return {}
+        saved, tensors = checkpoint.load(checkpoint.find(Path(path)))
+        for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
+            then, now = saved["config"][section], self.config.to_dict()[section]
+            differing = [key for key in keys or now if then.get(key) != now[key]]
+            if differing:
+                key = differing[0]
+                raise checkpoint.CheckpointError(
+                    f"init_from: {path} has {section}.{key} {then.get(key)}, this run {now[key]}; make them equal"
+                )
+        return {name: tensors[name] for name in ("params", "low") if name in tensors}
+
+    def _load(self, found: Path) -> dict[str, torch.Tensor]:
+        """Everything of the checkpoint to go on from, once it is known to be of this run."""
         saved, tensors = checkpoint.load(found)
         changed = checkpoint.check_config(saved["config"], self._resolved_config())
         if saved["data"] != self.data:
@@ -144,7 +156,7 @@ class Trainer:
             grown = self._used_bytes() - self.context_bytes
             self.log.note(
                 f"memory: planned {self.model.plan.total / GIB:.3f} GiB, in use {grown / GIB:.3f} GiB, "
-                f"CUDA context {self.context_bytes / GIB:.3f} GiB besides"
+                f"before the run {self.context_bytes / GIB:.3f} GiB (CUDA context, other processes)"
             )
 
     def _where(self) -> str:
@@ -188,9 +200,9 @@ class Trainer:
         self._check_finite(step, applied)
 
     def _check_finite(self, step: int, applied: bool) -> None:
-        self.skips_in_a_row = 0 if applied else self.skips_in_a_row + 1
+        self.state["skipped_in_a_row"] = 0 if applied else self.state["skipped_in_a_row"] + 1
         limit = self.config.train.skip_limit
-        if limit and self.skips_in_a_row >= limit:
+        if limit and self.state["skipped_in_a_row"] >= limit:
             raise NonFinite(
                 f"step {step + 1}: loss or gradient norm was not finite for {limit} steps in a row "
                 f"(samples up to {self.state['sample']:,}); "
@@ -233,9 +245,9 @@ class Trainer:
         self.saver.submit(step, self.host, self.state | {"config": self._resolved_config(), "data": self.data})
 
     def _stop(self, number: int, _frame: Any) -> None:
-        """First signal: finish the step, save, leave.  Second: leave at once."""
+        """First signal: finish the step, save, leave.  Second: leave at once; half a checkpoint stays hidden."""
         if self.stopped_by:
-            raise SystemExit(128 + number)
+            os._exit(128 + number)
         self.stopped_by = number
 
     def close(self) -> None:

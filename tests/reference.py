@@ -186,7 +186,7 @@ def classifier_dx(dln, p, wte, rs, ks, targets):
 # ---- reductions and the update ----
 
 
-def loss_sum(out, scratch, losses, hyper):
+def loss_sum(out, losses, hyper):
     """out = loss scale * sum of losses"""
     out.copy_(losses.sum() * hyper[3])
 

@@ -131,5 +131,5 @@ def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
     config = tiny_config()
     made, _ = gpt2_triton.model.make_plan(config, reference, 1, config.train.seq_len)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (made.total, 2 * arena.GIB))
-    with pytest.raises(OutOfMemory, match=r"set train.batch_size to 1 or less \(now 2\)"):
+    with pytest.raises(OutOfMemory, match=r"set train.batch_size to 1 and .* \(now batch 2, gelu\)"):
         gpt2_triton.model.GPT2(config, reference, "cuda")

@@ -9,7 +9,7 @@ import pytest
 from gpt2_triton.cli import main, tools_app, train_app
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "README.md").read_text()
+TEXT = (ROOT / "README.md").read_text().replace("\\\n", "")
 COMMANDS = [
     line.split(" # ")[0].strip()
     for block in re.findall(r"^```\n(.*?)^```", TEXT, re.M | re.S)

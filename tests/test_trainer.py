@@ -7,6 +7,7 @@ import json
 import signal
 
 import pytest
+import torch
 
 from gpt2_triton import checkpoint
 from gpt2_triton.optim import hyper_row
@@ -126,3 +127,20 @@ def test_golden_losses():
         model.micro_step(packed_batch(config, seed=step % 2), first=True)
         losses.append(model.end_step()[0])
     assert losses == pytest.approx(GOLDEN, rel=1e-5)
+
+
+def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(unbroken, tmp_path):
+    config = run_config(init_from=f"checkpoint:{unbroken}")
+    trainer = Trainer(config, tmp_path, None)
+    try:
+        _, saved = checkpoint.load(checkpoint.find(unbroken))
+        assert torch.equal(trainer.model.state.params.cpu(), saved["params"])
+        assert not trainer.model.state.m.cpu().any() and trainer.state["step"] == 0
+    finally:
+        trainer.close()
+
+
+def test_init_from_another_model_is_refused(unbroken, tmp_path):
+    config = run_config(model=dict(n_layer=1), init_from=f"checkpoint:{unbroken}")
+    with pytest.raises(checkpoint.CheckpointError, match=r"model.n_layer 2, this run 1"):
+        Trainer(config, tmp_path, None)

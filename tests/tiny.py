@@ -21,7 +21,7 @@ def tiny_config(**sections) -> Config:
         eval=dict(every=0),
     )
     for name, values in sections.items():
-        base[name] = base.get(name, {}) | values
+        base[name] = base.get(name, {}) | values if isinstance(values, dict) else values
     return Config.model_validate(base)
 
 

@@ -54,7 +54,7 @@ __all__ = [
 def scratch_elements(d: dict[str, int], dtype: str) -> int:
     """fp32 elements of the one scratch buffer: the most that any launch of a step needs (symbols as in tables.py)."""
     R, C, Rc, Vp = d["R"], d["C"], d["Rc"], d["Vp"]
-    products = [(3 * C, C, R), (C, C, R), (4 * C, C, R), (C, 4 * C, R), (Vp, C, Rc)]
+    products = [(3 * C, C, R), (C, C, R), (4 * C, C, R), (C, 4 * C, R), (Vp, C, Rc), (Vp, C, R % Rc or Rc)]
     return max(
         layernorm_bwd_scratch(R, C, dtype),
         matmul_dx_dgelu_scratch(R, 4 * C, dtype),

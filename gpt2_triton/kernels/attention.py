@@ -28,10 +28,18 @@ _LOG2E = math.log2(math.e)
 
 
 @triton.jit
-def _tile(rows, stride, T, HS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Offsets of [rows, BLOCK_D] of one head, and which of them lie in the sequence and in the head."""
+def _load_rows(base_ptr, rows, stride, T, HS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[rows, BLOCK_D] of one head, zero past the sequence's end and past the head's size."""
     d = tl.arange(0, BLOCK_D)
-    return rows[:, None] * stride + d[None, :], (rows < T)[:, None] & (d < HS)[None, :]
+    mask = (rows < T)[:, None] & (d < HS)[None, :]
+    return tl.load(base_ptr + rows[:, None] * stride + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(base_ptr, rows, stride, value, T, HS: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    mask = (rows < T)[:, None] & (d < HS)[None, :]
+    tl.store(base_ptr + rows[:, None] * stride + d[None, :], value.to(base_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -53,36 +61,31 @@ def _attention_fwd_kernel(
     out_ptr, lse_ptr, qkv_ptr, T, NH, factor,
     HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(BLOCK_M % BLOCK_N == 0)  # the blocks before `first` are taken whole, without a mask
     blocks = tl.cdiv(T, BLOCK_M)
-    block = blocks - 1 - tl.program_id(0) % blocks  # the longest rows first, so that short ones fill the tail
-    first = block * BLOCK_M
+    first = (
+        blocks - 1 - tl.program_id(0) % blocks
+    ) * BLOCK_M  # the longest rows first, so that short ones fill the tail
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = bh // NH, bh % NH
     C = NH * HS
     qkv_ptr += b * T * 3 * C + h * HS
-    k_ptr = qkv_ptr + C
-    v_ptr = qkv_ptr + 2 * C
     i = first + tl.arange(0, BLOCK_M)
-    at, inside = _tile(i, 3 * C, T, HS, BLOCK_D)
-    q = tl.load(qkv_ptr + at, mask=inside, other=0.0)
+    q = _load_rows(qkv_ptr, i, 3 * C, T, HS, BLOCK_D)
     m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that a row is never inf - inf
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first, BLOCK_N):  # keys that every query of the block sees
         j = start + tl.arange(0, BLOCK_N)
-        at, inside = _tile(j, 3 * C, T, HS, BLOCK_D)
-        k = tl.load(k_ptr + at, mask=inside, other=0.0)
-        v = tl.load(v_ptr + at, mask=inside, other=0.0)
+        k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D)
+        v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D)
         m, total, acc = _attend(q, k, v, m, total, acc, i, j, factor, False)
     for start in tl.range(first, min(first + BLOCK_M, T), BLOCK_N):  # the diagonal
         j = start + tl.arange(0, BLOCK_N)
-        at, inside = _tile(j, 3 * C, T, HS, BLOCK_D)
-        k = tl.load(k_ptr + at, mask=inside, other=0.0)
-        v = tl.load(v_ptr + at, mask=inside, other=0.0)
+        k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D)
+        v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D)
         m, total, acc = _attend(q, k, v, m, total, acc, i, j, factor, True)
-    at, inside = _tile(i, C, T, HS, BLOCK_D)
-    out = acc / total[:, None]
-    tl.store(out_ptr + b * T * C + h * HS + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    _store_rows(out_ptr + b * T * C + h * HS, i, C, acc / total[:, None], T, HS, BLOCK_D)
     tl.store(lse_ptr + bh * T + i, m + tl.log2(total), mask=i < T)
 
 
@@ -93,10 +96,9 @@ def _attention_bwd_delta_kernel(
     blocks = tl.cdiv(T, BLOCK_M)
     i = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
-    head = bh // NH * T * NH * HS + bh % NH * HS
-    at, inside = _tile(i, NH * HS, T, HS, BLOCK_D)
-    out = tl.load(out_ptr + head + at, mask=inside, other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + head + at, mask=inside, other=0.0).to(tl.float32)
+    at = bh // NH * T * NH * HS + bh % NH * HS
+    out = _load_rows(out_ptr + at, i, NH * HS, T, HS, BLOCK_D).to(tl.float32)
+    dout = _load_rows(dout_ptr + at, i, NH * HS, T, HS, BLOCK_D).to(tl.float32)
     tl.store(delta_ptr + bh * T + i, tl.sum(out * dout, 1), mask=i < T)
 
 
@@ -111,20 +113,16 @@ def _attention_bwd_dkdv_kernel(
     b, h = bh // NH, bh % NH
     C = NH * HS
     qkv_ptr += b * T * 3 * C + h * HS
-    dqkv_ptr += b * T * 3 * C + h * HS
     dout_ptr += b * T * C + h * HS
     j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    at, inside = _tile(j, 3 * C, T, HS, BLOCK_D)
-    k = tl.load(qkv_ptr + C + at, mask=inside, other=0.0)
-    v = tl.load(qkv_ptr + 2 * C + at, mask=inside, other=0.0)
+    k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D)
+    v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for start in tl.range(block * BLOCK_N, T, BLOCK_M):
         i = start + tl.arange(0, BLOCK_M)
-        q_at, q_inside = _tile(i, 3 * C, T, HS, BLOCK_D)
-        q = tl.load(qkv_ptr + q_at, mask=q_inside, other=0.0)
-        dout_at, dout_inside = _tile(i, C, T, HS, BLOCK_D)
-        dout = tl.load(dout_ptr + dout_at, mask=dout_inside, other=0.0)
+        q = _load_rows(qkv_ptr, i, 3 * C, T, HS, BLOCK_D)
+        dout = _load_rows(dout_ptr, i, C, T, HS, BLOCK_D)
         lse = tl.load(lse_ptr + bh * T + i, mask=i < T, other=0.0)
         delta = tl.load(delta_ptr + bh * T + i, mask=i < T, other=0.0)
         p = tl.exp2(dot(k, tl.trans(q)) * factor - lse[None, :])  # transposed: [keys, queries]
@@ -133,8 +131,9 @@ def _attention_bwd_dkdv_kernel(
         ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
         dk = dot(ds.to(q.dtype), q, dk)
     dk *= scale
-    tl.store(dqkv_ptr + C + at, dk.to(k.dtype), mask=inside)
-    tl.store(dqkv_ptr + 2 * C + at, dv.to(v.dtype), mask=inside)
+    at = b * T * 3 * C + h * HS
+    _store_rows(dqkv_ptr + at + C, j, 3 * C, dk, T, HS, BLOCK_D)
+    _store_rows(dqkv_ptr + at + 2 * C, j, 3 * C, dv, T, HS, BLOCK_D)
     d = tl.arange(0, BLOCK_D)
     part_ptr += (b * blocks + block) * 2 * C + h * HS + d
     tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
@@ -153,24 +152,21 @@ def _attention_bwd_dq_kernel(
     C = NH * HS
     qkv_ptr += b * T * 3 * C + h * HS
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    at, inside = _tile(i, C, T, HS, BLOCK_D)
-    dout = tl.load(dout_ptr + b * T * C + h * HS + at, mask=inside, other=0.0)
-    at, inside = _tile(i, 3 * C, T, HS, BLOCK_D)
-    q = tl.load(qkv_ptr + at, mask=inside, other=0.0)
+    q = _load_rows(qkv_ptr, i, 3 * C, T, HS, BLOCK_D)
+    dout = _load_rows(dout_ptr + b * T * C + h * HS, i, C, T, HS, BLOCK_D)
     lse = tl.load(lse_ptr + bh * T + i, mask=i < T, other=0.0)
     delta = tl.load(delta_ptr + bh * T + i, mask=i < T, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, min((block + 1) * BLOCK_M, T), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        at, inside = _tile(j, 3 * C, T, HS, BLOCK_D)
-        k = tl.load(k_ptr + at, mask=inside, other=0.0)
-        v = tl.load(v_ptr + at, mask=inside, other=0.0)
+        k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D)
+        v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D)
         p = tl.exp2(dot(q, tl.trans(k)) * factor - lse[:, None])
         p = tl.where(i[:, None] >= j[None, :], p, 0.0)
         ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
     dq *= scale
-    tl.store(dqkv_ptr + b * T * 3 * C + h * HS + at, dq.to(q.dtype), mask=inside)
+    _store_rows(dqkv_ptr + b * T * 3 * C + h * HS, i, 3 * C, dq, T, HS, BLOCK_D)
     d = tl.arange(0, BLOCK_D)
     tl.store(part_ptr + (b * blocks + block) * C + h * HS + d, tl.sum(dq, 0), mask=d < HS)
 

@@ -90,8 +90,8 @@ def _sum_block(n: int) -> int:
     return min(next_power_of_2(n), 1 << 18) if INTERPRET else 16384
 
 
-@contract("out[1] scratch[*] <- losses[R] hyper[8]")
-def loss_sum(out: Tensor, scratch: Tensor, losses: Tensor, hyper: Tensor) -> None:
+@contract("out[1] <- losses[R] hyper[8]")
+def loss_sum(out: Tensor, losses: Tensor, hyper: Tensor) -> None:
     """out = loss scale * sum of losses."""
     R = losses.numel()
     _sum_kernel[(1,)](out, losses, hyper[3:], R, BLOCK=min(next_power_of_2(R), 8192), num_warps=8)

@@ -57,8 +57,8 @@ GPU: dict[tuple[str, str], dict[str, int]] = {
 }
 
 # What changes on a GPU whose programs have less shared memory than Hopper's 227 KB: A100 163, RTX 4090 and 5090 99.
-# Never a block that sizes a scratch (BLOCK_M of matmul, BLOCK_N of classifier_fwd, any of matmul_dw): memory is
-# planned before the GPU is known.
+# Never a block that sizes a scratch (BLOCK_M of matmul, BLOCK_N of classifier_fwd, any of matmul_dw and of the
+# attention and layernorm backward): memory is planned before the GPU is known.
 SMALL_GPU: dict[tuple[str, str], dict[str, int]] = {
     ("matmul", "bf16"): dict(BLOCK_N=128, BLOCK_K=32),
     ("matmul_dw", "bf16"): dict(num_stages=2),
