@@ -31,6 +31,11 @@ def present() -> bool:
     return torch.cuda.is_available()
 
 
+def device_name() -> str:
+    """Where tensors live: "cuda", or "cpu" for the interpreter."""
+    return "cuda" if present() else "cpu"
+
+
 def peak_flops() -> float | None:
     """Dense bf16 flop/s of the GPU in this machine; None if there is none or it is not in the table."""
     if not present():

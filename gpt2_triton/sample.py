@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from gpt2_triton.checkpoint import CheckpointError, find, load
 from gpt2_triton.config import Config
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.gpus import device_name
 from gpt2_triton.model import GPT2
 
 
@@ -43,7 +44,6 @@ def generate(model: GPT2, prompt: list[int], count: int, temperature: float, top
 def sample_text(path: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, num: int) -> None:
     """Print `num` continuations of `prompt` by the checkpoint at `path` (a run, or a step directory)."""
     import gpt2_triton.kernels as K
-    from gpt2_triton.trainer import device_name
 
     step_dir = find(path)
     state, tensors = load(step_dir)

@@ -22,6 +22,7 @@ from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare import builtin_shards
 from gpt2_triton.data.shards import fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.gpus import device_name
 from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
@@ -30,10 +31,6 @@ from gpt2_triton.sample import continuations
 
 class NonFinite(RuntimeError):
     """Loss or gradients stayed non-finite for train.skip_limit steps in a row."""
-
-
-def device_name() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def train(config: Config, run_dir: Path, resume: bool) -> int:

@@ -39,6 +39,7 @@ ALLOWED_IMPORTS = {
     "gpus": {"config"},
     "log": {"config", "gpus", "optim"},
     "plot": {"config", "log"},
+    "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
     "model": {"schedule", "tables", "arena", "config", "data.loader"},
 }
 
@@ -84,7 +85,7 @@ def test_imports_point_one_way(path):
             None,
         )
     if rule is None:
-        return  # cli, trainer, sample: the top, which may import all below
+        return  # cli, trainer: the top, which may import all below
     for node in ast.walk(ast.parse(path.read_text())):
         modules = []
         if isinstance(node, ast.ImportFrom) and node.module:
