@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
-
-GIB = 2**30
 
 
 class Gpu(NamedTuple):
