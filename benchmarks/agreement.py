@@ -83,7 +83,7 @@ def train_ours(config: Config) -> tuple[History, Tensor, dict[str, int]]:
     for step, tokens in enumerate(windows(config)):
         model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, config.train.seed)
         model.micro_step(pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size), first=True)
-        loss, norm, finite = model.end_step()
+        loss, norm, finite, _ = model.end_step().result()
         assert finite, f"step {step + 1}: loss {loss}, gradient norm {norm}"
         losses.append(loss)
         norms.append(norm)

@@ -5,8 +5,9 @@ plain torch.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from gpt2_triton import schedule
 from gpt2_triton.arena import GIB, PHASES, OutOfMemory, Plan, carve, largest_batch, phases, plan, resolve
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import packed_size, scatter_bounds
+from gpt2_triton.stream import STEPS, Replay, Step
 from gpt2_triton.tables import LEVELS, Acts, Params, State, entries, named
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -142,10 +144,10 @@ class GPT2:
         _refuse_if_too_large(self.plan, config, K, device)
         self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
         self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
-        pinned = device != "cpu"
-        self._host_hyper = torch.empty(8, dtype=torch.float32, pin_memory=pinned)
-        self._host_rng = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
-        self._host_stats = torch.empty(4, dtype=torch.float32, pin_memory=pinned)
+        self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
+        self._replay = Replay()
+        steps = [Step(device) for _ in range(STEPS)]
+        self._step, self._steps = steps[-1], itertools.cycle(steps)
         self._views: dict[tuple[int, int], View] = {}
         self.full = self.view(self.B, self.T)
         if training:
@@ -199,30 +201,42 @@ class GPT2:
 
     def begin_step(self, hyper: np.ndarray, step: int, seed: int) -> None:
         """Give the device what changes from step to step: `optim.hyper_row`, and the key of the rounding noise."""
-        self._host_hyper.copy_(torch.from_numpy(hyper))
-        self._host_rng.copy_(torch.from_numpy(np.array([step, seed & 0x7FFFFFFF, seed >> 31, 0], np.int32)))
-        self.state.hyper.copy_(self._host_hyper, non_blocking=True)
-        self.state.rng.copy_(self._host_rng, non_blocking=True)
+        previous, self._step = self._step, next(self._steps)
+        self._step.begin(previous)
+        self._step.hyper.copy_(torch.from_numpy(hyper))
+        self._step.rng.copy_(torch.from_numpy(np.array([step, seed & 0x7FFFFFFF, seed >> 31, 0], np.int32)))
+        self.state.hyper.copy_(self._step.hyper, non_blocking=True)
+        self.state.rng.copy_(self._step.rng, non_blocking=True)
 
     def micro_step(self, packed: Tensor, first: bool) -> None:
         """Forward and backward of one micro-batch (data.loader.pack_batch's buffer); gradients start over if
         `first`, else add up.
         """
         self.state.packed.copy_(packed, non_blocking=True)
+        self._run(self._forward_backward, not first)
+
+    def end_step(self) -> Step:
+        """Update the parameters; result() of what this returns waits for the step's loss, gradient norm and time."""
+        self._run(self._update)
+        self._step.stats.copy_(self.state.stats, non_blocking=True)
+        self._step.ended.record()
+        return self._step
+
+    def _run(self, launches: Callable[..., None], *args: bool) -> None:
+        if self.eager or self.poison:
+            launches(*args)
+        else:
+            self._replay(launches, *args)
+
+    def _forward_backward(self, acc: bool) -> None:
         self._phase("embed")
         self._phase("block")
-        self._phase("head", not first)
-        self._phase("block_bwd", not first)
-        self._phase("embed_bwd", not first)
+        self._phase("head", acc)
+        self._phase("block_bwd", acc)
+        self._phase("embed_bwd", acc)
 
-    def end_step(self) -> tuple[float, float, bool]:
-        """Update the parameters; return the step's loss, its gradient norm and whether the update was applied (all
-        was finite).
-        """
+    def _update(self) -> None:
         self._phase("update")
-        self._host_stats.copy_(self.state.stats)
-        loss, norm, _, finite = self._host_stats.tolist()
-        return loss, norm, finite == 1.0
 
     def _phase(self, name: str, *acc: bool) -> None:
         getattr(schedule, name)(self.K, self.full, *acc)

@@ -7,7 +7,6 @@ checkpoint therefore gives the bytes of the unbroken run.
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,15 @@ from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.sample import continuations
+from gpt2_triton.stream import Step
 
 
 class NonFinite(RuntimeError):
-    """Loss or gradients stayed non-finite for train.skip_limit steps in a row."""
+    """Loss or gradients stayed non-finite for train.skip_limit steps in a row.
+
+    The host learns of it when the next step is already under way.  No update of a non-finite step reaches the weights:
+    AdamW itself skips it, on the device.
+    """
 
 
 def train(config: Config, run_dir: Path, resume: bool) -> int:
@@ -80,6 +84,7 @@ class Trainer:
         )
         self.saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.major)
         self.host: dict[str, torch.Tensor] = {}
+        self.in_flight: Step | None = None
         self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"])
         self.state["wandb_id"] = self.log.wandb_id
         for note in self.notes:
@@ -183,15 +188,26 @@ class Trainer:
         return 128 + self.stopped_by if self.stopped_by and step < last else 0
 
     def _train_step(self, step: int) -> None:
-        began, t = time.perf_counter(), self.config.train
-        tokens = self.config.total_batch_tokens
-        self.model.begin_step(hyper_row(step, self.config, 1.0 / tokens), step, t.seed)
+        """Launch step `step`; then, while the device is at it, report the step before."""
+        hyper = hyper_row(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
+        self.model.begin_step(hyper, step, self.config.train.seed)
         for micro in range(self.config.accumulation):
             self.model.micro_step(next(self.batches), first=micro == 0)
-        loss, norm, applied = self.model.end_step()
-        seconds = time.perf_counter() - began
+        launched = self.model.end_step()
+        self._report_step()
+        self.in_flight = launched
+
+    def _report_step(self) -> None:
+        """Wait for the step in flight, if there is one; count it and log it.  Evaluation, samples and checkpoints come
+        after this, so that lines and numbers are those of a loop that waits for every step.
+        """
+        if self.in_flight is None:
+            return
+        loss, norm, applied, seconds = self.in_flight.result()
+        self.in_flight = None
+        step = self.state["step"]
         self.state["step"] = step + 1
-        self.state["sample"] += tokens // t.seq_len
+        self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
         self.state["skipped"] += not applied
         self.log.step(step + 1, loss=loss, norm=norm, seconds=seconds, skipped=not applied)
         self._check_finite(step, applied)
@@ -203,7 +219,7 @@ class Trainer:
             raise NonFinite(
                 f"step {step + 1}: loss or gradient norm was not finite for {limit} steps in a row "
                 f"(samples up to {self.state['sample']:,}); "
-                f"the weights are those of step {step + 1 - limit}: lower optim.lr, or resume from an older checkpoint"
+                f"the last update was that of step {step + 1 - limit}: lower optim.lr, or resume from an older checkpoint"
             )
 
     def _due(self, step: int, every: int) -> bool:
@@ -212,6 +228,7 @@ class Trainer:
     def _evaluate_if_due(self, step: int) -> None:
         if self.validation is None or not self._due(step, self.config.eval.every):
             return
+        self._report_step()
         total, B = 0.0, self.config.micro_batch
         for ids, targets in self.validation.batches(B):
             total += float(self.model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
@@ -220,6 +237,7 @@ class Trainer:
     def _sample_if_due(self, step: int) -> None:
         s = self.config.sample
         if self._due(step, s.every):
+            self._report_step()
             texts = continuations(
                 self.model,
                 self.config.data.tokenizer,
@@ -234,6 +252,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """Copy the persistent buffers to the host and let the saver write them while training goes on."""
+        self._report_step()
         self.saver.wait()
         for name, flat in self.model.persistent().items():
             if name not in self.host:

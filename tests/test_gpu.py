@@ -37,6 +37,7 @@ def gpt2_model(**shape) -> GPT2:
 def exact_gradients(model: GPT2) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the first step by the reference launchers in float64, from the model's stored weights."""
     exact = GPT2(model.config, reference, "cuda", dtypes=F64)
+    exact.eager = True
     exact.state.params.copy_(model.state.params)
     [(loss, _, _)] = train_steps(exact, 1)
     return loss, {name: t.clone() for name, t, _ in torch_gpt2.tensors(exact.full.g, exact.dims)}

@@ -125,7 +125,7 @@ def test_golden_losses():
     for step in range(5):
         model.begin_step(hyper_row(step, config, 1 / config.total_batch_tokens), step, 1)
         model.micro_step(packed_batch(config, seed=step % 2), first=True)
-        losses.append(model.end_step()[0])
+        losses.append(model.end_step().result().loss)
     assert losses == pytest.approx(GOLDEN, rel=1e-5)
 
 

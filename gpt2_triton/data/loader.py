@@ -5,7 +5,6 @@ sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutatio
 No batch size, rank or history enters, so the loader's whole state is one integer, the next global sample.
 """
 
-import collections
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -181,9 +180,9 @@ class Prefetcher:
     With b = micro_batch and G = b * accumulation samples a step, micro-step k of step s takes global samples
     [s*G + k*b, s*G + (k+1)*b).
 
-    A buffer is refilled two calls of next() after it was returned.  At the first of them its copy to the device has
-    been issued but may lie many launches behind the host, so an event is recorded after it; at the second, a micro-step
-    later, that event is waited for.  Hence three: one being read, one perhaps still being copied, one being filled.
+    A buffer may be read until the next call of next().  By then its copy to the device has been issued, but may lie
+    behind the host: an event is recorded, and the thread, not the caller, waits for it before it fills the buffer
+    again.  Hence three: one being read, one perhaps still being copied, one being filled.
     """
 
     def __init__(
@@ -202,9 +201,10 @@ class Prefetcher:
         size = packed_size(micro_batch * loader.windows.seq_len, vocab_size)
         self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(depth)]
         self._copied = [torch.cuda.Event(blocking=True) for _ in range(depth)] if pinned else []
+        self._gpu = torch.cuda.current_device() if pinned else None
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
-        self._returned: collections.deque[int] = collections.deque()
+        self._returned: int | None = None
         self._closed = False
         for slot in range(depth):
             self._free.put(slot)
@@ -216,18 +216,16 @@ class Prefetcher:
 
     def __next__(self) -> torch.Tensor:
         """The next micro-batch; raises what the thread raised, when its turn comes."""
-        if self._returned and self._copied:
-            self._copied[self._returned[-1]].record()
-        if len(self._returned) == 2:
-            slot = self._returned.popleft()
+        if self._returned is not None:
             if self._copied:
-                self._copied[slot].synchronize()
-            self._free.put(slot)
+                self._copied[self._returned].record()
+            self._free.put(self._returned)
+            self._returned = None
         item = self._ready.get()
         if isinstance(item, BaseException):
             self._ready.put(item)
             raise item
-        self._returned.append(item)
+        self._returned = item
         return self._buffers[item]
 
     def close(self) -> None:
@@ -244,10 +242,14 @@ class Prefetcher:
 
     def _run(self, first_sample: int) -> None:
         try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)  # a new thread is on GPU 0, and would make a context there
             for first in self._first_samples(first_sample):
                 slot = self._free.get()
                 if self._closed:
                     return self._ready.put(StopIteration())
+                if self._copied:
+                    self._copied[slot].synchronize()
                 tokens = self._loader.batch(first, self._micro_batch)
                 pack_batch(self._buffers[slot], tokens[:, :-1], tokens[:, 1:], self._vocab_size)
                 self._ready.put(slot)

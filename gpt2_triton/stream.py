@@ -1,0 +1,108 @@
+"""The device's stream as the host sees it: marks in it, steps in flight, calls replayed as CUDA graphs.
+
+The host never waits for the step it has just launched.  It launches step s + 1 and then reads the numbers of step s,
+so the device always has work.  On a CPU the same calls run at once.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+STEPS = 3  # in the ring: one being launched, one whose numbers are read, and the one before, where its time began
+
+
+class Mark:
+    """A point in the stream, to wait for and to take times between; on a CPU a moment."""
+
+    def __init__(self, device: str):
+        # blocking: a host that waits sleeps, and leaves its core to the threads that pack batches and write checkpoints
+        self._event = None if device == "cpu" else torch.cuda.Event(enable_timing=True, blocking=True)
+        self._moment = 0.0
+
+    def record(self) -> None:
+        if self._event is None:
+            self._moment = time.perf_counter()
+        else:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: "Mark") -> float:
+        if self._event is None or earlier._event is None:
+            return self._moment - earlier._moment
+        return earlier._event.elapsed_time(self._event) / 1e3
+
+
+class StepResult(NamedTuple):
+    loss: float
+    norm: float
+    applied: bool  # False: loss or norm was not finite, and AdamW changed nothing
+    seconds: float  # from the end of the step before to the end of this one
+
+
+class Step:
+    """One step's numbers on their way: hyper and rng to the device, stats back, in pinned memory of its own.
+
+    The copies run behind the host, so this memory is written again only after `result` has seen the last of them done.
+    """
+
+    def __init__(self, device: str):
+        pinned = device != "cpu"
+        self.hyper = torch.empty(8, dtype=torch.float32, pin_memory=pinned)
+        self.rng = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
+        self.stats = torch.empty(4, dtype=torch.float32, pin_memory=pinned)
+        self.in_flight = False
+        self.ended = self._began = Mark(device)
+
+    def begin(self, previous: "Step") -> None:
+        """Its time counts from the end of `previous`, or from now when that was read and the device stands idle."""
+        assert not self.in_flight, f"a step's result() has to be read before {STEPS} more begin"
+        if not previous.in_flight:
+            previous.ended.record()
+        self._began = previous.ended
+        self.in_flight = True
+
+    def result(self) -> StepResult:
+        """Wait until the step has ended; to be called once."""
+        assert self.in_flight, "result() of a step that was not launched or has been read"
+        self.ended.wait()
+        self.in_flight = False
+        loss, norm, _, finite = self.stats.tolist()
+        return StepResult(loss, norm, finite == 1.0, self.ended.seconds_since(self._began))
+
+
+class Replay:
+    """Runs functions whose launches are the same in every call with the same arguments.
+
+    The first call launches kernel by kernel, which loads the kernels, and then captures the launches without running
+    them; later calls replay the capture.  Memory does not move and what changes from step to step is read from it, so
+    addresses and descriptors in the capture stay right.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+
+    def __call__(self, function: Callable[..., None], *args: Any) -> None:
+        key = (function.__name__, *args)
+        if key in self._graphs:
+            self._graphs[key].replay()
+        else:
+            function(*args)
+            self._graphs[key] = _capture(function, *args)
+
+
+def _capture(function: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    gc.disable()  # another model's graphs, collected in mid-capture, would be destroyed, which is not allowed there
+    try:
+        # thread_local: the prefetch thread may wait for an event meanwhile, which a global capture takes for an error
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            function(*args)
+    finally:
+        gc.enable()
+    return graph
