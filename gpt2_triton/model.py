@@ -150,15 +150,9 @@ class GPT2:
         self._step, self._steps = steps[-1], itertools.cycle(steps)
         self._views: dict[tuple[int, int], View] = {}
         self.full = self.view(self.B, self.T)
-        if training:
-            for flat in (self.state.m, self.state.v, self.state.low):
-                if flat is not None:
-                    K.fill(flat, 0)
 
     def view(self, B: int, T: int) -> View:
-        """The schedule's view for B sequences of T tokens, cut from the planned rows; B*T must not exceed the
-        plan's.
-        """
+        """The schedule's view for B sequences of T tokens, cut from the planned rows; B*T is at most the plan's."""
         if (B, T) not in self._views:
             self._views[B, T] = self._cut(B, T)
         return self._views[B, T]
@@ -182,12 +176,25 @@ class GPT2:
             betas_eps=(o.beta1, o.beta2, o.eps),
         )  # fmt: skip
 
+    def compile(self) -> Any:
+        """Compile the kernels of a whole run on all cores: its calls without the launches (kernels/compile.py)."""
+        with self.K.compiling() as compiled:
+            self.initialise(self.config.train.seed)
+            for acc in (False, True):
+                self._forward_backward(acc)
+            self._phase("update")
+            if self.config.eval.every:
+                self.evaluate(*np.zeros((2, self.B, self.T), np.int32))
+            if self.config.sample.every:
+                for row in (0, self.T - 1):  # with addresses that are and are not multiples of 16
+                    self.logits(np.zeros((1, self.T), np.int32), row)
+        return compiled
+
     def initialise(self, seed: int) -> None:
-        """GPT-2's initial weights from Philox: N(0, 0.02), residual projections / sqrt(2L), biases 0, norms 1,
-        padded vocabulary 0.
-        """
+        """GPT-2's weights from Philox: N(0, 0.02), residual projections / sqrt(2L), norms 1, the rest and moments 0."""
         std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * self.dims["L"]))
-        self.K.fill(self.state.params, 0.0)
+        for flat in self.persistent().values():
+            self.K.fill(flat, 0.0)
         for e in entries(self.dims):
             n = (self.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:])
             span = slice(e.offset, e.offset + n)
@@ -202,31 +209,27 @@ class GPT2:
     def begin_step(self, hyper: np.ndarray, step: int, seed: int) -> None:
         """Give the device what changes from step to step: `optim.hyper_row`, and the key of the rounding noise."""
         previous, self._step = self._step, next(self._steps)
-        self._step.begin(previous)
-        self._step.hyper.copy_(torch.from_numpy(hyper))
-        self._step.rng.copy_(torch.from_numpy(np.array([step, seed & 0x7FFFFFFF, seed >> 31, 0], np.int32)))
+        self._step.begin(previous, hyper, [step, seed & 0x7FFFFFFF, seed >> 31, 0])
         self.state.hyper.copy_(self._step.hyper, non_blocking=True)
         self.state.rng.copy_(self._step.rng, non_blocking=True)
 
     def micro_step(self, packed: Tensor, first: bool) -> None:
-        """Forward and backward of one micro-batch (data.loader.pack_batch's buffer); gradients start over if
-        `first`, else add up.
-        """
+        """Forward and backward of one micro-batch, packed by data.loader; gradients start over if `first`, else add."""
         self.state.packed.copy_(packed, non_blocking=True)
         self._run(self._forward_backward, not first)
 
     def end_step(self) -> Step:
         """Update the parameters; result() of what this returns waits for the step's loss, gradient norm and time."""
-        self._run(self._update)
+        self._run(self._phase, "update")
         self._step.stats.copy_(self.state.stats, non_blocking=True)
         self._step.ended.record()
         return self._step
 
-    def _run(self, launches: Callable[..., None], *args: bool) -> None:
+    def _run(self, function: Callable[..., None], *args: Any) -> None:
         if self.eager or self.poison:
-            launches(*args)
+            function(*args)
         else:
-            self._replay(launches, *args)
+            self._replay(function, *args)
 
     def _forward_backward(self, acc: bool) -> None:
         self._phase("embed")
@@ -235,18 +238,13 @@ class GPT2:
         self._phase("block_bwd", acc)
         self._phase("embed_bwd", acc)
 
-    def _update(self) -> None:
-        self._phase("update")
-
     def _phase(self, name: str, *acc: bool) -> None:
         getattr(schedule, name)(self.K, self.full, *acc)
         if self.poison:
             self._poison_after(name)
 
     def _poison_after(self, phase: str) -> None:
-        """Fill with NaN what no later phase may read (poison=True): a wrong lifetime in tables.py becomes a NaN
-        loss.
-        """
+        """Fill with NaN what no later phase may read: a wrong lifetime in tables.py becomes a NaN loss."""
         after = PHASES[PHASES.index(phase) + 1]
         survivors = {"embed", "update"} if phase == "embed_bwd" else {after}  # the next micro-step, or the update
         for row in self.plan.rows.values():

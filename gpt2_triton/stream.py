@@ -6,9 +6,10 @@ so the device always has work.  On a CPU the same calls run at once.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 STEPS = 3  # in the ring: one being launched, one whose numbers are read, and the one before, where its time began
@@ -59,12 +60,14 @@ class Step:
         self.in_flight = False
         self.ended = self._began = Mark(device)
 
-    def begin(self, previous: "Step") -> None:
+    def begin(self, previous: "Step", hyper: np.ndarray, rng: Sequence[int]) -> None:
         """Its time counts from the end of `previous`, or from now when that was read and the device stands idle."""
         assert not self.in_flight, f"a step's result() has to be read before {STEPS} more begin"
         if not previous.in_flight:
             previous.ended.record()
         self._began = previous.ended
+        self.hyper.numpy()[:] = hyper
+        self.rng.numpy()[:] = rng
         self.in_flight = True
 
     def result(self) -> StepResult:

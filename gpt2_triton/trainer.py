@@ -68,6 +68,11 @@ class Trainer:
             ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
         )
         self.model = GPT2(config, K, self.device)
+        if self.device == "cuda":
+            made = self.model.compile()
+            self.notes.append(
+                f"{made.kernels} kernels in {made.seconds:.1f} s, {made.from_cache} of them from the cache"
+            )
         if not found:
             self.model.initialise(config.train.seed)
         else:
@@ -219,7 +224,7 @@ class Trainer:
             raise NonFinite(
                 f"step {step + 1}: loss or gradient norm was not finite for {limit} steps in a row "
                 f"(samples up to {self.state['sample']:,}); "
-                f"the last update was that of step {step + 1 - limit}: lower optim.lr, or resume from an older checkpoint"
+                f"the last update was step {step + 1 - limit}: lower optim.lr, or resume from an older checkpoint"
             )
 
     def _due(self, step: int, every: int) -> bool:

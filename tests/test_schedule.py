@@ -189,7 +189,8 @@ def test_every_launch_of_a_step_equals_its_reference(level, dtype, tolerance):
     model = kernel_model(level, dtype)
     model.K = SideBySide(tolerance)
     train_steps(model, 1)
-    assert set(model.K.launched) >= set(gpt2_triton.kernels.__all__) - {"fill", "normal_init", "scratch_elements"}
+    no_step = {"compiling", "fill", "normal_init", "scratch_elements"}
+    assert set(model.K.launched) >= set(gpt2_triton.kernels.__all__) - no_step
 
 
 def test_a_wrong_kernel_is_named(monkeypatch):

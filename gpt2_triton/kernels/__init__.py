@@ -9,6 +9,7 @@ from gpt2_triton.kernels.classifier import (
     classifier_stats,
     classifier_target,
 )
+from gpt2_triton.kernels.compile import compiling
 from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch, encoder_fwd
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.matmul import (
@@ -33,6 +34,7 @@ __all__ = [
     "classifier_stats",
     "classifier_target",
     "clip_factor",
+    "compiling",
     "encoder_bwd",
     "encoder_fwd",
     "fill",

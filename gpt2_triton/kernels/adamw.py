@@ -25,7 +25,7 @@ from gpt2_triton.kernels.random import ROUND, philox_words
 from gpt2_triton.kernels.tuned import dtype_name, tuned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])  # an index and no address: its divisibility buys nothing
 def _adamw_kernel(
     w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, stats_ptr, hyper_ptr, rng_ptr, n, first, decay, alpha1, alpha2, eps,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,

@@ -26,7 +26,7 @@ def philox_words(seed, first, step, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
     return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "first"])  # one kernel for every seed
 def _normal_init_kernel(w_ptr, low_ptr, n, seed, first, std, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK
     i = at + tl.arange(0, BLOCK)

@@ -1,0 +1,57 @@
+"""Compile every kernel that a piece of host code would launch, on all cores, and launch none.
+
+    with compiling() as compiled:
+        schedule.embed(K, view)
+        ...
+    compiled.kernels, compiled.from_cache, compiled.seconds
+
+Which kernels there are, for which types and blocks, the launchers themselves say: no list of them is kept.  Triton 3.6
+and later compile asynchronously, but only launches with `warmup` set do no more than that; hence the other `run`.
+"""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from triton import JITFunction, knobs
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+
+
+@dataclasses.dataclass
+class Compiled:
+    """How many kernels were made ready, how many of them Triton's cache on disk had, and how long all took."""
+
+    kernels: int = 0
+    from_cache: int = 0
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[Compiled]:
+    """Inside, a launch only hands its kernel to a pool of threads; at the end all are compiled and loaded.
+
+    Gluon's kernels are JITFunctions too.  Threads do: MLIR's passes, ptxas and gcc run outside Python's lock.
+    """
+    out, began, gpu = Compiled(), time.perf_counter(), torch.cuda.current_device()
+    asked, cached = [], []
+    launch = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        asked.append(launch(self, *args, grid=grid, warmup=True, **keywords))
+
+    with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.cuda.set_device(gpu)) as pool:
+        with knobs.compilation.scope(), AsyncCompileMode(pool):
+            knobs.compilation.listener = lambda *, cache_hit, **_: cached.append(cache_hit)
+            JITFunction.run = compile_only
+            try:
+                yield out
+            finally:
+                JITFunction.run = launch
+        kernels = {kernel.result() if isinstance(kernel, FutureKernel) else kernel for kernel in asked}
+        list(pool.map(lambda kernel: kernel.run, kernels))  # loads it; in Triton 3.6 gcc makes its launcher first
+    out.kernels, out.from_cache, out.seconds = len(kernels), sum(cached), time.perf_counter() - began

@@ -1,0 +1,78 @@
+"""Compiling without launching, on a machine without a GPU: Triton's compiler for sm_90 behind a driver that only
+counts.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.runtime import driver
+
+    class Device:
+        utils = property(lambda self: self)
+        launched = 0
+
+        def launcher_cls(self, src, metadata):
+            def launch(*_):
+                Device.launched += 1
+            return launch
+
+        def load_binary(self, name, kernel, shared, device):
+            return 1, 1, 32, 0, 1024
+
+        get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+        get_current_device = lambda self: 0
+        get_current_stream = lambda self, device: 0
+        get_device_properties = lambda self, device: dict(max_shared_mem=232448)
+        unload_module = lambda self, module: None
+
+    driver.set_active(Device())
+    torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
+
+    from gpt2_triton.kernels import clip_factor, compiling, fill
+
+    @gluon.jit
+    def gluon_kernel(out_ptr):
+        gl.store(out_ptr, 1.0)
+
+    x = torch.empty(16)
+
+    def launches():
+        fill(x, 1.0)
+        fill(x.view(4, 4), 2.0)
+        clip_factor(x[:4], x[4:5], x[8:])
+        gluon_kernel[(1,)](x)
+
+    with compiling() as compiled:
+        launches()
+    print(compiled.kernels, compiled.from_cache, Device.launched)
+    with compiling() as again:
+        launches()
+    launches()
+    print(again.kernels, again.from_cache, Device.launched)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py does this with the real driver")
+def test_compiling_compiles_each_kernel_once_and_launches_nothing(tmp_path):
+    """Three kernels, one of them Gluon's; a second process finds all of them in Triton's cache."""
+    script = tmp_path / "script.py"  # Triton reads the source of kernels, so they have to be in a file
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    for from_cache in (0, 3):
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", str(script)], env=environment, capture_output=True, text=True
+        )
+        assert run.stdout.splitlines() == [f"3 {from_cache} 0", "3 0 4"], run.stderr[-2000:]

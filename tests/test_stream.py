@@ -1,0 +1,89 @@
+"""Steps in flight: their memory, and what their time is."""
+
+import numpy as np
+import pytest
+
+from gpt2_triton import stream
+from gpt2_triton.stream import STEPS, Step
+from tests.tiny import packed_batch, tiny_model
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test sets: clock[0]."""
+    now = [0.0]
+    monkeypatch.setattr(stream.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def ring():
+    return [Step("cpu") for _ in range(STEPS)]
+
+
+def begin(step, previous):
+    step.begin(previous, np.zeros(8, np.float32), [0, 0, 0, 0])
+
+
+def end(step, stats=(2.0, 3.0, 1.0, 1.0)):
+    step.stats.numpy()[:] = stats
+    step.ended.record()
+
+
+def test_a_step_launched_behind_another_takes_from_end_to_end(clock):
+    a, b, c = ring()
+    begin(a, c)
+    clock[0] = 5.0
+    end(a)
+    begin(b, a)
+    clock[0] = 7.0
+    end(b)
+    assert a.result() == (2.0, 3.0, True, 5.0)
+    begin(c, b)
+    clock[0] = 10.0
+    end(c, (2.0, float("nan"), 1.0, 0.0))
+    assert b.result().seconds == 2.0
+    assert c.result().seconds == 3.0 and not c.stats[3]
+
+
+def test_what_happens_between_steps_when_none_is_in_flight_does_not_count(clock):
+    a, b, c = ring()
+    begin(a, c)
+    clock[0] = 5.0
+    end(a)
+    a.result()
+    clock[0] = 105.0  # an evaluation
+    begin(b, a)
+    clock[0] = 107.0
+    end(b)
+    assert b.result().seconds == 2.0
+
+
+def test_the_memory_of_a_step_in_flight_is_not_written_again():
+    """The ring hands a step out again only when it has been read; until then its numbers stay."""
+    model, config = tiny_model()
+    rows = np.arange(8 * (STEPS + 1), dtype=np.float32).reshape(-1, 8)
+    in_flight = []
+    for i in range(STEPS):
+        model.begin_step(rows[i], step=i, seed=5)
+        in_flight.append(model._step)
+    for i, step in enumerate(in_flight):
+        assert step.hyper.tolist() == rows[i].tolist() and step.rng.tolist() == [i, 5, 0, 0]
+    with pytest.raises(AssertionError, match="has to be read"):
+        model.begin_step(rows[STEPS], step=STEPS, seed=5)
+
+
+def test_two_steps_in_flight_give_the_numbers_of_steps_read_at_once():
+    from gpt2_triton.optim import hyper_row
+
+    histories = []
+    for late in (0, 1):
+        model, config = tiny_model()
+        waiting, history = [], []
+        for step in range(3):
+            model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, seed=1)
+            model.micro_step(packed_batch(config, seed=step), first=True)
+            waiting.append(model.end_step())
+            if len(waiting) > late:
+                history.append(waiting.pop(0).result()[:3])
+        histories.append(history + [step.result()[:3] for step in waiting])
+    assert histories[0] == histories[1] and len(set(histories[0])) == 3
