@@ -1,15 +1,21 @@
-"""What only a GPU can show: gradients at GPT-2's width, real memory beside the plan, kernel names, bits run to run."""
+"""What only a GPU can show: gradients at GPT-2's width, real memory beside the plan, kernel names, bits run to run,
+graphs beside launches, and whether the device ever waits for the host.
+"""
 
+import collections
 import gc
 import importlib
 import pkgutil
 
+import numpy as np
 import pytest
 import torch
 import triton
 
 import gpt2_triton.kernels
+from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.model import GPT2
+from gpt2_triton.optim import hyper_row
 from gpt2_triton.tables import LEVELS
 from tests import reference, torch_gpt2
 from tests.helpers import error
@@ -19,12 +25,16 @@ from tests.tiny import tiny_config
 pytestmark = pytest.mark.gpu
 
 
-def gpt2_config(dtype: str = "bf16", level: str = "gelu", n_layer: int = 2, B: int = 2, T: int = 256, steps: int = 5):
+def gpt2_config(
+    dtype: str = "bf16", level: str = "gelu", n_layer: int = 2, B: int = 2, T: int = 256, accumulation: int = 1, every=0
+):
     """GPT-2 124M's width and vocabulary, fewer layers."""
     return tiny_config(
         model=dict(n_layer=n_layer, n_head=12, n_embd=768, vocab_size=50257, block_size=1024),
-        train=dict(batch_size=B, seq_len=T, dtype=dtype, steps=steps),
+        train=dict(batch_size=B, seq_len=T, dtype=dtype, steps=5, total_batch_tokens=accumulation * B * T),
         memory=dict(recompute=level),
+        eval=dict(every=every),
+        sample=dict(every=every),
     )
 
 
@@ -32,6 +42,30 @@ def gpt2_model(**shape) -> GPT2:
     model = GPT2(gpt2_config(**shape), gpt2_triton.kernels, "cuda")
     model.initialise(seed=1)
     return model
+
+
+def jit_functions() -> list[triton.JITFunction]:
+    """All kernels of the package, and the functions that they call."""
+    names = (m.name for m in pkgutil.iter_modules(gpt2_triton.kernels.__path__, "gpt2_triton.kernels."))
+    modules = map(importlib.import_module, names)
+    return [f for m in modules for f in vars(m).values() if isinstance(f, triton.JITFunction)]
+
+
+def late_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
+    """train_steps as the trainer does it: pinned batches, and each step read when the next has been launched."""
+    config, waiting, history = model.config, [], []
+    packed = [
+        [pack_batch(None, i.numpy(), t.numpy(), config.model.vocab_size).pin_memory() for i, t in step]
+        for step in (batches(config, config.accumulation, seed=seed) for seed in range(n))
+    ]
+    for step in range(n):
+        model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, 1)
+        for micro, batch in enumerate(packed[step]):
+            model.micro_step(batch, first=micro == 0)
+        waiting.append(model.end_step())
+        if len(waiting) == 2:
+            history.append(waiting.pop(0).result()[:3])
+    return [*history, waiting.pop().result()[:3]]
 
 
 def exact_gradients(model: GPT2) -> tuple[float, dict[str, torch.Tensor]]:
@@ -74,9 +108,7 @@ def test_gradients_in_fp32_equal_float64():
 
 
 def test_a_step_launches_triton_kernels_and_copies_only():
-    names = (m.name for m in pkgutil.iter_modules(gpt2_triton.kernels.__path__, "gpt2_triton.kernels."))
-    modules = map(importlib.import_module, names)
-    ours = {f.__name__ for m in modules for f in vars(m).values() if isinstance(f, triton.JITFunction)}
+    ours = {f.__name__ for f in jit_functions()}
     model = gpt2_model()
     train_steps(model, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -102,7 +134,7 @@ def test_the_plan_is_what_a_run_takes():
 
 
 def test_nothing_allocates_after_the_first_step():
-    model = gpt2_model()
+    model = gpt2_model(accumulation=2)
     train_steps(model, 1)
     counts = torch.cuda.memory_stats()["allocation.all.allocated"]
     train_steps(model, 3)
@@ -126,3 +158,52 @@ def test_every_recompute_level_gives_the_same_bits():
         assert others == history, level
         assert torch.equal(other.state.grads, model.state.grads), level
         assert torch.equal(other.state.params, model.state.params), level
+
+
+def test_graphs_give_the_bits_of_eager_launches():
+    """Five steps of two micro-steps: first and later ones overwrite and add, and all three graphs are replayed."""
+    eager, graphs = gpt2_model(accumulation=2), gpt2_model(accumulation=2)
+    eager.eager = True
+    assert train_steps(eager, 5) == late_steps(graphs, 5)
+    for name, flat in eager.persistent().items():
+        assert torch.equal(flat, graphs.persistent()[name]), name
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        late_steps(graphs, 1)
+    assert sum(e.name == "cudaGraphLaunch" for e in profile.events()) == 3
+
+
+def test_steps_leave_the_device_no_gap_and_the_host_one_wait():
+    """GPT-2 124M at batch 64, four steps: kernels cover 99% of the time from the first to the last of them, and the
+    host waits for one event a step, that of the step before.
+    """
+    model = gpt2_model(n_layer=12, B=64, T=1024)
+    late_steps(model, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        late_steps(model, 4)
+    on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = sorted((e.time_range.start, e.time_range.end) for e in on_device if not e.name.startswith("Mem"))
+    begin = end = kernels[0][0]
+    busy = 0.0
+    for start, stop in kernels:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    assert busy > 0.99 * (end - begin), f"{(end - begin - busy) / 4:.0f} us idle a step of {(end - begin) / 4:.0f} us"
+    calls = collections.Counter(e.name for e in profile.events())
+    assert calls["cudaGraphLaunch"] == 2 * 4  # the trace saw the steps
+    assert calls["cudaEventSynchronize"] == 4 and calls["cudaStreamSynchronize"] == 0 and calls["cudaMemcpy"] == 0
+    assert calls["cudaDeviceSynchronize"] <= 1  # the profiler's own, as it ends
+
+
+def test_a_run_compiles_nothing_after_compile():
+    for function in jit_functions():
+        function.device_caches.clear()  # what other tests have compiled
+    model, late = GPT2(gpt2_config(accumulation=2, every=1), gpt2_triton.kernels, "cuda"), []
+    made = model.compile()
+    assert made.kernels > 20  # about 45 kernels were counted
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
+        model.initialise(seed=1)
+        train_steps(model, 2)
+        model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
+        model.logits(np.zeros((1, model.T), np.int32), row=5)
+    assert late == []

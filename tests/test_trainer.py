@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from gpt2_triton import checkpoint
+from gpt2_triton.log import Logger
+from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.trainer import NonFinite, Trainer, train
 from tests.tiny import packed_batch, tiny_config, tiny_model
@@ -112,6 +114,32 @@ def test_non_finite_steps_are_skipped_counted_and_finally_stop_the_run(tmp_path,
     with pytest.raises(NonFinite, match="step 3: loss or gradient norm was not finite for 2 steps in a row"):
         train(config, tmp_path, resume=False)
     assert [r["skipped"] for r in metrics(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [True, True]
+
+
+def test_a_step_is_reported_when_the_next_is_under_way_or_something_else_is_due(tmp_path, monkeypatch):
+    """The host waits for a step only after it has launched the next; what reads the weights comes after its report."""
+    seen = []
+
+    def watch(owner, method):
+        original = getattr(owner, method)
+
+        def watched(self, *args, **keywords):
+            seen.append(" ".join([method, *map(str, args[:1])]))
+            return original(self, *args, **keywords)
+
+        monkeypatch.setattr(owner, method, watched)
+
+    for owner, method in (
+        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (checkpoint.Saver, "submit"),
+    ):  # fmt: skip
+        watch(owner, method)
+    train_section = dict(steps=4, total_batch_tokens=32)
+    config = run_config(train=train_section, eval=dict(every=4, tokens=64), checkpoint=dict(every=2, keep=0))
+    train(config, tmp_path, resume=False)
+    assert seen == [
+        "validation 0", "end_step", "end_step", "step 1", "step 2", "submit 2", "end_step", "step 3", "sample 3",
+        "end_step", "step 4", "validation 4", "sample 4", "submit 4",
+    ]  # fmt: skip
 
 
 def test_golden_losses():
