@@ -71,7 +71,7 @@ class Trainer:
         if self.device == "cuda":
             made = self.model.compile()
             self.notes.append(
-                f"{made.kernels} kernels in {made.seconds:.1f} s, {made.from_cache} of them from the cache"
+                f"{made.kernels} kernels ready in {made.seconds:.1f} s, {made.from_cache} from Triton's cache"
             )
         if not found:
             self.model.initialise(config.train.seed)

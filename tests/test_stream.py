@@ -1,9 +1,12 @@
 """Steps in flight: their memory, and what their time is."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from gpt2_triton import stream
+from gpt2_triton.optim import hyper_row
 from gpt2_triton.stream import STEPS, Step
 from tests.tiny import packed_batch, tiny_model
 
@@ -72,9 +75,24 @@ def test_the_memory_of_a_step_in_flight_is_not_written_again():
         model.begin_step(rows[STEPS], step=STEPS, seed=5)
 
 
-def test_two_steps_in_flight_give_the_numbers_of_steps_read_at_once():
-    from gpt2_triton.optim import hyper_row
+def test_a_replay_launches_once_for_each_set_of_arguments_and_then_replays(monkeypatch):
+    """With a capture that only takes notes; tests/test_gpu.py has the real one."""
+    seen = []
 
+    def capture(function, *args):
+        return SimpleNamespace(replay=lambda: seen.append(("replay", *args)))
+
+    def launches(acc):
+        seen.append(("launch", acc))
+
+    monkeypatch.setattr(stream, "_capture", capture)
+    replay = stream.Replay()
+    for acc in (False, True, True, False):
+        replay(launches, acc)
+    assert seen == [("launch", False), ("launch", True), ("replay", True), ("replay", False)]
+
+
+def test_two_steps_in_flight_give_the_numbers_of_steps_read_at_once():
     histories = []
     for late in (0, 1):
         model, config = tiny_model()
