@@ -22,11 +22,24 @@ ALLOWED_IMPORTS = {
     "kernels/tuned": set(),
     "kernels/dot": {"kernels.tuned"},
     "kernels/gelu": set(),
+    "kernels/softmax": set(),
     "kernels/master": set(),
     "kernels/tile": set(),
     "kernels/__init__": {"kernels"},
     "kernels/": {
-        f"kernels.{name}" for name in ("contract", "tuned", "dot", "gelu", "master", "random", "reduce", "tile")
+        f"kernels.{name}"
+        for name in (
+            "contract",
+            "tuned",
+            "dot",
+            "gelu",
+            "hopper",
+            "master",
+            "random",
+            "reduce",
+            "softmax",
+            "tile",
+        )
     },
     "arena": set(),
     "tables": {"arena"},

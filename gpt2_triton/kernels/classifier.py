@@ -27,14 +27,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.softmax import LOG2E, unnormalised
 from gpt2_triton.kernels.tile import halves, tile_position
-from gpt2_triton.kernels.tuned import dtype_name, num_sms, tuned
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_MAX_EXPONENT = tl.constexpr(108.0)  # 2^108 * 50304 columns * wte still fits fp32 and bf16
+from gpt2_triton.kernels.tuned import dtype_name, is_hopper, num_sms, tuned
 
 
 @triton.jit
@@ -59,7 +58,7 @@ def _classifier_target_kernel(
         lnf = tl.load(lnf_ptr + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
         wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
         products += lnf * wte
-    tl.store(zt_ptr + r, tl.sum(products, 1) * _LOG2E, mask=r < R)
+    tl.store(zt_ptr + r, tl.sum(products, 1) * LOG2E, mask=r < R)
 
 
 @triton.jit
@@ -81,10 +80,7 @@ def _classifier_fwd_kernel(
         j = n + tl.arange(0, BLOCK_N)
         zt = tl.load(zt_ptr + r, mask=r < R, other=0.0)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
-        # a NaN must stay one: a plain minimum would turn it into 2^108, and a broken run into a finite loss
-        exponent = tl.minimum(z * _LOG2E - zt[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
-        counted = (j < V)[None, :] & (j[None, :] != target[:, None])
-        p = tl.where(counted, tl.exp2(exponent), 0.0)
+        p = unnormalised(z, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
         tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1), mask=r < R)
         if p_desc is not None:
             left, right = halves(p)
@@ -169,14 +165,17 @@ def classifier_fwd(
     (R, C), Vp = lnf.shape, wte.shape[0]
     row = _fwd_row(R, C, Vp, dtype_name(lnf))
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
-    p_desc = None if p is None else TensorDescriptor.from_tensor(p, [block_m, block_n // 2])
-    lnf_desc = TensorDescriptor.from_tensor(lnf, [block_m, block_k])
-    wte_desc = TensorDescriptor.from_tensor(wte, [block_n, block_k])
     tiles_n = triton.cdiv(Vp, block_n)
-    programs = min(num_sms(), triton.cdiv(R, block_m) * tiles_n)
     sums, part = rowsum[:R], rowsum[R : R + tiles_n * R]
     assert part.numel() == tiles_n * R, f"classifier_fwd: rowsum has {rowsum.numel()} elements, needs {R + tiles_n * R}"
-    _classifier_fwd_kernel[(programs,)](p_desc, part, lnf_desc, wte_desc, zt, targets, R, C, V, Vp, **row)
+    if is_hopper() and dtype_name(lnf) == "bf16":
+        hopper.classifier_fwd(p, part, lnf, wte, zt, targets, V)
+    else:
+        p_desc = None if p is None else TensorDescriptor.from_tensor(p, [block_m, block_n // 2])
+        lnf_desc = TensorDescriptor.from_tensor(lnf, [block_m, block_k])
+        wte_desc = TensorDescriptor.from_tensor(wte, [block_n, block_k])
+        programs = min(num_sms(), triton.cdiv(R, block_m) * tiles_n)
+        _classifier_fwd_kernel[(programs,)](p_desc, part, lnf_desc, wte_desc, zt, targets, R, C, V, Vp, **row)
     column_sums(sums, part, tiles_n, False)
 
 

@@ -11,6 +11,9 @@ R = B*T rows.  Operands reach shared memory through TMA descriptors, which read 
 matrix: no edge needs a mask, and any R will do; N and K are multiples of 16, as TMA wants rows that begin on 16 bytes.
 Sums run in fp32.
 
+On Hopper the kernels are those of hopper.py, which this file's launchers prefer where sizes allow; the ones here run
+everywhere else, and in the interpreter.
+
 Each program walks output tiles (a persistent kernel), so that the loads of the next tile overlap the epilogue of the
 last.  What a tile holds does not depend on which program computes it.  dw has few tiles and a long sum: when that would
 leave multiprocessors idle, R is cut into splits whose partial products go to scratch and are added in a fixed order, so
@@ -22,12 +25,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.gelu import dgelu, gelu
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tile import halves, tile_position
-from gpt2_triton.kernels.tuned import dtype_name, num_sms, tuned
+from gpt2_triton.kernels.tuned import dtype_name, is_hopper, num_sms, tuned
 
 
 @triton.jit
@@ -119,6 +123,9 @@ def _launch(
     res: Tensor | None = None, pre: Tensor | None = None, gelu_out: Tensor | None = None, part: Tensor | None = None,
 ) -> None:  # fmt: skip
     (M, K), N = a.shape, out.shape[1]
+    if is_hopper() and dtype_name(a) == dtype_name(out) == "bf16" and M % hopper.ROWS.value == 0 and N % 64 == 0:
+        hopper.matmul(out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part)
+        return
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     out_desc, res_desc, pre_desc, gelu_desc = (_describe(t, block_m, block_n // 2) for t in (out, res, pre, gelu_out))
@@ -178,16 +185,16 @@ def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
 def _splits(N: int, K: int, R: int, row: dict[str, int]) -> tuple[int, int]:
     """How many splits of how many steps take the least time on a GPU that runs WAVE tiles at once; the unit is a step.
 
-    A 128x128x64 step takes an H200 0.43 us at 650 TFLOP/s; by that measure a tile's epilogue is taken for 4 steps, and
-    its partial sums, once out to memory and back, for 1/14 of one.  WAVE is a number of the table and not of the GPU at
-    hand: the same sizes are summed in the same order everywhere.
+    A 128x256x64 step takes an H200 0.75 us at 700 TFLOP/s.  By that measure a tile's start and end are taken for 3
+    steps, and its partial sums, which are written, read and added while nothing is multiplied, for 1/4 of one.  WAVE is
+    a number of the table and not of the GPU at hand: the same sizes are summed in the same order everywhere.
     """
     tiles = triton.cdiv(N, row["BLOCK_M"]) * triton.cdiv(K, row["BLOCK_N"])
     steps = triton.cdiv(R, row["BLOCK_K"])
 
     def cost(splits: int) -> float:
         waves = triton.cdiv(tiles * splits, row["WAVE"])
-        return waves * (triton.cdiv(steps, splits) + 4) + (tiles * splits / 14 if splits > 1 else 0)
+        return waves * (triton.cdiv(steps, splits) + 3) + (tiles * splits / 4 if splits > 1 else 0)
 
     steps_per_split = triton.cdiv(steps, min(range(1, 17), key=cost))
     return triton.cdiv(steps, steps_per_split), steps_per_split
@@ -199,20 +206,28 @@ def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool)
     (N, K), R = dw.shape, dout.shape[0]
     row = _dw_row(N, K, R, dtype_name(dout))
     splits, steps = _splits(N, K, R, row)
-    row.pop("WAVE")
-    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     partial = scratch if splits > 1 else dw
     assert partial.numel() >= splits * N * K, f"matmul_dw: scratch holds {partial.numel()}, needs {splits * N * K}"
+    if is_hopper() and dtype_name(dout) == "bf16":
+        hopper.matmul_dw(partial, dout, inp, splits, steps, acc and splits == 1)
+    else:
+        _launch_dw(partial, dout, inp, splits, steps, acc and splits == 1, row)
+    if splits > 1:
+        column_sums(dw, scratch, splits, acc)
+
+
+def _launch_dw(
+    partial: Tensor, dout: Tensor, inp: Tensor, splits: int, steps: int, acc: bool, row: dict[str, int]
+) -> None:
+    N, K = dout.shape[1], inp.shape[1]
+    row = {name: value for name, value in row.items() if name != "WAVE"}
+    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     # three dimensions, so that a tile that hangs over the last row of one split is clipped there
     out_desc = TensorDescriptor(partial, [splits, N, K], [N * K, K, 1], [1, block_m, block_n // 2])
     dout_desc = _describe(dout, block_k, block_m)
     inp_desc = _describe(inp, block_k, block_n)
     items = triton.cdiv(N, block_m) * triton.cdiv(K, block_n) * splits
-    _matmul_dw_kernel[(min(num_sms(), items),)](
-        out_desc, dout_desc, inp_desc, N, K, splits, steps, ACC=acc and splits == 1, **row
-    )
-    if splits > 1:
-        column_sums(dw, scratch, splits, acc)
+    _matmul_dw_kernel[(min(num_sms(), items),)](out_desc, dout_desc, inp_desc, N, K, splits, steps, ACC=acc, **row)
 
 
 def matmul_dw_scratch(N: int, K: int, R: int, dtype: str) -> int:

@@ -34,7 +34,12 @@ def column_sums(out: Tensor, part: Tensor, P: int, acc: bool) -> None:
     """
     N = out.numel()
     block_p = min(next_power_of_2(P), 64)
-    block_n = min(next_power_of_2(N), 1 << 18) if INTERPRET else max(64, 4096 // block_p)
+    if INTERPRET:
+        block_n = min(next_power_of_2(N), 1 << 18)
+    elif N < 1 << 16:  # few columns: narrow blocks, eight columns to a sector, to give every multiprocessor some
+        block_p, block_n = min(next_power_of_2(P), 512), 8
+    else:
+        block_n = max(64, 4096 // block_p)
     _column_sums_kernel[(triton.cdiv(N, block_n),)](
         out, part, P, N, ACC=acc, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4
     )

@@ -14,7 +14,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 GPU: dict[tuple[str, str], dict[str, int]] = {
     ("matmul", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3),
     ("matmul", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=3),
-    ("matmul_dw", "bf16"): dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, WAVE=132, num_warps=8, num_stages=4),
+    ("matmul_dw", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, WAVE=132, num_warps=8, num_stages=3),
     ("matmul_dw", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, WAVE=132, num_warps=8, num_stages=3),
     ("classifier_fwd", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3),
     ("classifier_fwd", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=3),
@@ -94,6 +94,12 @@ INTERPRETER: dict[str, dict[str, int]] = {
 def num_sms() -> int:
     """Programs of a persistent kernel: one per multiprocessor of this GPU; two in the interpreter."""
     return 2 if INTERPRET else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+@functools.cache
+def is_hopper() -> bool:
+    """Is this machine's GPU one that hopper.py's kernels are for (sm_90: H100, H200)?"""
+    return not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 @functools.cache

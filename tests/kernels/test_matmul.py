@@ -5,15 +5,17 @@ import importlib
 import pytest
 import torch
 
-from gpt2_triton.kernels.tuned import GPU, INTERPRET, SMALL_GPU, dtype_name
+from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels.tuned import GPU, INTERPRET, SMALL_GPU, dtype_name, is_hopper
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 
-# R, N, K: one row; ragged; two blocks of rows and two of the sum; two blocks of columns (blocks of the interpreter)
-SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32)]
+# R, N, K: one row; ragged; two blocks of rows and two of the sum; two blocks of columns (blocks of the interpreter);
+# one that hopper.py takes, with a tile and a bit either way
+SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32), (160, 320, 448)]
 SUMS = 2e-6 if INTERPRET else 2e-5  # fp32 sums over R, whose error grows with R, which is larger on a GPU
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = pytest.mark.parametrize("R,N,K", SHAPES, ids=lambda size: str(size))
@@ -76,8 +78,10 @@ def check_dx_dgelu(rng, R, N, K, dtype, acc, with_gelu):
     expected = want("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
     part = scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout)))
     mm.matmul_dx_dgelu(dpre, dbias, gelu_out, part, dout, w, pre, acc)
-    assert error(dpre, expected[0]) < tolerance(dtype)
-    assert error(dbias, expected[1]) < SUMS  # of the unrounded values, whatever the storage
+    handed_on = dtype == torch.bfloat16 and is_hopper() and R % hopper.ROWS.value == 0 and K % 64 == 0
+    # there gelu'(pre) meets a product rounded once: two independent roundings in dpre, one in the terms of dbias
+    assert error(dpre, expected[0]) < tolerance(dtype) * (2**0.5 if handed_on else 1)
+    assert error(dbias, expected[1]) < (EPS[dtype] if handed_on else SUMS)  # else of the unrounded values
     if with_gelu:
         assert error(gelu_out, expected[2]) < tolerance(dtype)
 
@@ -128,8 +132,9 @@ def check_recomputed_gelu(rng, R, N, K, dtype):
 
 
 @dtypes
-def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, dtype):
-    check_recomputed_gelu(rng, 77, 48, 80, dtype)
+@pytest.mark.parametrize("R,N,K", [(77, 48, 80), (160, 320, 448)], ids=["portable", "hopper"])
+def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype):
+    check_recomputed_gelu(rng, R, N, K, dtype)
 
 
 @accumulate
@@ -159,18 +164,24 @@ def run_all(R, N, K, dtype, outputs):
     return y, g, z, a, dx, dpre, again, dbias, dw
 
 
+either_kernel = pytest.mark.parametrize("R,N,K", [(2100, 48, 80), (2144, 320, 448)], ids=["portable", "hopper"])
+
+
 @dtypes
-def test_results_do_not_depend_on_the_number_of_programs(monkeypatch, dtype):
+@either_kernel
+def test_results_do_not_depend_on_the_number_of_programs(monkeypatch, R, N, K, dtype):
     runs = []
     for programs in (1, 3, 3):
-        monkeypatch.setattr(mm, "num_sms", lambda programs=programs: programs)
-        runs.append(run_all(2100, 48, 80, dtype, poisoned))
+        for module in (mm, hopper):
+            monkeypatch.setattr(module, "num_sms", lambda programs=programs: programs)
+        runs.append(run_all(R, N, K, dtype, poisoned))
     for one, three, again in zip(*runs, strict=True):
         assert torch.equal(one, three) and torch.equal(three, again)
 
 
 @dtypes
-def test_nothing_is_written_outside_the_outputs(dtype):
+@either_kernel
+def test_nothing_is_written_outside_the_outputs(R, N, K, dtype):
     guards = []
 
     def guarded(*shape, dtype=torch.float32):
@@ -180,7 +191,7 @@ def test_nothing_is_written_outside_the_outputs(dtype):
         guards.extend([buffer[:64], buffer[64 + size :]])
         return buffer[64 : 64 + size].view(*shape)
 
-    run_all(2100, 48, 80, dtype, guarded)
+    run_all(R, N, K, dtype, guarded)
     assert all((guard == 7).all() for guard in guards)
 
 
@@ -199,14 +210,16 @@ def test_splits_cover_every_row_once(R):
 
 
 def test_splits_keep_a_hopper_gpu_busy():
-    """At least 85% of the steps that 132 multiprocessors have time for are needed; unsplit, attproj uses 27%."""
+    """At least 65% of the steps that 132 multiprocessors have time for are needed, 80% up to C 1280; unsplit, attproj
+    of C 768 uses 14%.
+    """
     for C, R in zip(WIDTHS, (65536, 65536, 32768, 16384), strict=True):
         for n, k in LINEAR:
             splits, steps = mm._splits(n * C, k * C, R, BF16_DW)
             tiles = -(-n * C // BF16_DW["BLOCK_M"]) * -(-k * C // BF16_DW["BLOCK_N"])
             waves = -(-tiles * splits // BF16_DW["WAVE"])
             needed = tiles * -(-R // BF16_DW["BLOCK_K"])
-            assert needed / (waves * BF16_DW["WAVE"] * steps) > 0.85
+            assert needed / (waves * BF16_DW["WAVE"] * steps) > (0.8 if C <= 1280 else 0.65)
     assert mm._splits(50304, 768, 16384, BF16_DW)[0] == 1  # the classifier's weight has tiles enough
 
 

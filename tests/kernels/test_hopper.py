@@ -1,0 +1,85 @@
+"""hopper.py compiles for sm_90 on a machine without a GPU, and no kernel spills registers.
+
+What its kernels compute is tested on a GPU, with the shapes that test_matmul.py and test_classifier.py mark for it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BF16, F32, I32 = "*bf16", "*fp32", "i32"
+
+
+def cases() -> dict[str, tuple[str, dict[str, object]]]:
+    """Name -> (kernel, argument -> type, (rows, columns) of a descriptor, or constant), for every form launched."""
+    tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
+    nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None)
+    base = dict(out_ptr=BF16, out_desc=tile, a_desc=(128, 64)) | nothing | sizes
+    forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, GELU=False, DGELU=False)
+    backward = base | dict(w_desc=(64, 256), W_T=False, GELU=False, DGELU=False)
+    dgelu = backward | dict(pre_desc=(32, 64), part_ptr=F32, DGELU=True)
+    dw = dict(out_ptr=F32, dout_desc=(64, 128), inp_desc=(64, 256), N=I32, K=I32, splits=I32, steps=I32)
+    head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
+    head |= dict(R=I32, C=I32, V=I32, Vp=I32)
+    return {
+        "matmul": ("_matmul_kernel", forward),
+        "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),
+        "matmul_gelu": ("_matmul_kernel", forward | dict(pre_desc=tile, GELU=True)),
+        "matmul_dx": ("_matmul_kernel", backward),
+        "matmul_dx_dgelu": ("_matmul_kernel", dgelu),
+        "matmul_dx_dgelu, gelu_out": ("_matmul_kernel", dgelu | dict(gelu_ptr=BF16)),
+        "matmul_dw": ("_dw_kernel", dw | dict(ACC=False)),
+        "matmul_dw, acc": ("_dw_kernel", dw | dict(ACC=True)),
+        "classifier_fwd": ("_classifier_kernel", head | dict(p_desc=tile)),
+        "classifier_fwd, loss only": ("_classifier_kernel", head | dict(p_desc=None)),
+    }
+
+
+def print_ptxas_log(kernel_name: str, arguments: dict[str, object]) -> None:
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from gpt2_triton.kernels import hopper
+
+    kernel = getattr(hopper, kernel_name)
+    signature, constants, aligned = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if isinstance(value, tuple):
+            layout = gl.NVMMASharedLayout.get_default_for(list(value), gl.bfloat16)
+            signature[name] = f"tensordesc<bf16[{value[0]}, {value[1]}],{layout!r}>"
+        elif isinstance(value, str):
+            signature[name] = value
+            aligned[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name], constants[name] = "constexpr", value
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    options = {name: value for name, value in hopper._OPTIONS.items() if value is not None}
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_kernel_compiles_for_hopper_without_spills(name):
+    """In a process of its own, as this one's kernels may belong to the interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    root = Path(__file__).parent.parent.parent
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_hopper", name],
+        cwd=root, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    spills = re.findall(r"(\d+) bytes spill", run.stdout)
+    assert spills and set(spills) == {"0"}, run.stdout
+    assert "C75" not in run.stdout, run.stdout  # C75xx: ptxas makes wgmma wait for one another
+
+
+if __name__ == "__main__":
+    print_ptxas_log(*cases()[sys.argv[1]])
