@@ -284,7 +284,7 @@ def _matmul_kernel(
                          c_full, c_empty, M, N, True)),
             (_load, (a_desc, w_desc, res_desc, a_bufs, w_bufs, c_buf, full, empty, c_full, c_empty, M, N, K, W_T)),
             (_load_pre, (pre_desc, ring, ring_full, ring_empty, M, N)),
-        ], [2, 1, 1], [176, 176, 176])
+        ], [2, 1, 1], [184, 184, 184])
     elif GELU:
         gl.warp_specialize([
             (_compute, (out_desc, b_ptr, res_desc, a_bufs, w_bufs, c_buf, full, empty, c_full, c_empty,

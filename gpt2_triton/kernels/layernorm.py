@@ -50,7 +50,7 @@ def _layernorm_fwd_kernel(
 @triton.jit
 def _layernorm_bwd_kernel(
     dx_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, R, C,
-    ADD_DX: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    ADD_DX: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BLOCK_C)
@@ -59,7 +59,7 @@ def _layernorm_bwd_kernel(
     dw = tl.zeros((ROWS, BLOCK_C), tl.float32)
     db = tl.zeros((ROWS, BLOCK_C), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK_C), tl.float32)
-    for first in range(program * ROWS, R, programs * ROWS):
+    for first in tl.range(program * ROWS, R, programs * ROWS, num_stages=STAGES):
         r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         at = r[:, None] * C + c[None, :]
         mask = (r < R)[:, None] & (c < C)[None, :]

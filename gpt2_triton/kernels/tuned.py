@@ -48,10 +48,10 @@ GPU: dict[tuple[str, str], dict[str, int]] = {
     ("attention_bwd_delta", "fp32"): dict(BLOCK_M=64, num_warps=4),
     ("layernorm_fwd", "bf16"): dict(ROWS=2, num_warps=2),
     ("layernorm_fwd", "fp32"): dict(ROWS=2, num_warps=4),
-    ("layernorm_bwd", "bf16"): dict(ROWS=1, PROGRAMS=1056, num_warps=4),
-    ("layernorm_bwd", "fp32"): dict(ROWS=1, PROGRAMS=1056, num_warps=4),
-    ("layernorm_bwd_wide", "bf16"): dict(ROWS=1, PROGRAMS=528, num_warps=8),
-    ("layernorm_bwd_wide", "fp32"): dict(ROWS=1, PROGRAMS=528, num_warps=8),
+    ("layernorm_bwd", "bf16"): dict(ROWS=2, STAGES=3, PROGRAMS=528, num_warps=2),
+    ("layernorm_bwd", "fp32"): dict(ROWS=1, STAGES=3, PROGRAMS=528, num_warps=4),
+    ("layernorm_bwd_wide", "bf16"): dict(ROWS=2, STAGES=3, PROGRAMS=528, num_warps=4),
+    ("layernorm_bwd_wide", "fp32"): dict(ROWS=1, STAGES=3, PROGRAMS=528, num_warps=8),
     ("adamw", "bf16"): dict(BLOCK=1024, num_warps=4),
     ("adamw", "fp32"): dict(BLOCK=1024, num_warps=4),
 }
@@ -84,8 +84,8 @@ INTERPRETER: dict[str, dict[str, int]] = {
     "attention_bwd_dq": dict(BLOCK_M=256, BLOCK_N=256),
     "attention_bwd_dq_wide": dict(BLOCK_M=256, BLOCK_N=256),
     "layernorm_fwd": dict(ROWS=512),
-    "layernorm_bwd": dict(ROWS=512, PROGRAMS=2),
-    "layernorm_bwd_wide": dict(ROWS=512, PROGRAMS=2),
+    "layernorm_bwd": dict(ROWS=512, STAGES=1, PROGRAMS=2),
+    "layernorm_bwd_wide": dict(ROWS=512, STAGES=1, PROGRAMS=2),
     "adamw": dict(BLOCK=1 << 18),
 }
 
