@@ -185,7 +185,7 @@ def _plan(config: Config, gpu: str | None) -> str:
     if gpu is not None and gpu.lower() not in gpus.GPUS:
         raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(gpus.GPUS)}")
     import gpt2_triton.kernels as kernels
-    from gpt2_triton.model import plan_report
+    from gpt2_triton.planning import plan_report
 
     return plan_report(config, kernels, gpus.memory_bytes(gpu.lower() if gpu else None))
 

@@ -82,11 +82,11 @@ class OptimConfig(Section):
 
 
 class MemoryConfig(Section):
-    recompute: Literal["none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] = Field(
-        "gelu", description="what the backward pass computes again"
+    recompute: Literal["auto", "none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] = Field(
+        "gelu", description="what the backward pass computes again; auto takes the first of the others that fits"
     )
     head_rows: OptionalInt = Field(
-        None, ge=1, description="rows of logits at once; null is 16384, or 8192 from n_embd 1025"
+        None, ge=1, description="rows of logits at once; null is 11264, from n_embd 769 16384, from 1025 8192"
     )
 
 
@@ -139,7 +139,12 @@ class Config(Section):
 
     @property
     def head_rows(self) -> int:
-        return self.memory.head_rows or (16384 if self.model.n_embd <= 1024 else 8192)
+        """Rows of logits at once.  By default a buffer of 0.8 to 1.6 GiB at GPT-2's vocabulary, and tiles of dX that
+        fill 132 multiprocessors two (n_embd 768) or almost four times (1024).
+        """
+        if self.memory.head_rows:
+            return self.memory.head_rows
+        return 11264 if self.model.n_embd <= 768 else 16384 if self.model.n_embd <= 1024 else 8192
 
     @property
     def total_batch_tokens(self) -> int:
@@ -160,6 +165,9 @@ class Config(Section):
         c, layers = self.model.n_embd, self.model.n_layer
         layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
         return (self.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
+
+    def with_recompute(self, level: str) -> "Config":
+        return self.model_copy(update={"memory": self.memory.model_copy(update={"recompute": level})})
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

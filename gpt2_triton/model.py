@@ -15,30 +15,13 @@ import torch
 from torch import Tensor
 
 from gpt2_triton import schedule
-from gpt2_triton.arena import GIB, PHASES, OutOfMemory, Plan, carve, largest_batch, phases, plan, resolve
+from gpt2_triton.arena import PHASES, carve, phases
 from gpt2_triton.config import Config
-from gpt2_triton.data.loader import packed_size, scatter_bounds
+from gpt2_triton.planning import make_plan, refuse_if_too_large
 from gpt2_triton.stream import STEPS, Replay, Step
-from gpt2_triton.tables import LEVELS, Acts, Params, State, entries, named
+from gpt2_triton.tables import Acts, Params, Recompute, State, entries, named
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 INIT_STD = 0.02
-CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
-
-
-@dataclasses.dataclass(frozen=True)
-class Recompute:
-    """What the backward pass computes again instead of reading back, by memory.recompute."""
-
-    gelu: bool
-    ln: bool
-    qkv: bool
-    block: bool
-
-    @classmethod
-    def at(cls, level: str) -> "Recompute":
-        depth = LEVELS.index(level)
-        return cls(gelu=1 <= depth <= 3, ln=depth >= 2, qkv=depth == 3, block=depth == 4)
 
 
 @dataclasses.dataclass
@@ -69,60 +52,6 @@ class View:
             yield slice(start, min(start + self.Rc, self.R))
 
 
-def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) -> dict[str, int]:
-    """Every symbol that tables.py uses, in numbers."""
-    m = config.model
-    d = dict(
-        B=B,
-        T=T,
-        R=B * T,
-        C=m.n_embd,
-        NH=m.n_head,
-        L=m.n_layer,
-        S=2 * m.n_layer + 1,
-        V=m.vocab_size,
-        Vp=config.padded_vocab,
-        Tmax=m.block_size,
-    )
-    d["Rc"] = min(d["R"], config.head_rows)
-    d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
-    d["Np"] = packed_size(d["R"], d["V"])
-    d["N"] = sum(math.prod(e.shape) for e in entries(d))
-    d["Nt"] = d["N"] if training else 0
-    d["Nm"] = d["N"] if training and config.optim.master == "fp32" and config.train.dtype == "bf16" else 0
-    d["W"] = K.scratch_elements(d, config.train.dtype)
-    return d
-
-
-def make_plan(
-    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None
-) -> tuple[Plan, dict[str, int]]:
-    """The exact memory plan of a run with micro-batch B, and the dimensions it was made from."""
-    dims = dimensions(config, K, B, T, training)
-    dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
-    level = config.memory.recompute if training else "block"
-    rows = [row for table in (State, Acts) for row in resolve(table, dims, dtypes, level, LEVELS)]
-    return plan(rows), dims
-
-
-def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
-    """The plan as text, and the largest micro-batch that fits a GPU of this size; needs no GPU."""
-    T = config.train.seq_len
-    made, dims = make_plan(config, K, config.micro_batch, T)
-    budget = gpu_bytes - CONTEXT_BYTES
-    best = largest_batch(lambda B: make_plan(config, K, B, T)[0].total, budget)
-    fits = "fits" if made.total <= budget else "does not fit"
-    return "\n".join(
-        [
-            made.show(),
-            f"parameters {dims['N']:,}",
-            f"micro-batch {config.micro_batch} x {T} tokens, recompute {config.memory.recompute}",
-            f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB beside a CUDA context of {CONTEXT_BYTES / GIB:.1f} GiB; "
-            f"the largest train.batch_size that fits is {best}",
-        ]
-    )
-
-
 class GPT2:
     """A model in its arena.  Nothing is allocated on the device after the constructor."""
 
@@ -141,7 +70,7 @@ class GPT2:
         self.B, self.T = batch or config.micro_batch, config.train.seq_len
         self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes)
         self.recompute = Recompute.at(config.memory.recompute if training else "block")
-        _refuse_if_too_large(self.plan, config, K, device)
+        refuse_if_too_large(self.plan, config, K, device)
         self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
         self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
         self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
@@ -280,23 +209,3 @@ class GPT2:
         """The flat device buffers that a checkpoint holds, by name."""
         rows = dict(params=self.state.params, m=self.state.m, v=self.state.v, low=self.state.low)
         return {name: flat for name, flat in rows.items() if flat is not None}
-
-
-def _refuse_if_too_large(made: Plan, config: Config, K: Any, device: str) -> None:
-    if device == "cpu":
-        return
-    free, total = torch.cuda.mem_get_info()
-    if made.total > free:
-        best = largest_batch(lambda B: make_plan(config, K, B, config.train.seq_len)[0].total, free)
-        rows = config.total_batch_tokens // config.train.seq_len
-        best = max((B for B in range(1, best + 1) if rows % B == 0), default=0)  # a step's rows must be whole batches
-        advice = (
-            f"set train.batch_size to {best} and train.total_batch_tokens to {config.total_batch_tokens}, or"
-            if best
-            else "set"
-        )
-        raise OutOfMemory(
-            f"the plan needs {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free: "
-            f"{advice} a deeper memory.recompute (now batch {config.micro_batch}, {config.memory.recompute}); "
-            "--plan shows the buffers"
-        )

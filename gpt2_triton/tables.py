@@ -18,6 +18,22 @@ from gpt2_triton.arena import buf, sizes
 
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # memory.recompute, each keeps less than the one before
 
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """What the backward pass computes again instead of reading back, by memory.recompute."""
+
+    gelu: bool
+    ln: bool
+    qkv: bool
+    block: bool
+
+    @classmethod
+    def at(cls, level: str) -> "Recompute":
+        depth = LEVELS.index(level)
+        return cls(gelu=1 <= depth <= 3, ln=depth >= 2, qkv=depth == 3, block=depth == 4)
+
+
 Tensors = list[Tensor]
 
 

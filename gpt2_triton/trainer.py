@@ -7,6 +7,7 @@ checkpoint therefore gives the bytes of the unbroken run.
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from gpt2_triton.gpus import device_name
 from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
+from gpt2_triton.planning import MODULE_BYTES, choose_recompute
 from gpt2_triton.sample import continuations
 from gpt2_triton.stream import Step
 
@@ -67,7 +69,10 @@ class Trainer:
         self.validation = (
             ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
         )
-        self.model = GPT2(config, K, self.device)
+        fitting = choose_recompute(config, K, self._budget())
+        if fitting is not config:
+            self.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
+        self.model = GPT2(fitting, K, self.device)
         if self.device == "cuda":
             made = self.model.compile()
             self.notes.append(
@@ -157,6 +162,10 @@ class Trainer:
             return 0
         free, total = torch.cuda.mem_get_info()
         return total - free
+
+    def _budget(self) -> int:
+        """Bytes that a plan may have here; no bound on a CPU."""
+        return sys.maxsize if self.device == "cpu" else torch.cuda.mem_get_info()[0] - MODULE_BYTES
 
     def _report_memory(self) -> None:
         if self.device == "cuda":

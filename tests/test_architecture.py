@@ -54,7 +54,8 @@ ALLOWED_IMPORTS = {
     "plot": {"config", "log"},
     "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
     "stream": set(),
-    "model": {"schedule", "tables", "arena", "config", "data.loader", "stream"},
+    "planning": {"tables", "arena", "config", "data.loader"},
+    "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
 }
 
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gpt2_triton.model
+import gpt2_triton.planning
 from gpt2_triton import arena
 from gpt2_triton.arena import ALIGN, PHASES, OutOfMemory, Row, buf, carve, largest_batch, phases, plan, resolve
+from gpt2_triton.planning import choose_recompute
 from gpt2_triton.tables import LEVELS, Acts, State
 from tests import reference
 from tests.tiny import tiny_config
@@ -129,7 +131,22 @@ def test_largest_batch_is_the_largest_that_fits(per_row, fixed, budget):
 
 def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
     config = tiny_config()
-    made, _ = gpt2_triton.model.make_plan(config, reference, 1, config.train.seq_len)
+    made, _ = gpt2_triton.planning.make_plan(config, reference, 1, config.train.seq_len)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (made.total, 2 * arena.GIB))
     with pytest.raises(OutOfMemory, match=r"set train.batch_size to 1 and .* \(now batch 2, gelu\)"):
         gpt2_triton.model.GPT2(config, reference, "cuda")
+
+
+def test_recompute_auto_is_the_first_level_whose_plan_fits():
+    config = tiny_config(memory=dict(recompute="auto"))
+
+    def total(level):
+        return gpt2_triton.planning.make_plan(config.with_recompute(level), reference, 2, config.train.seq_len)[0].total
+
+    totals = [total(level) for level in LEVELS]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(LEVELS)
+    for level, budget in zip(LEVELS, totals, strict=True):
+        assert choose_recompute(config, reference, budget).memory.recompute == level
+    assert choose_recompute(config, reference, totals[-1] - 1).memory.recompute == LEVELS[-1]
+    named = config.with_recompute("gelu")
+    assert choose_recompute(named, reference, 0) is named

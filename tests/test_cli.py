@@ -152,7 +152,7 @@ def test_help_lists_every_key_and_flag_with_underscores(capsys):
 def test_the_plan_needs_no_gpu_and_leaves_the_interpreter_alone(here, module, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     seen = []
-    module("model", plan_report=lambda config, kernels, gpu_bytes: seen.append(gpu_bytes) or "the plan")
+    module("planning", plan_report=lambda config, kernels, gpu_bytes: seen.append(gpu_bytes) or "the plan")
     assert main(train_app, ["x.yaml", "--plan", "--gpu", "A100-80"]) == 0
     assert capsys.readouterr().out == "the plan\n"
     assert seen == [gpus.memory_bytes("a100-80")] and 79 * 2**30 < seen[0] < 80 * 2**30

@@ -53,7 +53,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("optim: {beta2: 1.0}", {}, "x.yaml:1: optim.beta2: must be less than 1, got 1.0"),
     ("optim: {schedule: cos}", {}, "must be 'cosine', 'linear', 'constant' or 'wsd', got 'cos'"),
     ("", {"train.dtype": "fp16"}, "--train.dtype: must be 'bf16' or 'fp32', got 'fp16'"),
-    ("", {"memory.recompute": "all"}, "--memory.recompute: must be 'none', 'gelu'"),
+    ("", {"memory.recompute": "all"}, "--memory.recompute: must be 'auto', 'none', 'gelu'"),
     ("", {"memory.head_rows": "none"}, "--memory.head_rows: must be a valid integer"),
     ("", {"model.n_embd": "770"}, "--model.n_embd: must be a multiple of 16"),
     ("", {"model.vocab_size": "65537"}, "shards hold 16-bit tokens"),
@@ -158,7 +158,7 @@ def test_a_configuration_cannot_change():
 def test_derived_sizes():
     config = Config.model_validate(dict(train=dict(total_batch_tokens=524_288)))
     assert config.n_params == 124_475_904  # what llm.c prints for 124M
-    assert (config.padded_vocab, config.head_size, config.head_rows) == (50304, 64, 16384)
+    assert (config.padded_vocab, config.head_size, config.head_rows) == (50304, 64, 11264)
     assert (config.micro_batch, config.accumulation, config.total_batch_tokens) == (64, 8, 524_288)
     small = Config.model_validate(dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20)))
     assert (small.micro_batch, small.accumulation, small.head_rows) == (4, 1, 8192)
@@ -166,7 +166,7 @@ def test_derived_sizes():
 
 
 def test_recompute_levels_are_those_of_the_tables():
-    assert typing.get_args(MemoryConfig.model_fields["recompute"].annotation) == LEVELS
+    assert typing.get_args(MemoryConfig.model_fields["recompute"].annotation) == ("auto", *LEVELS)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "gpt2_124m"])

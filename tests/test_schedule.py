@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import gpt2_triton.kernels
-import gpt2_triton.model
+import gpt2_triton.planning
 from gpt2_triton import arena
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import pack_batch
@@ -259,7 +259,7 @@ def violations(model: Recorded) -> list[str]:
 
 
 def recorded_step(level: str, monkeypatch) -> Recorded:
-    monkeypatch.setattr(gpt2_triton.model, "plan", side_by_side)
+    monkeypatch.setattr(gpt2_triton.planning, "plan", side_by_side)
     monkeypatch.setattr("tests.tiny.GPT2", Recorded)
     train_steps(model := kernel_model(level), 1)
     return model
@@ -296,7 +296,7 @@ def test_a_wrong_lifetime_is_caught_by_poison(name, live, monkeypatch):
         return arena.plan(rows)
 
     right = exact_model()
-    monkeypatch.setattr(gpt2_triton.model, "plan", wrong_plan)
+    monkeypatch.setattr(gpt2_triton.planning, "plan", wrong_plan)
     model = exact_model()
     model.poison = True
     assert train_steps(model, 1) != train_steps(right, 1)

@@ -1,0 +1,115 @@
+"""What a run needs of a GPU's memory: sizes from the configuration, the plan, its report, and the recompute level that
+fits.  Nothing here touches a GPU, but for asking how much of it is free.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
+from gpt2_triton.config import Config
+from gpt2_triton.data.loader import packed_size, scatter_bounds
+from gpt2_triton.tables import LEVELS, Acts, State, entries
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
+MODULE_BYTES = int(0.25 * GIB)  # the kernels' code and the CUDA graphs: 0.16 GiB at 12 layers
+
+
+def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) -> dict[str, int]:
+    """Every symbol that tables.py uses, in numbers."""
+    m = config.model
+    d = dict(
+        B=B,
+        T=T,
+        R=B * T,
+        C=m.n_embd,
+        NH=m.n_head,
+        L=m.n_layer,
+        S=2 * m.n_layer + 1,
+        V=m.vocab_size,
+        Vp=config.padded_vocab,
+        Tmax=m.block_size,
+    )
+    d["Rc"] = min(d["R"], config.head_rows)
+    d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
+    d["Np"] = packed_size(d["R"], d["V"])
+    d["N"] = sum(math.prod(e.shape) for e in entries(d))
+    d["Nt"] = d["N"] if training else 0
+    d["Nm"] = d["N"] if training and config.optim.master == "fp32" and config.train.dtype == "bf16" else 0
+    d["W"] = K.scratch_elements(d, config.train.dtype)
+    return d
+
+
+def make_plan(
+    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None
+) -> tuple[Plan, dict[str, int]]:
+    """The exact memory plan of a run with micro-batch B, and the dimensions it was made from."""
+    dims = dimensions(config, K, B, T, training)
+    dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
+    level = config.memory.recompute if training else "block"
+    assert level != "auto", "choose_recompute comes first"
+    rows = [row for table in (State, Acts) for row in resolve(table, dims, dtypes, level, LEVELS)]
+    return plan(rows), dims
+
+
+def choose_recompute(config: Config, K: Any, budget: int) -> Config:
+    """The configuration with memory.recompute `auto` replaced by the first level, the fastest, whose plan fits `budget`
+    bytes; by the last, the smallest, if none does.
+    """
+    if config.memory.recompute != "auto":
+        return config
+    choices = [config.with_recompute(level) for level in LEVELS]
+    fitting = (c for c in choices if make_plan(c, K, c.micro_batch, c.train.seq_len)[0].total <= budget)
+    return next(fitting, choices[-1])
+
+
+def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
+    """The plan as text, what each recompute level needs and the largest micro-batch it lets fit a GPU of this size;
+    needs no GPU.
+    """
+    T, budget = config.train.seq_len, gpu_bytes - CONTEXT_BYTES - MODULE_BYTES
+    chosen = choose_recompute(config, K, budget)
+    made, dims = make_plan(chosen, K, config.micro_batch, T)
+    lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
+    for level in LEVELS:
+
+        def total_bytes(B: int, config: Config = config.with_recompute(level)) -> int:
+            return make_plan(config, K, B, T)[0].total
+
+        total, best = total_bytes(config.micro_batch), largest_batch(total_bytes, budget)
+        mark = "  <-" if level == chosen.memory.recompute else ""
+        lines.append(f"{level:<16}{total / GIB:>8.2f}{best:>28}{mark}")
+    fits = "fits" if made.total <= budget else "does not fit"
+    return "\n".join(
+        [
+            made.show(),
+            f"parameters {dims['N']:,}",
+            f"micro-batch {config.micro_batch} x {T} tokens, recompute {config.memory.recompute}",
+            f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB beside "
+            f"{(CONTEXT_BYTES + MODULE_BYTES) / GIB:.2f} GiB for the CUDA context, kernels and graphs",
+            "",
+            *lines,
+        ]
+    )
+
+
+def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str) -> None:
+    if device == "cpu":
+        return
+    free, total = torch.cuda.mem_get_info()
+    if made.total > free:
+        best = largest_batch(lambda B: make_plan(config, K, B, config.train.seq_len)[0].total, free)
+        rows = config.total_batch_tokens // config.train.seq_len
+        best = max((B for B in range(1, best + 1) if rows % B == 0), default=0)  # a step's rows must be whole batches
+        advice = (
+            f"set train.batch_size to {best} and train.total_batch_tokens to {config.total_batch_tokens}, or"
+            if best
+            else "set"
+        )
+        raise OutOfMemory(
+            f"the plan needs {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free: "
+            f"{advice} a deeper memory.recompute (now batch {config.micro_batch}, {config.memory.recompute}); "
+            "--plan shows the buffers"
+        )
