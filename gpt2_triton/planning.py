@@ -65,6 +65,15 @@ def choose_recompute(config: Config, K: Any, budget: int) -> Config:
     return next(fitting, choices[-1])
 
 
+def _total_and_largest(config: Config, K: Any, budget: int) -> tuple[int, int]:
+    """Bytes of the plan, and the largest micro-batch whose plan fits the budget."""
+
+    def total_bytes(B: int) -> int:
+        return make_plan(config, K, B, config.train.seq_len)[0].total
+
+    return total_bytes(config.micro_batch), largest_batch(total_bytes, budget)
+
+
 def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     """The plan as text, what each recompute level needs and the largest micro-batch it lets fit a GPU of this size;
     needs no GPU.
@@ -74,11 +83,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     made, dims = make_plan(chosen, K, config.micro_batch, T)
     lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
     for level in LEVELS:
-
-        def total_bytes(B: int, config: Config = config.with_recompute(level)) -> int:
-            return make_plan(config, K, B, T)[0].total
-
-        total, best = total_bytes(config.micro_batch), largest_batch(total_bytes, budget)
+        total, best = _total_and_largest(config.with_recompute(level), K, budget)
         mark = "  <-" if level == chosen.memory.recompute else ""
         lines.append(f"{level:<16}{total / GIB:>8.2f}{best:>28}{mark}")
     fits = "fits" if made.total <= budget else "does not fit"
@@ -100,7 +105,7 @@ def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str) -> None
         return
     free, total = torch.cuda.mem_get_info()
     if made.total > free:
-        best = largest_batch(lambda B: make_plan(config, K, B, config.train.seq_len)[0].total, free)
+        _, best = _total_and_largest(config, K, free)
         rows = config.total_batch_tokens // config.train.seq_len
         best = max((B for B in range(1, best + 1) if rows % B == 0), default=0)  # a step's rows must be whole batches
         advice = (
