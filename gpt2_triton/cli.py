@@ -313,3 +313,59 @@ def verify() -> int:
     from benchmarks import verify as comparison
 
     return comparison.verify()
+
+
+@tools_app.command
+def bench(
+    *,
+    sizes: str = "d12,d24,d36,d48",
+    batch: int | None = None,
+    steps: int = 30,
+    recompute: Literal["none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] = "gelu",
+    baseline: Literal["torch", "none"] = "torch",
+    ops: bool = False,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Time GPT-2's training steps beside PyTorch's on this GPU; or, with --ops, each operation beside its floor.
+
+    Parameters
+    ----------
+    sizes: str
+        Comma-separated among d12 (124M), d24 (350M), d36 (774M) and d48 (1558M).
+    batch: int
+        Sequences a step; by default 64, 64, 32 and 16.
+    steps: int
+        Steps of each run, at least 6; the first five are not counted.
+    recompute: str
+        memory.recompute of our runs.
+    baseline: str
+        torch runs PyTorch too, none does not.
+    ops: bool
+        Time every operation of one step, and print how near its floor it is.
+    json: Path
+        File for the figures of the runs.
+    plot: Path
+        With --ops: a PNG of the table.
+    """
+    from gpt2_triton import gpus
+
+    wanted = sizes.split(",")
+    unknown = [size for size in wanted if size not in ("d12", "d24", "d36", "d48")]
+    if unknown:
+        raise ConfigError(f"--sizes: unknown {unknown[0]}; known are d12, d24, d36, d48")
+    if steps < 6:
+        raise ConfigError(f"--steps: must be at least 6, got {steps}")
+    if not gpus.present():
+        raise ConfigError("bench: needs a CUDA GPU, found none")
+    if find_spec("benchmarks") is None:
+        raise ConfigError("bench: benchmarks/ is not here; run it in the root of a checkout")
+    if ops:
+        from benchmarks import ops as operations
+
+        for size in wanted:
+            operations.report(size, batch, recompute, plot)
+    else:
+        from benchmarks import bench as steps_of_sizes
+
+        steps_of_sizes.bench(wanted, batch, steps, recompute, baseline == "torch", json)
