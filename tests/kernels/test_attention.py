@@ -90,15 +90,15 @@ def test_dbias_accumulates(rng, T, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("HS", [64, 80])
-def test_the_gpu_blocks_match_float64(rng, monkeypatch, HS, dtype):
-    """Many blocks per sequence, those of queries and keys unequal, as on a GPU."""
+@pytest.mark.parametrize("T,HS", [(128, 64), (150, 64), (150, 80)])
+def test_the_gpu_blocks_match_float64(rng, monkeypatch, T, HS, dtype):
+    """Many blocks per sequence, those of queries and keys unequal, as on a GPU; without masks where all are full."""
     name = dtype_name(torch.empty(0, dtype=dtype))
     for op in INTERPRETER:
         if op.startswith("attention"):
             monkeypatch.setitem(INTERPRETER, op, {k: v for k, v in GPU[op, name].items() if k.startswith("BLOCK")})
-    check_forward(rng, 150, HS, dtype)
-    check_backward(rng, 150, HS, dtype, acc=False)
+    check_forward(rng, T, HS, dtype)
+    check_backward(rng, T, HS, dtype, acc=False)
 
 
 def test_blocks_of_keys_tile_blocks_of_queries():
