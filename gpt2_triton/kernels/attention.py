@@ -6,11 +6,15 @@ backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (do
            dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
 
 qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.
+Blocks of rows of one head move through TMA descriptors, which read zeros and write nothing past the sequence's end and
+past the head's size.  So no row of a head needs a mask: only lse and delta, whose ends TMA cannot clip (a sequence may
+begin off its 16 bytes), and the scores, for causality.  A head of qkv is counted through: q, then k from NH, v from 2NH.
+
 The scale and log2(e) are folded into one factor of the scores, so that exponentials are exp2.  p and ds are rounded
 to the stored dtype before they are multiplied.  The backward pass is two kernels, one program per block of queries
 (delta, dq) and then one per block of keys (dk, dv): 7 products where 5 would do, but every output has one writer, so
 no atomics and the same bits every time.  Head sizes 80 and 96 run in blocks of 128 columns, of which the rest is
-masked: 1.6 and 1.33 times the arithmetic.
+zero: 1.6 and 1.33 times the arithmetic.
 """
 
 import math
@@ -18,6 +22,7 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
@@ -28,161 +33,167 @@ _LOG2E = math.log2(math.e)
 
 
 @triton.jit
-def _load_rows(base_ptr, rows, stride, T, HS: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr):
-    """[rows, BLOCK_D] of one head, zero past the sequence's end and past the head's size."""
-    d = tl.arange(0, BLOCK_D)
-    ptr = base_ptr + rows[:, None] * stride + d[None, :]
-    if FULL:
-        return tl.load(ptr)
-    return tl.load(ptr, mask=(rows < T)[:, None] & (d < HS)[None, :], other=0.0)
+def _load(desc, b, h, t):
+    """The block of head h of sequence b that begins at row t."""
+    x = desc.load([b, h, t, 0])
+    return x.reshape(x.shape[2], x.shape[3])
 
 
 @triton.jit
-def _store_rows(base_ptr, rows, stride, value, T, HS: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    mask = (rows < T)[:, None] & (d < HS)[None, :]
-    tl.store(base_ptr + rows[:, None] * stride + d[None, :], value.to(base_ptr.dtype.element_ty), mask=mask)
+def _store(desc, b, h, t, value):
+    desc.store([b, h, t, 0], value.to(desc.dtype).reshape(1, 1, value.shape[0], value.shape[1]))
 
 
 @triton.jit
-def _attend(q, k, v, m, total, acc, i, j, factor, MASKED: tl.constexpr):
-    """One block of keys into the running maximum m, sum and output (log2 domain)."""
-    s = dot(q, tl.trans(k)) * factor
-    if MASKED:
-        s = tl.where(i[:, None] >= j[None, :], s, -1.0e30)
-    m_new = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - m_new[:, None])
+def _attend(s, v, m, total, acc, factor):
+    """One block of scores into the running maximum m, sum and output (log2 domain).
+
+    The sum is kept in 8 parts per row, added up at the end: a row of scores lies in four lanes, and so no lane asks
+    another for its part (4% of the kernel).
+    """
+    m_new = tl.maximum(m, tl.max(s, 1) * factor)
+    p = tl.exp2(s * factor - m_new[:, None])
     shrink = tl.exp2(m - m_new)
-    total = total * shrink + tl.sum(p, 1)
+    total = total * shrink[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
     acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
     return m_new, total, acc
 
 
 @triton.jit
 def _attention_fwd_kernel(
-    out_ptr, lse_ptr, qkv_ptr, T, NH, factor,
-    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
+    out_desc, lse_ptr, q_desc, kv_desc, T, NH, factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(BLOCK_M % BLOCK_N == 0)  # the blocks before `first` are taken whole, without a mask
     blocks = tl.cdiv(T, BLOCK_M)
     first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # the longest rows first: short ones fill the tail
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
-    C = NH * HS
-    qkv_ptr += b * T * 3 * C + h * HS
     i = first + tl.arange(0, BLOCK_M)
-    q = _load_rows(qkv_ptr, i, 3 * C, T, HS, BLOCK_D, FULL)
+    # q_desc is [B, T, heads, HS], unlike the others: Triton keeps a left operand in registers if its load and the
+    # product have a true reshape between them, and else reads it again from shared memory for each block (8% slower)
+    q = q_desc.load([b, first, h, 0]).reshape(BLOCK_M, BLOCK_D)
     m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that a row is never inf - inf
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    total = tl.zeros((BLOCK_M, 8), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first, BLOCK_N):  # keys that every query of the block sees
+        k = _load(kv_desc, b, NH + h, start)
+        v = _load(kv_desc, b, 2 * NH + h, start)
+        m, total, acc = _attend(dot(q, k.T), v, m, total, acc, factor)
+    for start in tl.range(first, first + BLOCK_M, BLOCK_N):  # the diagonal
+        k = _load(kv_desc, b, NH + h, start)
+        v = _load(kv_desc, b, 2 * NH + h, start)
         j = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D, FULL)
-        v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D, FULL)
-        m, total, acc = _attend(q, k, v, m, total, acc, i, j, factor, False)
-    for start in tl.range(first, min(first + BLOCK_M, T), BLOCK_N):  # the diagonal
-        j = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D, FULL)
-        v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D, FULL)
-        m, total, acc = _attend(q, k, v, m, total, acc, i, j, factor, True)
-    _store_rows(out_ptr + b * T * C + h * HS, i, C, acc / total[:, None], T, HS, BLOCK_D)
-    tl.store(lse_ptr + bh * T + i, m + tl.log2(total), mask=i < T)
+        s = tl.where(i[:, None] >= j[None, :], dot(q, k.T), -1.0e30)
+        m, total, acc = _attend(s, v, m, total, acc, factor)
+    sums = tl.sum(total, 1)
+    _store(out_desc, b, h, first, acc / sums[:, None])
+    tl.store(lse_ptr + bh.to(tl.int64) * T + i, m + tl.log2(sums), mask=i < T)
 
 
 @triton.jit
 def _attention_bwd_dq_kernel(
-    dqkv_ptr, part_ptr, delta_ptr, dout_ptr, qkv_ptr, out_ptr, lse_ptr, T, NH, factor, scale,
-    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
+    dqkv_desc, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc, out_desc, lse_ptr, T, NH, factor, scale,
+    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_M)
     block = blocks - 1 - tl.program_id(0) % blocks
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
-    C = NH * HS
-    qkv_ptr += b * T * 3 * C + h * HS
-    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = _load_rows(qkv_ptr, i, 3 * C, T, HS, BLOCK_D, FULL)
-    dout = _load_rows(dout_ptr + b * T * C + h * HS, i, C, T, HS, BLOCK_D, FULL)
-    out = _load_rows(out_ptr + b * T * C + h * HS, i, C, T, HS, BLOCK_D, FULL)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    tl.store(delta_ptr + bh * T + i, delta, mask=i < T)
-    lse = tl.load(lse_ptr + bh * T + i, mask=i < T, other=0.0)
+    first = block * BLOCK_M
+    i = first + tl.arange(0, BLOCK_M)
+    at = bh.to(tl.int64) * T + i
+    dout = _load(dout_desc, b, h, first)
+    delta = tl.sum(_load(out_desc, b, h, first).to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_ptr + at, delta, mask=i < T)
+    lse = tl.load(lse_ptr + at, mask=i < T, other=0.0)
+    q = _load(q_desc, b, h, first)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in tl.range(0, min((block + 1) * BLOCK_M, T), BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D, FULL)
-        v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D, FULL)
-        p = tl.exp2(dot(q, tl.trans(k)) * factor - lse[:, None])
-        if start + BLOCK_N > block * BLOCK_M:  # the diagonal
-            p = tl.where(i[:, None] >= j[None, :], p, 0.0)
-        ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
+    for start in tl.range(0, first + BLOCK_M, BLOCK_N):
+        k = _load(kv_desc, b, NH + h, start)
+        v = _load(kv_desc, b, 2 * NH + h, start)
+        p = tl.exp2(dot(q, k.T) * factor - lse[:, None])
+        if start + BLOCK_N > first:  # the diagonal
+            p = tl.where(i[:, None] >= (start + tl.arange(0, BLOCK_N))[None, :], p, 0.0)
+        ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
     dq *= scale
-    _store_rows(dqkv_ptr + b * T * 3 * C + h * HS, i, 3 * C, dq, T, HS, BLOCK_D)
+    _store(dqkv_desc, b, h, first, dq)
     d = tl.arange(0, BLOCK_D)
-    tl.store(part_ptr + (b * blocks + block) * C + h * HS + d, tl.sum(dq, 0), mask=d < HS)
+    tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(dq, 0), mask=d < HS)
 
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
-    dqkv_ptr, part_ptr, dout_ptr, qkv_ptr, lse_ptr, delta_ptr, T, NH, factor, scale,
-    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
+    dqkv_desc, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr, delta_ptr, T, NH, factor, scale,
+    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_N)
     block = tl.program_id(0) % blocks  # the first keys are seen by the most queries and start first
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
-    C = NH * HS
-    qkv_ptr += b * T * 3 * C + h * HS
-    dout_ptr += b * T * C + h * HS
-    j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D, FULL)
-    v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D, FULL)
+    first = block * BLOCK_N
+    j = first + tl.arange(0, BLOCK_N)
+    lse_ptr += bh.to(tl.int64) * T
+    delta_ptr += bh.to(tl.int64) * T
+    k = _load(kv_desc, b, NH + h, first)
+    v = _load(kv_desc, b, 2 * NH + h, first)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for start in tl.range(block * BLOCK_N, T, BLOCK_M):
+    for start in tl.range(first, T, BLOCK_M):
         i = start + tl.arange(0, BLOCK_M)
-        q = _load_rows(qkv_ptr, i, 3 * C, T, HS, BLOCK_D, FULL)
-        dout = _load_rows(dout_ptr, i, C, T, HS, BLOCK_D, FULL)
-        lse = tl.load(lse_ptr + bh * T + i, mask=i < T, other=0.0)
-        delta = tl.load(delta_ptr + bh * T + i, mask=i < T, other=0.0)
-        p = tl.exp2(dot(k, tl.trans(q)) * factor - lse[None, :])  # transposed: [keys, queries]
-        if start < (block + 1) * BLOCK_N:  # the diagonal
+        q = _load(q_desc, b, h, start)
+        dout = _load(dout_desc, b, h, start)
+        lse = tl.load(lse_ptr + i, mask=i < T, other=0.0)
+        delta = tl.load(delta_ptr + i, mask=i < T, other=0.0)
+        p = tl.exp2(dot(k, q.T) * factor - lse[None, :])  # transposed: [keys, queries]
+        if start < first + BLOCK_N:  # the diagonal
             p = tl.where(i[None, :] >= j[:, None], p, 0.0)
         dv = dot(p.to(dout.dtype), dout, dv)
-        ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
+        # the sum begins at -delta, which saves a subtraction and the registers of delta behind the product
+        ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
         dk = dot(ds.to(q.dtype), q, dk)
     dk *= scale
-    at = b * T * 3 * C + h * HS
-    _store_rows(dqkv_ptr + at + C, j, 3 * C, dk, T, HS, BLOCK_D)
-    _store_rows(dqkv_ptr + at + 2 * C, j, 3 * C, dv, T, HS, BLOCK_D)
+    _store(dqkv_desc, b, NH + h, first, dk)
+    _store(dqkv_desc, b, 2 * NH + h, first, dv)
     d = tl.arange(0, BLOCK_D)
-    part_ptr += (b * blocks + block) * 2 * C + h * HS + d
+    part_ptr += ((b * blocks + block) * 2 * NH + h) * HS + d
     tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
-    tl.store(part_ptr + C, tl.sum(dv, 0), mask=d < HS)
+    tl.store(part_ptr + NH * HS, tl.sum(dv, 0), mask=d < HS)
 
 
-def _shape(qkv: Tensor, lse: Tensor) -> tuple[dict[str, int], float]:
-    """The sizes every kernel takes, and 1 / sqrt(HS)."""
-    NH, T = lse.shape[1:]
-    HS = qkv.shape[1] // (3 * NH)
-    return dict(T=T, NH=NH, HS=HS, BLOCK_D=max(16, next_power_of_2(HS))), 1.0 / math.sqrt(HS)
+def _head_size(qkv: Tensor, lse: Tensor) -> int:
+    return qkv.shape[1] // (3 * lse.shape[1])
+
+
+def _rows(tensor: Tensor, lse: Tensor, HS: int, block: int) -> TensorDescriptor:
+    """[B*T, heads*HS] seen as [B, heads, T, HS], in blocks of `block` rows of one head."""
+    (B, _, T), width = lse.shape, tensor.shape[1]
+    shape, strides = [B, width // HS, T, HS], [T * width, HS, width, 1]
+    return TensorDescriptor(tensor, shape, strides, [1, 1, block, next_power_of_2(HS)])
+
+
+def _rows_before_heads(tensor: Tensor, lse: Tensor, HS: int, block: int) -> TensorDescriptor:
+    """The same seen as [B, T, heads, HS]."""
+    (B, _, T), width = lse.shape, tensor.shape[1]
+    shape, strides = [B, T, width // HS, HS], [T * width, width, HS, 1]
+    return TensorDescriptor(tensor, shape, strides, [1, block, 1, next_power_of_2(HS)])
 
 
 def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
-    """Blocks, and whether they cover T and HS exactly: then no load of a row needs a mask."""
-    row = tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T)
-    return row | dict(FULL=T % row["BLOCK_M"] == T % row["BLOCK_N"] == 0 and HS == next_power_of_2(HS))
+    return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T) | dict(BLOCK_D=next_power_of_2(HS))
 
 
 @contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,3*C]")
 def attention_fwd(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
     """out = causal attention of packed qkv; lse, fp32, is what the backward pass needs of the softmax."""
-    sizes, scale = _shape(qkv, lse)
-    B, NH, T = lse.shape
-    row = _row("attention_fwd", dtype_name(qkv), T, sizes["HS"])
+    (B, NH, T), HS = lse.shape, _head_size(qkv, lse)
+    row = _row("attention_fwd", dtype_name(qkv), T, HS)
+    out_desc = _rows(out, lse, HS, row["BLOCK_M"])
+    q_desc = _rows_before_heads(qkv, lse, HS, row["BLOCK_M"])
+    kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
     programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
-    _attention_fwd_kernel[(programs,)](out, lse, qkv, factor=scale * _LOG2E, **sizes, **row)
+    _attention_fwd_kernel[(programs,)](out_desc, lse, q_desc, kv_desc, T, NH, _LOG2E / math.sqrt(HS), **row)
 
 
 @contract("dqkv[B*T,3*C] dbias[3*C]+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,3*C] out[B*T,C] lse[B,NH,T]")
@@ -191,16 +202,26 @@ def attention_bwd(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """dqkv from dout; dbias (+)= its column sums, before rounding; delta is workspace."""
-    sizes, scale = _shape(qkv, lse)
-    (B, NH, T), C, dtype = lse.shape, out.shape[1], dtype_name(qkv)
-    factors = dict(factor=scale * _LOG2E, scale=scale)
-    row = _row("attention_bwd_dq", dtype, T, sizes["HS"])
+    (B, NH, T), HS, C, dtype = lse.shape, _head_size(qkv, lse), out.shape[1], dtype_name(qkv)
+    scale = 1.0 / math.sqrt(HS)
+    sizes = dict(T=T, NH=NH, factor=scale * _LOG2E, scale=scale, HS=HS)
+
+    row = _row("attention_bwd_dq", dtype, T, HS)
     blocks = triton.cdiv(T, row["BLOCK_M"])
-    _attention_bwd_dq_kernel[(blocks * B * NH,)](dqkv, scratch, delta, dout, qkv, out, lse, **factors, **sizes, **row)
+    dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dqkv, dout, qkv, out))
+    kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
+    _attention_bwd_dq_kernel[(blocks * B * NH,)](
+        dq_desc, scratch, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **sizes, **row
+    )
     column_sums(dbias[:C], scratch, B * blocks, acc)
-    row = _row("attention_bwd_dkdv", dtype, T, sizes["HS"])
+
+    row = _row("attention_bwd_dkdv", dtype, T, HS)
     blocks = triton.cdiv(T, row["BLOCK_N"])
-    _attention_bwd_dkdv_kernel[(blocks * B * NH,)](dqkv, scratch, dout, qkv, lse, delta, **factors, **sizes, **row)
+    dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (dqkv, qkv))
+    dout_desc, q_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dout, qkv))
+    _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
+        dkdv_desc, scratch, dout_desc, q_desc, kv_desc, lse, delta, **sizes, **row
+    )
     column_sums(dbias[C:], scratch, B * blocks, acc)
 
 

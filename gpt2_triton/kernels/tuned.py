@@ -33,9 +33,9 @@ GPU: dict[tuple[str, str], dict[str, int]] = {
     ("encoder_bwd_wpe", "fp32"): dict(BLOCK=512, num_warps=4),
     ("attention_fwd", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
     ("attention_fwd", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
-    ("attention_bwd_dkdv", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+    ("attention_bwd_dkdv", "bf16"): dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2, maxnreg=128),
     ("attention_bwd_dkdv", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
-    ("attention_bwd_dq", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("attention_bwd_dq", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, maxnreg=128),
     ("attention_bwd_dq", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
     # heads wider than 64, which run in 128 columns: with the blocks above dk and dv spill
     ("attention_fwd_wide", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
