@@ -6,9 +6,9 @@ backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (do
            dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
 
 qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.
-Blocks of rows of one head move through TMA descriptors, which read zeros and write nothing past the sequence's end and
-past the head's size.  So no row of a head needs a mask: only lse and delta, whose ends TMA cannot clip (a sequence may
-begin off its 16 bytes), and the scores, for causality.  A head of qkv is counted through: q, then k from NH, v from 2NH.
+Only rows of one head are loaded and stored, through TMA descriptors, which read zeros and write nothing past the end
+of a sequence or of a head.  So masks are left to the scores, for causality, and to lse and delta, whose rows need not
+begin on 16 bytes, as TMA wants.  The heads of qkv are counted through: NH of q, NH of k, NH of v.
 
 The scale and log2(e) are folded into one factor of the scores, so that exponentials are exp2.  p and ds are rounded
 to the stored dtype before they are multiplied.  The backward pass is two kernels, one program per block of queries
@@ -48,8 +48,8 @@ def _store(desc, b, h, t, value):
 def _attend(s, v, m, total, acc, factor):
     """One block of scores into the running maximum m, sum and output (log2 domain).
 
-    The sum is kept in 8 parts per row, added up at the end: a row of scores lies in four lanes, and so no lane asks
-    another for its part (4% of the kernel).
+    The sum of a row is kept in 8 parts, which are added at the end: four lanes hold a row of scores, and this way none
+    waits for another (4% of the kernel).
     """
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     p = tl.exp2(s * factor - m_new[:, None])
@@ -70,8 +70,8 @@ def _attention_fwd_kernel(
     bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
     i = first + tl.arange(0, BLOCK_M)
-    # q_desc is [B, T, heads, HS], unlike the others: Triton keeps a left operand in registers if its load and the
-    # product have a true reshape between them, and else reads it again from shared memory for each block (8% slower)
+    # [B, T, heads, HS], unlike the other descriptors: a reshape that is more than a view keeps q in registers; else
+    # each product reads it from shared memory again, which takes 10% longer
     q = q_desc.load([b, first, h, 0]).reshape(BLOCK_M, BLOCK_D)
     m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that a row is never inf - inf
     total = tl.zeros((BLOCK_M, 8), tl.float32)
@@ -150,7 +150,7 @@ def _attention_bwd_dkdv_kernel(
         if start < first + BLOCK_N:  # the diagonal
             p = tl.where(i[None, :] >= j[:, None], p, 0.0)
         dv = dot(p.to(dout.dtype), dout, dv)
-        # the sum begins at -delta, which saves a subtraction and the registers of delta behind the product
+        # beginning the sum at -delta saves a subtraction, and registers
         ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
         dk = dot(ds.to(q.dtype), q, dk)
     dk *= scale
@@ -173,13 +173,6 @@ def _rows(tensor: Tensor, lse: Tensor, HS: int, block: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, shape, strides, [1, 1, block, next_power_of_2(HS)])
 
 
-def _rows_before_heads(tensor: Tensor, lse: Tensor, HS: int, block: int) -> TensorDescriptor:
-    """The same seen as [B, T, heads, HS]."""
-    (B, _, T), width = lse.shape, tensor.shape[1]
-    shape, strides = [B, T, width // HS, HS], [T * width, width, HS, 1]
-    return TensorDescriptor(tensor, shape, strides, [1, block, 1, next_power_of_2(HS)])
-
-
 def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
     return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T) | dict(BLOCK_D=next_power_of_2(HS))
 
@@ -190,7 +183,8 @@ def attention_fwd(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
     (B, NH, T), HS = lse.shape, _head_size(qkv, lse)
     row = _row("attention_fwd", dtype_name(qkv), T, HS)
     out_desc = _rows(out, lse, HS, row["BLOCK_M"])
-    q_desc = _rows_before_heads(qkv, lse, HS, row["BLOCK_M"])
+    width, block = qkv.shape[1], [1, row["BLOCK_M"], 1, row["BLOCK_D"]]
+    q_desc = TensorDescriptor(qkv, [B, T, 3 * NH, HS], [T * width, width, HS, 1], block)
     kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
     programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
     _attention_fwd_kernel[(programs,)](out_desc, lse, q_desc, kv_desc, T, NH, _LOG2E / math.sqrt(HS), **row)
