@@ -6,11 +6,15 @@ backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (do
            dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
 
 qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.
+Only rows of one head are loaded and stored, through TMA descriptors, which read zeros and write nothing past the end
+of a sequence or of a head.  So masks are left to the scores, for causality, and to lse and delta, whose rows need not
+begin on 16 bytes, as TMA wants.  The heads of qkv are counted through: NH of q, NH of k, NH of v.
+
 The scale and log2(e) are folded into one factor of the scores, so that exponentials are exp2.  p and ds are rounded
-to the stored dtype before they are multiplied.  The backward pass is two kernels, one program per block of keys (dk,
-dv) and one per block of queries (dq): 7 products where 5 would do, but every output has one writer, so no atomics
-and the same bits every time. Head sizes 80 and 96 run in blocks of 128 columns, of which the rest is masked: 1.6 and
-1.33 times the arithmetic.
+to the stored dtype before they are multiplied.  The backward pass is two kernels, one program per block of queries
+(delta, dq) and then one per block of keys (dk, dv): 7 products where 5 would do, but every output has one writer, so
+no atomics and the same bits every time.  Head sizes 80 and 96 run in blocks of 128 columns, of which the rest is
+zero: 1.6 and 1.33 times the arithmetic.
 """
 
 import math
@@ -18,6 +22,7 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
@@ -28,168 +33,161 @@ _LOG2E = math.log2(math.e)
 
 
 @triton.jit
-def _load_rows(base_ptr, rows, stride, T, HS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[rows, BLOCK_D] of one head, zero past the sequence's end and past the head's size."""
-    d = tl.arange(0, BLOCK_D)
-    mask = (rows < T)[:, None] & (d < HS)[None, :]
-    return tl.load(base_ptr + rows[:, None] * stride + d[None, :], mask=mask, other=0.0)
+def _load(desc, b, h, t):
+    """The block of head h of sequence b that begins at row t."""
+    x = desc.load([b, h, t, 0])
+    return x.reshape(x.shape[2], x.shape[3])
 
 
 @triton.jit
-def _store_rows(base_ptr, rows, stride, value, T, HS: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    mask = (rows < T)[:, None] & (d < HS)[None, :]
-    tl.store(base_ptr + rows[:, None] * stride + d[None, :], value.to(base_ptr.dtype.element_ty), mask=mask)
+def _store(desc, b, h, t, value):
+    desc.store([b, h, t, 0], value.to(desc.dtype).reshape(1, 1, value.shape[0], value.shape[1]))
 
 
 @triton.jit
-def _attend(q, k, v, m, total, acc, i, j, factor, MASKED: tl.constexpr):
-    """One block of keys into the running maximum m, sum and output (log2 domain)."""
-    s = dot(q, tl.trans(k)) * factor
-    if MASKED:
-        s = tl.where(i[:, None] >= j[None, :], s, -1.0e30)
-    m_new = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - m_new[:, None])
+def _attend(s, v, m, total, acc, factor):
+    """One block of scores into the running maximum m, sum and output (log2 domain).
+
+    The sum of a row is kept in 8 parts, which are added at the end: four lanes hold a row of scores, and this way none
+    waits for another (4% of the kernel).
+    """
+    m_new = tl.maximum(m, tl.max(s, 1) * factor)
+    p = tl.exp2(s * factor - m_new[:, None])
     shrink = tl.exp2(m - m_new)
-    total = total * shrink + tl.sum(p, 1)
+    total = total * shrink[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
     acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
     return m_new, total, acc
 
 
 @triton.jit
 def _attention_fwd_kernel(
-    out_ptr, lse_ptr, qkv_ptr, T, NH, factor,
-    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    out_desc, lse_ptr, q_desc, kv_desc, T, NH, factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(BLOCK_M % BLOCK_N == 0)  # the blocks before `first` are taken whole, without a mask
     blocks = tl.cdiv(T, BLOCK_M)
-    first = (
-        blocks - 1 - tl.program_id(0) % blocks
-    ) * BLOCK_M  # the longest rows first, so that short ones fill the tail
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # the longest rows first: short ones fill the tail
+    bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
-    C = NH * HS
-    qkv_ptr += b * T * 3 * C + h * HS
     i = first + tl.arange(0, BLOCK_M)
-    q = _load_rows(qkv_ptr, i, 3 * C, T, HS, BLOCK_D)
+    # [B, T, heads, HS], unlike the other descriptors: a reshape that is more than a view keeps q in registers; else
+    # each product reads it from shared memory again, which takes 10% longer
+    q = q_desc.load([b, first, h, 0]).reshape(BLOCK_M, BLOCK_D)
     m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that a row is never inf - inf
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    total = tl.zeros((BLOCK_M, 8), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first, BLOCK_N):  # keys that every query of the block sees
+        k = _load(kv_desc, b, NH + h, start)
+        v = _load(kv_desc, b, 2 * NH + h, start)
+        m, total, acc = _attend(dot(q, k.T), v, m, total, acc, factor)
+    for start in tl.range(first, first + BLOCK_M, BLOCK_N):  # the diagonal
+        k = _load(kv_desc, b, NH + h, start)
+        v = _load(kv_desc, b, 2 * NH + h, start)
         j = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D)
-        v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D)
-        m, total, acc = _attend(q, k, v, m, total, acc, i, j, factor, False)
-    for start in tl.range(first, min(first + BLOCK_M, T), BLOCK_N):  # the diagonal
-        j = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D)
-        v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D)
-        m, total, acc = _attend(q, k, v, m, total, acc, i, j, factor, True)
-    _store_rows(out_ptr + b * T * C + h * HS, i, C, acc / total[:, None], T, HS, BLOCK_D)
-    tl.store(lse_ptr + bh * T + i, m + tl.log2(total), mask=i < T)
-
-
-@triton.jit
-def _attention_bwd_delta_kernel(
-    delta_ptr, dout_ptr, out_ptr, T, NH, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    blocks = tl.cdiv(T, BLOCK_M)
-    i = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
-    at = bh // NH * T * NH * HS + bh % NH * HS
-    out = _load_rows(out_ptr + at, i, NH * HS, T, HS, BLOCK_D).to(tl.float32)
-    dout = _load_rows(dout_ptr + at, i, NH * HS, T, HS, BLOCK_D).to(tl.float32)
-    tl.store(delta_ptr + bh * T + i, tl.sum(out * dout, 1), mask=i < T)
-
-
-@triton.jit
-def _attention_bwd_dkdv_kernel(
-    dqkv_ptr, part_ptr, dout_ptr, qkv_ptr, lse_ptr, delta_ptr, T, NH, factor, scale,
-    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(T, BLOCK_N)
-    block = tl.program_id(0) % blocks  # the first keys are seen by the most queries and start first
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = bh // NH, bh % NH
-    C = NH * HS
-    qkv_ptr += b * T * 3 * C + h * HS
-    dout_ptr += b * T * C + h * HS
-    j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D)
-    v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D)
-    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for start in tl.range(block * BLOCK_N, T, BLOCK_M):
-        i = start + tl.arange(0, BLOCK_M)
-        q = _load_rows(qkv_ptr, i, 3 * C, T, HS, BLOCK_D)
-        dout = _load_rows(dout_ptr, i, C, T, HS, BLOCK_D)
-        lse = tl.load(lse_ptr + bh * T + i, mask=i < T, other=0.0)
-        delta = tl.load(delta_ptr + bh * T + i, mask=i < T, other=0.0)
-        p = tl.exp2(dot(k, tl.trans(q)) * factor - lse[None, :])  # transposed: [keys, queries]
-        p = tl.where(i[None, :] >= j[:, None], p, 0.0)
-        dv = dot(p.to(dout.dtype), dout, dv)
-        ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
-        dk = dot(ds.to(q.dtype), q, dk)
-    dk *= scale
-    at = b * T * 3 * C + h * HS
-    _store_rows(dqkv_ptr + at + C, j, 3 * C, dk, T, HS, BLOCK_D)
-    _store_rows(dqkv_ptr + at + 2 * C, j, 3 * C, dv, T, HS, BLOCK_D)
-    d = tl.arange(0, BLOCK_D)
-    part_ptr += (b * blocks + block) * 2 * C + h * HS + d
-    tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
-    tl.store(part_ptr + C, tl.sum(dv, 0), mask=d < HS)
+        s = tl.where(i[:, None] >= j[None, :], dot(q, k.T), -1.0e30)
+        m, total, acc = _attend(s, v, m, total, acc, factor)
+    sums = tl.sum(total, 1)
+    _store(out_desc, b, h, first, acc / sums[:, None])
+    tl.store(lse_ptr + bh.to(tl.int64) * T + i, m + tl.log2(sums), mask=i < T)
 
 
 @triton.jit
 def _attention_bwd_dq_kernel(
-    dqkv_ptr, part_ptr, dout_ptr, qkv_ptr, lse_ptr, delta_ptr, T, NH, factor, scale,
+    dqkv_desc, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc, out_desc, lse_ptr, T, NH, factor, scale,
     HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_M)
     block = blocks - 1 - tl.program_id(0) % blocks
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
-    C = NH * HS
-    qkv_ptr += b * T * 3 * C + h * HS
-    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = _load_rows(qkv_ptr, i, 3 * C, T, HS, BLOCK_D)
-    dout = _load_rows(dout_ptr + b * T * C + h * HS, i, C, T, HS, BLOCK_D)
-    lse = tl.load(lse_ptr + bh * T + i, mask=i < T, other=0.0)
-    delta = tl.load(delta_ptr + bh * T + i, mask=i < T, other=0.0)
+    first = block * BLOCK_M
+    i = first + tl.arange(0, BLOCK_M)
+    at = bh.to(tl.int64) * T + i
+    dout = _load(dout_desc, b, h, first)
+    delta = tl.sum(_load(out_desc, b, h, first).to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_ptr + at, delta, mask=i < T)
+    lse = tl.load(lse_ptr + at, mask=i < T, other=0.0)
+    q = _load(q_desc, b, h, first)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in tl.range(0, min((block + 1) * BLOCK_M, T), BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(qkv_ptr + C, j, 3 * C, T, HS, BLOCK_D)
-        v = _load_rows(qkv_ptr + 2 * C, j, 3 * C, T, HS, BLOCK_D)
-        p = tl.exp2(dot(q, tl.trans(k)) * factor - lse[:, None])
-        p = tl.where(i[:, None] >= j[None, :], p, 0.0)
-        ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
+    for start in tl.range(0, first + BLOCK_M, BLOCK_N):
+        k = _load(kv_desc, b, NH + h, start)
+        v = _load(kv_desc, b, 2 * NH + h, start)
+        p = tl.exp2(dot(q, k.T) * factor - lse[:, None])
+        if start + BLOCK_N > first:  # the diagonal
+            p = tl.where(i[:, None] >= (start + tl.arange(0, BLOCK_N))[None, :], p, 0.0)
+        ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
     dq *= scale
-    _store_rows(dqkv_ptr + b * T * 3 * C + h * HS, i, 3 * C, dq, T, HS, BLOCK_D)
+    _store(dqkv_desc, b, h, first, dq)
     d = tl.arange(0, BLOCK_D)
-    tl.store(part_ptr + (b * blocks + block) * C + h * HS + d, tl.sum(dq, 0), mask=d < HS)
+    tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(dq, 0), mask=d < HS)
 
 
-def _shape(qkv: Tensor, lse: Tensor) -> tuple[dict[str, int], float]:
-    """The sizes every kernel takes, and 1 / sqrt(HS)."""
-    NH, T = lse.shape[1:]
-    HS = qkv.shape[1] // (3 * NH)
-    return dict(T=T, NH=NH, HS=HS, BLOCK_D=max(16, next_power_of_2(HS))), 1.0 / math.sqrt(HS)
+@triton.jit
+def _attention_bwd_dkdv_kernel(
+    dqkv_desc, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr, delta_ptr, T, NH, factor, scale,
+    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(T, BLOCK_N)
+    block = tl.program_id(0) % blocks  # the first keys are seen by the most queries and start first
+    bh = tl.program_id(0) // blocks
+    b, h = bh // NH, bh % NH
+    first = block * BLOCK_N
+    j = first + tl.arange(0, BLOCK_N)
+    lse_ptr += bh.to(tl.int64) * T
+    delta_ptr += bh.to(tl.int64) * T
+    k = _load(kv_desc, b, NH + h, first)
+    v = _load(kv_desc, b, 2 * NH + h, first)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for start in tl.range(first, T, BLOCK_M):
+        i = start + tl.arange(0, BLOCK_M)
+        q = _load(q_desc, b, h, start)
+        dout = _load(dout_desc, b, h, start)
+        lse = tl.load(lse_ptr + i, mask=i < T, other=0.0)
+        delta = tl.load(delta_ptr + i, mask=i < T, other=0.0)
+        p = tl.exp2(dot(k, q.T) * factor - lse[None, :])  # transposed: [keys, queries]
+        if start < first + BLOCK_N:  # the diagonal
+            p = tl.where(i[None, :] >= j[:, None], p, 0.0)
+        dv = dot(p.to(dout.dtype), dout, dv)
+        # beginning the sum at -delta saves a subtraction, and registers
+        ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
+        dk = dot(ds.to(q.dtype), q, dk)
+    dk *= scale
+    _store(dqkv_desc, b, NH + h, first, dk)
+    _store(dqkv_desc, b, 2 * NH + h, first, dv)
+    d = tl.arange(0, BLOCK_D)
+    part_ptr += ((b * blocks + block) * 2 * NH + h) * HS + d
+    tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
+    tl.store(part_ptr + NH * HS, tl.sum(dv, 0), mask=d < HS)
+
+
+def _head_size(qkv: Tensor, lse: Tensor) -> int:
+    return qkv.shape[1] // (3 * lse.shape[1])
+
+
+def _rows(tensor: Tensor, lse: Tensor, HS: int, block: int) -> TensorDescriptor:
+    """[B*T, heads*HS] seen as [B, heads, T, HS], in blocks of `block` rows of one head."""
+    (B, _, T), width = lse.shape, tensor.shape[1]
+    shape, strides = [B, width // HS, T, HS], [T * width, HS, width, 1]
+    return TensorDescriptor(tensor, shape, strides, [1, 1, block, next_power_of_2(HS)])
 
 
 def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
-    return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T)
+    return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T) | dict(BLOCK_D=next_power_of_2(HS))
 
 
 @contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,3*C]")
 def attention_fwd(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
     """out = causal attention of packed qkv; lse, fp32, is what the backward pass needs of the softmax."""
-    sizes, scale = _shape(qkv, lse)
-    B, NH, T = lse.shape
-    row = _row("attention_fwd", dtype_name(qkv), T, sizes["HS"])
+    (B, NH, T), HS = lse.shape, _head_size(qkv, lse)
+    row = _row("attention_fwd", dtype_name(qkv), T, HS)
+    out_desc = _rows(out, lse, HS, row["BLOCK_M"])
+    width, block = qkv.shape[1], [1, row["BLOCK_M"], 1, row["BLOCK_D"]]
+    q_desc = TensorDescriptor(qkv, [B, T, 3 * NH, HS], [T * width, width, HS, 1], block)
+    kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
     programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
-    _attention_fwd_kernel[(programs,)](out, lse, qkv, factor=scale * _LOG2E, **sizes, **row)
+    _attention_fwd_kernel[(programs,)](out_desc, lse, q_desc, kv_desc, T, NH, _LOG2E / math.sqrt(HS), **row)
 
 
 @contract("dqkv[B*T,3*C] dbias[3*C]+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,3*C] out[B*T,C] lse[B,NH,T]")
@@ -198,23 +196,31 @@ def attention_bwd(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """dqkv from dout; dbias (+)= its column sums, before rounding; delta is workspace."""
-    sizes, scale = _shape(qkv, lse)
-    (B, NH, T), C, dtype = lse.shape, out.shape[1], dtype_name(qkv)
-    factors = dict(factor=scale * _LOG2E, scale=scale)
-    row = tuned("attention_bwd_delta", dtype, BLOCK_M=T)
-    _attention_bwd_delta_kernel[(triton.cdiv(T, row["BLOCK_M"]) * B * NH,)](delta, dout, out, **sizes, **row)
-    row = _row("attention_bwd_dkdv", dtype, T, sizes["HS"])
-    blocks = triton.cdiv(T, row["BLOCK_N"])
-    _attention_bwd_dkdv_kernel[(blocks * B * NH,)](dqkv, scratch, dout, qkv, lse, delta, **factors, **sizes, **row)
-    column_sums(dbias[C:], scratch, B * blocks, acc)
-    row = _row("attention_bwd_dq", dtype, T, sizes["HS"])
+    (B, NH, T), HS, C, dtype = lse.shape, _head_size(qkv, lse), out.shape[1], dtype_name(qkv)
+    scale = 1.0 / math.sqrt(HS)
+    sizes = dict(T=T, NH=NH, factor=scale * _LOG2E, scale=scale, HS=HS)
+
+    row = _row("attention_bwd_dq", dtype, T, HS)
     blocks = triton.cdiv(T, row["BLOCK_M"])
-    _attention_bwd_dq_kernel[(blocks * B * NH,)](dqkv, scratch, dout, qkv, lse, delta, **factors, **sizes, **row)
+    dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dqkv, dout, qkv, out))
+    kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
+    _attention_bwd_dq_kernel[(blocks * B * NH,)](
+        dq_desc, scratch, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **sizes, **row
+    )
     column_sums(dbias[:C], scratch, B * blocks, acc)
+
+    row = _row("attention_bwd_dkdv", dtype, T, HS)
+    blocks = triton.cdiv(T, row["BLOCK_N"])
+    dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (dqkv, qkv))
+    dout_desc, q_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dout, qkv))
+    _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
+        dkdv_desc, scratch, dout_desc, q_desc, kv_desc, lse, delta, **sizes, **row
+    )
+    column_sums(dbias[C:], scratch, B * blocks, acc)
 
 
 def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str) -> int:
-    """fp32 elements: column sums of dk and dv per block of keys; dq's, half as wide, take their place later."""
+    """fp32 elements: column sums of dq per block of queries; later, twice as wide, of dk and dv per block of keys."""
     keys = triton.cdiv(T, _row("attention_bwd_dkdv", dtype, T, HS)["BLOCK_N"])
     queries = triton.cdiv(T, _row("attention_bwd_dq", dtype, T, HS)["BLOCK_M"])
     return B * C * max(2 * keys, queries)

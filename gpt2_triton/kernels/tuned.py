@@ -31,21 +31,20 @@ GPU: dict[tuple[str, str], dict[str, int]] = {
     ("encoder_bwd_hot", "fp32"): dict(BLOCK_E=8, BLOCK_C=128, num_warps=1),
     ("encoder_bwd_wpe", "bf16"): dict(BLOCK=1024, num_warps=4),
     ("encoder_bwd_wpe", "fp32"): dict(BLOCK=512, num_warps=4),
+    # maxnreg 128 lets four programs share a multiprocessor; dq spills nothing by it, dk and dv 4 bytes
     ("attention_fwd", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
-    ("attention_fwd", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
-    ("attention_bwd_dkdv", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+    ("attention_fwd", "fp32"): dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=2),
+    ("attention_bwd_dkdv", "bf16"): dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2, maxnreg=128),
     ("attention_bwd_dkdv", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
-    ("attention_bwd_dq", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
-    ("attention_bwd_dq", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
-    # heads wider than 64, which run in 128 columns: with the blocks above dk and dv spill
+    ("attention_bwd_dq", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, maxnreg=128),
+    ("attention_bwd_dq", "fp32"): dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=2),
+    # heads wider than 64, which run in 128 columns: with the blocks above dk and dv, and all of fp32, spill
     ("attention_fwd_wide", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
-    ("attention_fwd_wide", "fp32"): dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=2),
+    ("attention_fwd_wide", "fp32"): dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=2),
     ("attention_bwd_dkdv_wide", "bf16"): dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2),
     ("attention_bwd_dkdv_wide", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
     ("attention_bwd_dq_wide", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
-    ("attention_bwd_dq_wide", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
-    ("attention_bwd_delta", "bf16"): dict(BLOCK_M=64, num_warps=4),
-    ("attention_bwd_delta", "fp32"): dict(BLOCK_M=64, num_warps=4),
+    ("attention_bwd_dq_wide", "fp32"): dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=2),
     ("layernorm_fwd", "bf16"): dict(ROWS=2, num_warps=2),
     ("layernorm_fwd", "fp32"): dict(ROWS=2, num_warps=4),
     ("layernorm_bwd", "bf16"): dict(ROWS=2, STAGES=3, PROGRAMS=528, num_warps=2),
@@ -57,13 +56,21 @@ GPU: dict[tuple[str, str], dict[str, int]] = {
 }
 
 # What changes on a GPU whose programs have less shared memory than Hopper's 227 KB: A100 163, RTX 4090 and 5090 99.
-# Never a block that sizes a scratch (BLOCK_M of matmul, BLOCK_N of classifier_fwd, any of matmul_dw and of the
-# attention and layernorm backward): memory is planned before the GPU is known.
+# Never a block that sizes a scratch (BLOCK_M of matmul and attention_bwd_dq, BLOCK_N of classifier_fwd and
+# attention_bwd_dkdv, any of matmul_dw and of the layernorm backward): memory is planned before the GPU is known.
 SMALL_GPU: dict[tuple[str, str], dict[str, int]] = {
     ("matmul", "bf16"): dict(BLOCK_N=128, BLOCK_K=32),
     ("matmul_dw", "bf16"): dict(num_stages=2),
     ("classifier_fwd", "bf16"): dict(BLOCK_M=64, BLOCK_K=32, num_stages=2),
     ("classifier_dx", "bf16"): dict(BLOCK_N=128, BLOCK_K=32),
+    # without wgmma all operands of a product pass through registers: smaller blocks or more warps, and no cap (255)
+    ("attention_fwd", "bf16"): dict(BLOCK_N=32),
+    ("attention_fwd_wide", "bf16"): dict(BLOCK_N=32, num_warps=8),
+    ("attention_bwd_dq", "bf16"): dict(BLOCK_N=32, maxnreg=255),
+    ("attention_bwd_dq_wide", "bf16"): dict(BLOCK_N=32, num_warps=8),
+    ("attention_bwd_dkdv", "bf16"): dict(maxnreg=255),
+    ("attention_bwd_dkdv_wide", "bf16"): dict(num_warps=8),
+    ("attention_bwd_dkdv_wide", "fp32"): dict(BLOCK_M=16, num_stages=1),
 }
 
 INTERPRETER: dict[str, dict[str, int]] = {
@@ -78,7 +85,6 @@ INTERPRETER: dict[str, dict[str, int]] = {
     "encoder_bwd_wpe": dict(BLOCK=1 << 18),
     "attention_fwd": dict(BLOCK_M=256, BLOCK_N=256),
     "attention_fwd_wide": dict(BLOCK_M=256, BLOCK_N=256),
-    "attention_bwd_delta": dict(BLOCK_M=256),
     "attention_bwd_dkdv": dict(BLOCK_M=256, BLOCK_N=256),
     "attention_bwd_dkdv_wide": dict(BLOCK_M=256, BLOCK_N=256),
     "attention_bwd_dq": dict(BLOCK_M=256, BLOCK_N=256),
