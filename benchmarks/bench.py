@@ -18,18 +18,21 @@ from gpt2_triton.gpus import flops_per_token, peak_flops
 Report = dict[str, Any]
 
 
-def bench(sizes: list[str], batch: int | None, steps: int, recompute: str, baseline: bool, out: Path | None) -> None:
+def bench(
+    sizes: list[str], batch: int | None, steps: int, recompute: str | None, baseline: bool, out: Path | None
+) -> None:
     """Run, print the table, and write it as JSON."""
     rows = []
     for size in sizes:
         B = batch or SIZES[size].batch
-        ours = _run("ours", "benchmarks.our_gpt2", size, B, steps, recompute)
-        rows.append(dict(size=size, batch=B, ours=ours, torch=None))
+        level = recompute or SIZES[size].recompute
+        ours = _run("ours", "benchmarks.our_gpt2", size, B, steps, level)
+        rows.append(dict(size=size, batch=B, recompute=level, ours=ours, torch=None))
         if baseline:
             rows[-1]["torch"] = _run("PyTorch", "benchmarks.torch_gpt2", size, B, steps)
     print("\n" + table(rows, peak_flops()))
     if out:
-        out.write_text(json.dumps(dict(recompute=recompute, steps=steps, rows=rows), indent=1) + "\n")
+        out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
 
 
 def _run(who: str, module: str, size: str, batch: int, steps: int, *more: str) -> Report:
@@ -47,14 +50,14 @@ def _run(who: str, module: str, size: str, batch: int, steps: int, *more: str) -
 
 def table(rows: list[Report], peak: float | None) -> str:
     """One line a size; ratios above 1 are in our favour."""
-    head = ["size", "B", "ms", "tok/s", "MFU", "GiB", "first step s"]
+    head = ["size", "B", "recompute", "ms", "tok/s", "MFU", "GiB", "first step s"]
     head += ["torch ms", "tok/s", "GiB", "first step s", "speed", "memory"]
     lines = [head]
     for row in rows:
         ours, other, tokens = row["ours"], row["torch"], row["batch"] * T
         rate = tokens / ours["ms"] * 1e3
         flops = flops_per_token(config_of(row["size"], row["batch"], "gelu"))
-        line = [row["size"], str(row["batch"]), f"{ours['ms']:.1f}", f"{rate:,.0f}"]
+        line = [row["size"], str(row["batch"]), row["recompute"], f"{ours['ms']:.1f}", f"{rate:,.0f}"]
         line += [f"{rate * flops / peak:.1%}" if peak else "-", f"{ours['gib']:.2f}", f"{ours['first_step']:.1f}"]
         if other:
             line += [f"{other['ms']:.1f}", f"{tokens / other['ms'] * 1e3:,.0f}", f"{other['gib']:.2f}"]

@@ -52,7 +52,7 @@ def product(name: str, a: Arguments) -> tuple[str, int, int, int] | None:
 
 
 def flops(name: str, a: Arguments) -> int:
-    """Multiplications and additions of products; causal attention counts half of its scores, 2 and 5 products of them."""
+    """Multiplications and additions of products; causal attention has 2 of half its scores forward, 5 backward."""
     if name in PRODUCTS:
         return 2 * math.prod(PRODUCTS[name][0](a))
     if name.startswith("attention"):
@@ -205,9 +205,9 @@ def measure(size: str, batch: int, recompute: str, steps: int) -> tuple[list[Ope
     return list(timed.operations.values()), replayed
 
 
-def report(size: str, batch: int | None, recompute: str, plot: Path | None, steps: int = 5) -> None:
+def report(size: str, batch: int | None, recompute: str | None, plot: Path | None, steps: int = 5) -> None:
     """Measure, print the table, and draw it."""
-    B = batch or SIZES[size].batch
+    B, recompute = batch or SIZES[size].batch, recompute or SIZES[size].recompute
     operations, step_ms = measure(size, B, recompute, steps)
     rows = [(op, len(op.spans) / steps, statistics.median(a.elapsed_time(b) for a, b in op.spans)) for op in operations]
     ceilings = Ceilings()

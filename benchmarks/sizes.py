@@ -14,13 +14,14 @@ class Size(NamedTuple):
     n_head: int
     n_embd: int
     batch: int
+    recompute: str  # the fastest level within the memory that the figures in docs/performance.md aim at
 
 
 SIZES = {
-    "d12": Size(12, 12, 768, 64),
-    "d24": Size(24, 16, 1024, 64),
-    "d36": Size(36, 20, 1280, 32),
-    "d48": Size(48, 25, 1600, 16),
+    "d12": Size(12, 12, 768, 64, "gelu"),
+    "d24": Size(24, 16, 1024, 64, "gelu+ln"),
+    "d36": Size(36, 20, 1280, 32, "gelu+ln"),
+    "d48": Size(48, 25, 1600, 16, "gelu+ln"),
 }
 
 

@@ -321,7 +321,7 @@ def bench(
     sizes: str = "d12,d24,d36,d48",
     batch: int | None = None,
     steps: int = 30,
-    recompute: Literal["none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] = "gelu",
+    recompute: Literal["none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] | None = None,
     baseline: Literal["torch", "none"] = "torch",
     ops: bool = False,
     json: Path | None = None,
@@ -338,7 +338,7 @@ def bench(
     steps: int
         Steps of each run, at least 6; the first five are not counted.
     recompute: str
-        memory.recompute of our runs.
+        memory.recompute of our runs; by default gelu for d12, gelu+ln for the others.
     baseline: str
         torch runs PyTorch too, none does not.
     ops: bool
