@@ -53,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=Path, required=True, help="a shard of GPT-2 tokens, made by `prepare text`")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step; with many the text is learnt by heart")
     parser.add_argument("--out", type=Path, required=True, help="directory for curves.json and curves.png")
     a = parser.parse_args()
     runs = {}

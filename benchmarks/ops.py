@@ -125,20 +125,17 @@ class Timed:
         return self.operations[key]
 
 
-def median_ms(function: Callable[[], Any], seconds: float = 0.05) -> float:
-    """Median over repeats that last `seconds` in all, after as long a warm-up."""
-    spans: list[float] = []
-    for _ in range(2):
-        spans, total = [], 0.0
-        while total < seconds * 1e3 or len(spans) < 5:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            function()
-            after.record()
-            after.synchronize()
-            spans.append(before.elapsed_time(after))
-            total += spans[-1]
-    return statistics.median(spans)
+def median_ms(function: Callable[[], Any], repeats: int = 30) -> float:
+    """Median of `repeats` runs, all launched before the first begins, so that no launch is part of a time."""
+    function()
+    torch.cuda._sleep(200_000_000)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        function()
+        mark.record()
+    marks[-1].synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:]))
 
 
 class Ceilings:
