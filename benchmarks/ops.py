@@ -1,9 +1,11 @@
 """Where a step's time goes, and where it could not go faster: `python -m gpt2_triton bench --ops`.
 
-Every launcher of a step is timed in place, between CUDA events, and grouped with those of equal shapes.  Beside it
-stands its floor: the time of its arithmetic at the rate at which cuBLAS multiplies that very shape and layout on this
-GPU in this run (for attention, cuDNN's time), or of its bytes at the bandwidth of a large copy, whichever is longer.
-Bytes are the launcher's inputs read once and its outputs written once; recomputation and partial sums are its own.
+Every launcher of a step is timed in place, between CUDA events, so that caches are as a step leaves them, and grouped
+with those of equal shapes.  Beside it stands its floor: the time in which cuBLAS multiplies that very shape and layout
+on this GPU in this run (for attention, cuDNN's time), or the time of its bytes at the bandwidth of a large copy,
+whichever is longer.  A launcher that is not among the products and not attention has the second alone.  Bytes are its
+inputs read once and its outputs written once; recomputation and partial sums are its own.  cuBLAS and cuDNN can be
+beaten: a share of the limit above 100% says so.
 """
 
 import collections
@@ -220,10 +222,10 @@ def draw(rows: list[Row], step_ms: float, title: str, out: Path) -> None:
     axes.barh(names, [ms[n] for n in names], color="#9db7d5", label="measured")
     axes.barh(names, [floors[n] for n in names], color="#1f4e79", height=0.4, label="floor")
     for i, name in enumerate(names):
-        note = f"  {ms[name]:.1f} ms, {floors[name] / ms[name]:.0%} of limit, {ms[name] / step_ms:.0%} of step"
+        note = f"  {ms[name]:.1f} ms, {ms[name] / step_ms:.1%} of step, {floors[name] / ms[name]:.0%} of limit"
         axes.text(ms[name], i, note, va="center", fontsize=8)
     axes.set(xlabel="ms in a step", title=f"{title}: step {step_ms:.1f} ms, floors {sum(floors.values()):.1f} ms")
-    axes.set_xlim(0, 1.4 * max(ms.values()))
+    axes.set_xlim(0, 1.5 * max(ms.values()))
     axes.legend(loc="lower right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, dpi=150)
