@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -16,32 +17,38 @@ from gpt2_triton.arena import GIB
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
+from gpt2_triton.stream import StepResult
+
+
+def run_steps(model: GPT2, packed: torch.Tensor, numbers: range) -> Iterator[StepResult]:
+    """Steps of one micro-batch; each is read when the next has been launched, so that the device never waits."""
+    config, in_flight = model.config, None
+    hyper = hyper_row(0, config, 1.0 / config.total_batch_tokens)
+    for number in numbers:
+        model.begin_step(hyper, number, config.train.seed)
+        model.micro_step(packed, first=True)
+        launched = model.end_step()
+        if in_flight is not None:
+            yield in_flight.result()
+        in_flight = launched
+    if in_flight is not None:
+        yield in_flight.result()
 
 
 def main(size: str, batch: int, steps: int, start: float, recompute: str) -> None:
     config = config_of(size, batch, recompute)
-    free, total = torch.cuda.mem_get_info()
+    free, _ = torch.cuda.mem_get_info()
     model = GPT2(config, K, "cuda")
     compiled = model.compile()
     model.initialise(config.train.seed)
     packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
-    hyper = hyper_row(0, config, 1.0 / config.total_batch_tokens)
-    seconds, first_step, in_flight = [], 0.0, None
-    for step in range(steps):
-        model.begin_step(hyper, step, config.train.seed)
-        model.micro_step(packed, first=True)
-        launched = model.end_step()
-        if in_flight is not None:
-            seconds.append(in_flight.result().seconds)
-        in_flight = launched
-        if step == 0:
-            torch.cuda.synchronize()
-            first_step = time.time() - start
-    result = in_flight.result()
-    seconds.append(result.seconds)
+    [first] = run_steps(model, packed, range(1))
+    first_step = time.time() - start
+    results = [first, *run_steps(model, packed, range(1, steps))]
     grown = free - torch.cuda.mem_get_info()[0]
-    report = dict(ms=statistics.median(seconds[5:]) * 1e3, gib=grown / GIB, planned=model.plan.total / GIB)
-    report |= dict(first_step=first_step, compile=compiled.seconds, kernels=compiled.kernels, loss=result.loss)
+    ms = statistics.median(result.seconds for result in results[5:]) * 1e3
+    report = dict(ms=ms, gib=grown / GIB, planned=model.plan.total / GIB, first_step=first_step)
+    report |= dict(compile=compiled.seconds, kernels=compiled.kernels, loss=results[-1].loss)
     print(json.dumps(report), flush=True)
 
 

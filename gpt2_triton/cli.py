@@ -326,7 +326,7 @@ def bench(
     ops: bool = False,
     json: Path | None = None,
     plot: Path | None = None,
-) -> None:
+) -> int:
     """Time GPT-2's training steps beside PyTorch's on this GPU; or, with --ops, each operation beside its floor.
 
     Parameters
@@ -336,7 +336,7 @@ def bench(
     batch: int
         Sequences a step; by default 64, 64, 32 and 16.
     steps: int
-        Steps of each run, at least 6; the first five are not counted.
+        Steps of each run, at least 6; the first five are not counted.  --ops takes 5 after 5.
     recompute: str
         memory.recompute of our runs; by default gelu for d12, gelu+ln for the others.
     baseline: str
@@ -346,7 +346,7 @@ def bench(
     json: Path
         File for the figures of the runs.
     plot: Path
-        With --ops: a PNG of the table.
+        With --ops and one size: a PNG of each operation's time beside its floor.
     """
     from gpt2_triton import gpus
 
@@ -356,6 +356,14 @@ def bench(
         raise ConfigError(f"--sizes: unknown {unknown[0]}; known are d12, d24, d36, d48")
     if steps < 6:
         raise ConfigError(f"--steps: must be at least 6, got {steps}")
+    if batch is not None and batch < 1:
+        raise ConfigError(f"--batch: must be at least 1, got {batch}")
+    if plot and (not ops or len(wanted) > 1):
+        raise ConfigError("--plot: goes with --ops and one size, as in --ops --sizes d12 --plot ops.png")
+    if json and ops:
+        raise ConfigError("--json: does not go with --ops")
+    _require_directory("json", json)
+    _require_directory("plot", plot)
     if not gpus.present():
         raise ConfigError("bench: needs a CUDA GPU, found none")
     if find_spec("benchmarks") is None:
@@ -365,7 +373,12 @@ def bench(
 
         for size in wanted:
             operations.report(size, batch, recompute, plot)
-    else:
-        from benchmarks import bench as steps_of_sizes
+        return 0
+    from benchmarks import bench as steps_of_sizes
 
-        steps_of_sizes.bench(wanted, batch, steps, recompute, baseline == "torch", json)
+    return steps_of_sizes.bench(wanted, batch, steps, recompute, baseline == "torch", json)
+
+
+def _require_directory(option: str, file: Path | None) -> None:
+    if file and not file.parent.is_dir():
+        raise ConfigError(f"--{option}: {file.parent} is not a directory; make it, or choose another")
