@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels import hopper_head
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.reduce import column_sums
@@ -169,7 +169,7 @@ def classifier_fwd(
     sums, part = rowsum[:R], rowsum[R : R + tiles_n * R]
     assert part.numel() == tiles_n * R, f"classifier_fwd: rowsum has {rowsum.numel()} elements, needs {R + tiles_n * R}"
     if is_hopper() and dtype_name(lnf) == "bf16":
-        hopper.classifier_fwd(p, part, lnf, wte, zt, targets, V)
+        hopper_head.classifier_fwd(p, part, lnf, wte, zt, targets, V)
     else:
         p_desc = None if p is None else TensorDescriptor.from_tensor(p, [block_m, block_n // 2])
         lnf_desc = TensorDescriptor.from_tensor(lnf, [block_m, block_k])

@@ -11,8 +11,8 @@ R = B*T rows.  Operands reach shared memory through TMA descriptors, which read 
 matrix: no edge needs a mask, and any R will do; N and K are multiples of 16, as TMA wants rows that begin on 16 bytes.
 Sums run in fp32.
 
-On Hopper the kernels are those of hopper.py, which this file's launchers prefer where sizes allow; the ones here run
-everywhere else, and in the interpreter.
+On Hopper the kernels are those of hopper.py and hopper_dw.py, which this file's launchers prefer where sizes allow; the
+ones here run everywhere else, and in the interpreter.
 
 Each program walks output tiles (a persistent kernel), so that the loads of the next tile overlap the epilogue of the
 last.  What a tile holds does not depend on which program computes it.  dw has few tiles and a long sum: when that would
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels import hopper, hopper_dw
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.gelu import dgelu, gelu
@@ -209,7 +209,7 @@ def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool)
     partial = scratch if splits > 1 else dw
     assert partial.numel() >= splits * N * K, f"matmul_dw: scratch holds {partial.numel()}, needs {splits * N * K}"
     if is_hopper() and dtype_name(dout) == "bf16":
-        hopper.matmul_dw(partial, dout, inp, splits, steps, acc and splits == 1)
+        hopper_dw.matmul_dw(partial, dout, inp, splits, steps, acc and splits == 1)
     else:
         _launch_dw(partial, dout, inp, splits, steps, acc and splits == 1, row)
     if splits > 1:

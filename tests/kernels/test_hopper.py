@@ -1,4 +1,4 @@
-"""hopper.py compiles for sm_90 on a machine without a GPU, and no kernel spills registers.
+"""The kernels of hopper*.py compile for sm_90 on a machine without a GPU, and no kernel spills registers.
 
 What its kernels compute is tested on a GPU, with the shapes that test_matmul.py and test_classifier.py mark for it.
 """
@@ -46,9 +46,11 @@ def print_ptxas_log(kernel_name: str, arguments: dict[str, object]) -> None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from gpt2_triton.kernels import hopper
+    from gpt2_triton.kernels import hopper, hopper_dw, hopper_head, hopper_tiles
 
-    kernel = getattr(hopper, kernel_name)
+    kernel = next(
+        vars(module)[kernel_name] for module in (hopper, hopper_dw, hopper_head) if kernel_name in vars(module)
+    )
     signature, constants, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
@@ -61,7 +63,7 @@ def print_ptxas_log(kernel_name: str, arguments: dict[str, object]) -> None:
         else:
             signature[name], constants[name] = "constexpr", value
     source = GluonASTSource(kernel, signature, constants, aligned)
-    options = {name: value for name, value in hopper._OPTIONS.items() if value is not None}
+    options = {name: value for name, value in hopper_tiles.OPTIONS.items() if value is not None}
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 

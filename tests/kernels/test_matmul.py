@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels import hopper, hopper_dw
 from gpt2_triton.kernels.tuned import GPU, INTERPRET, SMALL_GPU, dtype_name, is_hopper
 from tests import reference
 from tests.conftest import DEVICE
@@ -172,7 +172,7 @@ either_kernel = pytest.mark.parametrize("R,N,K", [(2100, 48, 80), (2144, 320, 44
 def test_results_do_not_depend_on_the_number_of_programs(monkeypatch, R, N, K, dtype):
     runs = []
     for programs in (1, 3, 3):
-        for module in (mm, hopper):
+        for module in (mm, hopper, hopper_dw):
             monkeypatch.setattr(module, "num_sms", lambda programs=programs: programs)
         runs.append(run_all(R, N, K, dtype, poisoned))
     for one, three, again in zip(*runs, strict=True):
