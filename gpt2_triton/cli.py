@@ -200,26 +200,34 @@ Tokenizer = Literal["gpt2", "bytes"]
 
 @prepare_app.command(name="text")
 def prepare_text(
-    *files: Path, out: Path = Path("data/text"), tokenizer: Tokenizer = "gpt2", val_fraction: float = 0.1
+    *inputs: Path,
+    out: Path = Path("data/text"),
+    tokenizer: Tokenizer = "gpt2",
+    val_fraction: float = 0.1,
+    workers: int | None = None,
 ) -> None:
-    """Tokenise UTF-8 text files, one document each.
+    """Tokenise UTF-8 text: .txt, one document a file, and .jsonl, one a line in its field "text"; each also as .gz.
 
     Parameters
     ----------
-    files: Path
-        Text files.
+    inputs: Path
+        Files, folders, which are searched for such files, and quoted globs.
     out: Path
         Directory of the shards, train_*.bin and val_*.bin.
     tokenizer: str
         Tokenizer; data.tokenizer of the configuration must say the same.
     val_fraction: float
         Last part of the text that becomes validation data.
+    workers: int
+        Processes that tokenise; by default one a CPU.
     """
-    if not files:
+    if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
+    if workers is not None and workers < 1:
+        raise ConfigError(f"--workers: must be at least 1, got {workers}")
     from gpt2_triton.data import prepare
 
-    prepare.prepare_text(files, out, tokenizer, val_fraction)
+    prepare.prepare_text(inputs, out, tokenizer, val_fraction, workers or os.cpu_count() or 1)
 
 
 @prepare_app.command(name="builtin")

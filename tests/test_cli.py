@@ -215,9 +215,12 @@ def test_prepare_passes_its_options_on(monkeypatch):
     calls = []
     monkeypatch.setattr(prepare, "prepare_text", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(prepare, "prepare_builtin", lambda *arguments: calls.append(arguments))
-    assert main(tools_app, ["prepare", "text", "a.txt", "b.txt", "--out", "d", "--tokenizer", "bytes"]) == 0
+    assert (
+        main(tools_app, ["prepare", "text", "a.txt", "b.txt", "--out", "d", "--tokenizer", "bytes", "--workers", "3"])
+        == 0
+    )
     assert main(tools_app, ["prepare", "builtin", "--out", "e"]) == 0
-    assert calls == [((Path("a.txt"), Path("b.txt")), Path("d"), "bytes", 0.1), (Path("e"), "bytes")]
+    assert calls == [((Path("a.txt"), Path("b.txt")), Path("d"), "bytes", 0.1, 3), (Path("e"), "bytes")]
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -237,6 +240,7 @@ def test_verify_returns_the_verdict(monkeypatch, code):
         (["smaple", "a"], 'Unknown command "smaple"'),
         (["plot"], "plot: expected one or more run directories"),
         (["plot", "nowhere"], "nowhere: no metrics.jsonl there"),
+        (["prepare", "text", "a.txt", "--workers", "0"], "--workers: must be at least 1, got 0"),
         (["prepare", "text"], "prepare text: expected one or more text files"),
         (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
         (["verify", "--fast"], "--fast"),

@@ -2,10 +2,12 @@
 
 import errno
 import functools
+import gzip
 import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2_triton.data import prepare, tokenizer
-from gpt2_triton.data.prepare import builtin_shards, builtin_text, pieces, prepare_builtin, prepare_text
+from gpt2_triton.data.documents import find_sources, pieces, read
+from gpt2_triton.data.prepare import builtin_shards, builtin_text, prepare_builtin, prepare_text
 from gpt2_triton.data.shards import DataError, open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
 
@@ -50,7 +53,8 @@ def test_tinyshakespeare_has_the_known_number_of_tokens(tmp_path, monkeypatch):
     lines = []
     out = prepare_text([SHAKESPEARE], tmp_path / "out", "gpt2", progress=lines.append)
     assert [len(tokens_of(out, split)) for split in ("train", "val")] == [301_966, 36_059]
-    assert "100% of 1,003,854 characters, 301,966 tokens" in lines[0] and lines[0].endswith("tokens/s")
+    done = [line for line in lines if line.startswith("100%")]
+    assert "100% of 1,115,394 characters, 338,025 tokens" in done[0] and done[0].endswith("tokens/s")
 
 
 def test_a_text_is_split_by_characters_and_its_record_tells_all(tmp_path, text_file):
@@ -77,23 +81,36 @@ def test_documents_are_parted_by_the_end_of_text_token(tmp_path):
     assert bytes(tokens_of(out, "val").astype(np.uint8)) == b"bb\0cccccccccc"
 
 
-def test_shards_are_of_equal_size_so_that_none_is_too_short(tmp_path, text_file):
-    out = prepare_text([text_file], tmp_path / "out", "bytes", shard_tokens=1000)
+@pytest.mark.parametrize("shard_tokens", [700, 1000, 1234])
+def test_no_shard_is_too_long_and_none_too_short(tmp_path, text_file, shard_tokens, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 50)  # many parts, none of which ends with a shard
+    out = prepare_text([text_file], tmp_path / "out", "bytes", shard_tokens=shard_tokens)
     whole = prepare_text([text_file], tmp_path / "whole", "bytes")
-    sizes = [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)]
-    assert len(sizes) > 3 and max(sizes) <= 1000 and max(sizes) - min(sizes) <= 1
-    np.testing.assert_array_equal(tokens_of(out, "train"), tokens_of(whole, "train"))
-    assert sorted(p.name for p in out.glob("val*")) == ["val_000000.bin"]
+    *full, last, end = [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)]
+    assert len(full) > 1 and set(full) == {shard_tokens}
+    assert shard_tokens >= last >= end >= shard_tokens // 2
+    for split in ("train", "val"):
+        np.testing.assert_array_equal(tokens_of(out, split), tokens_of(whole, split))
+
+
+def test_a_last_shard_that_is_just_full_stays_whole(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 40)
+    out = prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes", val_fraction=0.5, shard_tokens=5)
+    assert [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)] == [5, 5, 5, 5]
 
 
 SPACES = "\n \t\r\f\x1c\x85\xa0\N{LINE SEPARATOR}\N{IDEOGRAPHIC SPACE}"
 
 
-@given(text=st.text(st.sampled_from("a'sé1.\N{GRINNING FACE}" + SPACES), max_size=60), size=st.integers(1, 5))
+@given(
+    given=st.lists(st.text(st.sampled_from("a'sé1.\N{GRINNING FACE}" + SPACES), min_size=1, max_size=30), max_size=4),
+    size=st.integers(1, 5),
+)
 @settings(max_examples=300, deadline=None)
-def test_pieces_have_the_tokens_of_the_whole(text, size):
-    encode = gpt2().encode
-    parts = list(pieces(text, size))
+def test_pieces_have_the_tokens_of_the_whole(given, size):
+    text, encode = "".join(given), gpt2().encode
+    parts = list(pieces(given, size))
+    assert parts == list(pieces([text], size))  # however it was read
     assert "".join(parts) == text and all(len(part) >= size for part in parts[:-1])
     assert [t for part in parts for t in encode(part)] == encode(text).tolist()
 
@@ -119,13 +136,13 @@ def test_other_data_is_never_written_over(tmp_path, text_file):
 
 def test_files_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "latin.txt").write_bytes(b"au lait:\ncaf\xe9\n")
     for name, message in (
         ("missing.txt", "cannot read: got No such file"),
-        ("empty.txt", "empty: got 0 bytes, expected text"),
-        ("latin.txt", "not UTF-8: got byte 0xe9 at 3, expected text in UTF-8; convert it with `iconv"),
+        ("empty.txt", "empty: got 0 characters, expected text"),
+        ("latin.txt", "line 2: not UTF-8: got byte 0xe9, expected text in UTF-8; convert it with `iconv"),
     ):
-        with pytest.raises(DataError, match=f"{name}: {message}"):
+        with pytest.raises(DataError, match=f"{name}[:,] {message}"):
             prepare_text([tmp_path / name], tmp_path / "out", "bytes")
     assert not (tmp_path / "out").exists()
 
@@ -166,6 +183,129 @@ def test_a_killed_preparation_shows_nothing_and_can_be_run_again(tmp_path, text_
     assert [p.name for p in tmp_path.glob("*") if not p.name.startswith(".")] == ["input.txt"]
     again = prepare_text([text_file], tmp_path / "out", "bytes")
     assert contents(again) == contents(prepare_text([text_file], tmp_path / "once", "bytes"))
+
+
+# ---- kinds of files ----
+
+
+def jsonl(*texts, **more):
+    return "".join(json.dumps({"text": text} | more) + "\n" for text in texts).encode()
+
+
+def test_files_folders_and_globs_give_the_same_documents_whatever_their_kind(tmp_path):
+    """Four kinds of file, found in a folder in the order of their names, or by globs, or named one by one."""
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.jsonl").write_bytes(jsonl("one\ntwo", "", "three", id=7) + b"\n")
+    (folder / "b.txt").write_text("four\nfive")
+    (folder / "sub" / "c.jsonl.gz").write_bytes(gzip.compress(jsonl("six", "\N{GREEK SMALL LETTER PI}")))
+    (folder / "sub" / "d.txt.gz").write_bytes(gzip.compress(b"seven\r\neight"))
+    (folder / ".hidden.txt").write_text("no")
+    (folder / "notes.md").write_text("no")
+    expected = "one\ntwo\0three\0four\nfive\0six\0\N{GREEK SMALL LETTER PI}\0seven\r\neight".encode()
+    files = sorted(folder.rglob("[a-d].*"))
+    for i, inputs in enumerate(([folder], [folder / "*.*l", folder / "b.txt", folder / "**" / "*.gz"], files)):
+        out = prepare_text(inputs, tmp_path / str(i), "bytes", val_fraction=0.2)
+        tokens = np.concatenate([tokens_of(out, split) for split in ("train", "val")])
+        assert bytes(tokens.astype(np.uint8)) == expected
+    record = json.loads((tmp_path / "0" / "shards.json").read_text())
+    assert [row["file"] for row in record["source"]] == ["a.jsonl", "b.txt", "sub/c.jsonl.gz", "sub/d.txt.gz"]
+    assert [row["sha256"] for row in record["source"]] == [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"{", "line 3: not JSON: got Expecting property name"),
+        (b'["text"]', 'line 3: no string in field "text": got list, expected an object'),
+        (b'{"id": 1, "body": ""}', 'line 3: no string in field "text": got the fields id, body'),
+        (b'{"text": 5}', 'line 3: no string in field "text": got one of type int'),
+        (b'{"text": "\\ud83d"}', r"line 3: half a surrogate pair: got .ud83d alone"),
+        (b'{"text": "\xe9"}', "line 3: not UTF-8: got byte 0xe9"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_bad_line_is_named(tmp_path, line, message, suffix):
+    data, path = jsonl("a") + b"\n" + line + b"\n" + jsonl("b"), tmp_path / f"x{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    with pytest.raises(DataError, match=rf"x{suffix}, {message}") as error:
+        prepare_text([path], tmp_path / "out", "bytes")
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_a_damaged_gz_is_one_line(tmp_path):
+    whole = gzip.compress(np.random.default_rng(0).integers(32, 127, 5000, np.uint8).tobytes())
+    for name, data in (("cut", whole[:-900]), ("torn", whole[:500] + bytes(50) + whole[550:]), ("none", b"plain")):
+        (tmp_path / f"{name}.txt.gz").write_bytes(data)
+        with pytest.raises(DataError, match=f"{name}.txt.gz: cannot read: got .*; correct the path or copy"):
+            prepare_text([tmp_path / f"{name}.txt.gz"], tmp_path / "out", "bytes")
+
+
+def test_inputs_that_are_no_text_are_refused(tmp_path, text_file):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "x.parquet").touch()
+    for inputs, message in (
+        (["folder"], "folder: no text here: got 0 files, expected names that end in"),
+        (["none*.txt"], r"none\*.txt: no text here"),
+        (["x.parquet"], "x.parquet: unknown kind of text: got x.parquet, expected names that end in .txt or .jsonl"),
+        (["input.txt", "*.txt"], "input.txt: the same file again"),
+    ):
+        with pytest.raises(DataError, match=message):
+            find_sources([tmp_path / given for given in inputs])
+
+
+def test_a_large_file_is_read_in_parts(tmp_path):
+    """Parts end with a line, and no more than READ_BYTES and a line are held."""
+    (tmp_path / "x.txt").write_text("0123456789\n" * 300_000)
+    parts = [text for _, text in read(tmp_path / "x.txt")]
+    assert len(parts) == 4 and max(map(len, parts)) < (1 << 20) + 11 and all(part[-1] == "\n" for part in parts)
+
+
+def test_a_file_that_changes_meanwhile_is_noticed(tmp_path, text_file, monkeypatch):
+    def measure_and_append(path):
+        row = measure(path)
+        path.write_text(TEXT + "more")
+        return row
+
+    measure = prepare.measure
+    monkeypatch.setattr(prepare, "measure", measure_and_append)
+    with pytest.raises(DataError, match="it changed meanwhile: got .* leave the files alone"):
+        prepare_text([text_file], tmp_path / "out", "bytes")
+    assert os.listdir(tmp_path) == ["input.txt"]
+
+
+# ---- several workers ----
+
+
+def test_several_workers_write_the_bytes_of_one(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(*(TEXT[i : i + 211] for i in range(0, len(TEXT), 173))))
+    (tmp_path / "b.txt").write_text(TEXT)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    monkeypatch.setattr(prepare, "PIECE", 500)
+    one = prepare_text(files, tmp_path / "one", "bytes")
+    assert contents(prepare_text(files, tmp_path / "two", "bytes", workers=2)) == contents(one)
+
+
+def _die(path):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 500)
+    monkeypatch.setattr(prepare, "measure", _die)
+    with pytest.raises(DataError, match="a worker died: .* try again with fewer --workers"):
+        prepare_text([text_file], tmp_path / "out", "bytes", workers=2)
+
+
+def test_work_that_takes_long_says_how_long(tmp_path, text_file, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 500)
+    monkeypatch.setattr(prepare, "REPORT_SECONDS", -1.0)  # every time
+    lines = []
+    prepare_text([text_file], tmp_path / "out", "bytes", progress=lines.append)
+    assert lines[0] == f"read 1 of 1 files, {len(TEXT):,} characters"
+    pattern = r" *\d+% of [\d,]+ characters, [\d,]+ tokens, [\d,]+ tokens/s, \d:\d\d:\d\d left"
+    assert all(re.fullmatch(pattern, line) for line in lines[1:-2]) and len(lines) > 10
+    assert lines[-2].startswith("100%") and lines[-1].endswith("out: 2 shards")
 
 
 # ---- the built-in text ----

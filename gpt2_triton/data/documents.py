@@ -1,0 +1,146 @@
+"""Text on disk as documents: .txt holds one, .jsonl one a line, in its field "text"; each may be compressed as .gz.
+
+Files are read a piece at a time, so memory grows with the longest line and not with the file.
+"""
+
+import glob
+import gzip
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from gpt2_triton.data.shards import DataError, bad_data
+
+READ_BYTES = 1 << 20
+SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
+ENDINGS = "names that end in .txt or .jsonl, or in .txt.gz or .jsonl.gz"
+SAFE_CUT = re.compile(r"(?<=\S)[ \t\r\n]")
+
+
+class Source(NamedTuple):
+    path: Path
+    name: str  # in the record: the file's name, or its path below the folder that was given
+
+
+# ---- which files ----
+
+
+def find_sources(inputs: Sequence[Path]) -> list[Source]:
+    """Files as given, those of a folder (with its folders) and of a glob sorted; each once, each of a known kind."""
+    sources = [source for given in inputs for source in _matches(Path(given))]
+    seen: set[Path] = set()
+    for path, _ in sources:
+        if not path.name.endswith(SUFFIXES):
+            raise bad_data(path, "unknown kind of text", path.name, ENDINGS, "rename it or leave it out")
+        if path.resolve() in seen:
+            raise bad_data(path, "the same file again", "it twice", "each file once", "leave one out")
+        seen.add(path.resolve())
+    return sources
+
+
+def _matches(given: Path) -> list[Source]:
+    if given.is_dir():
+        paths = [p for p in sorted(given.rglob("*")) if p.name.endswith(SUFFIXES) and p.is_file()]
+        names = [(p, p.relative_to(given)) for p in paths]
+        found = [Source(p, str(name)) for p, name in names if not any(part.startswith(".") for part in name.parts)]
+    elif glob.has_magic(str(given)) and not given.exists():
+        found = [s for p in sorted(glob.glob(str(given), recursive=True)) for s in _matches(Path(p))]
+    else:
+        found = [Source(given, given.name)]
+    if not found:
+        raise bad_data(given, "no text here", "0 files", ENDINGS, "correct the path")
+    return found
+
+
+# ---- what is in them ----
+
+
+def measure(path: Path) -> tuple[str, int]:
+    """sha256 of a file's bytes and the characters of its documents; reads, and so checks, all of it."""
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    characters = sum(len(text) for _, text in read(path))
+    if not characters:
+        raise bad_data(path, "empty", "0 characters", "text in UTF-8", "leave this file out")
+    return digest, characters
+
+
+def read(path: Path) -> Iterator[tuple[int, str]]:
+    """(document, text) in order; a long document comes in several parts, an empty one not at all."""
+    line, json_lines = 1, path.name.removesuffix(".gz").endswith(".jsonl")
+    try:
+        with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else open(path, "rb") as file:
+            while lines := file.readlines(READ_BYTES):
+                if json_lines:
+                    documents = ((n, _json_text(path, n, data)) for n, data in enumerate(lines, line))
+                    yield from ((n, text) for n, text in documents if text)
+                else:
+                    yield 1, _decode(path, line, b"".join(lines))
+                line += len(lines)
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that was cut off or damaged
+        raise _unreadable(f"{path}, after line {line - 1:,}" if line > 1 else path, error) from None
+
+
+def _unreadable(where: object, error: Exception) -> DataError:
+    got = getattr(error, "strerror", None) or str(error)
+    return bad_data(where, "cannot read", got, "a whole text file", "correct the path or copy the file again")
+
+
+def _decode(path: Path, line: int, data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
+        got, todo = f"byte 0x{data[error.start]:02x}", f"convert it with `iconv -t UTF-8 {path}`"
+        raise bad_data(where, "not UTF-8", got, "text in UTF-8", todo) from None
+
+
+def _json_text(path: Path, line: int, data: bytes) -> str:
+    """The field "text" of one line; a blank line has none."""
+    row, where, todo = _decode(path, line, data), f"{path}, line {line:,}", "correct or remove this line"
+    if not row.strip():
+        return ""
+    try:
+        value = json.loads(row)
+    except (ValueError, RecursionError) as error:
+        raise bad_data(where, "not JSON", error, 'an object {"text": "..."}', todo) from None
+    text = value.get("text") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        got = f"the fields {', '.join(value) or 'of none'}" if isinstance(value, dict) else type(value).__name__
+        got = f"one of type {type(text).__name__}" if text is not None else got
+        raise bad_data(where, 'no string in field "text"', got, 'an object {"text": "..."}', todo)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x} alone"
+        raise bad_data(where, "half a surrogate pair", half, "whole characters", todo) from None
+    return text
+
+
+# ---- pieces to tokenise ----
+
+
+def pieces(parts: Iterable[str], size: int) -> Iterator[str]:
+    """A document, given in parts, in pieces of `size` characters or more, the last one shorter, whose tokens are those
+    of the whole.
+
+    They are cut where a run of whitespace begins.  No token of either tokenizer lies across such a place: in GPT-2's
+    pattern nothing takes whitespace after other characters.
+    """
+    rest = ""
+    for part in parts:
+        rest += part
+        start = 0
+        while found := SAFE_CUT.search(rest, start + size):
+            yield rest[start : found.start()]
+            start = found.start()
+        rest = rest[start:]
+    if rest:
+        yield rest

@@ -1,0 +1,46 @@
+"""Every file in configs/ is a valid configuration that fits an H200, and its first line says what it does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import gpt2_triton.kernels as kernels
+from gpt2_triton import gpus
+from gpt2_triton.configfile import load_config
+from gpt2_triton.planning import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, make_plan
+
+RECIPES = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+SIZES = {"gpt2_124m": 124, "gpt2_350m": 354, "gpt2_774m": 774, "gpt2_1558m": 1558, "gpt3_125m": 125}
+SECONDS = {"minute": 60, "hours": 3600, "days": 86400}
+
+
+def test_the_recipes_are_there():
+    assert {path.stem for path in RECIPES} == {*SIZES, "quickstart", "overfit"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_an_h200(path):
+    config = load_config(path, {})
+    budget = gpus.memory_bytes("h200") - CONTEXT_BYTES - MODULE_BYTES
+    config = choose_recompute(config, kernels, budget)
+    plan, _ = make_plan(config, kernels, config.micro_batch, config.train.seq_len)
+    assert plan.total <= budget
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_first_line_of_a_recipe_agrees_with_its_keys(name):
+    """Tokens within 1% of steps times tokens a step, hours within 3% of tokens over tokens/s: both are rounded."""
+    (path,) = (path for path in RECIPES if path.stem == name)
+    config, line = load_config(path, {}), path.read_text().split("\n", 1)[0]
+    found = re.fullmatch(
+        r"# .*, llm\.c's run_(\w+)M\.sh: ([\d.]+)B tokens, ([\d,]+) steps, about ([\d.]+) (\w+) on one H200 "
+        r"at (\d+)k tokens/s\.",
+        line,
+    )
+    assert found, line
+    script, tokens, steps, time, unit, speed = found.groups()
+    assert f"{script}m" == name and int(steps.replace(",", "")) == config.train.steps
+    assert float(tokens) * 1e9 == pytest.approx(config.train.steps * config.total_batch_tokens, rel=0.01)
+    assert float(time) * SECONDS[unit] == pytest.approx(float(tokens) * 1e9 / (int(speed) * 1e3), rel=0.03)
+    assert int(config.n_params / 1e6) == pytest.approx(SIZES[name], abs=1)
