@@ -8,7 +8,8 @@ python train.py --help                                                   every o
 
 import sys
 
-from gpt2_triton.cli import main, train_app
+from gpt2_triton.cli import main
+from gpt2_triton.commands.train import app
 
 if __name__ == "__main__":
-    sys.exit(main(train_app, sys.argv[1:]))
+    sys.exit(main(app, sys.argv[1:]))

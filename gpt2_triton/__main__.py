@@ -2,7 +2,8 @@
 
 import sys
 
-from gpt2_triton.cli import main, tools_app
+from gpt2_triton.cli import main
+from gpt2_triton.commands import app
 
 if __name__ == "__main__":
-    sys.exit(main(tools_app, sys.argv[1:]))
+    sys.exit(main(app, sys.argv[1:]))

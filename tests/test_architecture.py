@@ -103,7 +103,7 @@ def test_imports_point_one_way(path):
             None,
         )
     if rule is None:
-        return  # cli, trainer: the top, which may import all below
+        return  # commands, trainer: the top, which may import all below
     for node in ast.walk(ast.parse(path.read_text())):
         modules = []
         if isinstance(node, ast.ImportFrom) and node.module:

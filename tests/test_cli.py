@@ -10,7 +10,10 @@ import pytest
 import yaml
 
 from gpt2_triton import cli, gpus
-from gpt2_triton.cli import main, tools_app, train_app
+from gpt2_triton.cli import main
+from gpt2_triton.commands import app as tools_app
+from gpt2_triton.commands.train import FLAGS
+from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config import options
 from gpt2_triton.configfile import load_config
 
@@ -145,7 +148,7 @@ def test_print_config_is_the_whole_configuration(here, capsys):
 def test_help_lists_every_key_and_flag_with_underscores(capsys):
     assert main(train_app, ["--help"]) == 0
     words = set(re.findall(r"--[\w.\-]+", capsys.readouterr().out))
-    assert {f"--{key}" for key, _ in options()} | {f"--{flag}" for flag in cli.TRAIN_FLAGS} <= words
+    assert {f"--{key}" for key, _ in options()} | {f"--{flag}" for flag in FLAGS} <= words
     assert not [word for word in words if "-" in word[2:]]
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_triton.cli import main, tools_app, train_app
+from gpt2_triton.cli import main
+from gpt2_triton.commands import app as tools_app
+from gpt2_triton.commands.train import app as train_app
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", "")

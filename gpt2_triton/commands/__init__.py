@@ -1,0 +1,12 @@
+"""`python -m gpt2_triton COMMAND`: one module a command, or a family of them; train.py is commands/train.py."""
+
+from gpt2_triton.cli import make_app
+from gpt2_triton.commands import prepare
+from gpt2_triton.commands.bench import bench, verify
+from gpt2_triton.commands.plot import plot
+from gpt2_triton.commands.sample import sample
+
+app = make_app("gpt2_triton", "Data, samples, plots and checks; training is train.py.")
+app.command(prepare.app)
+for command in (sample, plot, verify, bench):
+    app.command(command)

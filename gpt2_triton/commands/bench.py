@@ -1,0 +1,78 @@
+"""`verify` and `bench`: accuracy and speed beside PyTorch, on this machine."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from gpt2_triton.cli import choose_device, require_directory, require_least
+from gpt2_triton.config import ConfigError
+
+
+def verify() -> int:
+    """Compare every kernel with float64 and with PyTorch's own operation on this machine, in one table."""
+    choose_device()
+    if find_spec("benchmarks") is None:
+        raise ConfigError("verify: benchmarks/ is not here; run it in the root of a checkout")
+    from benchmarks import verify as comparison
+
+    return comparison.verify()
+
+
+def bench(
+    *,
+    sizes: str = "d12,d24,d36,d48",
+    batch: int | None = None,
+    steps: int = 30,
+    recompute: Literal["none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] | None = None,
+    baseline: Literal["torch", "none"] = "torch",
+    ops: bool = False,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Time GPT-2's training steps beside PyTorch's on this GPU; or, with --ops, each operation beside its floor.
+
+    Parameters
+    ----------
+    sizes: str
+        Comma-separated among d12 (124M), d24 (350M), d36 (774M) and d48 (1558M).
+    batch: int
+        Sequences a step; by default 64, 64, 32 and 16.
+    steps: int
+        Steps of each run, at least 6; the first five are not counted.  --ops takes 5 after 5.
+    recompute: str
+        memory.recompute of our runs; by default gelu for d12, gelu+ln for the others.
+    baseline: str
+        torch runs PyTorch too, none does not.
+    ops: bool
+        Time every operation of one step, and print how near its floor it is.
+    json: Path
+        File for the figures of the runs.
+    plot: Path
+        With --ops and one size: a PNG of each operation's time beside its floor.
+    """
+    from gpt2_triton import gpus
+
+    wanted = sizes.split(",")
+    unknown = [size for size in wanted if size not in ("d12", "d24", "d36", "d48")]
+    if unknown:
+        raise ConfigError(f"--sizes: unknown {unknown[0]}; known are d12, d24, d36, d48")
+    require_least(steps=(steps, 6), **({"batch": (batch, 1)} if batch is not None else {}))
+    if plot and (not ops or len(wanted) > 1):
+        raise ConfigError("--plot: goes with --ops and one size, as in --ops --sizes d12 --plot ops.png")
+    if json and ops:
+        raise ConfigError("--json: does not go with --ops")
+    require_directory("json", json)
+    require_directory("plot", plot)
+    if not gpus.present():
+        raise ConfigError("bench: needs a CUDA GPU, found none")
+    if find_spec("benchmarks") is None:
+        raise ConfigError("bench: benchmarks/ is not here; run it in the root of a checkout")
+    if ops:
+        from benchmarks import ops as operations
+
+        for size in wanted:
+            operations.report(size, batch, recompute, plot)
+        return 0
+    from benchmarks import bench as steps_of_sizes
+
+    return steps_of_sizes.bench(wanted, batch, steps, recompute, baseline == "torch", json)

@@ -1,0 +1,121 @@
+"""train.py: train a GPT-2 from a YAML file."""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from gpt2_triton.cli import choose_device, make_app
+from gpt2_triton.config import Config, ConfigError, options
+from gpt2_triton.configfile import load_config, suggestion
+
+FLAGS = ("plan", "gpu", "print_config", "run_dir", "resume")
+
+config_app = make_app("train.py", "Train a GPT-2 from a YAML file; every key below can be overridden.")
+app = config_app.meta
+app.group_parameters = Group("Run", sort_key=0)
+
+
+@config_app.default
+def _keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> None:  # noqa: B008
+    """For --help, which lists the configuration's keys from their types; `train` reads them."""
+
+
+@app.default
+def train(
+    config: Path,
+    /,
+    *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    plan: bool = False,
+    gpu: str | None = None,
+    print_config: bool = False,
+    run_dir: Path | None = None,
+    resume: bool = False,
+) -> int:
+    """Train a GPT-2 from a YAML file; every key below can be overridden.
+
+    Parameters
+    ----------
+    config: Path
+        YAML file, for example configs/quickstart.yaml.
+    plan: bool
+        Print the memory plan and stop; needs neither a GPU nor data.
+    gpu: str
+        GPU that --plan is for: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s;
+        default the present one, else h200.
+    print_config: bool
+        Print the whole configuration as YAML and stop.
+    run_dir: Path
+        Directory of the run; default runs/<config>-<time>.
+    resume: bool
+        Go on from the newest checkpoint in --run_dir that verifies; a fresh start when there is none.
+    """
+    settings = load_config(config, parse_overrides(keys))
+    if print_config:
+        print(settings.to_yaml(), end="")
+        return 0
+    if plan:
+        print(_plan(settings, gpu))
+        return 0
+    if gpu:
+        raise ConfigError("--gpu: goes with --plan only; a run uses the GPU it finds")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("torchrun: training on several GPUs is not there yet; start train.py by itself")
+    directory = choose_run_dir(config, run_dir, resume)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run_dir: cannot make {directory}: {error.strerror}; choose another") from error
+    choose_device()
+    from gpt2_triton import trainer
+
+    return trainer.train(settings, directory, resume)
+
+
+def parse_overrides(words: Iterable[str]) -> dict[str, str]:
+    """`--section.key value` and `--section.key=value` as {"section.key": "value"}."""
+    known, given, rest = [key for key, _ in options()], {}, iter(words)
+    for word in rest:
+        if not word.startswith("--"):
+            raise ConfigError(f"{word}: unexpected; options are --section.key value")
+        key, equals, value = word[2:].partition("=")
+        if key not in known:
+            raise ConfigError(f"--{key}: unknown option{suggestion(key, [*FLAGS, *known], '--')}")
+        if key in given:
+            raise ConfigError(f"--{key}: given twice; remove one")
+        if not equals:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"--{key}: expected a value after it; one that starts with -- goes as --{key}=VALUE")
+        given[key] = value
+    return given
+
+
+def choose_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
+    """The run's directory; one that holds checkpoints is used only to resume."""
+    if run_dir is None:
+        if resume:
+            raise ConfigError("--resume: needs --run_dir, the directory of the run to go on with")
+        return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
+    found = sorted((run_dir / "checkpoints").glob("step_*"))
+    if found and not resume:
+        raise ConfigError(
+            f"--run_dir: {run_dir} has checkpoints up to {found[-1].name}; add --resume, or choose another"
+        )
+    return run_dir
+
+
+def _plan(config: Config, gpu: str | None) -> str:
+    from gpt2_triton import gpus
+
+    if gpu is not None and gpu.lower() not in gpus.GPUS:
+        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(gpus.GPUS)}")
+    import gpt2_triton.kernels as kernels
+    from gpt2_triton.planning import plan_report
+
+    return plan_report(config, kernels, gpus.memory_bytes(gpu.lower() if gpu else None))
