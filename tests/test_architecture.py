@@ -57,6 +57,9 @@ ALLOWED_IMPORTS = {
     "plot": {"config", "log"},
     "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
     "stream": set(),
+    "weights": {"checkpoint", "config"},
+    "hellaswag": {"config", "data", "model"},
+    "evaluation": {"kernels", "arena", "config", "data", "gpus", "model", "planning"},
     "planning": {"tables", "arena", "config", "data.loader"},
     "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
 }
