@@ -55,7 +55,7 @@ ALLOWED_IMPORTS = {
     "gpus": {"arena", "config"},
     "log": {"config", "gpus", "optim"},
     "plot": {"config", "log"},
-    "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
+    "sample": {"kernels", "data", "gpus", "model", "weights"},
     "stream": set(),
     "weights": {"checkpoint", "config"},
     "hellaswag": {"config", "data", "model"},
