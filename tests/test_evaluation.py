@@ -115,7 +115,7 @@ def test_the_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, 
     ("argv", "code", "message"),
     [
         (["hellaswag", "none"], 4, "none: no checkpoint found"),
-        (["hellaswag", "RUN", "--data", "none.jsonl"], 3, "none.jsonl: cannot read"),
+        (["hellaswag", "RUN", "--data", "none.jsonl"], 3, "none.jsonl: cannot be used"),
         (["hellaswag", "RUN", "--limit", "-1"], 2, "--limit: must be at least 0, got -1"),
         (["hellaswag", "RUN", "--json", "none/out.json"], 2, "--json: none is not a directory"),
         (["perplexity", "RUN"], 2, "perplexity: expected one or more shards after the checkpoint"),

@@ -2,6 +2,7 @@
 lm-evaluation-harness's; a mistake in a file is one line.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -87,8 +88,8 @@ def test_published_rows_are_answered_as_by_a_plain_evaluation(style, rows):
     """GPT-2's tokens modulo 1024, since a small vocabulary is fast."""
 
     class Folded(type(gpt2())):
-        def encode_batch(self, texts):
-            return [tokens % 1024 for tokens in super().encode_batch(texts)]
+        def encode(self, text):
+            return super().encode(text) % 1024
 
     questions = data.load_questions(PUBLISHED, Folded(gpt2()._encoding), rows, (style,))[style]
     model = model_of(batch_size=64, vocab_size=1024)
@@ -213,11 +214,23 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
 
 
 def test_a_missing_and_an_empty_file_are_one_line(tmp_path):
-    with pytest.raises(DataError, match=re.escape(f"download {data.URL} and name it with --data FILE")):
+    with pytest.raises(DataError, match=re.escape(f"download {data.URL} and name it with --data FILE, in training")):
         data.load_questions(tmp_path / "none.jsonl", gpt2(), 0, ("completion",))
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(DataError, match="empty.jsonl: no rows"):
         data.load_questions(tmp_path / "empty.jsonl", gpt2(), 0, ("completion",))
+
+
+def test_without_a_file_the_rows_are_downloaded_to_the_cache(tmp_path, rows_file, monkeypatch):
+    monkeypatch.setattr(data, "URL", rows_file.as_uri())
+    monkeypatch.setattr(data, "SHA256", hashlib.sha256(rows_file.read_bytes()).hexdigest())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = data.load_questions(None, get_tokenizer("bytes"), 0, ("completion",))["completion"]
+    assert len(asked.labels) == 10
+    assert (tmp_path / ".cache/gpt2_triton/hellaswag_val.jsonl").read_bytes() == rows_file.read_bytes()
+    monkeypatch.setenv("HOME", str(rows_file))  # where no directory can be made
+    with pytest.raises(DataError, match="rows.jsonl/.cache.*: cannot be used: got Not a directory"):
+        data.load_questions(None, get_tokenizer("bytes"), 0, ("completion",))
 
 
 # ---- llm.c's .bin ----
@@ -292,5 +305,5 @@ def test_training_asks_when_due_logs_accuracies_and_changes_no_bit_by_it(tmp_pat
 
 def test_training_refuses_bad_rows_before_it_begins(tmp_path):
     asked = dict(every=0, hellaswag_every=2, hellaswag_data=str(tmp_path / "none.jsonl"))
-    with pytest.raises(DataError, match="none.jsonl: cannot read"):
+    with pytest.raises(DataError, match="none.jsonl: cannot be used"):
         train(tiny_config(eval=asked), tmp_path / "run", resume=False)

