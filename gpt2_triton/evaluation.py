@@ -22,13 +22,14 @@ from gpt2_triton.planning import MODULE_BYTES, make_plan
 
 
 def inference_model(config: Config, tensors: dict[str, Tensor], tokens: int) -> GPT2:
-    """A model with the weights `params` among `tensors`, in an arena for `tokens` tokens at once, rounded down to whole
-    sequences, one or more, and to what fits the GPU.  Its kernels are compiled.
+    """A model with the weights `params` among `tensors`, its kernels compiled, in an arena for `tokens` tokens at once:
+    rounded down to whole sequences of seq_len, less if the GPU has no room for them, but a sequence of block_size fits.
     """
-    device = device_name()
-    batch = max(1, tokens // config.train.seq_len)
+    device, T = device_name(), config.train.seq_len
+    batch, least = tokens // T, -(-config.model.block_size // T)
     if device == "cuda":
-        batch = max(1, min(batch, _fitting_batch(config, torch.cuda.mem_get_info()[0] - MODULE_BYTES)))
+        batch = min(batch, _fitting_batch(config, torch.cuda.mem_get_info()[0] - MODULE_BYTES))
+    batch = max(batch, least)
     model = GPT2(config, K, device, batch=batch, training=False)
     model.state.params.copy_(tensors["params"])
     if device == "cuda":

@@ -33,8 +33,8 @@ def questions_of_run(config: Config) -> Questions | None:
 
 
 class Scores(NamedTuple):
-    """Questions, the fraction answered by the sum of losses and by the sum over the length, and their standard
-    errors.
+    """The fractions of `rows` questions answered rightly by sums of losses (acc) and by sums over lengths (acc_norm),
+    each with its standard error.
     """
 
     rows: int
@@ -50,7 +50,10 @@ def evaluate(model: GPT2, questions: Questions) -> Scores:
 
 
 def ending_losses(model: GPT2, questions: Questions, style: str = "") -> np.ndarray:
-    """The summed loss of each ending's tokens given its context, float64 [rows, 4]."""
+    """The summed loss of each ending's tokens given its context, float64 [rows, 4].
+
+    A context loses its beginning where the model, or its arena, is too short for it, as in lm-evaluation-harness.
+    """
     longest = min(model.config.model.block_size, model.B * model.T)
     sequences = [
         np.concatenate([questions.contexts[i // ENDINGS], ending]) for i, ending in enumerate(questions.endings)
@@ -65,7 +68,9 @@ def ending_losses(model: GPT2, questions: Questions, style: str = "") -> np.ndar
             n, tokens, ending = lengths[i], sequences[i][-lengths[i] - 1 :], questions.endings[i]
             ids[row, :n] = tokens[:-1]
             targets[row, n - len(ending) : n] = ending
-        losses[chosen] = model.evaluate(ids, targets).numpy().reshape(len(chosen), T).sum(1, dtype=np.float64)
+        each = model.evaluate(ids, targets).numpy().reshape(len(chosen), T)
+        # added up in order: numpy's sum pairs numbers by their place, so that padding would change the last bit
+        losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
         progress.advance(int(lengths[chosen].sum()))
     return losses.reshape(-1, ENDINGS)
 
@@ -82,7 +87,7 @@ def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np
 
 
 def _refuse_longer(questions: Questions, longest: int) -> None:
-    """A context loses its beginning where the model is too short for it, as in lm-evaluation-harness; no ending."""
+    """An ending is scored whole or not at all."""
     length = max(map(len, questions.endings))
     if length > longest:
         expected = f"{longest} or fewer, which this model can take at once"
@@ -105,8 +110,8 @@ def scores(questions: Questions, losses: np.ndarray) -> Scores:
 
 
 LABELS = {
-    "completion": "the text as it is; norm: loss by token (llm.c, build-nanogpt)",
-    "harness": "text cleaned up, with its activity; norm: loss by character (lm-evaluation-harness)",
+    "completion": "the text as it is; norm: loss per token (llm.c, build-nanogpt)",
+    "harness": "text cleaned up, with its activity; norm: loss per character (lm-evaluation-harness)",
 }
 
 
