@@ -44,15 +44,18 @@ def _fitting_batch(config: Config, budget: int) -> int:
 
 
 def _byte_lengths(config: Config) -> np.ndarray | None:
-    """Bytes of every token of the vocabulary, 0 of those that the tokenizer has not; None, with a warning, where the
-    tokenizer cannot be had.
+    """Bytes of text of every token of the vocabulary, 0 for the end of text and for those that the tokenizer has not;
+    None, with a warning, where the tokenizer cannot be had.
     """
     try:
-        known = get_tokenizer(config.data.tokenizer).byte_lengths()
+        tokenizer = get_tokenizer(config.data.tokenizer)
     except DataError as error:
         print(f"warning: no bits per byte: {error}", file=sys.stderr, flush=True)
         return None
-    return np.pad(known, (0, config.model.vocab_size - len(known)))
+    lengths = np.zeros(config.model.vocab_size, np.int64)
+    lengths[: tokenizer.vocab_size] = [len(token) for token in tokenizer.token_bytes()]
+    lengths[tokenizer.eot] = 0
+    return lengths
 
 
 class Perplexity(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.gpus import device_name
 from gpt2_triton.model import GPT2
-from gpt2_triton.weights import load_weights
+from gpt2_triton.sources import load_weights
 
 
 def draw(logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator) -> int:

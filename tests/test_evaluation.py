@@ -12,8 +12,8 @@ from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data.shards import DataError, open_shards, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.sources import load_weights
 from gpt2_triton.trainer import train
-from gpt2_triton.weights import load_weights
 from tests.data.test_prepare import gpt2
 from tests.test_hellaswag import row, write
 from tests.tiny import tiny_config, tiny_model
@@ -77,11 +77,16 @@ def test_bits_per_byte_leave_the_end_of_text_out(tmp_path):
     assert b.loss != a.loss
 
 
-def test_a_token_has_the_bytes_of_its_text():
-    text = "To be, \N{GREEK SMALL LETTER PI} or  not\n"
-    lengths = gpt2().byte_lengths()
-    assert lengths[gpt2().encode(text)].sum() == len(text.encode()) and lengths[gpt2().eot] == 0
-    assert lengths.shape == (50257,) and get_tokenizer("bytes").byte_lengths().tolist() == [0] + [1] * 255
+def test_bits_per_byte_of_gpt2_tokens_count_the_bytes_of_their_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "get_tokenizer", lambda name: gpt2())
+    text = "To be, \N{GREEK SMALL LETTER PI} or  not: that\nis the question, or was it?"
+    tokens = np.append(gpt2().encode(text)[:16], gpt2().eot).astype(np.uint16)
+    write_shard(tmp_path / "a.bin", tokens)
+    model, _ = tiny_model(model=dict(vocab_size=50300), data=dict(tokenizer="gpt2"))
+    losses = model.evaluate(tokens[None, :16].astype(np.int32), tokens[None, 1:].astype(np.int32)).numpy()
+    found = evaluation.perplexity(model, open_shards(str(tmp_path / "a.bin"), 50300, 16), 0)
+    size = len(gpt2().decode(tokens[1:16]).encode())  # the first token is no target, the last no text
+    assert found.bits_per_byte == pytest.approx(losses[:15].sum() / size / math.log(2))
 
 
 def test_without_a_tokenizer_there_are_no_bits_per_byte(tmp_path, monkeypatch, capsys):

@@ -37,7 +37,7 @@ def hellaswag(
     from gpt2_triton import hellaswag as hs
     from gpt2_triton.data import hellaswag as rows
     from gpt2_triton.data.tokenizer import get_tokenizer
-    from gpt2_triton.weights import load_weights
+    from gpt2_triton.sources import load_weights
 
     config, tensors = load_weights(checkpoint)
     questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
@@ -75,7 +75,7 @@ def perplexity(
     choose_device()
     from gpt2_triton import evaluation
     from gpt2_triton.data.shards import open_shards
-    from gpt2_triton.weights import load_weights
+    from gpt2_triton.sources import load_weights
 
     config, tensors = load_weights(checkpoint)
     V, T = config.model.vocab_size, config.train.seq_len

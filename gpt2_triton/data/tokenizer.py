@@ -30,8 +30,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens; ids from vocab_size on, which a model may have and draw, are left out."""
 
-    def byte_lengths(self) -> np.ndarray:
-        """Bytes of text that each token stands for, int64 [vocab_size]; the end of text has none."""
+    def token_bytes(self) -> list[bytes]:
+        """What each token stands for, by id."""
 
 
 class ByteTokenizer:
@@ -40,11 +40,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
-    def byte_lengths(self) -> np.ndarray:
-        return (np.arange(self.vocab_size) != self.eot).astype(np.int64)
-
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < self.vocab_size).decode(errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([i]) for i in range(self.vocab_size)]
 
 
 class GPT2Tokenizer:
@@ -56,11 +56,11 @@ class GPT2Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._encoding.encode_ordinary(text), np.uint16)
 
-    def byte_lengths(self) -> np.ndarray:
-        return np.array([len(self._encoding.decode_single_token_bytes(i)) for i in range(self.eot)] + [0], np.int64)
-
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([int(i) for i in ids if i < self.vocab_size], errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        return [self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]
 
 
 @functools.cache
