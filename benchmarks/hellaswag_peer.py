@@ -78,7 +78,7 @@ def timed(function, *arguments) -> tuple[np.ndarray, float]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint")
     parser.add_argument("--data", type=Path, help="HellaSwag's .jsonl; by default downloaded")
     parser.add_argument("--limit", type=int, default=0)
     parser.add_argument("--batch_tokens", type=int, default=65536)

@@ -43,7 +43,7 @@ def sample_text(path: Path, prompt: str, tokens: int, temperature: float, top_k:
     """Print `num` continuations of `prompt` by the checkpoint at `path` (a run, or a step directory)."""
     import gpt2_triton.kernels as K
 
-    config, tensors = load_weights(path)
+    config, tensors = load_weights(str(path))
     model = GPT2(config, K, device_name(), batch=1, training=False)
     model.state.params.copy_(tensors["params"])
     for text in continuations(model, config.data.tokenizer, prompt, tokens, temperature, top_k, seed, num):

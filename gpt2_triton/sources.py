@@ -9,13 +9,12 @@ from gpt2_triton import checkpoint
 from gpt2_triton.config import Config
 
 
-def load_weights(source: Path) -> tuple[Config, dict[str, Tensor]]:
+def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
     """Configuration and host tensors, `params` among them, of a run or of one of its step directories."""
-    step_dir = checkpoint.find(source)
+    step_dir = checkpoint.find(Path(source))
     state, tensors = checkpoint.load(step_dir)
     try:
         return Config.model_validate(state["config"]), tensors
     except ValidationError as error:
-        raise checkpoint.CheckpointError(
-            f"{step_dir}: its configuration is of another version of gpt2_triton"
-        ) from error
+        wrong = f"{step_dir}: its configuration is of another version of gpt2_triton"
+        raise checkpoint.CheckpointError(wrong) from error

@@ -51,7 +51,7 @@ def test_perplexity_is_that_of_the_validation_loss_in_training(trained, tmp_path
 
 def test_perplexity_takes_all_windows_of_the_shards_that_are_named(trained):
     directory, _ = trained
-    config, tensors = load_weights(directory / "run")
+    config, tensors = load_weights(str(directory / "run"))
     opened = open_shards(str(directory / "val_0.bin"), 256, 16)
     model = evaluation.inference_model(config, tensors, 210)
     assert (model.B, model.T) == (13, 16)

@@ -7,7 +7,7 @@ from gpt2_triton.config import ConfigError
 
 
 def hellaswag(
-    checkpoint: Path,
+    checkpoint: str,
     /,
     *,
     data: Path | None = None,
@@ -19,7 +19,7 @@ def hellaswag(
 
     Parameters
     ----------
-    checkpoint: Path
+    checkpoint: str
         A run, or one of its step directories.
     data: Path
         HellaSwag's .jsonl, or llm.c's .bin of it; by default the validation rows, downloaded once.
@@ -47,17 +47,17 @@ def hellaswag(
     print(f"HellaSwag, {len(next(iter(questions.values())).labels):,} questions")
     print(hs.table(results))
     if json:
-        _write(json, {"checkpoint": str(checkpoint), "data": str(data or rows.URL)} | hs.record(results))
+        _write(json, {"checkpoint": checkpoint, "data": str(data or rows.URL)} | hs.record(results))
 
 
 def perplexity(
-    checkpoint: Path, /, *shards: str, tokens: int = 0, json: Path | None = None, batch_tokens: int = 65536
+    checkpoint: str, /, *shards: str, tokens: int = 0, json: Path | None = None, batch_tokens: int = 65536
 ) -> None:
     """Print a model's loss, perplexity and bits per byte over token shards.
 
     Parameters
     ----------
-    checkpoint: Path
+    checkpoint: str
         A run, or one of its step directories.
     shards: str
         Shards, and quoted globs of them.
@@ -85,7 +85,7 @@ def perplexity(
     print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
     print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")
     if json:
-        _write(json, {"checkpoint": str(checkpoint), "shards": [str(s.path) for s in opened]} | result._asdict())
+        _write(json, {"checkpoint": checkpoint, "shards": [str(s.path) for s in opened]} | result._asdict())
 
 
 def _write(path: Path, record: dict) -> None:
