@@ -288,7 +288,7 @@ def test_a_damaged_bin_is_one_line(tmp_path, rows_file):
 
 
 def test_training_asks_when_due_logs_accuracies_and_changes_no_bit_by_it(tmp_path, rows_file, capsys):
-    asked = dict(every=0, hellaswag_every=1, hellaswag_data=str(rows_file), hellaswag_limit=4)
+    asked = dict(every=0, hellaswag_every=1, hellaswag_data=str(rows_file), hellaswag_limit=2)
     sizes = dict(model=dict(block_size=192), train=dict(steps=2, batch_size=2, seq_len=128))
     records = {}
     for name, evaluation in (("asked", asked), ("not", dict(every=0))):
@@ -297,7 +297,7 @@ def test_training_asks_when_due_logs_accuracies_and_changes_no_bit_by_it(tmp_pat
         records[name] = [json.loads(line) for line in lines]
     found = [record for record in records["asked"] if "hellaswag" in record]
     assert [record["step"] for record in found] == [1, 2]
-    assert all(record[key] in (0, 0.25, 0.5, 0.75, 1) for record in found for key in ("hellaswag", "hellaswag_acc"))
+    assert all(record[key] in (0, 0.5, 1) for record in found for key in ("hellaswag", "hellaswag_acc"))
     assert f"hellaswag acc_norm {found[-1]['hellaswag']:.4f}" in capsys.readouterr().out
     losses = [[record["loss"] for record in records[name] if "loss" in record] for name in records]
     assert losses[0] == losses[1]
