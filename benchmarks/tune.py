@@ -170,7 +170,9 @@ def tune(sizes: list[str], batch: int | None, only: str | None, out: Path | None
         screened = Search(rows, tries, SCREEN, progress).run(sizes, step)
         tries = {op: finalists(tries[op], screened.times[op]) for op in ops}
         progress.number = 1
-        final = Search(rows, tries, FINAL, progress).run(sizes, step)
+        final = Search(rows, tries, FINAL, progress)
+        if any(len(rows) > 1 for rows in tries.values()):
+            final.run(sizes, step)
     print(f"\n{report(tries, final.times)}")
     for line in faults(screened, final):
         print(line)
