@@ -141,14 +141,14 @@ class Search:
                 with trying(self.rows, key, row), contextlib.suppress(*calls.REFUSED):
                     call()
         stopped = Stopped(call)
-        launches: dict[int, Any] = {}
         for i, row in choices.items():
             with trying(self.rows, key, row):
-                reason = stopped.fault(TOLERANCE)
-                if reason is None:
-                    launches[i] = stopped.graph()
-            if reason is not None:
-                self.dropped[op, i] = reason
+                if reason := stopped.fault(TOLERANCE):
+                    self.dropped[op, i] = reason
+        launches = {}
+        for i in self._alive(op):
+            with trying(self.rows, key, choices[i]):
+                launches[i] = stopped.graph()
         measured = calls.interleaved(launches, self.rounds)
         stopped.restore()
         column = self.times[op].setdefault(size, [0.0] * len(self.tries[op]))
