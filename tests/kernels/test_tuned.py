@@ -36,6 +36,7 @@ def test_what_hoppers_kernels_have_as_constants_is_what_scratch_is_sized_by():
     assert rows["matmul", "bf16"]["BLOCK_M"] == tile[0]
     assert rows["classifier_fwd", "bf16"]["BLOCK_N"] == tile[1]
     assert tuple(rows["matmul_dw", "bf16"][block] for block in ("BLOCK_M", "BLOCK_N", "BLOCK_K")) == tile
+    assert rows["matmul_dw", "bf16"]["GROUP_M"] == hopper_tiles.GROUP_M.value  # the order in which tiles are cut
 
 
 @pytest.mark.parametrize(
