@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpt2_triton.kernels import hopper_tiles, tuned
+from gpt2_triton.kernels.tile import cut_tiles
 from gpt2_triton.kernels.tuned import DTYPES, FIXED, PARAMETERS, TABLES, TableError, choose, read_table
 
 FILES = sorted(file.name for file in TABLES.iterdir())
@@ -29,6 +30,18 @@ def test_what_sizes_a_scratch_is_the_same_for_every_gpu():
         for (op, dtype), row in table.rows.items():
             for block in FIXED.get(op, ()):
                 assert row[block] == first[op, dtype][block], f"{name}: {op} {dtype} {block}"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_dw_needs_no_more_scratch_than_on_hopper(name):
+    """Of the pieces of tiles that are cut, for the four products of a layer of each size and the head's."""
+    for C, R in ((768, 65536), (1024, 65536), (1280, 32768), (1600, 16384)):
+        need = []
+        for table in (GPUS[name], GPUS["h200"]):
+            row = table.rows["matmul_dw", "bf16"]
+            cuts = [cut_tiles(n, k, R, row) for n, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C), (50304, C))]
+            need.append(max(cut.rest * cut.pieces for cut in cuts) * row["BLOCK_M"] * row["BLOCK_N"])
+        assert need[0] <= need[1]
 
 
 def test_what_hoppers_kernels_have_as_constants_is_what_scratch_is_sized_by():
