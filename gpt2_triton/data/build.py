@@ -151,13 +151,22 @@ def row_of(path: Path) -> dict[str, Any]:
     return {"tokens": (path.stat().st_size - HEADER_BYTES) // 2, "sha256": digest}
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """A record; empty where there is none that can be read."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
     """Whether out_dir holds what `recipe` makes, by its record and the sizes of its shards."""
+    record = read_record(out_dir / RECORD)
     try:
-        record = json.loads((out_dir / RECORD).read_text())
         sizes = {name: (out_dir / name).stat().st_size for name in record["shards"]}
         whole = {name: HEADER_BYTES + 2 * row["tokens"] for name, row in record.pop("shards").items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, LookupError, TypeError, AttributeError):
         return False
     return record == recipe and sizes == whole
 
