@@ -105,7 +105,7 @@ class Meter:
         rate = f"{self.tokens:,} tokens, {self.tokens / seconds:,.0f} tokens/s"
         if self.size is None or self.done > self.size:
             return f"{self.done:,} {self.unit}, now {rate}"
-        left = timedelta(seconds=round(seconds * (self.size - self.done) / (self.done - self.first)))
+        left = timedelta(seconds=round(seconds * (self.size - self.done) / max(1, self.done - self.first)))
         eta = f", {left} left" if self.done < self.size else ""
         return f"{self.done / self.size:4.0%} of {self.size:,} {self.unit}, {rate}{eta}"
 

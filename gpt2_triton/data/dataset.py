@@ -86,7 +86,7 @@ def _commit(source: Source, out_dir: Path) -> str | None:
         recorded = build.read_record(out_dir / record).get("source")
         if source.revision is None and isinstance(recorded, dict) and recorded.get("name") == source.name:
             return recorded.get("revision")
-    return repository(source.name, source.revision, OFFLINE).sha
+    return repository(source.name, source.revision, OFFLINE, expand=["sha"]).sha
 
 
 def _remove_abandoned(directory: Path) -> None:
@@ -126,10 +126,11 @@ class _Stream:
         skip = self._start["skip"] if self._start else 0
         for _, tokens in run(functools.partial(encode, tokenizer), self._batches()):
             self._place, self._length = self._batch.popleft(), len(tokens)
-            self._given += len(tokens) - skip
-            meter.add(len(tokens) - skip, len(tokens) - skip)
-            yield tokens[skip:]
-            skip = 0
+            rest = tokens[skip:]
+            skip -= len(tokens) - len(rest)
+            self._given += len(rest)
+            meter.add(len(rest), len(rest))
+            yield rest
 
     def place(self, used: int) -> Place:
         """Where the token number `used` of those given out is found again; it is in the newest array, or follows it."""

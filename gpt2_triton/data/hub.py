@@ -1,4 +1,4 @@
-"""The Hugging Face Hub as the preparations see it: which commit of a repository, and failures as one line."""
+"""The Hugging Face Hub as the preparations see it: what a repository holds, and failures as one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +22,9 @@ def asking(where: object, expected: str, todo: str) -> Iterator[None]:
         raise bad_data(where, "cannot be had", got, expected, todo) from error
 
 
-def repository(name: str, revision: str | None, todo: str) -> Any:
-    """What the Hub says of a dataset: `sha` is its commit, `siblings` are its files with name, size and sha256."""
+def repository(name: str, revision: str | None, todo: str, **what: Any) -> Any:
+    """What the Hub says of a dataset; `what` as in huggingface_hub's dataset_info."""
     with asking(name, "an answer from the Hugging Face Hub", todo):
         from huggingface_hub import HfApi
 
-        return HfApi().dataset_info(name, revision=revision, files_metadata=True, timeout=30)
+        return HfApi().dataset_info(name, revision=revision, timeout=30, **what)

@@ -227,6 +227,13 @@ def test_resuming_tokenises_the_rest_and_nothing_twice_but_one_batch(folder, tmp
     assert lines[0] == f"going on after 8 finished shards, {8 * SHARD:,} tokens"
 
 
+def test_batches_of_another_size_change_nothing(folder, tmp_path, unbroken, monkeypatch):
+    """As when a newer version of this package goes on."""
+    _stop_after(folder, tmp_path / "out", 5, monkeypatch)
+    monkeypatch.setattr(build, "PIECE", 100)
+    assert contents(prepare(folder, tmp_path / "out")) == unbroken
+
+
 def test_a_damaged_shard_is_made_again_and_those_after_it(folder, tmp_path, unbroken, monkeypatch):
     out, lines = tmp_path / "out", []
     _stop_after(folder, out, 6, monkeypatch)
@@ -402,6 +409,30 @@ def hub(tmp_path, monkeypatch):
     yield Hub
     server.shutdown()
     server.server_close()
+
+
+def test_a_dataset_of_the_hub_is_read_at_the_commit_it_was_begun_with(hub, folder, tmp_path, monkeypatch):
+    """The Hub is asked for its newest commit once; a commit that is given is not asked for."""
+    import datasets
+
+    load, opened = datasets.load_dataset, []
+
+    def load_dataset(name, version, **options):
+        opened.append((name, version, options.pop("revision")))
+        return load(str(folder.path), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    on_hub = SimpleNamespace(source=Source("kjj0/fineweb10B-gpt2", "sample-10BT"))
+    _stop_after(on_hub, tmp_path / "out", 3, monkeypatch)
+    first, newer = hub.commit, "d" * 40
+    monkeypatch.setattr(hub, "commit", newer)
+    prepare(on_hub, tmp_path / "out")
+    prepare(SimpleNamespace(source=on_hub.source._replace(revision="main")), tmp_path / "main")
+    prepare(SimpleNamespace(source=on_hub.source._replace(revision="e" * 40)), tmp_path / "given")
+    assert [commit for _, _, commit in opened] == [first, first, newer, "e" * 40]
+    assert opened[0][:2] == on_hub.source[:2]
+    record = json.loads((tmp_path / "out" / "shards.json").read_text())
+    assert record["source"] == {**on_hub.source._asdict(), "revision": first}
 
 
 def test_shards_are_downloaded_checked_and_recorded_under_names_of_our_own(hub, tmp_path, monkeypatch, capsys):
