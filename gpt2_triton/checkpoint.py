@@ -18,23 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gpt2_triton.checks import lack_of_room, not_finite
+
 FORMAT = 1
 TENSORS, STATE, MANIFEST = "rank_00000.safetensors", "state.json", "manifest.json"
 _STEP = re.compile(r"step_([0-9]{8,})")
-_HIDDEN = re.compile(
-    r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)"
-)  # being written or deleted by the process of that number
-
-FILES_BYTES = 1 << 20  # state, manifest and the header of the tensors, with room to spare
-SCAN = 1 << 20  # elements looked at together: they stay in the cache
-# same-sized integers of a dtype, and the bits of its exponent: all are set in infinities and NaNs, in nothing else
-_EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F800000)}
+_HIDDEN = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # being written or deleted by that process
 
 # What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
 # compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.
@@ -67,9 +60,8 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str
 
 
 def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    needed, free = _room(target.parent, tensors)
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
+    if lack := lack_of_room(target.parent, tensors):
+        raise OSError(errno.ENOSPC, lack)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     try:
@@ -91,16 +83,8 @@ def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> N
 
 def require_room(directory: Path, tensors: dict[str, Tensor]) -> None:
     """CheckpointError if a checkpoint of these tensors would not fit: for the start of a run, not after its hours."""
-    needed, free = _room(directory, tensors)
-    if free < needed:
-        wrong = f"{directory}: no room for a checkpoint: {needed:,} bytes needed, {free:,} free"
-        raise CheckpointError(f"{wrong}; make room or choose another --run_dir")
-
-
-def _room(directory: Path, tensors: dict[str, Tensor]) -> tuple[int, int]:
-    """Bytes that a checkpoint takes, and those free where it goes; the directory need not be there yet."""
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    return sum(t.nbytes for t in tensors.values()) + FILES_BYTES, shutil.disk_usage(there).free
+    if lack := lack_of_room(directory, tensors):
+        raise CheckpointError(f"{directory}: no room for a checkpoint: {lack}; make room or choose another --run_dir")
 
 
 def _sync(path: Path) -> None:
@@ -274,25 +258,9 @@ def load(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = load_file(step_dir / TENSORS)
     except SafetensorError as error:
         raise CheckpointError(f"{step_dir / TENSORS}: not safetensors ({error}); choose another step") from error
-    for name, tensor in tensors.items():
-        at = _first_not_finite(tensor)
-        if at is not None:
-            where = f"{step_dir / TENSORS}: {name}: a NaN or an infinity at element {at:,}"
-            raise CheckpointError(f"{where}; remove this step and use an older one")
+    if number := not_finite(tensors):
+        raise CheckpointError(f"{step_dir / TENSORS}: {number}; remove this step and use an older one")
     return state, tensors
-
-
-def _first_not_finite(tensor: Tensor) -> int | None:
-    """Index of the first NaN or infinity in row-major order; integers have none."""
-    integer, exponent = _EXPONENT.get(tensor.dtype, (None, 0))
-    if integer is None:
-        return None
-    bits = tensor.view(integer).numpy().reshape(-1)
-    for start in range(0, len(bits), SCAN):
-        found = (bits[start : start + SCAN] & exponent) == exponent
-        if found.any():
-            return start + int(np.argmax(found))
-    return None
 
 
 # ---- does it belong to this run? ----

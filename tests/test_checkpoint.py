@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint
+from gpt2_triton import checkpoint, checks
 from gpt2_triton.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, Saver
 from gpt2_triton.config import options
 
@@ -235,7 +235,7 @@ def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, 
 
 def test_a_save_begins_only_where_there_is_room(newest, monkeypatch, capsys):
     """The older ones stay, the run goes on with a warning that says how much is missing."""
-    needed = sum(t.nbytes for t in example(30).values()) + checkpoint.FILES_BYTES
+    needed = sum(t.nbytes for t in example(30).values()) + checks.FILES_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     saver = Saver(newest.parent, keep=1, major=0)
     with monkeypatch.context() as patch:
@@ -252,7 +252,7 @@ def test_a_save_begins_only_where_there_is_room(newest, monkeypatch, capsys):
 
 
 def test_a_run_without_room_for_a_checkpoint_does_not_begin(tmp_path, monkeypatch):
-    asked, needed = [], sum(t.nbytes for t in example(1).values()) + checkpoint.FILES_BYTES
+    asked, needed = [], sum(t.nbytes for t in example(1).values()) + checks.FILES_BYTES
     free = SimpleNamespace(free=needed)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or free)
     checkpoint.require_room(tmp_path / "not" / "yet" / "there", example(1))
@@ -418,7 +418,7 @@ def test_what_is_not_safetensors_is_refused_and_not_run(newest, tmp_path, monkey
 @pytest.mark.parametrize("name", ["params", "m"])
 def test_a_number_that_is_not_finite_is_refused(tmp_path, monkeypatch, name, value):
     """In bf16 and fp32, wherever it is; the largest finite number is none."""
-    monkeypatch.setattr(checkpoint, "SCAN", 10)
+    monkeypatch.setattr(checks, "SCAN", 10)
     for at in (0, 9, 10, 32):
         tensors = example(10)
         tensors[name][at] = torch.finfo(tensors[name].dtype).max
