@@ -87,19 +87,31 @@ def encode(tokenizer: str, batch: list[tuple[bool, str]]) -> tuple[int, np.ndarr
     return sum(len(text) for _, text in batch), np.concatenate(parts)
 
 
+class Clock:
+    """`due` is true every REPORT_SECONDS."""
+
+    def __init__(self) -> None:
+        self.start = self._last = time.monotonic()
+
+    def due(self) -> bool:
+        now = time.monotonic()
+        if now - self._last <= REPORT_SECONDS:
+            return False
+        self._last = now
+        return True
+
+
 class Meter:
     """A line about the work every REPORT_SECONDS, and when it is done; `done` of `size` units, where size is known."""
 
     def __init__(self, size: int | None, unit: str, progress: Progress, done: int = 0):
         self.size, self.unit, self.progress, self.done, self.first, self.tokens = size, unit, progress, done, done, 0
-        self.start = self.reported = time.monotonic()
+        self.clock = Clock()
 
     def add(self, units: int, tokens: int) -> None:
         self.done, self.tokens = self.done + units, self.tokens + tokens
-        now = time.monotonic()
-        if now - self.reported > REPORT_SECONDS or self.done == self.size:
-            self.reported = now
-            self.progress(self._line(max(now - self.start, 1e-9)))
+        if self.clock.due() or self.done == self.size:
+            self.progress(self._line(max(time.monotonic() - self.clock.start, 1e-9)))
 
     def _line(self, seconds: float) -> str:
         rate = f"{self.tokens:,} tokens, {self.tokens / seconds:,.0f} tokens/s"

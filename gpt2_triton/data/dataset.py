@@ -196,7 +196,10 @@ class _Preparation:
         for key in sorted(key for key in self._recipe if record.get(key) != self._recipe[key]):
             what, todo = f"begun with another {key}", "give that again or choose another --out"
             raise bad_data(self._dir, what, self._recipe[key], record.get(key), todo)
+        clock = build.Clock()
         for name, row in rows.items():
+            if clock.due():
+                self._progress(f"checked {len(self._rows):,} of {len(rows):,} finished shards")
             path = self._dir / name
             if not path.exists() or build.row_of(path) != row:
                 self._progress(f"{path} is damaged: preparing again from there")

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -54,11 +53,10 @@ def prepare_text(
 
 
 def _measure(sources: list[Source], run: Run, progress: Progress) -> list[tuple[str, int]]:
-    reported, measured = time.monotonic(), []
+    clock, measured = build.Clock(), []
     for row in run(measure, [path for path, _ in sources]):
         measured.append(row)
-        if time.monotonic() - reported > build.REPORT_SECONDS:
-            reported = time.monotonic()
+        if clock.due():
             characters = sum(count for _, count in measured)
             progress(f"read {len(measured):,} of {len(sources):,} files, {characters:,} characters")
     return measured

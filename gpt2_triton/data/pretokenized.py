@@ -68,7 +68,12 @@ def _download_missing(repo: str, commit: str, files: list[File], out_dir: Path, 
     out_dir.mkdir(parents=True, exist_ok=True)
     recipe, rows = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}, {}
     ours = build.read_record(out_dir / RECORD).get("source", {}).get("name") == repo
-    missing = [file for file in files if not _is_there(out_dir / file.local, file, ours)]
+    clock, missing = build.Clock(), []
+    for number, file in enumerate(files):
+        if clock.due():
+            progress(f"checked {number:,} of {len(files):,} shards")
+        if not _is_there(out_dir / file.local, file, ours):
+            missing.append(file)
     build.require_space(out_dir, sum(file.size for file in missing) // 2)
     got, total, begun = 0, sum(file.size for file in missing), time.monotonic()
     for file in files:

@@ -129,6 +129,9 @@ def test_progress_says_tokens_rate_and_time_left(folder, tmp_path, monkeypatch):
     pattern = r" *\d+% of 20,000 tokens, [\d,]+ tokens, [\d,]+ tokens/s, \d:\d\d:\d\d left"
     assert len(lines) > 10 and all(re.fullmatch(pattern, line) for line in lines[:-2])
     assert re.fullmatch(r"prepared .*out: 10 shards, 20,000 tokens, in 0:00:0\d", lines[-1])
+    _stop_after(folder, tmp_path / "again", 3, monkeypatch)
+    prepare(folder, tmp_path / "again", progress=lines.append)
+    assert [f"checked {i} of 3 finished shards" in lines for i in range(4)] == [True, True, True, False]
 
 
 # ---- stopping and going on ----
