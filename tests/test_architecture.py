@@ -56,8 +56,11 @@ ALLOWED_IMPORTS = {
     "gpus": {"arena", "config"},
     "log": {"config", "gpus", "optim"},
     "plot": {"config", "log"},
-    "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
+    "sample": {"kernels", "data", "gpus", "model", "sources"},
     "stream": set(),
+    "sources": {"checkpoint", "config"},
+    "hellaswag": {"config", "data", "model"},
+    "evaluation": {"kernels", "arena", "config", "data", "gpus", "model", "planning"},
     "planning": {"tables", "arena", "config", "data.loader"},
     "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
 }
