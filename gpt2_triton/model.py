@@ -151,6 +151,7 @@ class GPT2:
         """Update the parameters; result() of what this returns waits for the step's loss, gradient norm and time."""
         self._run(self._phase, "update")
         self._step.stats.copy_(self.state.stats, non_blocking=True)
+        self._step.z.copy_(self.state.z, non_blocking=True)
         self._step.ended.record()
         return self._step
 
@@ -207,5 +208,6 @@ class GPT2:
 
     def persistent(self) -> dict[str, Tensor]:
         """The flat device buffers that a checkpoint holds, by name."""
-        rows = dict(params=self.state.params, m=self.state.m, v=self.state.v, low=self.state.low)
+        s = self.state
+        rows = dict(params=s.params, m=s.m, v=s.v, low=s.low, window=s.window)
         return {name: flat for name, flat in rows.items() if flat is not None}

@@ -57,6 +57,7 @@ ALLOWED_IMPORTS = {
     "plot": {"config", "log"},
     "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
     "stream": set(),
+    "stability": {"config", "stream"},
     "planning": {"tables", "arena", "config", "data.loader"},
     "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
 }

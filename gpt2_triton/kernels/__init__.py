@@ -22,6 +22,7 @@ from gpt2_triton.kernels.matmul import (
     matmul_dx_dgelu_scratch,
     matmul_gelu,
 )
+from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.kernels.random import fill, normal_init
 from gpt2_triton.kernels.reduce import clip_factor, loss_sum, sum_squares, sum_squares_scratch
 
@@ -49,6 +50,7 @@ __all__ = [
     "matmul_gelu",
     "normal_init",
     "scratch_elements",
+    "skip_outliers",
     "sum_squares",
 ]
 
