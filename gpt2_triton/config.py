@@ -118,6 +118,11 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     every: int = Field(1, ge=1, description="log every so many steps")
+    stats_every: int = Field(
+        0,
+        ge=0,
+        description="statistics of activations, gradients, updates every so many steps, and of the last; 0 never",
+    )
     wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="mirror of the metrics")
     wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
 

@@ -21,7 +21,7 @@ from gpt2_triton import gpus
 from gpt2_triton.config import Config
 from gpt2_triton.optim import learning_rate
 
-METRICS = "metrics.jsonl"
+METRICS, STATS = "metrics.jsonl", "stats.jsonl"
 WANDB_TIMEOUT = 30  # seconds to wait for the server before training goes on without it; the default is 90
 
 
@@ -38,6 +38,9 @@ class Logger:
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         self._metrics = run_dir / METRICS
         self._file = _open_after(self._metrics, resume_step)
+        self._stats = run_dir / STATS if config.log.stats_every else None
+        if self._stats:
+            _open_after(self._stats, resume_step).close()
         self._wandb = Wandb(run_dir, config, wandb_id)
 
     @property
@@ -56,9 +59,10 @@ class Logger:
         seconds: float,
         skipped: bool = False,
         z: tuple[float, float] = (0.0, 0.0),
+        cause: str = "",
     ) -> None:
         """Report a finished step; with log.every k only each k-th, the last, and those that were skipped.  `z` are the
-        z-scores of loss and norm.
+        z-scores of loss and norm, `cause` says what was not finite.
         """
         self._measure(seconds)
         if step % self.config.log.every and step != self.steps and not skipped:
@@ -74,13 +78,17 @@ class Logger:
         line = f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
         line += f" | mfu {mfu:.1%}" if mfu else ""
         line += f" | eta {duration((self._seconds or seconds) * (self.steps - step))}"
-        why = f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if outlier else "not finite"
+        why = (
+            f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if outlier else f"not finite{cause and ', first: '}{cause}"
+        )
         self.note(line + (f" | skipped: {why}" if skipped else ""))
 
     def rewind(self, step: int, target: int, sample: int) -> None:
         """The run goes back from `step` to `target` and on with `sample`: forget what lies between."""
         self._file.close()
         self._file = _open_after(self._metrics, target)
+        if self._stats:
+            _open_after(self._stats, target).close()
         record = {"step": target, "rewound_from": step, "sample": sample}
         if record not in read_metrics(self._metrics):  # a run that is resumed before its next checkpoint comes by again
             self._write(record)
@@ -95,6 +103,13 @@ class Logger:
 
     def _at(self, step: int) -> str:
         return f"step {step:{len(str(self.steps))}d}/{self.steps}"
+
+    def statistics(self, step: int, record: dict[str, Any], summary: str) -> None:
+        """Append a record of watch.py to stats.jsonl, which Weights & Biases does not get: it has a number a layer."""
+        assert self._stats is not None
+        with open(self._stats, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
+        self.note(f"{self._at(step)} | stats: {summary}")
 
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "val_loss": loss})

@@ -34,6 +34,11 @@ def is_outlier(result: StepResult) -> bool:
     return not result.applied and math.isfinite(result.loss) and math.isfinite(result.norm)
 
 
+def is_nonfinite(result: StepResult) -> bool:
+    """Skipped, since a number is not finite."""
+    return not result.applied and not is_outlier(result)
+
+
 def count(state: dict[str, Any], result: StepResult) -> None:
     """Enter a finished step into the counts."""
     outlier = is_outlier(result)

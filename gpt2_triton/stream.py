@@ -53,8 +53,9 @@ class Step:
     The copies run behind the host, so this memory is written again only after `result` has seen the last of them done.
     """
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, watched: Sequence[torch.Tensor] = ()):
         pinned = device != "cpu"
+        self.watched = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in watched]  # copies of statistics
         self.hyper = torch.empty(8, dtype=torch.float32, pin_memory=pinned)
         self.rng = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
         self.stats = torch.empty(4, dtype=torch.float32, pin_memory=pinned)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint, stability
+from gpt2_triton import checkpoint, stability, watch
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -200,7 +200,8 @@ class Trainer:
     def _train_step(self, step: int) -> None:
         """Launch step `step`; then, while the device is at it, report the step before."""
         hyper = hyper_row(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-        self.model.begin_step(hyper, step, self.config.train.seed)
+        watched = self._due(step + 1, self.config.log.stats_every)
+        self.model.begin_step(hyper, step, self.config.train.seed, watched)
         for micro in range(self.config.accumulation):
             self.model.micro_step(next(self.batches), first=micro == 0)
         launched = self.model.end_step()
@@ -215,13 +216,19 @@ class Trainer:
         """
         if self.in_flight is None:
             return
-        result = self.in_flight.result()
-        self.in_flight = None
-        self.state["step"] += 1
+        launched, self.in_flight = self.in_flight, None
+        result = launched.result()
+        step = self.state["step"] = self.state["step"] + 1
+        cause = ""
+        if self.model.watch and stability.is_nonfinite(result):
+            cause = self.model.first_nonfinite(self.batches.step(self.state["sample"])) or "nothing when computed again"
         self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
         stability.count(self.state, result)
         loss, norm, applied, seconds, z = result
-        self.log.step(self.state["step"], loss=loss, norm=norm, seconds=seconds, skipped=not applied, z=z)
+        self.log.step(step, loss=loss, norm=norm, seconds=seconds, skipped=not applied, z=z, cause=cause)
+        if self.model.watch and self._due(step, self.config.log.stats_every):
+            record = self.model.watch.read(launched.watched, self.config.accumulation)
+            self.log.statistics(step, record, watch.summary(record))
         stability.check(self.state, self.config)
 
     def _rewind(self) -> int:

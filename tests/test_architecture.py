@@ -57,9 +57,10 @@ ALLOWED_IMPORTS = {
     "plot": {"config", "log"},
     "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
     "stream": set(),
+    "watch": {"tables"},
     "stability": {"config", "stream"},
-    "planning": {"tables", "arena", "config", "data.loader"},
-    "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
+    "planning": {"tables", "arena", "config", "data.loader", "watch"},
+    "model": {"schedule", "tables", "arena", "config", "planning", "stream", "watch"},
 }
 
 
