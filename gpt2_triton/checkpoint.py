@@ -24,9 +24,7 @@ from torch import Tensor
 FORMAT = 2  # 1 had no window of losses and norms
 TENSORS, STATE, MANIFEST = "rank_00000.safetensors", "state.json", "manifest.json"
 _STEP = re.compile(r"step_([0-9]{8,})")
-_HIDDEN = re.compile(
-    r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)"
-)  # being written or deleted by the process of that number
+_HIDDEN = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # being written or deleted by that process
 
 # What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
 # compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.

@@ -235,6 +235,11 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
         yield "init_from", f"expected scratch or checkpoint:DIR, got {config.init_from}"
     if t.rewind_after and not config.checkpoint.every:
         yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
+    elif t.rewind_after > config.checkpoint.every:
+        yield (
+            "train.rewind_after",
+            f"{t.rewind_after} is more than checkpoint.every {config.checkpoint.every}; lower it",
+        )
     yield from _batch_disagreements(t)
 
 

@@ -87,9 +87,8 @@ class Trainer:
         self.state["wandb_id"] = self.log.wandb_id
         for note in self.notes:
             self.log.note(note)
-        self.log.note(
-            f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {self._where()}"
-        )
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
+        self.log.note(f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {where}")
 
     # ---- setting up ----
 
@@ -166,9 +165,6 @@ class Trainer:
                 f"memory: planned {self.model.plan.total / GIB:.3f} GiB, in use {grown / GIB:.3f} GiB, "
                 f"before the run {self.context_bytes / GIB:.3f} GiB (CUDA context, other processes)"
             )
-
-    def _where(self) -> str:
-        return torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
 
     # ---- the loop ----
 
