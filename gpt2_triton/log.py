@@ -3,6 +3,7 @@
 metrics.jsonl has one object a line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
     {"step": 250, "val_loss": ...}   and   {"step": 250, "sample": ...}
+    {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
     {"step": 300, "rewound_from": 412, "sample": ...}
 A step has "loss_z" and "norm_z" besides once 128 steps are known, and "skipped": true when its update was skipped, as
 an outlier also "outlier": true.  Lines are written as they come.  A resumed run first drops what lies after its
@@ -114,6 +115,10 @@ class Logger:
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "val_loss": loss})
         self.note(f"{self._at(step)} | val loss {loss:.4f}")
+
+    def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:
+        self._write({"step": step, "hellaswag": acc_norm, "hellaswag_acc": acc})
+        self.note(f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, acc {acc:.4f} (completion style)")
 
     def sample(self, step: int, text: str) -> None:
         self._write({"step": step, "sample": text})

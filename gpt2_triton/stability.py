@@ -5,8 +5,12 @@ The host learns of it one step late.  docs/stability.md has the whole.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from gpt2_triton import checkpoint
 from gpt2_triton.config import Config
 from gpt2_triton.stream import StepResult
 
@@ -73,3 +77,14 @@ def rewind_target(state: dict[str, Any], config: Config) -> int:
     """
     every = config.checkpoint.every
     return (state["step"] - state["without_update"]) // every * every
+
+
+def go_back(state: dict[str, Any], target: int, directory: Path, buffers: dict[str, Tensor]) -> None:
+    """Fill the device's buffers from the checkpoint of step `target`, delete later ones, and set the step back in
+    `state`, whose place in the data stays.  CheckpointError if it is not there or damaged.
+    """
+    _, tensors = checkpoint.load(checkpoint.find(directory / f"step_{target:08d}"))
+    checkpoint.discard_after(directory, target)
+    for name, tensor in tensors.items():
+        buffers[name].copy_(tensor)
+    state |= {"step": target, "skipped_in_a_row": 0, "without_update": 0, "rewinds": state["rewinds"] + 1}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint, stability, watch
+from gpt2_triton import checkpoint, hellaswag, stability, watch
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -59,6 +59,7 @@ class Trainer:
         tensors = self._load(found) if found else self._load_initial()
         if config.sample.every:
             get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
+        self.questions = hellaswag.questions_of_run(config)
         self.loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
         self.validation = (
             ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
@@ -182,6 +183,7 @@ class Trainer:
                 if step == first + 3:
                     self._report_memory()
                 self._evaluate_if_due(step)
+                self._hellaswag_if_due(step)
                 self._sample_if_due(step)
                 if self._due(step, self.config.checkpoint.every) or step == last:
                     self._save(step)
@@ -228,20 +230,14 @@ class Trainer:
         stability.check(self.state, self.config)
 
     def _rewind(self) -> int:
-        """Take the weights, moments and window of an earlier step, and go on with the data after the present one;
-        returns the earlier step.
-        """
+        """Back to an earlier step, which it returns, and on with the data after the present one."""
         if self.in_flight is not None:
             self.in_flight.result()
             self.in_flight = None
         self.saver.wait()
-        target, directory = stability.rewind_target(self.state, self.config), self.run_dir / "checkpoints"
-        _, tensors = checkpoint.load(checkpoint.find(directory / f"step_{target:08d}"))
-        checkpoint.discard_after(directory, target)
-        for name, tensor in tensors.items():
-            self.model.persistent()[name].copy_(tensor)
-        self.log.rewind(self.state["step"], target, self.state["sample"])
-        self.state |= {"step": target, "skipped_in_a_row": 0, "without_update": 0, "rewinds": self.state["rewinds"] + 1}
+        failed, target = self.state["step"], stability.rewind_target(self.state, self.config)
+        stability.go_back(self.state, target, self.run_dir / "checkpoints", self.model.persistent())
+        self.log.rewind(failed, target, self.state["sample"])
         self.batches.close()
         self.batches = self._prefetch()
         return target
@@ -257,6 +253,12 @@ class Trainer:
         for ids, targets in self.validation.batches(B):
             total += float(self.model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
         self.log.validation(step, total / self.validation.tokens)
+
+    def _hellaswag_if_due(self, step: int) -> None:
+        if self.questions is not None and self._due(step, self.config.eval.hellaswag_every):
+            self._report_step()
+            scores = hellaswag.evaluate(self.model, self.questions)
+            self.log.hellaswag(step, scores.acc, scores.acc_norm)
 
     def _sample_if_due(self, step: int) -> None:
         s = self.config.sample
