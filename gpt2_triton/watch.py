@@ -153,16 +153,19 @@ def label(name: str, i: int, columns: dict[str, list[Any]]) -> str:
 
 
 def summary(record: Record) -> str:
-    """One line of extremes: the largest activation, the largest gradient, the fastest and the slowest matrix."""
+    """One line of extremes: the largest activation, gradient and update, and the first tensor that is not finite."""
     acts, params = record["activations"], record["parameters"]
-    forward = ((value or math.inf, place(name, i)) for name in FORWARD for i, value in enumerate(acts[name]["absmax"]))
-    gradients = ((value or 0.0, label(n, i, c)) for n, c in params.items() for i, value in enumerate(c["grad_rms"]))
-    ratios = [(value or 0.0, label(n, i, c)) for n, c in params.items() for i, value in enumerate(c["update_ratio"])]
-    parts = [("activation", *max(forward)), ("gradient rms", *max(gradients)), ("update/weight", *max(ratios))]
+    columns = {
+        "activation": [(v, place(name, i)) for name in FORWARD for i, v in enumerate(acts[name]["absmax"])],
+        "gradient rms": [(v, label(n, i, c)) for n, c in params.items() for i, v in enumerate(c["grad_rms"])],
+        "update/weight": [(v, label(n, i, c)) for n, c in params.items() for i, v in enumerate(c["update_ratio"])],
+    }
+    parts = []
+    for what, values in columns.items():
+        most, where = max((math.inf if v is None else v, where) for v, where in values)
+        parts.append(f"largest {what} {most:.3g} in {where}")
     bad = first_nonfinite(record)
-    return " | ".join(
-        [f"largest {what} {value:.3g} in {where}" for what, value, where in parts] + ([bad] if bad else [])
-    )
+    return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))
 
 
 def table(record: Record) -> str:

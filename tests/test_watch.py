@@ -18,7 +18,7 @@ from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.tables import entries
 from gpt2_triton.trainer import Trainer, train
-from gpt2_triton.watch import FORWARD, place
+from gpt2_triton.watch import FORWARD, first_nonfinite, place, summary
 from tests.conftest import DEVICE
 from tests.helpers import poisoned
 from tests.test_schedule import side_by_side
@@ -254,3 +254,42 @@ def test_places_are_named_as_one_speaks_of_gpt2():
         "x after the embedding", "x after layer 0's attention", "x after layer 0",
     ]  # fmt: skip
     assert place("dx", 3) == "gradient at x after layer 1's attention" and place("fch", 2) == "fch of layer 2"
+
+
+def example_record():
+    """One layer; values are all 0 but x after the layer, wte's gradient, and an overflow of attprojw's."""
+    acts = {name: dict(rms=[0.0] * n, absmax=[0.0] * n, nonfinite=[0] * n) for name, n in dict(x=3, dx=3).items()}
+    acts |= {name: dict(rms=[0.0], absmax=[0.0], nonfinite=[0]) for name in ("qkv", "att", "fch")}
+    acts["x"]["absmax"][2] = 34.25
+    parameter = dict(grad_rms=0.0, grad_absmax=0.0, nonfinite=0, weight_rms=0.02, update_ratio=0.001)
+    parameters = {name: {column: [v] for column, v in parameter.items()} for name in ("wte", "attprojw")}
+    parameters["attprojw"]["grad_rms"] = [None]
+    parameters["wte"]["update_ratio"] = [0.0031]
+    return {"activations": acts, "parameters": parameters}
+
+
+def test_the_summary_names_the_extremes():
+    assert summary(example_record()) == (
+        "largest activation 34.2 in x after layer 0 | largest gradient rms inf in attprojw "
+        "| largest update/weight 0.0031 in wte"
+    )
+
+
+@pytest.mark.parametrize(
+    "bad, first",
+    [
+        ([], ""),
+        ([("wte",)], "gradient of wte (7 elements)"),
+        ([("wte",), ("dx", 0)], "gradient at x after the embedding (7 elements)"),
+        ([("dx", 0), ("dx", 2)], "gradient at x after layer 0 (7 elements)"),
+        ([("dx", 2), ("x", 2), ("fch", 0)], "fch of layer 0 (7 elements)"),
+        ([("fch", 0), ("x", 1), ("att", 0)], "att of layer 0 (7 elements)"),
+    ],
+)
+def test_the_first_tensor_is_the_first_that_a_step_computes(bad, first):
+    record = example_record()
+    for name, *index in bad:
+        kind = "activations" if index else "parameters"
+        record[kind][name]["nonfinite"][index[0] if index else 0] = 7
+    assert first_nonfinite(record) == first
+    assert (first in summary(record)) and ("not finite" in summary(record)) == bool(first)
