@@ -9,6 +9,7 @@ dx[p]                          the gradient of the loss, loss scale included, at
 each parameter                 its gradient when the update begins, the weights, and the update before it is rounded
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpt2_triton.tables import Acts, State, entries
+from gpt2_triton.tables import Acts, Params, State, entries
 
 FORWARD = ("x", "qkv", "att", "fch")
+MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]
 ACTIVATION = ("rms", "absmax", "nonfinite")
 PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio")
 
@@ -153,12 +155,16 @@ def label(name: str, i: int, columns: dict[str, list[Any]]) -> str:
 
 
 def summary(record: Record) -> str:
-    """One line of extremes: the largest activation, gradient and update, and the first tensor that is not finite."""
+    """One line of extremes: the largest activation, gradient and update of a matrix (biases begin at 0, so that early
+    ratios of theirs are large and mean nothing), and the first tensor that is not finite.
+    """
     acts, params = record["activations"], record["parameters"]
     columns = {
         "activation": [(v, place(name, i)) for name in FORWARD for i, v in enumerate(acts[name]["absmax"])],
         "gradient rms": [(v, label(n, i, c)) for n, c in params.items() for i, v in enumerate(c["grad_rms"])],
-        "update/weight": [(v, label(n, i, c)) for n, c in params.items() for i, v in enumerate(c["update_ratio"])],
+        "update/weight": [
+            (v, label(n, i, params[n])) for n in MATRICES for i, v in enumerate(params[n]["update_ratio"])
+        ],
     }
     parts = []
     for what, values in columns.items():

@@ -18,7 +18,7 @@ from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.tables import entries
 from gpt2_triton.trainer import Trainer, train
-from gpt2_triton.watch import FORWARD, first_nonfinite, place, summary
+from gpt2_triton.watch import FORWARD, MATRICES, first_nonfinite, place, summary
 from tests.conftest import DEVICE
 from tests.helpers import poisoned
 from tests.test_schedule import side_by_side
@@ -257,14 +257,15 @@ def test_places_are_named_as_one_speaks_of_gpt2():
 
 
 def example_record():
-    """One layer; values are all 0 but x after the layer, wte's gradient, and an overflow of attprojw's."""
+    """One layer; values are all alike but x after the layer, two updates, and attprojw's gradient, which
+    overflows."""
     acts = {name: dict(rms=[0.0] * n, absmax=[0.0] * n, nonfinite=[0] * n) for name, n in dict(x=3, dx=3).items()}
     acts |= {name: dict(rms=[0.0], absmax=[0.0], nonfinite=[0]) for name in ("qkv", "att", "fch")}
     acts["x"]["absmax"][2] = 34.25
     parameter = dict(grad_rms=0.0, grad_absmax=0.0, nonfinite=0, weight_rms=0.02, update_ratio=0.001)
-    parameters = {name: {column: [v] for column, v in parameter.items()} for name in ("wte", "attprojw")}
+    parameters = {name: {column: [v] for column, v in parameter.items()} for name in (*MATRICES, "fcb")}
     parameters["attprojw"]["grad_rms"] = [None]
-    parameters["wte"]["update_ratio"] = [0.0031]
+    parameters["wte"]["update_ratio"], parameters["fcb"]["update_ratio"] = [0.0031], [0.5]
     return {"activations": acts, "parameters": parameters}
 
 
