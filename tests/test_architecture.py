@@ -58,11 +58,13 @@ ALLOWED_IMPORTS = {
     "plot": {"config", "log"},
     "sample": {"kernels", "data", "gpus", "model", "sources"},
     "stream": set(),
+    "watch": {"tables"},
+    "stability": {"checkpoint", "config", "stream"},
     "sources": {"checkpoint", "config"},
     "hellaswag": {"config", "data", "model"},
     "evaluation": {"kernels", "arena", "config", "data", "gpus", "model", "planning"},
-    "planning": {"tables", "arena", "config", "data.loader"},
-    "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
+    "planning": {"tables", "arena", "config", "data.loader", "watch"},
+    "model": {"schedule", "tables", "arena", "config", "planning", "stream", "watch"},
 }
 
 
