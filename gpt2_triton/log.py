@@ -15,6 +15,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -132,6 +133,15 @@ class Logger:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._wandb.log(finite)
+
+
+class Silent:
+    """The Logger of every rank but the first."""
+
+    wandb_id = None
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *args, **keywords: None
 
 
 class Wandb:

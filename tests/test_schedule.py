@@ -190,7 +190,7 @@ def test_every_launch_of_a_step_equals_its_reference(level, dtype, tolerance):
     model = kernel_model(level, dtype)
     model.K = SideBySide(tolerance)
     train_steps(model, 1)
-    no_step = {"compiling", "fill", "normal_init", "scratch_elements"}
+    no_step = {"compiling", "fill", "normal_init", "scratch_elements", "add"}  # add: ZeRO-2's
     no_step |= {"parameter_stats", "stats_parts", "tensor_stats"}  # tests/test_watch.py
     assert set(model.K.launched) >= set(gpt2_triton.kernels.__all__) - no_step
 
