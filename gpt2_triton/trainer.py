@@ -113,7 +113,7 @@ class Trainer:
         if self.first_rank:
             checkpoint.require_room(self.run_dir / "checkpoints", model.whole())
         if self.device == "cuda":
-            made = model.compile()
+            made = self._compile(model)
             self.notes.append(
                 f"{made.kernels} kernels ready in {made.seconds:.1f} s, {made.from_cache} from Triton's cache"
             )
@@ -123,6 +123,13 @@ class Trainer:
             checkpoint.check_tensors(found, tensors, model.whole())
         model.load(tensors)
         return model
+
+    def _compile(self, model: GPT2) -> Any:
+        """One rank of a host compiles; the others then find all kernels in Triton's cache."""
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        made = model.compile() if first else None
+        self.crew.all(None)
+        return made or model.compile()
 
     def _prefetch(self) -> Prefetcher:
         c, first, pinned = self.config, self.state["sample"], self.device != "cpu"
