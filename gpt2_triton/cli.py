@@ -9,6 +9,7 @@ Kernels are imported inside the commands: TRITON_INTERPRET must be set before on
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -63,9 +64,11 @@ def _leave(code: int) -> int:
 
 def _fail(message: str, code: int) -> int:
     rank = os.environ.get("RANK", "0")
-    if code != 2 or rank == "0":  # every rank sees the same mistake in the configuration
-        name = f"rank {rank}: " if _several_ranks() and code != 2 else ""
-        print("\n".join(f"error: {name}{line}" for line in message.splitlines()), file=sys.stderr, flush=True)
+    if code == 2 and rank != "0":  # every rank sees the same mistake: rank 0 speaks, before the launcher ends it
+        time.sleep(2)
+        return code
+    name = f"rank {rank}: " if _several_ranks() and code != 2 else ""
+    print("\n".join(f"error: {name}{line}" for line in message.splitlines()), file=sys.stderr, flush=True)
     return code
 
 
