@@ -67,18 +67,19 @@ def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> N
         manifest = {name: _fingerprint(temporary / name) for name in (TENSORS, STATE)}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         if target.exists():
             _discard(target)  # it does not verify
         os.rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(target.parent)
-    _sync(target.parent.parent)  # the first save of a run made target.parent
+    sync(target.parent)
+    sync(target.parent.parent)  # the first save of a run made target.parent
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

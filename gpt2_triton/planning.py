@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
-from gpt2_triton.config import Config
+from gpt2_triton.config import Config, ModelConfig
 from gpt2_triton.data.loader import packed_size, scatter_bounds
 from gpt2_triton.tables import LEVELS, Acts, State, entries
 
@@ -17,21 +17,16 @@ CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded 
 MODULE_BYTES = int(0.25 * GIB)  # the kernels' code and the CUDA graphs: 0.16 GiB at 12 layers
 
 
+def model_dimensions(m: ModelConfig) -> dict[str, int]:
+    """The symbols of tables.py that the parameters' shapes use, in numbers."""
+    return dict(
+        C=m.n_embd, L=m.n_layer, S=2 * m.n_layer + 1, V=m.vocab_size, Vp=m.padded_vocab, Tmax=m.block_size
+    )  # fmt: skip
+
+
 def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) -> dict[str, int]:
     """Every symbol that tables.py uses, in numbers."""
-    m = config.model
-    d = dict(
-        B=B,
-        T=T,
-        R=B * T,
-        C=m.n_embd,
-        NH=m.n_head,
-        L=m.n_layer,
-        S=2 * m.n_layer + 1,
-        V=m.vocab_size,
-        Vp=config.padded_vocab,
-        Tmax=m.block_size,
-    )
+    d = dict(B=B, T=T, R=B * T, NH=config.model.n_head) | model_dimensions(config.model)
     d["Rc"] = min(d["R"], config.head_rows)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = packed_size(d["R"], d["V"])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint
+from gpt2_triton import checkpoint, interop
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -121,6 +121,8 @@ class Trainer:
         source, _, path = self.config.init_from.partition(":")
         if source == "scratch":
             return {}
+        if source != "checkpoint":
+            return interop.initial(self.config)
         saved, tensors = checkpoint.load(checkpoint.find(Path(path)))
         for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
             then, now = saved["config"][section], self.config.to_dict()[section]

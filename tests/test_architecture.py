@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # torch.<name> that the package may use: memory, views of it, names of dtypes and devices, streams and the process group
 ALLOWED_TORCH = {
     "Tensor", "empty", "from_numpy", "dtype", "device", "cuda", "distributed",
-    "uint8", "int16", "int32", "float32", "bfloat16",
+    "uint8", "int16", "int32", "float32", "bfloat16", "float16",
 }  # fmt: skip
 
 # who may import whom: a module's own imports from the package, by prefix
@@ -55,6 +55,8 @@ ALLOWED_IMPORTS = {
     "gpus": {"arena", "config"},
     "log": {"config", "gpus", "optim"},
     "plot": {"config", "log"},
+    "weights": {"checkpoint", "config", "planning", "tables"},
+    "huggingface": {"checkpoint", "config", "data.tokenizer", "weights"},
     "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
     "stream": set(),
     "planning": {"tables", "arena", "config", "data.loader"},
