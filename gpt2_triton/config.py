@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
 TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
-INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME"}  # init_from, but scratch
+INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # init_from, but scratch
 
 
 class ConfigError(ValueError):

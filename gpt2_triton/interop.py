@@ -10,14 +10,14 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpt2_triton import checkpoint, huggingface
+from gpt2_triton import checkpoint, huggingface, llmc, nanogpt
 from gpt2_triton.checkpoint import CheckpointError
 from gpt2_triton.config import Config, ConfigError
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.weights import Weights, of_checkpoint, pack
 
-READERS = {"hf": huggingface.read}
-WRITERS = {"hf": huggingface.write}
+READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
+WRITERS = {"hf": huggingface.write, "llmc": llmc.write}
 
 
 def initial(config: Config) -> dict[str, Tensor]:
