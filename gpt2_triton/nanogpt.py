@@ -1,8 +1,8 @@
 """nanoGPT's ckpt.pt in: a pickle of `model` (a state dict) and `model_args`, of which nothing is executed.
 
 Tensors are called as in weights.py, after "transformer." and, from a compiled model, "_orig_mod."; matrices are
-[out, in]; the head repeats wte.  With bias=False there are no biases: ours are zero.  nanoGPT's GELU has been the one
-with erf since 2023-06, ours is GPT-2's with tanh: logits differ by about 1e-3 until training goes on.
+[out, in]; the head repeats wte.  With bias=False there are no biases: ours start at zero.  nanoGPT's GELU is the one
+with erf, ours GPT-2's with tanh: logits differ by about 1e-3 (12 layers of 768 channels, weights drawn at random).
 """
 
 import pickle

@@ -28,9 +28,10 @@ def random_params(config: Config, seed: int = 0) -> torch.Tensor:
     return flat
 
 
-def checkpoint_of(directory: Path, config: Config, tensors: dict[str, torch.Tensor]) -> Path:
+def checkpoint_of(run: Path, config: Config, tensors: dict[str, torch.Tensor]) -> Path:
+    """The step directory of a run that holds these tensors and nothing else."""
     state = {"step": 1, "config": config.to_dict(), "data": []}
-    return checkpoint.save(directory / "run" / "checkpoints", 1, tensors, state, keep=0, major=0)
+    return checkpoint.save(run / "checkpoints", 1, tensors, state, keep=0, major=0)
 
 
 def token_ids(config: Config, seed: int = 0) -> np.ndarray:
@@ -45,3 +46,25 @@ def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndar
     model = GPT2(config, K, DEVICE, batch=1, training=False)
     model.state.params.copy_(params)
     return model.logits(ids, ids.shape[1] - 1)
+
+
+def nanogpt_content(params: torch.Tensor, prefix: str = "", bias: bool = True) -> dict:
+    """What nanoGPT saves of the model that has our flat parameters: its state dict, and more that we leave alone."""
+    state = {f"{prefix}transformer.{name}": view.clone() for name, view in by_name(params, config_of().model).items()}
+    state[f"{prefix}lm_head.weight"] = state[f"{prefix}transformer.wte.weight"]
+    if not bias:
+        state = {name: t for name, t in state.items() if not name.endswith(".bias")}
+    arguments = dict(n_layer=2, n_head=1, n_embd=64, block_size=16, bias=bias, vocab_size=300, dropout=0.0)
+    return {
+        "model": state,
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}]},
+        "model_args": arguments,
+        "iter_num": 5000,
+        "best_val_loss": torch.tensor(2.9),
+        "config": {"dataset": "openwebtext", "compile": True},
+    }
+
+
+def nanogpt_checkpoint(directory: Path, saved: dict) -> str:
+    torch.save(saved, directory / "ckpt.pt")
+    return str(directory / "ckpt.pt")

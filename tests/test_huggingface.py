@@ -89,7 +89,7 @@ def test_their_weights_give_their_logits_here(tmp_path, sizes):
 def test_our_weights_give_our_logits_there(tmp_path, sizes):
     config, ids = config_of(**sizes), token_ids(config_of(**sizes))
     params = random_params(config)
-    interop.export(str(checkpoint_of(tmp_path, config, {"params": params})), tmp_path / "out", "hf", "fp32")
+    interop.export(str(checkpoint_of(tmp_path / "run", config, {"params": params})), tmp_path / "out", "hf", "fp32")
     model, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_our_weights_give_our_logits_there(tmp_path, sizes):
 )
 def test_in_and_out_again_is_every_bit(saved, tmp_path, sections):
     config = config_of(**sections)
-    step_dir = checkpoint_of(tmp_path, config, pack(huggingface.read(str(saved)), config))
+    step_dir = checkpoint_of(tmp_path / "run", config, pack(huggingface.read(str(saved)), config))
     interop.export(str(step_dir), tmp_path / "out", "hf", "fp32")
     before, after = load_file(saved / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -117,7 +117,7 @@ def test_bf16_without_masters_is_rounded_as_torch_rounds(saved):
 def test_bf16_export_is_half_the_size_and_the_stored_weights(tmp_path):
     config = config_of(train=dict(dtype="bf16"))
     params = random_params(config).bfloat16()
-    interop.export(str(checkpoint_of(tmp_path, config, {"params": params})), tmp_path / "out", "hf", "bf16")
+    interop.export(str(checkpoint_of(tmp_path / "run", config, {"params": params})), tmp_path / "out", "hf", "bf16")
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.transformer.wte.weight, params[: 300 * 64].view(300, 64))
@@ -256,7 +256,7 @@ def exported(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     tokenizer = get_tokenizer(request.param)
     config = config_of(vocab_size=tokenizer.vocab_size, data=dict(tokenizer=request.param))
-    step_dir = checkpoint_of(directory, config, {"params": random_params(config)})
+    step_dir = checkpoint_of(directory / "run", config, {"params": random_params(config)})
     return tokenizer, interop.export(str(step_dir), directory / "out", "hf", "fp32")
 
 
@@ -291,7 +291,7 @@ def test_generation_starts_and_ends_at_our_end_of_text(exported):
 @pytest.fixture
 def run(tmp_path):
     config = config_of()
-    checkpoint_of(tmp_path, config, {"params": random_params(config)})
+    checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
     return tmp_path / "run"
 
 

@@ -38,7 +38,7 @@ def model(tmp_path):
     """(configuration, parameters, a run that has them)."""
     config = config_of()
     params = random_params(config)
-    checkpoint_of(tmp_path, config, {"params": params})
+    checkpoint_of(tmp_path / "run", config, {"params": params})
     return config, params, tmp_path / "run"
 
 
@@ -123,7 +123,7 @@ def test_a_missing_file_and_another_model_are_refused(model, tmp_path):
 def test_the_tokenizer_file_holds_each_token_as_its_length_and_bytes(tmp_path, name):
     tokenizer = get_tokenizer(name)
     config = config_of(vocab_size=tokenizer.vocab_size, data=dict(tokenizer=name))
-    step_dir = checkpoint_of(tmp_path, config, {"params": random_params(config)})
+    step_dir = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
     interop.export(str(step_dir), tmp_path / "out", "llmc", "bf16")
     data = (tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()
     header, at, tokens = np.frombuffer(data[:1024], np.uint32), 1024, []

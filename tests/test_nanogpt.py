@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from gpt2_triton import interop, nanogpt
 from gpt2_triton.checkpoint import CheckpointError
 from gpt2_triton.weights import by_name, pack
-from tests.foreign import config_of, our_logits, random_params, token_ids
+from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, our_logits, random_params, token_ids
 
 
 @pytest.fixture
@@ -16,37 +16,16 @@ def params():
     return random_params(config_of())
 
 
-def content(params, prefix="", bias=True):
-    """What nanoGPT saves of the model that has our flat parameters: its state dict, and more that we leave alone."""
-    state = {f"{prefix}transformer.{name}": view.clone() for name, view in by_name(params, config_of().model).items()}
-    state[f"{prefix}lm_head.weight"] = state[f"{prefix}transformer.wte.weight"]
-    if not bias:
-        state = {name: t for name, t in state.items() if not name.endswith(".bias")}
-    arguments = dict(n_layer=2, n_head=1, n_embd=64, block_size=16, bias=bias, vocab_size=300, dropout=0.0)
-    return {
-        "model": state,
-        "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}]},
-        "model_args": arguments,
-        "iter_num": 5000,
-        "best_val_loss": torch.tensor(2.9),
-        "config": {"dataset": "openwebtext", "compile": True},
-    }
-
-
-def save(directory, saved):
-    torch.save(saved, directory / "ckpt.pt")
-    return str(directory / "ckpt.pt")
-
-
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_a_checkpoint_is_read_exactly(params, tmp_path, prefix):
-    path = save(tmp_path, content(params, prefix))
+    path = nanogpt_checkpoint(tmp_path, nanogpt_content(params, prefix))
     assert torch.equal(interop.initial(config_of(init_from=f"nanogpt:{path}"))["params"], params)
 
 
 def test_without_biases_ours_are_zero(params, tmp_path):
     read = by_name(
-        pack(nanogpt.read(save(tmp_path, content(params, bias=False))), config_of())["params"], config_of().model
+        pack(nanogpt.read(nanogpt_checkpoint(tmp_path, nanogpt_content(params, bias=False))), config_of())["params"],
+        config_of().model,
     )
     original = by_name(params, config_of().model)
     for name, view in read.items():
@@ -54,10 +33,12 @@ def test_without_biases_ours_are_zero(params, tmp_path):
 
 
 def test_causal_masks_are_ignored_and_bf16_is_read_exactly(params, tmp_path):
-    saved = content(params)
+    saved = nanogpt_content(params)
     saved["model"] = {name: t.bfloat16() for name, t in saved["model"].items()}
     saved["model"]["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
-    assert torch.equal(pack(nanogpt.read(save(tmp_path, saved)), config_of())["params"], params.bfloat16().float())
+    assert torch.equal(
+        pack(nanogpt.read(nanogpt_checkpoint(tmp_path, saved)), config_of())["params"], params.bfloat16().float()
+    )
 
 
 def nanogpt_logits(state, ids, approximate):
@@ -80,12 +61,12 @@ def nanogpt_logits(state, ids, approximate):
 
 
 def test_its_logits_are_ours_up_to_the_other_gelu(params, tmp_path):
-    """1e-4 with GPT-2's GELU, two orders of summation; 1e-2 with erf, which is at most 5e-4 off at each of 256 channels
-    that two layers sum up.
+    """1e-4 with GPT-2's GELU: two orders of summation, which came out 1e-6 apart.  2e-3 with erf: the two functions are
+    at most 5e-4 apart, and so were the logits.
     """
-    saved, ids = content(params), token_ids(config_of())
-    ours = our_logits(config_of(), pack(nanogpt.read(save(tmp_path, saved)), config_of())["params"], ids)
-    for approximate, tolerance in (("tanh", 1e-4), ("none", 1e-2)):
+    saved, ids = nanogpt_content(params), token_ids(config_of())
+    ours = our_logits(config_of(), pack(nanogpt.read(nanogpt_checkpoint(tmp_path, saved)), config_of())["params"], ids)
+    for approximate, tolerance in (("tanh", 1e-4), ("none", 2e-3)):
         theirs = nanogpt_logits(saved["model"], torch.from_numpy(ids.astype(np.int64)), approximate)
         assert np.abs(ours - theirs).max() < tolerance and np.abs(theirs).max() > 1
 
@@ -108,9 +89,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("damage", "message"), REFUSED)
 def test_other_content_is_refused(params, tmp_path, damage, message):
-    saved = content(params)
+    saved = nanogpt_content(params)
     damage(saved)
-    path = save(tmp_path, saved)
+    path = nanogpt_checkpoint(tmp_path, saved)
     if message is None:
         assert torch.equal(pack(nanogpt.read(path), config_of())["params"], params)
         return
@@ -126,7 +107,7 @@ class Malice:
 
 def test_a_pickle_that_would_run_something_is_refused_unrun(params, tmp_path, capsys):
     with pytest.raises(CheckpointError, match="cannot be read"):
-        nanogpt.read(save(tmp_path, content(params) | {"config": Malice()}))
+        nanogpt.read(nanogpt_checkpoint(tmp_path, nanogpt_content(params) | {"config": Malice()}))
     assert capsys.readouterr().out == ""
 
 
