@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint, interop
+from gpt2_triton import checkpoint
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -28,6 +28,7 @@ from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.planning import MODULE_BYTES, choose_recompute
 from gpt2_triton.sample import continuations
+from gpt2_triton.sources import initial_weights
 from gpt2_triton.stream import Step
 
 
@@ -122,7 +123,7 @@ class Trainer:
         if source == "scratch":
             return {}
         if source != "checkpoint":
-            return interop.initial(self.config)
+            return initial_weights(self.config)
         saved, tensors = checkpoint.load(checkpoint.find(Path(path)))
         for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
             then, now = saved["config"][section], self.config.to_dict()[section]

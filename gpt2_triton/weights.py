@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from gpt2_triton.checkpoint import CheckpointError
-from gpt2_triton.config import Config, ModelConfig
+from gpt2_triton.config import TOKENIZER_SIZES, Config, ModelConfig
 from gpt2_triton.planning import model_dimensions
 from gpt2_triton.tables import entries, named
 
@@ -74,19 +75,22 @@ def sized(where: str, **sizes: object) -> ModelConfig:
     """The sizes that a file states; CheckpointError for those that no model here can have."""
     try:
         return ModelConfig.model_validate(sizes)
-    except ValueError as error:  # pydantic's ValidationError is one
+    except ValidationError as error:
         stated = ", ".join(f"{name} {value}" for name, value in sizes.items())
-        raise CheckpointError(f"{where}: not a GPT-2 that fits here: {stated} ({_first(error)})") from None
+        raise CheckpointError(f"{where}: not a GPT-2 that fits here: {stated} ({first_problem(error)})") from None
 
 
-def _first(error: ValueError) -> str:
-    first = error.errors()[0]  # type: ignore[attr-defined]
-    return f"{first['loc'][0]}: {first['msg']}"
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's complaints, in a line."""
+    first = error.errors()[0]
+    return ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
 
 
 def tokenizer_of(model: ModelConfig) -> str | None:
-    """The tokenizer of a foreign model, which names none: GPT-2's, if the vocabulary is at least as large."""
-    return "gpt2" if model.vocab_size >= 50257 else None
+    """The tokenizer of a model that names none, by its vocabulary, which may have more rows than GPT-2 tokens."""
+    if model.vocab_size == TOKENIZER_SIZES["bytes"]:
+        return "bytes"
+    return "gpt2" if model.vocab_size >= TOKENIZER_SIZES["gpt2"] else None
 
 
 # ---- into our buffers ----

@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpt2_triton import huggingface, interop
+from gpt2_triton import huggingface
 from gpt2_triton.checkpoint import CheckpointError
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer
+from gpt2_triton.export import export
+from gpt2_triton.sources import initial_weights
 from gpt2_triton.trainer import Trainer
 from gpt2_triton.weights import by_name, pack
 from tests.foreign import checkpoint_of, config_of, our_logits, random_params, token_ids
@@ -89,7 +91,7 @@ def test_their_weights_give_their_logits_here(tmp_path, sizes):
 def test_our_weights_give_our_logits_there(tmp_path, sizes):
     config, ids = config_of(**sizes), token_ids(config_of(**sizes))
     params = random_params(config)
-    interop.export(str(checkpoint_of(tmp_path / "run", config, {"params": params})), tmp_path / "out", "hf", "fp32")
+    export(str(checkpoint_of(tmp_path / "run", config, {"params": params})), tmp_path / "out", "hf", "fp32")
     model, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
@@ -103,7 +105,7 @@ def test_our_weights_give_our_logits_there(tmp_path, sizes):
 def test_in_and_out_again_is_every_bit(saved, tmp_path, sections):
     config = config_of(**sections)
     step_dir = checkpoint_of(tmp_path / "run", config, pack(huggingface.read(str(saved)), config))
-    interop.export(str(step_dir), tmp_path / "out", "hf", "fp32")
+    export(str(step_dir), tmp_path / "out", "hf", "fp32")
     before, after = load_file(saved / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -117,7 +119,7 @@ def test_bf16_without_masters_is_rounded_as_torch_rounds(saved):
 def test_bf16_export_is_half_the_size_and_the_stored_weights(tmp_path):
     config = config_of(train=dict(dtype="bf16"))
     params = random_params(config).bfloat16()
-    interop.export(str(checkpoint_of(tmp_path / "run", config, {"params": params})), tmp_path / "out", "hf", "bf16")
+    export(str(checkpoint_of(tmp_path / "run", config, {"params": params})), tmp_path / "out", "hf", "bf16")
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.transformer.wte.weight, params[: 300 * 64].view(300, 64))
@@ -235,7 +237,7 @@ def test_a_name_is_looked_up_on_the_hub(saved, monkeypatch):
 def test_a_run_starts_from_them(tmp_path):
     their_model(vocab_size=256).save_pretrained(tmp_path / "theirs")
     config = run_config(init_from=f"hf:{tmp_path / 'theirs'}", train=dict(dtype="bf16"), optim=dict(master="fp32"))
-    expected = interop.initial(config)
+    expected = initial_weights(config)
     trainer = Trainer(config, tmp_path / "run", None)
     try:
         held = trainer.model.persistent()
@@ -257,7 +259,8 @@ def exported(request, tmp_path_factory):
     tokenizer = get_tokenizer(request.param)
     config = config_of(vocab_size=tokenizer.vocab_size, data=dict(tokenizer=request.param))
     step_dir = checkpoint_of(directory / "run", config, {"params": random_params(config)})
-    return tokenizer, interop.export(str(step_dir), directory / "out", "hf", "fp32")
+    export(str(step_dir), directory / "out", "hf", "fp32")
+    return tokenizer, directory / "out"
 
 
 def test_their_tokenizer_reads_our_files(exported):

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_triton import interop, llmc
+from gpt2_triton import llmc
 from gpt2_triton.checkpoint import CheckpointError
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.export import export
+from gpt2_triton.sources import initial_weights
 from gpt2_triton.tables import named
 from gpt2_triton.weights import pack
 from tests.foreign import checkpoint_of, config_of, random_params
@@ -55,7 +57,7 @@ def test_a_model_is_written_as_llm_c_writes_it(model, tmp_path, dtype, torch_dty
 def test_a_model_is_read_exactly(model, tmp_path, dtype, rows):
     config, params, _ = model
     (tmp_path / "model.bin").write_bytes(file_bytes(params, config, dtype, rows))
-    assert torch.equal(interop.initial(config_of(init_from=f"llmc:{tmp_path}/model.bin"))["params"], params.to(dtype))
+    assert torch.equal(initial_weights(config_of(init_from=f"llmc:{tmp_path}/model.bin"))["params"], params.to(dtype))
 
 
 def test_bf16_files_give_a_bf16_run_their_own_bits(model, tmp_path):
@@ -75,9 +77,9 @@ def test_padding_is_left_out(model, tmp_path):
 
 def test_one_format_becomes_another_without_a_run(model, tmp_path):
     _, _, run = model
-    interop.export(str(run), tmp_path / "a", "llmc", "fp32")
-    interop.export(f"llmc:{tmp_path}/a/model.bin", tmp_path / "b", "hf", "fp32")
-    interop.export(f"hf:{tmp_path}/b", tmp_path / "c", "llmc", "fp32")
+    export(str(run), tmp_path / "a", "llmc", "fp32")
+    export(f"llmc:{tmp_path}/a/model.bin", tmp_path / "b", "hf", "fp32")
+    export(f"hf:{tmp_path}/b", tmp_path / "c", "llmc", "fp32")
     assert (tmp_path / "a" / "model.bin").read_bytes() == (tmp_path / "c" / "model.bin").read_bytes()
 
 
@@ -124,7 +126,7 @@ def test_the_tokenizer_file_holds_each_token_as_its_length_and_bytes(tmp_path, n
     tokenizer = get_tokenizer(name)
     config = config_of(vocab_size=tokenizer.vocab_size, data=dict(tokenizer=name))
     step_dir = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
-    interop.export(str(step_dir), tmp_path / "out", "llmc", "bf16")
+    export(str(step_dir), tmp_path / "out", "llmc", "bf16")
     data = (tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()
     header, at, tokens = np.frombuffer(data[:1024], np.uint32), 1024, []
     while at < len(data):

@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt2_triton import interop, nanogpt
+from gpt2_triton import nanogpt
 from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.sources import initial_weights
 from gpt2_triton.weights import by_name, pack
 from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, our_logits, random_params, token_ids
 
@@ -19,7 +20,7 @@ def params():
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_a_checkpoint_is_read_exactly(params, tmp_path, prefix):
     path = nanogpt_checkpoint(tmp_path, nanogpt_content(params, prefix))
-    assert torch.equal(interop.initial(config_of(init_from=f"nanogpt:{path}"))["params"], params)
+    assert torch.equal(initial_weights(config_of(init_from=f"nanogpt:{path}"))["params"], params)
 
 
 def test_without_biases_ours_are_zero(params, tmp_path):

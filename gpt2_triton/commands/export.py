@@ -17,7 +17,7 @@ def export(
     Parameters
     ----------
     source: str
-        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE, nanogpt:FILE.
+        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
     out: Path
         New directory for the model and its tokenizer.
     format: str
@@ -25,7 +25,7 @@ def export(
     dtype: str
         Storage of the weights; fp32 loses nothing, bf16 takes half the space.
     """
-    from gpt2_triton import interop
+    from gpt2_triton import export as exporting
 
-    interop.export(source, out, format, dtype)
+    exporting.export(source, out, format, dtype)
     print(f"wrote {out}")
