@@ -3,6 +3,7 @@
 metrics.jsonl has one object a line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
     {"step": 250, "val_loss": ...}   and   {"step": 250, "sample": ...}
+    {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
 A step whose update was skipped has "skipped": true besides.  Lines are written as they come.  A resumed run first drops
 what lies after its checkpoint, so that in the end the file holds the lines of an unbroken run, the times (ms, tok_s,
 mfu) aside.  Numbers that are not finite are null: JSON has no NaN.
@@ -75,6 +76,10 @@ class Logger:
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "val_loss": loss})
         self.note(f"{self._at(step)} | val loss {loss:.4f}")
+
+    def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:
+        self._write({"step": step, "hellaswag": acc_norm, "hellaswag_acc": acc})
+        self.note(f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, acc {acc:.4f} (completion style)")
 
     def sample(self, step: int, text: str) -> None:
         self._write({"step": step, "sample": text})

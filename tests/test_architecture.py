@@ -67,6 +67,8 @@ ALLOWED_IMPORTS = {
     "export": {"checkpoint", "config", "data.tokenizer", "huggingface", "llmc", "sources"},
     "sample": {"kernels", "data", "gpus", "model", "sources"},
     "stream": set(),
+    "hellaswag": {"config", "data", "model"},
+    "evaluation": {"kernels", "arena", "config", "data", "gpus", "model", "planning"},
     "planning": {"tables", "arena", "config", "data.loader"},
     "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
 }

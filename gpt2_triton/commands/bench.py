@@ -38,7 +38,7 @@ def bench(
     batch: int
         Sequences a step; by default 64, 64, 32 and 16.
     steps: int
-        Steps of each run, at least 6; the first five are not counted.  --ops takes 5 after 5.
+        Steps of each run, at least 6; the first five are not counted.  --ops takes 10 after 10.
     recompute: str
         memory.recompute of our runs; by default gelu for d12, gelu+ln for the others.
     baseline: str
