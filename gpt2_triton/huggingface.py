@@ -7,6 +7,7 @@ there (Conv1D), [out, in] here.  The head is wte; a file may repeat it as lm_hea
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         if (got := config.get(key, allowed[0])) not in allowed:
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported")
     for key in SIZES.values():
-        if key not in config:
-            raise CheckpointError(f"{path}: has no {key}, as a GPT-2 has")
+        if not isinstance(config.get(key), int):
+            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, expected a whole number, as a GPT-2 has")
     if config.get("n_inner") not in (None, 4 * config["n_embd"]):
         raise CheckpointError(f"{path}: n_inner is {config['n_inner']}, and only 4 * n_embd is supported")
     return config
@@ -158,6 +159,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
         for name, shape in weights.shapes().items()
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # which safetensors makes private
     if tokenizer is not None:
         _write_tokenizer(directory, tokenizer, weights.model.block_size)
 

@@ -27,7 +27,7 @@ def read(path: str) -> Weights:
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         got = " ".join(str(error).split())[:120]
         raise CheckpointError(f"{where}: cannot be read ({got}); expected nanoGPT's ckpt.pt") from None
-    if not isinstance(content, dict) or not {"model", "model_args"} <= content.keys():
+    if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("model", "model_args"))):
         raise CheckpointError(f"{where}: has no model and model_args, as nanoGPT's ckpt.pt has")
     arguments = content["model_args"]
     if missing := [key for key in SIZES if key not in arguments]:

@@ -170,7 +170,7 @@ REFUSED_CONFIGS = [
     (dict(model_type="llama"), "model_type is 'llama'"),
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
     (dict(n_inner=100), "n_inner is 100"),
-    (dict(n_embd="absent"), "has no n_embd"),
+    (dict(n_embd="absent"), "n_embd is None, expected a whole number"),
     (dict(n_embd=63), "not a GPT-2 that fits here: n_layer 2, n_head 1, n_embd 63"),
     (dict(n_layer=3), "has no tensor h.2.attn.c_attn.bias"),
     (dict(n_layer=1), "h.1.attn.c_attn.bias belongs to no GPT-2 of 1 layers"),
@@ -304,7 +304,9 @@ def test_the_command_takes_a_run_and_says_what_it_wrote(run, tmp_path, capsys):
     assert capsys.readouterr().out == f"wrote {tmp_path / 'out'}\n"
     files = "config generation_config model.safetensors merges.txt tokenizer_config vocab"
     expected = {name if "." in name else f"{name}.json" for name in files.split()}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == expected
+    written = list((tmp_path / "out").iterdir())
+    assert {path.name for path in written} == expected
+    assert len({path.stat().st_mode for path in written}) == 1  # nobody is shut out of the weights alone
 
 
 def test_a_directory_with_files_is_left_alone(run, tmp_path, capsys):
