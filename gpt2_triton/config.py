@@ -135,7 +135,9 @@ class Config(Section):
     sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    init_from: str = Field("scratch", description="initial weights: scratch, or KIND:WHERE as docs/interop.md has it")
+    init_from: str = Field(
+        "scratch", description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+    )
 
     @property
     def padded_vocab(self) -> int:
