@@ -6,6 +6,7 @@ is noticed; safetensors itself would load it.  Older checkpoints go only after t
 unpickled, and the names of files come from the rules below, never from a file's text.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -21,12 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gpt2_triton.checks import lack_of_room, not_finite
+
 FORMAT = 1
 TENSORS, STATE, MANIFEST = "rank_00000.safetensors", "state.json", "manifest.json"
 _STEP = re.compile(r"step_([0-9]{8,})")
-_HIDDEN = re.compile(
-    r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)"
-)  # being written or deleted by the process of that number
+_HIDDEN = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # being written or deleted by that process
 
 # What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
 # compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.
@@ -59,6 +60,8 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str
 
 
 def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    if lack := lack_of_room(target.parent, tensors):
+        raise OSError(errno.ENOSPC, lack)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     try:
@@ -76,6 +79,12 @@ def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> N
         raise
     sync(target.parent)
     sync(target.parent.parent)  # the first save of a run made target.parent
+
+
+def require_room(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """CheckpointError if a checkpoint of these tensors would not fit: for the start of a run, not after its hours."""
+    if lack := lack_of_room(directory, tensors):
+        raise CheckpointError(f"{directory}: no room for a checkpoint: {lack}; make room or choose another --run_dir")
 
 
 def sync(path: Path) -> None:
@@ -241,15 +250,18 @@ def find(path: Path) -> Path:
 
 
 def load(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(state, host tensors by name) of a checkpoint that verifies; the tensors are mapped from the file."""
+    """(state, host tensors by name) of a checkpoint that verifies; the tensors are finite and mapped from the file."""
     state = _read_json(step_dir / STATE)
     if state.get("format") != FORMAT:
         wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
         raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
     try:
-        return state, load_file(step_dir / TENSORS)
+        tensors = load_file(step_dir / TENSORS)
     except SafetensorError as error:
         raise CheckpointError(f"{step_dir / TENSORS}: not safetensors ({error}); choose another step") from error
+    if number := not_finite(tensors):
+        raise CheckpointError(f"{step_dir / TENSORS}: {number}; remove this step and use an older one")
+    return state, tensors
 
 
 # ---- does it belong to this run? ----

@@ -75,6 +75,7 @@ class Trainer:
         if fitting is not config:
             self.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
         self.model = GPT2(fitting, K, self.device)
+        checkpoint.require_room(run_dir / "checkpoints", self.model.persistent())
         if self.device == "cuda":
             made = self.model.compile()
             self.notes.append(

@@ -42,6 +42,8 @@ def test_tool_commands(command, capsys, monkeypatch, tmp_path):
     for run in ("mine", "other"):
         (tmp_path / "runs" / run).mkdir(parents=True)
         (tmp_path / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
+    for download in ("dataset.prepare_dataset", "pretokenized.download"):  # tests/data/test_fineweb.py runs them
+        monkeypatch.setattr(f"gpt2_triton.data.{download}", lambda *arguments: None)
     words = shlex.split(command)[3:]
     if words[0] in ("verify", "bench"):
         words.append("--help")  # the commands themselves are tests/test_verify.py and tests/test_bench.py
