@@ -18,13 +18,14 @@ READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 
 def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
     """Configuration and host tensors, `params` among them.  Another project's model gets a configuration in bf16, its
-    context as the sequence.
+    context as the sequence, and `params` in fp32, which a model in bf16 rounds and one in fp32 takes as they are.
     """
     weights = _foreign(source)
     if weights is None:
         return _load_checkpoint(checkpoint.find(Path(source)))
-    config = _config_of(weights)
-    return config, pack(weights, config)
+    exact = _config_of(weights)
+    in_bf16 = exact.train.model_copy(update={"dtype": "bf16"})
+    return exact.model_copy(update={"train": in_bf16}), pack(weights, exact)
 
 
 def open_weights(source: str) -> Weights:
@@ -65,7 +66,7 @@ def _config_of(weights: Weights) -> Config:
     sections = {
         "model": model.model_dump(),
         "data": {"tokenizer": weights.tokenizer},
-        "train": {"seq_len": model.block_size, "batch_size": 1},
+        "train": {"seq_len": model.block_size, "batch_size": 1, "dtype": "fp32"},
         "eval": {"every": 0},
     }
     try:
