@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gpt2_triton.checks import lack_of_room, not_finite
 
-FORMAT = 1
+FORMAT = 2  # 1 had no window of losses and norms
 TENSORS, STATE, MANIFEST = "rank_00000.safetensors", "state.json", "manifest.json"
 _STEP = re.compile(r"step_([0-9]{8,})")
 _HIDDEN = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # being written or deleted by that process
@@ -32,7 +32,8 @@ _HIDDEN = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # being written
 # What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
 # compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.
 FREE_SECTIONS = {"optim", "memory", "eval", "sample", "checkpoint", "log"}
-FREE_KEYS = {"data.train", "data.val", "train.steps", "train.batch_size", "train.skip_limit", "init_from"}
+FREE_KEYS = {"data.train", "data.val", "train.steps", "train.batch_size", "init_from"}
+FREE_KEYS |= {"train.skip_limit", "train.skip_loss_z", "train.skip_norm_z", "train.rewind_after"}
 FATAL_KEYS = {"optim.master"}  # what its section does not free: it decides which tensors there are
 
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
@@ -45,8 +46,11 @@ class CheckpointError(ValueError):
 # ---- writing ----
 
 
-def save(directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int, major: int) -> Path:
-    """Write the checkpoint of `step` under `directory`; then keep the `keep` newest (0: all) and multiples of `major`.
+def save(
+    directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int, major: int, back: int = 0
+) -> Path:
+    """Write the checkpoint of `step` under `directory`; then keep the `keep` newest (0: all), multiples of `major`, and
+    the last two multiples of `back` (0: none), which a rewind may go back to.
 
     Returns its path; if it is there already and verifies, nothing is written.  A failure is OSError or SafetensorError.
     """
@@ -55,7 +59,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str
     target = directory / f"step_{step:08d}"
     if not target.exists() or verify(target):
         _write(target, tensors, state)
-        _prune(directory, step, keep, major)
+        _prune(directory, step, keep, major, back)
     return target
 
 
@@ -119,19 +123,27 @@ def _remove_abandoned(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _prune(directory: Path, newest: int, keep: int, major: int) -> None:
+def _prune(directory: Path, newest: int, keep: int, major: int, back: int) -> None:
     """Keep what `save` says of steps up to `newest`; a later one is damaged, or the run would have gone on from it."""
     steps = [(step, path) for step, path in _steps(directory) if step <= newest]
+    targets = {newest // back * back, newest // back * back - back} if back else set()
     for step, path in steps[:-keep] if keep else []:
-        if not (major and step % major == 0):
+        if not (major and step % major == 0) and step not in targets:
+            _discard(path)
+
+
+def discard_after(directory: Path, step: int) -> None:
+    """Delete the checkpoints of later steps: the run has gone back to `step`, and what follows is another history."""
+    for later, path in _steps(directory):
+        if later > step:
             _discard(path)
 
 
 class Saver:
     """Writes checkpoints in a thread.  If one cannot be written, the run goes on, with a warning."""
 
-    def __init__(self, directory: Path, keep: int, major: int):
-        self._directory, self._keep, self._major = directory, keep, major
+    def __init__(self, directory: Path, keep: int, major: int, back: int = 0):
+        self._directory, self._keep, self._major, self._back = directory, keep, major, back
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -143,7 +155,7 @@ class Saver:
 
     def _save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         try:
-            save(self._directory, step, tensors, state, self._keep, self._major)
+            save(self._directory, step, tensors, state, self._keep, self._major, self._back)
         except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
 

@@ -68,10 +68,12 @@ ALLOWED_IMPORTS = {
     "export": {"checkpoint", "config", "data.tokenizer", "huggingface", "llmc", "sources"},
     "sample": {"kernels", "data", "gpus", "model", "sources"},
     "stream": set(),
+    "watch": {"tables"},
+    "stability": {"checkpoint", "config", "stream"},
     "hellaswag": {"config", "data", "model"},
     "evaluation": {"kernels", "arena", "config", "data", "gpus", "model", "planning"},
-    "planning": {"tables", "arena", "config", "data.loader"},
-    "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
+    "planning": {"tables", "arena", "config", "data.loader", "watch"},
+    "model": {"schedule", "tables", "arena", "config", "planning", "stream", "watch"},
 }
 
 

@@ -75,7 +75,7 @@ def assert_refused(newest, what, capsys):
 def test_what_is_loaded_is_what_was_saved_and_is_the_readers_own(newest):
     state, tensors = checkpoint.load(newest)
     assert newest.name == STEP_20 and names(newest) == sorted(FILES)
-    assert state == {"format": 1, "step": 20, "data": None}
+    assert state == {"format": checkpoint.FORMAT, "step": 20, "data": None}
     assert content(tensors) == content(example(20))
     for tensor in tensors.values():  # mapped from the file, but privately
         tensor.view(torch.uint8).fill_(255)
@@ -386,11 +386,11 @@ def test_json_of_another_form_is_refused(newest, capsys, text):
     assert_refused(newest, MANIFEST, capsys)
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", None])
+@pytest.mark.parametrize("version", [checkpoint.FORMAT + 1, 0, "1", None])
 def test_another_format_is_refused(newest, version):
     (newest / STATE).write_text(json.dumps({"format": version, "step": 20}))
     reseal(newest)
-    with pytest.raises(CheckpointError, match=f"format {version!r}, expected 1; use the version"):
+    with pytest.raises(CheckpointError, match=f"format {version!r}, expected {checkpoint.FORMAT}; use the version"):
         checkpoint.load(checkpoint.find(newest))
 
 

@@ -15,7 +15,8 @@ from gpt2_triton import checkpoint
 from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.trainer import NonFinite, Trainer, train
+from gpt2_triton.stability import NonFinite
+from gpt2_triton.trainer import Trainer, train
 from tests.tiny import packed_batch, tiny_config, tiny_model
 
 TIMINGS = {"ms", "tok_s", "mfu"}
