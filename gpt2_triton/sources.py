@@ -38,9 +38,26 @@ def open_weights(source: str) -> Weights:
 
 
 def initial_weights(config: Config) -> dict[str, Tensor]:
-    """`params`, and `low` where the run keeps fp32 masters, from another project's file that init_from names."""
+    """What init_from names, without moments or step: `params`, and `low` where the run keeps fp32 masters; nothing for
+    scratch.
+    """
     kind, _, where = config.init_from.partition(":")
-    return pack(READERS[kind](where), config)
+    if kind == "scratch":
+        return {}
+    return pack(READERS[kind](where), config) if kind in READERS else _of_equal_run(Path(where), config)
+
+
+def _of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
+    """The weights of one of our checkpoints, if it stores what this run stores."""
+    saved, tensors = checkpoint.load(checkpoint.find(path))
+    for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
+        then, now = saved["config"][section], config.to_dict()[section]
+        for key in keys or now:
+            if then.get(key) != now[key]:
+                raise checkpoint.CheckpointError(
+                    f"init_from: {path} has {section}.{key} {then.get(key)}, this run {now[key]}; make them equal"
+                )
+    return {name: tensors[name] for name in ("params", "low") if name in tensors}
 
 
 def _foreign(source: str) -> Weights | None:

@@ -57,7 +57,7 @@ class Trainer:
         train_shards, val_shards = self._open_data()
         self.data = fingerprint(train_shards)
         self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
-        tensors = self._load(found) if found else self._load_initial()
+        tensors = self._load(found) if found else initial_weights(config)
         if config.sample.every:
             get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
         self.questions = hellaswag.questions_of_run(config)
@@ -109,24 +109,6 @@ class Trainer:
         ]
         train_shards = open_shards(patterns[0], V, T)
         return train_shards, open_shards(patterns[1], V, T) if self.config.eval.every else []
-
-    def _load_initial(self) -> dict[str, torch.Tensor]:
-        """The weights that init_from names, without moments or step; none for scratch."""
-        source, _, path = self.config.init_from.partition(":")
-        if source == "scratch":
-            return {}
-        if source != "checkpoint":
-            return initial_weights(self.config)
-        saved, tensors = checkpoint.load(checkpoint.find(Path(path)))
-        for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
-            then, now = saved["config"][section], self.config.to_dict()[section]
-            differing = [key for key in keys or now if then.get(key) != now[key]]
-            if differing:
-                key = differing[0]
-                raise checkpoint.CheckpointError(
-                    f"init_from: {path} has {section}.{key} {then.get(key)}, this run {now[key]}; make them equal"
-                )
-        return {name: tensors[name] for name in ("params", "low") if name in tensors}
 
     def _load(self, found: Path) -> dict[str, torch.Tensor]:
         """Everything of the checkpoint to go on from, once it is known to be of this run."""
