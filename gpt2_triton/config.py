@@ -111,6 +111,7 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     every: int = Field(1, ge=1, description="log every so many steps")
+    main_log: Literal["none", "llmc"] = Field("none", description="llmc: also write main.log, in llm.c's format")
     wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="mirror of the metrics")
     wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
 

@@ -1,32 +1,35 @@
-"""What a run tells: one console line a step, metrics.jsonl (the truth), and a mirror of it to Weights & Biases.
+"""What a run tells: one console line a step, metrics.jsonl (metrics.py), main.log and wandb (mirror.py) made from it.
 
-metrics.jsonl has one object a line, each with `step`, the number of finished steps:
-    {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
-    {"step": 250, "val_loss": ...}   and   {"step": 250, "sample": ...}
-A step whose update was skipped has "skipped": true besides.  Lines are written as they come.  A resumed run first drops
-what lies after its checkpoint, so that in the end the file holds the lines of an unbroken run, the times (ms, tok_s,
-mfu) aside.  Numbers that are not finite are null: JSON has no NaN.
+Lines are written as they come.  A resumed run first drops what lies after its checkpoint, so that in the end the files
+hold the lines of an unbroken run, the times (ms, tok_s, mfu) aside.
 """
 
 import json
-import math
-import os
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gpt2_triton import gpus
 from gpt2_triton.config import Config
+from gpt2_triton.metrics import MAIN_LOG, METRICS, Record, finite, llmc_line, read_metrics, replace_text, truncate
+from gpt2_triton.mirror import Mirror, row_after
 from gpt2_triton.optim import learning_rate
-
-METRICS = "metrics.jsonl"
-WANDB_TIMEOUT = 30  # seconds to wait for the server before training goes on without it; the default is 90
+from gpt2_triton.provenance import read_run, write_run
 
 
 class Logger:
-    """Writes config.yaml at once and metrics as they come; `step` is always the number of finished steps."""
+    """Writes config.yaml and run.json at once and metrics as they come; `step` is always the number of finished steps.
 
-    def __init__(self, run_dir: Path, config: Config, resume_step: int = 0, wandb_id: str | None = None):
+    `about` is what provenance.describe tells of this start.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        resume_step: int = 0,
+        wandb_id: str | None = None,
+        about: dict[str, Any] | None = None,
+    ):
         self.config, self.steps = config, config.train.steps
         self._first = True
         self._seconds: float | None = None
@@ -34,14 +37,18 @@ class Logger:
         self._mfu_of_tok_s = gpus.flops_per_token(config) / peak if peak else None
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        _truncate(run_dir / METRICS, resume_step)
+        handed_over = row_after(read_metrics(run_dir / METRICS)) if (run_dir / METRICS).exists() else 0
+        before = truncate(run_dir / METRICS, resume_step)
         self._file = open(run_dir / METRICS, "a", buffering=1, encoding="utf-8")
-        self._wandb = Wandb(run_dir, config, wandb_id)
+        self._main_log = _open_main_log(run_dir / MAIN_LOG, before) if config.log.main_log == "llmc" else None
+        self._mirror = Mirror(run_dir, config, wandb_id, about, before, handed_over)
+        starts = read_run(run_dir).get("starts", []) if resume_step else []
+        write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
 
     @property
     def wandb_id(self) -> str | None:
         """The run's id at Weights & Biases, for the checkpoint; None when there is no such run."""
-        return self._wandb.run_id
+        return self._mirror.run_id
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -80,76 +87,24 @@ class Logger:
         self._write({"step": step, "sample": text})
         self.note(f"--- sample after step {step} ---\n{text}\n---")
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._file.close()
-        self._wandb.close()
+        if self._main_log:
+            self._main_log.close()
+        self._mirror.close(failed)
 
-    def _write(self, record: dict[str, Any]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._wandb.log(finite)
-
-
-class Wandb:
-    """Weights & Biases at best effort: the first failure is one warning, and then there is nothing to mirror to."""
-
-    def __init__(self, run_dir: Path, config: Config, run_id: str | None):
-        self._run: Any = None
-        self.run_id = run_id
-        if config.log.wandb == "disabled":
-            return
-        try:
-            import wandb
-
-            self._run = wandb.init(
-                project=config.log.wandb_project, name=run_dir.name, dir=str(run_dir), id=run_id, resume="allow",
-                mode=config.log.wandb, config=config.to_dict(), settings=wandb.Settings(init_timeout=WANDB_TIMEOUT),
-            )  # fmt: skip
-            # its own counter drops what is logged for an earlier step, as happens after a resume; ours is a metric
-            self._run.define_metric("*", step_metric="step")
-            self.run_id = self._run.id
-        except Exception as error:
-            self._give_up(error)
-
-    def log(self, record: dict[str, Any]) -> None:
-        self._attempt("log", record)
-
-    def close(self) -> None:
-        self._attempt("finish")
-
-    def _attempt(self, method: str, *arguments: Any) -> None:
-        if self._run is None:
-            return
-        try:
-            getattr(self._run, method)(*arguments)
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._run = None
-        reason = (str(error).splitlines() or [""])[0]
-        print(
-            f"warning: no Weights & Biases from here on ({type(error).__name__}: {reason}); {METRICS} has everything",
-            file=sys.stderr,
-            flush=True,
-        )
+    def _write(self, record: Record) -> None:
+        record = finite(record)
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        if self._main_log:
+            self._main_log.write(llmc_line(record))
+        self._mirror.log(record)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line that a crash cut short is left out."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        lines = [line for line in file if line.endswith("\n")]
-    return [json.loads(line) for line in lines if line.strip()]
-
-
-def _truncate(path: Path, resume_step: int) -> None:
-    """Keep the records up to resume_step; all go when the run starts afresh."""
-    if not path.exists():
-        return
-    kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(temporary, path)
+def _open_main_log(path: Path, before: list[Record]) -> TextIO:
+    """llm.c's main.log, made anew from the records so far: on resume llm.c itself leaves lines of steps undone."""
+    replace_text(path, "".join(map(llmc_line, before)))
+    return open(path, "a", buffering=1, encoding="utf-8")
 
 
 def duration(seconds: float) -> str:

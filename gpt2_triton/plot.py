@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gpt2_triton.config import ConfigError
-from gpt2_triton.log import METRICS, read_metrics
+from gpt2_triton.metrics import METRICS, read_metrics
 
 SMOOTH_FROM = 200  # points; a shorter curve is readable as it is
 

@@ -8,6 +8,7 @@ checkpoint therefore gives the bytes of the unbroken run.
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.planning import MODULE_BYTES, choose_recompute
+from gpt2_triton.provenance import describe
 from gpt2_triton.sample import continuations
 from gpt2_triton.stream import Step
 
@@ -45,10 +47,12 @@ def train(config: Config, run_dir: Path, resume: bool) -> int:
     """
     found = checkpoint.latest(run_dir) if resume else None
     trainer = Trainer(config, run_dir, found)
+    code = 1
     try:
-        return trainer.run()
+        code = trainer.run()
+        return code
     finally:
-        trainer.close()
+        trainer.close(failed=code == 1)
 
 
 class Trainer:
@@ -95,7 +99,8 @@ class Trainer:
         self.saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.major)
         self.host: dict[str, torch.Tensor] = {}
         self.in_flight: Step | None = None
-        self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"])
+        about = describe(fitting, self.model.plan.total, self._where(), self.state["step"])
+        self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"], about)
         self.state["wandb_id"] = self.log.wandb_id
         for note in self.notes:
             self.log.note(note)
@@ -280,7 +285,9 @@ class Trainer:
             os._exit(128 + number)
         self.stopped_by = number
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        with suppress(Exception):  # after an exception the step in flight may have finished, or be lost with the device
+            self._report_step()
         self.saver.wait()
         self.batches.close()
-        self.log.close()
+        self.log.close(failed)

@@ -53,8 +53,11 @@ ALLOWED_IMPORTS = {
     "checkpoint": set(),
     "configfile": {"config"},
     "gpus": {"arena", "config"},
-    "log": {"config", "gpus", "optim"},
-    "plot": {"config", "log"},
+    "log": {"config", "gpus", "metrics", "mirror", "optim", "provenance"},
+    "metrics": set(),
+    "mirror": {"config", "configfile", "metrics", "provenance"},
+    "provenance": {"", "config", "metrics"},  # "" is the version of the package
+    "plot": {"config", "metrics"},
     "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
     "stream": set(),
     "planning": {"tables", "arena", "config", "data.loader"},

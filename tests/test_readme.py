@@ -42,8 +42,8 @@ def test_tool_commands(command, capsys, monkeypatch, tmp_path):
         (tmp_path / "runs" / run).mkdir(parents=True)
         (tmp_path / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     words = shlex.split(command)[3:]
-    if words[0] in ("verify", "bench"):
-        words.append("--help")  # the commands themselves are tests/test_verify.py and tests/test_bench.py
+    if words[0] in ("verify", "bench", "wandb-export"):
+        words.append("--help")  # the commands themselves have tests/test_verify.py, test_bench.py and test_mirror.py
     assert main(tools_app, words) == (4 if words[0] == "sample" else 0), capsys.readouterr().err
 
 
