@@ -17,23 +17,24 @@ def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
-def median_ms(function: Callable[[], Any], milliseconds: float = 50.0) -> float:
-    """Median over calls that last so long in all, after as many to warm up.
+def median_ms(function: Callable[[], Any], milliseconds: float = 150.0) -> float:
+    """Median over calls that last so long in all, after as many to warm up, launched without a pause.
 
-    The device sleeps while the host launches: else the time would hold the host's, and a ceiling would be too low.
+    A pause would let the clock rise above what the power limit allows in a step, and the ceiling with it.
     """
-    spans: list[float] = []
-    for _ in range(2):
-        spans = []
-        while sum(spans) < milliseconds or len(spans) < 5:
-            before, after = events()
-            torch.cuda._sleep(AHEAD)
+
+    def timed(calls: int) -> list[float]:
+        torch.cuda._sleep(AHEAD)
+        spans = [events() for _ in range(calls)]
+        for before, after in spans:
             before.record()
             function()
             after.record()
-            after.synchronize()
-            spans.append(before.elapsed_time(after))
-    return statistics.median(spans)
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in spans]
+
+    calls = max(5, round(milliseconds / min(timed(5))))
+    return statistics.median(timed(2 * calls)[calls:])
 
 
 def _random(*shape: int) -> Tensor:

@@ -1,11 +1,12 @@
 """Where a step's time goes, and where it could not go faster: `python -m gpt2_triton bench --ops`.
 
-Every launcher of a step is timed in place, between CUDA events, so that caches are as a step leaves them, and grouped
-with those of equal shapes.  Beside it stands its floor: the time in which cuBLAS multiplies that very shape and layout
-on this GPU in this run (for attention, cuDNN's time), or the time of its bytes at the bandwidth of a large copy,
-whichever is longer.  A launcher that is not among the products and not attention has the second alone.  Bytes are its
-inputs read once and its outputs written once; recomputation and partial sums are its own.  cuBLAS and cuDNN can be
-beaten: a share of the limit above 100% says so.
+Every launcher of a step is timed in place, between CUDA events, so that caches and clocks are as a step leaves them (at
+full load the power limit sets the clock, some 10% below a first burst), and grouped with those of equal shapes. Beside
+it stands its floor: the time in which cuBLAS multiplies that very shape and layout on this GPU in this run (for
+attention, cuDNN's time), or the time of its bytes at the bandwidth of a large copy, whichever is longer. A launcher
+that is not among the products and not attention has the second alone. Bytes are its inputs read once and its outputs
+written once; recomputation and partial sums are its own. cuBLAS and cuDNN can be beaten: a share of the limit above
+100% says so.
 """
 
 import collections
@@ -35,6 +36,7 @@ Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}
 IN_PLACE = {"adamw": ("w", "m", "v", "low"), "encoder_bwd": ("dwte",)}  # outputs that are read as well
 ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # and these when `acc` is true
+WARMUP = 5  # steps that are not counted
 GATHERED = {"encoder_fwd", "classifier_target", "encoder_bwd"}  # of wte only the rows of tokens
 
 # launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
@@ -160,12 +162,12 @@ def measure(size: str, batch: int, recompute: str, steps: int) -> tuple[list[Ope
     model.compile()
     model.initialise(config.train.seed)
     packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
-    replayed = [result.seconds for result in run_steps(model, packed, range(steps + 5))]
+    replayed = [result.seconds for result in run_steps(model, packed, range(WARMUP + steps))]
     model.eager = timed.on = True
-    for number in range(steps):
-        torch.cuda._sleep(200_000_000)  # 0.1 s, so that launches are queued before the first one runs
-        list(run_steps(model, packed, range(number, number + 1)))
-    return list(timed.operations.values()), statistics.median(replayed[5:]) * 1e3
+    list(run_steps(model, packed, range(WARMUP + steps)))  # the host is ahead of the device, which never waits
+    for op in timed.operations.values():
+        op.spans = op.spans[len(op.spans) * WARMUP // (WARMUP + steps) :]
+    return list(timed.operations.values()), statistics.median(replayed[WARMUP:]) * 1e3
 
 
 def report(size: str, batch: int | None, recompute: str | None, plot: Path | None, steps: int = 5) -> None:

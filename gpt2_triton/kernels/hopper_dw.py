@@ -1,9 +1,8 @@
-"""Weight gradients for Hopper: out[split, N, K] (+)= dout[rows].T @ inp[rows], as matmul.py describes.
+"""Weight gradients for Hopper: dw[N, K] (+)= dout.T @ inp, tiles whole or in pieces as matmul.py describes.
 
 Both operands come as they are stored, rows first; wgmma takes the first one transposed from shared memory.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,18 +26,36 @@ from gpt2_triton.kernels.hopper_tiles import (
     tiles,
     tma_load,
 )
+from gpt2_triton.kernels.tile import Cut
 from gpt2_triton.kernels.tuned import num_sms
 
 STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in shared memory to be stored
 
 
 @gluon.jit
-def _dw_load(dout_desc, inp_desc, a_bufs, w_bufs, full, empty, N, K, splits, steps):
+def _work(item, N, K, whole, steps, piece_steps):
+    """Of an item: its tile's corner, its first step and how many it has, and its place among the pieces or -1."""
+    rest = tiles(N, K) - whole
+    slot = item - whole
+    tile = item
+    first = 0
+    count = steps
+    if slot >= 0:
+        tile = whole + slot % rest  # the pieces of the same rows run together and share them in L2
+        first = slot // rest * piece_steps
+        count = piece_steps
+    else:
+        slot = -1
+    n, k = corner(tile, N, K)
+    return n, k, first, count, slot
+
+
+@gluon.jit
+def _dw_load(dout_desc, inp_desc, a_bufs, w_bufs, full, empty, N, K, whole, items, steps, piece_steps):
     step = 0
-    for item in range(gl.program_id(0), tiles(N, K) * splits, gl.num_programs(0)):
-        n, k = corner(item % tiles(N, K), N, K)
-        first = item // tiles(N, K) * steps  # the tiles of one split run together and share its rows in L2
-        for s in range(first, first + steps):
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n, k, first, count, _ = _work(item, N, K, whole, steps, piece_steps)
+        for s in range(first, first + count):
             await_empty(empty, step, STAGES)
             stage = step % STAGES
             mbarrier.expect(full.index(stage), dout_desc.block_type.nbytes + inp_desc.block_type.nbytes)
@@ -48,43 +65,62 @@ def _dw_load(dout_desc, inp_desc, a_bufs, w_bufs, full, empty, N, K, splits, ste
 
 
 @gluon.jit
-def _dw_compute(out_ptr, a_bufs, w_bufs, full, empty, N, K, splits, steps, ACC: gl.constexpr):
+def _dw_compute(
+    out_ptr, part_ptr, a_bufs, w_bufs, full, empty, N, K, whole, items, steps, piece_steps, ACC: gl.constexpr
+):
     step = 0
-    for item in range(gl.program_id(0), tiles(N, K) * splits, gl.num_programs(0)):
-        n, k = corner(item % tiles(N, K), N, K)
-        rows = n + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
-        cols = k + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        at = (item // tiles(N, K) * N + rows).to(gl.int64)[:, None] * K + cols[None, :]
-        mask = (rows < N)[:, None] & (cols < K)[None, :]
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n, k, first, count, slot = _work(item, N, K, whole, steps, piece_steps)
+        # a piece is a matrix of BLOCK_M x BLOCK_N in itself
+        ptr = out_ptr + (n.to(gl.int64) * K + k)
+        stride = K
+        height = N - n
+        width = K - k
+        if slot >= 0:
+            ptr = part_ptr + slot.to(gl.int64) * (BLOCK_M * BLOCK_N)
+            stride = BLOCK_N
+            height = BLOCK_M
+            width = BLOCK_N
+        rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+        cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+        at = rows.to(gl.int64)[:, None] * stride + cols[None, :]
+        mask = (rows < height)[:, None] & (cols < width)[None, :]
         if ACC:
-            acc = gl.load(out_ptr + at, mask=mask, other=0.0)
+            acc = gl.load(ptr + at, mask=mask & (slot < 0), other=0.0)
         else:
             acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
         acc = multiply(acc, step, a_bufs, w_bufs, full, ACC, True, False, STAGES)
-        acc, step = multiply_rest(acc, step + 1, steps, a_bufs, w_bufs, full, empty, True, False, STAGES)
-        gl.store(out_ptr + at, acc, mask=mask)
+        acc, step = multiply_rest(acc, step + 1, count, a_bufs, w_bufs, full, empty, True, False, STAGES)
+        gl.store(ptr + at, acc, mask=mask)
 
 
 @gluon.jit
-def _dw_kernel(out_ptr, dout_desc, inp_desc, N, K, splits, steps, ACC: gl.constexpr):
+def _dw_kernel(out_ptr, part_ptr, dout_desc, inp_desc, N, K, whole, items, steps, piece_steps, ACC: gl.constexpr):
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_M], dout_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_N], inp_desc.layout)
     full = barriers(STAGES)
     empty = barriers(STAGES)
     gl.warp_specialize(
         [
-            (_dw_compute, (out_ptr, a_bufs, w_bufs, full, empty, N, K, splits, steps, ACC)),
-            (_dw_load, (dout_desc, inp_desc, a_bufs, w_bufs, full, empty, N, K, splits, steps)),
+            (
+                _dw_compute,
+                (out_ptr, part_ptr, a_bufs, w_bufs, full, empty, N, K, whole, items, steps, piece_steps, ACC),
+            ),
+            (
+                _dw_load,
+                (dout_desc, inp_desc, a_bufs, w_bufs, full, empty, N, K, whole, items, steps, piece_steps),
+            ),
         ],
         [1],
         [24],
     )
 
 
-def matmul_dw(out: Tensor, dout: Tensor, inp: Tensor, splits: int, steps: int, acc: bool) -> None:
-    """out[split, N, K] (+)= dout.T @ inp over the split's rows, `steps` blocks of BLOCK_K."""
-    N, K = dout.shape[1], inp.shape[1]
-    programs = min(num_sms(), triton.cdiv(N, TILE_M) * triton.cdiv(K, TILE_N) * splits)
-    _dw_kernel[(programs,)](
-        out, describe(dout, TILE_K, TILE_M), describe(inp, TILE_K, TILE_N), N, K, splits, steps, ACC=acc, **OPTIONS
-    )
+def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, cut: Cut, acc: bool, row: dict) -> None:
+    """dw (+)= dout.T @ inp for the tiles that are whole; the pieces of the others into scratch."""
+    N, K = dw.shape
+    items = cut.whole + cut.rest * cut.pieces
+    _dw_kernel[(min(num_sms(), items),)](
+        dw, scratch, describe(dout, TILE_K, TILE_M), describe(inp, TILE_K, TILE_N), N, K,
+        cut.whole, items, cut.steps, cut.piece_steps, ACC=acc, **OPTIONS,
+    )  # fmt: skip

@@ -15,9 +15,10 @@ On Hopper the kernels are those of hopper.py and hopper_dw.py, which this file's
 ones here run everywhere else, and in the interpreter.
 
 Each program walks output tiles (a persistent kernel), so that the loads of the next tile overlap the epilogue of the
-last.  What a tile holds does not depend on which program computes it.  dw has few tiles and a long sum: when that would
-leave multiprocessors idle, R is cut into splits whose partial products go to scratch and are added in a fixed order, so
-that two runs agree bit for bit.
+last.  What a tile holds does not depend on which program computes it.  dw has few tiles and a long sum: the tiles that
+would fill the GPU only in part, at the end, are cut along R into pieces, which go to scratch and are added in a fixed
+order, so that two runs agree bit for bit (a hybrid of Stream-K's, https://arxiv.org/abs/2301.03598, whose pieces are
+all equal here: then those in flight read the same rows).
 """
 
 import triton
@@ -30,8 +31,8 @@ from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.gelu import dgelu, gelu
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.tile import halves, tile_position
-from gpt2_triton.kernels.tuned import dtype_name, is_hopper, num_sms, tuned
+from gpt2_triton.kernels.tile import Cut, cut_tiles, halves, tile_position
+from gpt2_triton.kernels.tuned import INTERPRET, dtype_name, is_hopper, num_sms, tuned
 
 
 @triton.jit
@@ -85,33 +86,64 @@ def _matmul_kernel(
 
 
 @triton.jit
-def _store_dw(acc, out_desc, split, n, k, ACC: tl.constexpr):
-    if ACC:
-        acc += tl.reshape(out_desc.load([split, n, k]), acc.shape)
-    out_desc.store([split, n, k], tl.reshape(acc, (1, acc.shape[0], acc.shape[1])))
-
-
-@triton.jit
 def _matmul_dw_kernel(
-    out_desc, dout_desc, inp_desc, N, K, splits, steps, ACC: tl.constexpr,
+    out_desc, part_desc, dout_desc, inp_desc, N, K, whole, pieces, steps, piece_steps, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[split, N, K] (+)= dout[rows].T @ inp[rows]; the rows of a split are `steps` blocks of BLOCK_K."""
+    """Tiles [0, whole) of out[N, K] (+)= dout.T @ inp; of each tile after them, its pieces to part[piece][tile]."""
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
-    tiles = tiles_n * tiles_k
-    for item in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), flatten=True):
-        split = item // tiles  # the tiles of one split run together and share its rows in L2
-        tile_n, tile_k = tile_position(item % tiles, tiles_n, tiles_k, GROUP_M)
+    rest = tiles_n * tiles_k - whole
+    for item in tl.range(tl.program_id(0), whole + rest * pieces, tl.num_programs(0)):
+        slot = item - whole
+        tile, first, count = item, 0, steps
+        if slot >= 0:
+            tile, first, count = whole + slot % rest, slot // rest * piece_steps, piece_steps
+        tile_n, tile_k = tile_position(tile, tiles_n, tiles_k, GROUP_M)
         n = tile_n * BLOCK_M
         k = tile_k * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(steps):
-            r = (split * steps + step) * BLOCK_K
+        for step in range(first, first + count):
+            r = step * BLOCK_K
             acc = dot(dout_desc.load([r, n]).T, inp_desc.load([r, k]), acc)
         left, right = halves(acc)
-        _store_dw(left, out_desc, split, n, k, ACC)
-        _store_dw(right, out_desc, split, n, k + BLOCK_N // 2, ACC)
+        if slot >= 0:
+            part_desc.store([slot * BLOCK_M, 0], left)
+            part_desc.store([slot * BLOCK_M, BLOCK_N // 2], right)
+        else:
+            if ACC:
+                left += out_desc.load([n, k])
+                right += out_desc.load([n, k + BLOCK_N // 2])
+            out_desc.store([n, k], left)
+            out_desc.store([n, k + BLOCK_N // 2], right)
+
+
+@triton.jit
+def _add_pieces_kernel(
+    out_ptr, part_ptr, N, K, whole, pieces, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a tile that was cut: out (+)= the sum of its pieces, from the first to the last."""
+    tiles_n = tl.cdiv(N, BLOCK_M)
+    tiles_k = tl.cdiv(K, BLOCK_N)
+    slot = tl.program_id(0) // (BLOCK_M // ROWS)
+    rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_N)
+    stride = (tiles_n * tiles_k - whole).to(tl.int64) * (BLOCK_M * BLOCK_N)
+    part_ptr += slot.to(tl.int64) * (BLOCK_M * BLOCK_N)
+    at = rows[:, None] * BLOCK_N + cols[None, :]
+    total = tl.load(part_ptr + at)
+    for _ in range(1, pieces):
+        part_ptr += stride
+        total += tl.load(part_ptr + at)
+    tile_n, tile_k = tile_position(whole + slot, tiles_n, tiles_k, GROUP_M)
+    n = tile_n * BLOCK_M + rows
+    k = tile_k * BLOCK_N + cols
+    at = n.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    if ACC:
+        total += tl.load(out_ptr + at, mask=mask, other=0.0)
+    tl.store(out_ptr + at, total, mask=mask)
 
 
 def _describe(tensor: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
@@ -182,55 +214,40 @@ def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
     return tuned("matmul_dw", dtype, BLOCK_M=N, BLOCK_N=K, BLOCK_K=R)
 
 
-def _splits(N: int, K: int, R: int, row: dict[str, int]) -> tuple[int, int]:
-    """How many splits of how many steps take the least time on a GPU that runs WAVE tiles at once; the unit is a step.
-
-    A 128x256x64 step takes an H200 0.75 us at 700 TFLOP/s.  By that measure a tile's start and end are taken for 3
-    steps, and its partial sums, which are written, read and added while nothing is multiplied, for 1/4 of one.  WAVE is
-    a number of the table and not of the GPU at hand: the same sizes are summed in the same order everywhere.
-    """
-    tiles = triton.cdiv(N, row["BLOCK_M"]) * triton.cdiv(K, row["BLOCK_N"])
-    steps = triton.cdiv(R, row["BLOCK_K"])
-
-    def cost(splits: int) -> float:
-        waves = triton.cdiv(tiles * splits, row["WAVE"])
-        return waves * (triton.cdiv(steps, splits) + 3) + (tiles * splits / 4 if splits > 1 else 0)
-
-    steps_per_split = triton.cdiv(steps, min(range(1, 17), key=cost))
-    return triton.cdiv(steps, steps_per_split), steps_per_split
-
-
 @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K]")
 def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool) -> None:
     """dw (+)= dout.T @ inp, in fp32."""
     (N, K), R = dw.shape, dout.shape[0]
     row = _dw_row(N, K, R, dtype_name(dout))
-    splits, steps = _splits(N, K, R, row)
-    partial = scratch if splits > 1 else dw
-    assert partial.numel() >= splits * N * K, f"matmul_dw: scratch holds {partial.numel()}, needs {splits * N * K}"
-    if is_hopper() and dtype_name(dout) == "bf16":
-        hopper_dw.matmul_dw(partial, dout, inp, splits, steps, acc and splits == 1)
-    else:
-        _launch_dw(partial, dout, inp, splits, steps, acc and splits == 1, row)
-    if splits > 1:
-        column_sums(dw, scratch, splits, acc)
+    cut, block_m, block_n = cut_tiles(N, K, R, row), row["BLOCK_M"], row["BLOCK_N"]
+    needed = cut.rest * cut.pieces * block_m * block_n
+    assert scratch.numel() >= needed, f"matmul_dw: scratch holds {scratch.numel()}, needs {needed}"
+    launch = hopper_dw.matmul_dw if is_hopper() and dtype_name(dout) == "bf16" else _launch_dw
+    launch(dw, scratch, dout, inp, cut, acc, row)
+    if cut.rest:
+        rows = block_m if INTERPRET else 8
+        _add_pieces_kernel[(cut.rest * block_m // rows,)](
+            dw, scratch, N, K, cut.whole, cut.pieces,
+            ACC=acc, BLOCK_M=block_m, BLOCK_N=block_n, GROUP_M=row["GROUP_M"], ROWS=rows,
+        )  # fmt: skip
 
 
 def _launch_dw(
-    partial: Tensor, dout: Tensor, inp: Tensor, splits: int, steps: int, acc: bool, row: dict[str, int]
+    dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, cut: Cut, acc: bool, row: dict[str, int]
 ) -> None:
-    N, K = dout.shape[1], inp.shape[1]
-    row = {name: value for name, value in row.items() if name != "WAVE"}
+    (N, K), row = dw.shape, {name: value for name, value in row.items() if name != "WAVE"}
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
-    # three dimensions, so that a tile that hangs over the last row of one split is clipped there
-    out_desc = TensorDescriptor(partial, [splits, N, K], [N * K, K, 1], [1, block_m, block_n // 2])
-    dout_desc = _describe(dout, block_k, block_m)
-    inp_desc = _describe(inp, block_k, block_n)
-    items = triton.cdiv(N, block_m) * triton.cdiv(K, block_n) * splits
-    _matmul_dw_kernel[(min(num_sms(), items),)](out_desc, dout_desc, inp_desc, N, K, splits, steps, ACC=acc, **row)
+    items = cut.whole + cut.rest * cut.pieces
+    part_shape = [max(1, cut.rest * cut.pieces) * block_m, block_n]
+    part_desc = TensorDescriptor(scratch, part_shape, [block_n, 1], [block_m, block_n // 2])
+    _matmul_dw_kernel[(min(num_sms(), items),)](
+        _describe(dw, block_m, block_n // 2), part_desc, _describe(dout, block_k, block_m),
+        _describe(inp, block_k, block_n), N, K, cut.whole, cut.pieces, cut.steps, cut.piece_steps, ACC=acc, **row,
+    )  # fmt: skip
 
 
 def matmul_dw_scratch(N: int, K: int, R: int, dtype: str) -> int:
-    """fp32 elements: the partial products, when there is more than one."""
-    splits, _ = _splits(N, K, R, _dw_row(N, K, R, dtype))
-    return splits * N * K if splits > 1 else 0
+    """fp32 elements: the pieces of the tiles that are cut."""
+    row = _dw_row(N, K, R, dtype)
+    cut = cut_tiles(N, K, R, row)
+    return cut.rest * cut.pieces * row["BLOCK_M"] * row["BLOCK_N"]

@@ -22,7 +22,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, GELU=False, DGELU=False)
     backward = base | dict(w_desc=(64, 256), W_T=False, GELU=False, DGELU=False)
     dgelu = backward | dict(pre_desc=(32, 64), part_ptr=F32, DGELU=True)
-    dw = dict(out_ptr=F32, dout_desc=(64, 128), inp_desc=(64, 256), N=I32, K=I32, splits=I32, steps=I32)
+    dw = dict(out_ptr=F32, part_ptr=F32, dout_desc=(64, 128), inp_desc=(64, 256), N=I32, K=I32)
+    dw |= dict(whole=I32, items=I32, steps=I32, piece_steps=I32)
     head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
     head |= dict(R=I32, C=I32, V=I32, Vp=I32)
     return {

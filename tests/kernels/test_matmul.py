@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpt2_triton.kernels import hopper, hopper_dw
+from gpt2_triton.kernels.tile import cut_tiles
 from gpt2_triton.kernels.tuned import GPU, INTERPRET, SMALL_GPU, dtype_name, is_hopper
 from tests import reference
 from tests.conftest import DEVICE
@@ -139,10 +140,11 @@ def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype):
 
 @accumulate
 @dtypes
-@pytest.mark.parametrize("R,N,K", [*SHAPES, (2100, 48, 32), (9001, 32, 16)])
+@pytest.mark.parametrize("R,N,K", [*SHAPES, (2100, 48, 32), (9001, 32, 16), (2100, 2064, 16)])
 def test_dw_matches_float64(rng, R, N, K, dtype, acc):
-    if INTERPRET:  # both paths are walked
-        assert (mm.matmul_dw_scratch(N, K, R, "fp32") > 0) == (R > 1024)
+    if INTERPRET:  # tiles that are whole, tiles in pieces, and both in one launch
+        cut = cut_tiles(N, K, R, mm._dw_row(N, K, R, dtype_name(rng(1, dtype=dtype))))
+        assert (cut.whole > 0, cut.rest > 0) == (R <= 1024 or N > 2048, R > 1024)
     check_dw(rng, R, N, K, dtype, acc)
 
 
@@ -201,26 +203,28 @@ LINEAR = [(3, 1), (1, 1), (4, 1), (1, 4)]  # qkv, attproj, fc, fcproj: [out, in]
 
 
 @pytest.mark.parametrize("R", [1, 200, 1024, 16384, 65536])
-def test_splits_cover_every_row_once(R):
+def test_pieces_cover_every_row_of_every_tile_once(R):
     for C in WIDTHS:
         for n, k in LINEAR:
-            splits, steps = mm._splits(n * C, k * C, R, BF16_DW)
-            rows = steps * BF16_DW["BLOCK_K"]
-            assert (splits - 1) * rows < R <= splits * rows  # none empty, none missing
+            cut = cut_tiles(n * C, k * C, R, BF16_DW)
+            assert cut.whole + cut.rest == tiles_of_dw(n * C, k * C)
+            assert (cut.steps - 1) * BF16_DW["BLOCK_K"] < R <= cut.steps * BF16_DW["BLOCK_K"]
+            if cut.rest:  # none empty, none missing
+                assert (cut.pieces - 1) * cut.piece_steps < cut.steps <= cut.pieces * cut.piece_steps
 
 
-def test_splits_keep_a_hopper_gpu_busy():
-    """At least 65% of the steps that 132 multiprocessors have time for are needed, 80% up to C 1280; unsplit, attproj
-    of C 768 uses 14%.
-    """
+def tiles_of_dw(N, K):
+    return -(-N // BF16_DW["BLOCK_M"]) * -(-K // BF16_DW["BLOCK_N"])
+
+
+def test_pieces_keep_a_hopper_gpu_busy():
+    """At least 85% of the steps that 132 multiprocessors have time for are needed; uncut, attproj of C 768 uses 14%."""
     for C, R in zip(WIDTHS, (65536, 65536, 32768, 16384), strict=True):
         for n, k in LINEAR:
-            splits, steps = mm._splits(n * C, k * C, R, BF16_DW)
-            tiles = -(-n * C // BF16_DW["BLOCK_M"]) * -(-k * C // BF16_DW["BLOCK_N"])
-            waves = -(-tiles * splits // BF16_DW["WAVE"])
-            needed = tiles * -(-R // BF16_DW["BLOCK_K"])
-            assert needed / (waves * BF16_DW["WAVE"] * steps) > (0.8 if C <= 1280 else 0.65)
-    assert mm._splits(50304, 768, 16384, BF16_DW)[0] == 1  # the classifier's weight has tiles enough
+            cut, wave = cut_tiles(n * C, k * C, R, BF16_DW), BF16_DW["WAVE"]
+            time = -(-cut.whole // wave) * cut.steps + -(-cut.rest * cut.pieces // wave) * cut.piece_steps
+            assert tiles_of_dw(n * C, k * C) * cut.steps / (time * wave) > 0.85
+    assert cut_tiles(50304, 768, 16384, BF16_DW).rest == 0  # the classifier's weight has tiles enough
 
 
 def test_rows_for_small_gpus_leave_scratch_sizes_alone():
