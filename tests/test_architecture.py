@@ -52,6 +52,7 @@ ALLOWED_IMPORTS = {
     "data/": {"data"},
     "checkpoint": set(),
     "configfile": {"config"},
+    "configtable": {"checkpoint", "config"},
     "gpus": {"arena", "config"},
     "log": {"config", "gpus", "metrics", "mirror", "optim", "provenance"},
     "metrics": set(),
