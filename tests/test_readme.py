@@ -1,50 +1,116 @@
-"""Every command of README.md is accepted, every file it names is there."""
+"""Every command of README.md runs: whole where it takes seconds on a CPU, else as far as it comes without a GPU.
+
+What is left out of a command here has a test of its own: steps of training (tests/test_quickstart.py), wandb-export
+(test_mirror.py), verify and bench (test_verify.py, test_bench.py).
+"""
 
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+from gpt2_triton import checkpoint
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
 from gpt2_triton.commands.train import app as train_app
+from gpt2_triton.commands.train import parse_overrides
+from gpt2_triton.configfile import load_config
+from gpt2_triton.data.shards import open_shards
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", "")
+SPANS = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", TEXT)
 COMMANDS = [
     line.split(" # ")[0].strip()
-    for block in re.findall(r"^```\n(.*?)^```", TEXT, re.M | re.S)
+    for block in [*re.findall(r"^```\n(.*?)^```", TEXT, re.M | re.S), *SPANS]
     for line in block.splitlines()
     if line.startswith(("python train.py", "python -m gpt2_triton"))
 ]
+TRAINING = [c for c in COMMANDS if "train.py configs/" in c]
+TOOLS = [c for c in COMMANDS if "-m gpt2_triton" in c]
+OPTIONS = [span for span in SPANS if span.startswith("--")]
+SHOWN_ONLY = ("verify", "bench", "wandb-export")  # --help; the commands themselves are tested elsewhere
+
+
+def words_of(command):
+    return shlex.split(command)[3 if "-m gpt2_triton" in command else 2 :]
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) >= 6
+    assert len(TRAINING) >= 3 and len(TOOLS) >= 6 and len(OPTIONS) >= 6
+    assert len(TRAINING) + len(TOOLS) + COMMANDS.count("python train.py --help") == len(COMMANDS)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c])
-def test_training_commands(command, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = shlex.split(command)[2:]
-    planned = "--plan" in words
-    assert main(train_app, words if planned else [*words, "--print_config"]) == 0
-    assert ("\narena " if planned else "n_embd: 768") in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "-m gpt2_triton" in c])
-def test_tool_commands(command, capsys, monkeypatch, tmp_path):
-    """The words are understood (no exit code 2); the runs they name have metrics but no checkpoint (4)."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mytext.txt").write_text("To be, or not to be: that is the question.\n" * 50)
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A directory with what the commands name: a text, shards made of it as the README says, and two runs."""
+    directory = tmp_path_factory.mktemp("workplace")
+    (directory / "configs").symlink_to(ROOT / "configs")
+    (directory / "mytext.txt").write_text("To be, or not to be: that is the question.\n" * 2000)
+    model, config = tiny_model()
     for run in ("mine", "other"):
-        (tmp_path / "runs" / run).mkdir(parents=True)
-        (tmp_path / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
-    words = shlex.split(command)[3:]
-    if words[0] in ("verify", "bench", "wandb-export"):
-        words.append("--help")  # the commands themselves have tests/test_verify.py, test_bench.py and test_mirror.py
-    assert main(tools_app, words) == (4 if words[0] == "sample" else 0), capsys.readouterr().err
+        state = {"step": 1, "config": config.to_dict()}
+        checkpoint.save(directory / "runs" / run / "checkpoints", 1, model.persistent(), state, keep=1, major=0)
+        (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        for command in TOOLS:
+            if words_of(command)[0] == "prepare":
+                assert main(tools_app, words_of(command)) == 0
+    return directory
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands_are_planned_and_find_their_data(command, capsys, monkeypatch, workplace):
+    monkeypatch.chdir(workplace)
+    path, *words = words_of(command)
+    planned = "--plan" in words
+    assert main(train_app, [path, *words] if planned else [path, *words, "--plan"]) == 0
+    assert "\narena " in capsys.readouterr().out
+    if not planned:
+        config = load_config(path, parse_overrides(words))
+        for pattern in (config.data.train, config.data.val):
+            assert open_shards(pattern, config.model.vocab_size, config.train.seq_len)
+
+
+def test_training_lists_its_keys(capsys):
+    assert main(train_app, ["--help"]) == 0
+    assert "--optim.lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [c for c in TOOLS if not c.split()[3].startswith("prepare")])
+def test_tool_commands(command, capsys, monkeypatch, workplace):
+    monkeypatch.chdir(workplace)
+    words = words_of(command)
+    if words[0] in SHOWN_ONLY:
+        words.append("--help")
+    if words[0] == "sample":  # in the interpreter a token takes a good part of a second
+        words[words.index("--tokens") + 1] = "3"
+    assert main(tools_app, words) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    if words[0] == "sample":
+        assert "Once upon a time" in printed
+    if words[0] == "plot":
+        assert (workplace / words[words.index("-o") + 1]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_in_the_text_are_accepted(option, capsys):
+    """`--key a|b` stands for each of its values."""
+    name, _, values = option.partition(" ")
+    for value in values.split("|"):
+        words = [name, *value.split()]
+        assert main(train_app, [str(ROOT / "configs/gpt2_124m.yaml"), *words, "--print_config"]) == 0, option
+        printed = yaml.safe_load(capsys.readouterr().out)
+        if "." in name:
+            section, _, key = name[2:].partition(".")
+            found = printed[section][key]
+            assert found == type(found)(value)
 
 
 LINKS = re.findall(r"\]\(([\w/.]+)\)", TEXT)
@@ -56,7 +122,14 @@ def test_files_exist(path):
     assert (ROOT / path).exists()
 
 
-def test_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text()
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_targets_run_commands_that_exist(capsys):
+    """`make -n` says what a target would run; its train.py and tools must accept their words."""
     for target in re.findall(r"^make (\w+)", TEXT, re.M):
-        assert re.search(rf"^{target}:", makefile, re.M), target
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        for line in done.stdout.splitlines():
+            if "train.py" in line:
+                assert main(train_app, [str(ROOT / shlex.split(line)[2]), "--print_config"]) == 0
+            elif "-m gpt2_triton" in line:
+                assert main(tools_app, [*words_of(line), "--help"]) == 0
