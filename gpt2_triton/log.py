@@ -83,6 +83,10 @@ class Logger:
         self._write({"step": step, "val_loss": loss})
         self.note(f"{self._at(step)} | val loss {loss:.4f}")
 
+    def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:
+        self._write({"step": step, "hellaswag": acc_norm, "hellaswag_acc": acc})
+        self.note(f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, acc {acc:.4f} (completion style)")
+
     def sample(self, step: int, text: str) -> None:
         self._write({"step": step, "sample": text})
         self.note(f"--- sample after step {step} ---\n{text}\n---")

@@ -2,7 +2,8 @@
 
 One object a line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
-    {"step": 250, "val_loss": ...}   {"step": 250, "hellaswag": ...}   {"step": 250, "sample": ...}
+    {"step": 250, "val_loss": ...}   {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
+    {"step": 250, "sample": ...}
 A step whose update was skipped has "skipped": true besides.  Numbers that are not finite are null: JSON has no NaN.
 """
 

@@ -112,7 +112,7 @@ class GPT2:
             for acc in (False, True):
                 self._forward_backward(acc)
             self._phase("update")
-            if self.config.eval.every:
+            if self.config.eval.every or self.config.eval.hellaswag_every:
                 self.evaluate(*np.zeros((2, self.B, self.T), np.int32))
             if self.config.sample.every:
                 for row in (0, self.T - 1):  # with addresses that are and are not multiples of 16

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from pydantic import ValidationError
 
-from gpt2_triton.checkpoint import CheckpointError, find, load
-from gpt2_triton.config import Config
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.gpus import device_name
 from gpt2_triton.model import GPT2
+from gpt2_triton.sources import load_weights
 
 
 def draw(logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator) -> int:
@@ -45,12 +43,7 @@ def sample_text(path: Path, prompt: str, tokens: int, temperature: float, top_k:
     """Print `num` continuations of `prompt` by the checkpoint at `path` (a run, or a step directory)."""
     import gpt2_triton.kernels as K
 
-    step_dir = find(path)
-    state, tensors = load(step_dir)
-    try:
-        config = Config.model_validate(state["config"])
-    except ValidationError as error:
-        raise CheckpointError(f"{step_dir}: its configuration is of another version of gpt2_triton") from error
+    config, tensors = load_weights(str(path))
     model = GPT2(config, K, device_name(), batch=1, training=False)
     model.state.params.copy_(tensors["params"])
     for text in continuations(model, config.data.tokenizer, prompt, tokens, temperature, top_k, seed, num):

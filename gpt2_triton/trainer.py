@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint
+from gpt2_triton import checkpoint, hellaswag
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -69,6 +69,7 @@ class Trainer:
         tensors = self._load(found) if found else self._load_initial()
         if config.sample.every:
             get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
+        self.questions = hellaswag.questions_of_run(config)
         loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
         self.validation = (
             ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
@@ -198,6 +199,7 @@ class Trainer:
             if step == first + 3:
                 self._report_memory()
             self._evaluate_if_due(step)
+            self._hellaswag_if_due(step)
             self._sample_if_due(step)
             if self._due(step, self.config.checkpoint.every) or step == last:
                 self._save(step)
@@ -252,6 +254,12 @@ class Trainer:
         for ids, targets in self.validation.batches(B):
             total += float(self.model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
         self.log.validation(step, total / self.validation.tokens)
+
+    def _hellaswag_if_due(self, step: int) -> None:
+        if self.questions is not None and self._due(step, self.config.eval.hellaswag_every):
+            self._report_step()
+            scores = hellaswag.evaluate(self.model, self.questions)
+            self.log.hellaswag(step, scores.acc, scores.acc_norm)
 
     def _sample_if_due(self, step: int) -> None:
         s = self.config.sample

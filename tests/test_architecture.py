@@ -59,8 +59,11 @@ ALLOWED_IMPORTS = {
     "mirror": {"config", "configfile", "metrics", "provenance"},
     "provenance": {"", "config", "metrics"},  # "" is the version of the package
     "plot": {"config", "metrics"},
-    "sample": {"kernels", "checkpoint", "config", "data", "gpus", "model"},
+    "sample": {"kernels", "data", "gpus", "model", "sources"},
     "stream": set(),
+    "sources": {"checkpoint", "config"},
+    "hellaswag": {"config", "data", "model"},
+    "evaluation": {"kernels", "arena", "config", "data", "gpus", "model", "planning"},
     "planning": {"tables", "arena", "config", "data.loader"},
     "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
 }

@@ -18,7 +18,7 @@ train.steps train.batch_size train.seq_len train.total_batch_tokens train.dtype 
 optim.lr optim.warmup optim.schedule optim.final_frac optim.wsd_decay_frac
 optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip optim.master
 memory.recompute memory.head_rows
-eval.every eval.tokens
+eval.every eval.tokens eval.hellaswag_every eval.hellaswag_data eval.hellaswag_limit
 sample.every sample.tokens sample.prompt sample.temperature sample.top_k
 checkpoint.every checkpoint.keep checkpoint.major
 log.every log.wandb log.wandb_project

@@ -4,6 +4,7 @@ What is left out of a command here has a test of its own: steps of training (tes
 (test_mirror.py), verify and bench (test_verify.py, test_bench.py).
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -16,8 +17,8 @@ import yaml
 from gpt2_triton import checkpoint
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
+from gpt2_triton.commands.train import FLAGS, parse_overrides
 from gpt2_triton.commands.train import app as train_app
-from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.configfile import load_config
 from gpt2_triton.data.shards import open_shards
 from tests.tiny import tiny_model
@@ -37,6 +38,10 @@ OPTIONS = [span for span in SPANS if span.startswith("--")]
 SHOWN_ONLY = ("verify", "bench", "wandb-export")  # --help; the commands themselves are tested elsewhere
 
 
+def _of_training(option):
+    return "." in option.split()[0] or option.split()[0][2:] in FLAGS
+
+
 def words_of(command):
     return shlex.split(command)[3 if "-m gpt2_triton" in command else 2 :]
 
@@ -52,7 +57,9 @@ def workplace(tmp_path_factory):
     directory = tmp_path_factory.mktemp("workplace")
     (directory / "configs").symlink_to(ROOT / "configs")
     (directory / "mytext.txt").write_text("To be, or not to be: that is the question.\n" * 2000)
-    model, config = tiny_model()
+    question = dict(activity_label="a", ctx_a="To be", ctx_b="or", ctx="To be or", endings=[*"abcd"], label=1)
+    (directory / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    model, config = tiny_model(model=dict(vocab_size=50257), data=dict(tokenizer="gpt2"))
     for run in ("mine", "other"):
         state = {"step": 1, "config": config.to_dict()}
         checkpoint.save(directory / "runs" / run / "checkpoints", 1, model.persistent(), state, keep=1, major=0)
@@ -72,7 +79,7 @@ def test_training_commands_are_planned_and_find_their_data(command, capsys, monk
     planned = "--plan" in words
     assert main(train_app, [path, *words] if planned else [path, *words, "--plan"]) == 0
     assert "\narena " in capsys.readouterr().out
-    if not planned:
+    if "--data.train" in words:
         config = load_config(path, parse_overrides(words))
         for pattern in (config.data.train, config.data.val):
             assert open_shards(pattern, config.model.vocab_size, config.train.seq_len)
@@ -89,8 +96,10 @@ def test_tool_commands(command, capsys, monkeypatch, workplace):
     words = words_of(command)
     if words[0] in SHOWN_ONLY:
         words.append("--help")
-    if words[0] == "sample":  # in the interpreter a token takes a good part of a second
-        words[words.index("--tokens") + 1] = "3"
+    if words[0] in ("sample", "perplexity"):  # in the interpreter a forward pass takes half a second
+        words[words.index("--tokens") + 1] = "3" if words[0] == "sample" else "32"
+    if words[0] == "hellaswag":
+        words += ["--data", "questions.jsonl"]
     assert main(tools_app, words) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     if words[0] == "sample":
@@ -99,7 +108,7 @@ def test_tool_commands(command, capsys, monkeypatch, workplace):
         assert (workplace / words[words.index("-o") + 1]).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [o for o in OPTIONS if _of_training(o)])
 def test_options_in_the_text_are_accepted(option, capsys):
     """`--key a|b` stands for each of its values."""
     name, _, values = option.partition(" ")
@@ -111,6 +120,13 @@ def test_options_in_the_text_are_accepted(option, capsys):
             section, _, key = name[2:].partition(".")
             found = printed[section][key]
             assert found == type(found)(value)
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if not _of_training(o)])
+def test_options_of_tools_in_the_text_are_known(option, capsys):
+    for command in TOOLS:
+        assert main(tools_app, [*words_of(command)[:1], "--help"]) == 0
+    assert re.search(rf"{option.split()[0]}\b", capsys.readouterr().out)
 
 
 LINKS = re.findall(r"\]\(([\w/.]+)\)", TEXT)

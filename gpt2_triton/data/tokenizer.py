@@ -30,6 +30,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens; ids from vocab_size on, which a model may have and draw, are left out."""
 
+    def token_bytes(self) -> list[bytes]:
+        """What each token stands for, by id."""
+
 
 class ByteTokenizer:
     name, vocab_size, eot = "bytes", 256, 0
@@ -39,6 +42,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < self.vocab_size).decode(errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([i]) for i in range(self.vocab_size)]
 
 
 class GPT2Tokenizer:
@@ -52,6 +58,9 @@ class GPT2Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([int(i) for i in ids if i < self.vocab_size], errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        return [self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]
 
 
 @functools.cache
