@@ -176,6 +176,13 @@ def test_every_record_is_a_row_with_a_number_of_its_own(tmp_path, monkeypatch):
     assert fake.calls[-1] == ("finish", (), dict(exit_code=0))
 
 
+def test_a_run_that_failed_is_marked_so(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    Logger(tmp_path, config(wandb="offline")).close(failed=True)
+    assert fake.calls[-1] == ("finish", (), dict(exit_code=1))
+
+
 @pytest.mark.parametrize("broken", ["Settings", "init", "define_metric", "log", "finish"])
 def test_wandb_never_stops_a_run_and_warns_once(tmp_path, monkeypatch, capsys, broken):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(broken))
