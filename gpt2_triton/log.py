@@ -41,8 +41,10 @@ class Logger:
         before = truncate(run_dir / METRICS, resume_step)
         self._file = open(run_dir / METRICS, "a", buffering=1, encoding="utf-8")
         self._main_log = _open_main_log(run_dir / MAIN_LOG, before) if config.log.main_log == "llmc" else None
+        found = read_run(run_dir) if resume_step else {}
+        wandb_id = found.get("wandb_id") or wandb_id  # an export may have made it after the checkpoint
         self._mirror = Mirror(run_dir, config, wandb_id, about, before, handed_over)
-        starts = read_run(run_dir).get("starts", []) if resume_step else []
+        starts = found.get("starts", [])
         write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
 
     @property

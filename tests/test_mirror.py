@@ -80,10 +80,12 @@ def test_export_sends_what_is_missing_after_an_outage_and_nothing_twice(server, 
     assert mirror.export(tmp_path, afresh=True)[0] == 8 and server.names[-1] != first
 
 
-def test_a_run_without_wandb_can_be_exported(server, tmp_path):
+def test_a_run_without_wandb_can_be_exported_and_goes_on_there(server, tmp_path):
     run(tmp_path, range(1, 4))
     assert mirror.export(tmp_path)[:2] == (4, 4)
     assert server.names[-1] == json.loads((tmp_path / "run.json").read_text())["wandb_id"]
+    assert run(tmp_path, range(4, 7), 3, wandb="online") == server.names[0] == server.names[-1]
+    assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))
 
 
 def test_offline_runs_wait_on_the_disk_until_wandb_sync(server, tmp_path, capsys):
