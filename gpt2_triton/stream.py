@@ -96,10 +96,11 @@ class Replay:
             self._graphs[key].replay()
         else:
             function(*args)
-            self._graphs[key] = _capture(function, *args)
+            self._graphs[key] = capture(function, *args)
 
 
-def _capture(function: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
+def capture(function: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
+    """The launches of a call, as a graph; none runs."""
     graph = torch.cuda.CUDAGraph()
     gc.disable()  # another model's graphs, collected in mid-capture, would be destroyed, which is not allowed there
     try:

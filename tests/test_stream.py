@@ -85,7 +85,7 @@ def test_a_replay_launches_once_for_each_set_of_arguments_and_then_replays(monke
     def launches(acc):
         seen.append(("launch", acc))
 
-    monkeypatch.setattr(stream, "_capture", capture)
+    monkeypatch.setattr(stream, "capture", capture)
     replay = stream.Replay()
     for acc in (False, True, True, False):
         replay(launches, acc)
