@@ -55,7 +55,13 @@ class Mirror:
     def _connect(
         self, config: Config, about: dict[str, Any] | None, mode: Literal["online", "offline"], handed_over: int
     ) -> None:
+        import wandb
+
         assert self.run_id is not None
+        if mode == "online" and not wandb.login(
+            prompt=False, verify=False
+        ):  # init would ask on a terminal, and wait for ever
+            raise LookupError("no API key; `wandb login` asks for it")
         run = connect(self._run_dir, config, self.run_id, about, mode, config.log.wandb_project, FINISH_TIMEOUT)
         self._run, self._start = run, handed_over if mode == "offline" else run.starting_step
 

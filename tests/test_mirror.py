@@ -3,10 +3,13 @@ a wandb that raises in any of its calls.
 """
 
 import json
+import os
+import pty
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +22,8 @@ from gpt2_triton.log import Logger
 from gpt2_triton.metrics import METRICS, read_metrics
 from tests.test_log import config
 from tests.wandb_server import WandbServer
+
+ROOT = Path(__file__).parent.parent
 
 
 def run(directory, steps, resume_step=0, wandb_id=None, **log):
@@ -119,6 +124,26 @@ def test_a_dead_network_costs_a_bounded_delay_and_one_warning(wandb, tmp_path, m
     assert json.loads((tmp_path / "run.json").read_text())["wandb_id"] == run_id  # for the export
 
 
+def test_without_a_key_nobody_is_asked_for_one(tmp_path):
+    """On a terminal, where wandb would ask, and wait: a run is often started and left."""
+    pytest.importorskip("wandb")
+    code = (
+        "from pathlib import Path; from gpt2_triton.config import Config; from gpt2_triton.mirror import Mirror;"
+        "Mirror(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None); print('went on')"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    terminal, inside = pty.openpty()
+    try:
+        streams = dict(stdin=inside, stdout=inside, stderr=inside)
+        subprocess.run([sys.executable, "-c", code], **streams, env=environment, cwd=tmp_path, timeout=60, check=True)
+        printed = os.read(terminal, 65536).decode()
+    finally:
+        os.close(terminal)
+        os.close(inside)
+    assert "no API key; `wandb login` asks for it" in printed and "went on" in printed
+
+
 def test_a_server_that_dies_during_the_run_does_not_hold_its_end(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mirror, "FINISH_TIMEOUT", 1.0)
     logger = Logger(tmp_path, config(wandb="online"))
@@ -185,7 +210,7 @@ def test_a_run_that_failed_is_marked_so(tmp_path, monkeypatch):
     assert fake.calls[-1] == ("finish", (), dict(exit_code=1))
 
 
-@pytest.mark.parametrize("broken", ["Settings", "init", "define_metric", "log", "finish"])
+@pytest.mark.parametrize("broken", ["login", "Settings", "init", "define_metric", "log", "finish"])
 def test_wandb_never_stops_a_run_and_warns_once(tmp_path, monkeypatch, capsys, broken):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(broken))
     run(tmp_path, range(1, 4), wandb="online")
