@@ -3,9 +3,9 @@
     python -m benchmarks.hellaswag_peer CHECKPOINT [--data hellaswag_val.jsonl] [--limit N]
 
 PyTorch runs the rows in groups padded to the longest, in fp32 without TF32 and under bf16 autocast.  Its fp32 run is
-what both bf16 runs are held against: where their choice is another one, fp32 found the two endings about equally
-likely, and `largest gap` is by how much at most, in nats (a token for acc_norm of the completion style, a character for
-the harness's).  Ours also runs with a tenth of the tokens at once; exits with 1 if that changes a single bit on a GPU.
+what the others are held against: where their choice is another one, fp32 found the two endings about equally likely,
+and `largest gap` is by how much at most, in nats (a token for acc_norm of the completion style, a character for the
+harness's).  Ours in bf16 also runs with a tenth of the tokens at once; exits with 1 if that changes a bit on a GPU.
 """
 
 import argparse
@@ -95,18 +95,19 @@ def main(argv: list[str] | None = None) -> int:
     asked = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, tuple(TEXTS))
     print(f"rows tokenised in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    model = evaluation.inference_model(config, tensors, a.batch_tokens)
-    print(f"model ready in {time.perf_counter() - start:.1f} s")
+    models = {dtype: evaluation.inference_model(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
+    print(f"models ready in {time.perf_counter() - start:.1f} s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    params = leaves(tensors["params"].to(device), model.dims, torch.float32)
+    dims = models["fp32"].dims
+    params = leaves(tensors["params"].to(device), dims, torch.float32)
     all_equal = True
     for style, questions in asked.items():
-        runs = {"ours, " + config.train.dtype: timed(hellaswag.ending_losses, model, questions)}
-        runs["PyTorch fp32"] = timed(torch_losses, params, model.dims, questions, device, False)
-        runs["PyTorch autocast"] = timed(torch_losses, params, model.dims, questions, device, True)
+        runs = {f"ours, {dtype}": timed(hellaswag.ending_losses, model, questions) for dtype, model in models.items()}
+        runs["PyTorch fp32"] = timed(torch_losses, params, dims, questions, device, False)
+        runs["PyTorch autocast"] = timed(torch_losses, params, dims, questions, device, True)
         report(style, questions, runs)
-        small = evaluation.inference_model(config, tensors, a.batch_tokens // 10)
-        equal = np.array_equal(hellaswag.ending_losses(small, questions), runs["ours, " + config.train.dtype][0])
+        small = evaluation.inference_model(config, tensors, a.batch_tokens // 10, "bf16")
+        equal = np.array_equal(hellaswag.ending_losses(small, questions), runs["ours, bf16"][0])
         print(f"same bits with {small.B * small.T:,} tokens at once: {'yes' if equal else 'NO'}")
         all_equal &= equal
     return 0 if all_equal or device == "cpu" else 1  # the interpreter's blocks, and so its sums, go by the batch

@@ -229,7 +229,7 @@ def draw(rows: list[Row], step_ms: float, title: str, out: Path) -> None:
     axes.barh(names, [floors[n] for n in names], color="#1f4e79", height=0.4, label="floor")
     for i, name in enumerate(names):
         note = f"  {ms[name]:.1f} ms, {ms[name] / step_ms:.1%} of step, {floors[name] / ms[name]:.0%} of limit"
-        axes.text(ms[name], i, note, va="center", fontsize=8)
+        axes.text(max(ms[name], floors[name]), i, note, va="center", fontsize=8)
     axes.set(xlabel="ms in a step", title=f"{title}: step {step_ms:.1f} ms, floors {sum(floors.values()):.1f} ms")
     axes.set_xlim(0, 1.5 * max(ms.values()))
     axes.legend(loc="lower right", frameon=False)

@@ -61,6 +61,13 @@ class TrainConfig(Section):
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
     skip_limit: int = Field(10, ge=0, description="stop after so many non-finite steps in a row; 0 never stops")
+    skip_loss_z: float = Field(
+        0, ge=0, le=11, description="skip an update whose loss lies so many deviations above the last 128; 0 never"
+    )
+    skip_norm_z: float = Field(0, ge=0, le=11, description="the same for the gradient norm")
+    rewind_after: int = Field(
+        0, ge=0, description="after so many skipped steps in a row go back a checkpoint, and past their data; 0 never"
+    )
 
 
 class OptimConfig(Section):
@@ -115,6 +122,11 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     every: int = Field(1, ge=1, description="log every so many steps")
     main_log: Literal["none", "llmc"] = Field("none", description="llmc: also write main.log, in llm.c's format")
+    stats_every: int = Field(
+        0,
+        ge=0,
+        description="statistics of activations, gradients, updates every so many steps, and of the last; 0 never",
+    )
     wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="mirror of the metrics")
     wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
 
@@ -225,6 +237,13 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
     source, _, path = config.init_from.partition(":")
     if config.init_from != "scratch" and not (source == "checkpoint" and path):
         yield "init_from", f"expected scratch or checkpoint:DIR, got {config.init_from}"
+    if t.rewind_after and not config.checkpoint.every:
+        yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
+    elif t.rewind_after > config.checkpoint.every:
+        yield (
+            "train.rewind_after",
+            f"{t.rewind_after} is more than checkpoint.every {config.checkpoint.every}; lower it",
+        )
     yield from _batch_disagreements(t)
 
 

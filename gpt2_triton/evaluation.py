@@ -21,10 +21,14 @@ from gpt2_triton.model import GPT2
 from gpt2_triton.planning import MODULE_BYTES, make_plan
 
 
-def inference_model(config: Config, tensors: dict[str, Tensor], tokens: int) -> GPT2:
+def inference_model(config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None) -> GPT2:
     """A model with the weights `params` among `tensors`, its kernels compiled, in an arena for `tokens` tokens at once:
     rounded down to whole sequences of seq_len, less if the GPU has no room for them, but a sequence of block_size fits.
+    With a `dtype`, bf16 or fp32, it computes in that one.
     """
+    if dtype:
+        train = config.train.model_copy(update={"dtype": dtype})
+        config = config.model_copy(update={"train": train, "optim": config.optim.model_copy(update={"master": "none"})})
     device, T = device_name(), config.train.seq_len
     batch, least = tokens // T, -(-config.model.block_size // T)
     if device == "cuda":

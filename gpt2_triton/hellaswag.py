@@ -2,8 +2,8 @@
 
 The forward pass of a sequence does not depend on what else is in its batch, nor on padding behind it: attention is
 causal and every sum has its own order.  So batches are made for speed alone: the longest sequences first, each batch
-as long as its longest, in multiples of 16 tokens (which keeps row addresses aligned, so that no kernel is compiled
-for a length), and as many as the arena holds.
+as long as its longest, in multiples of 32 tokens (all of them then run through the same kernels, see matmul.py), and as
+many as the arena holds.
 """
 
 import math
@@ -20,7 +20,7 @@ from gpt2_triton.data.shards import bad_data
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.model import GPT2
 
-MULTIPLE = 16
+MULTIPLE = 32
 
 
 def questions_of_run(config: Config) -> Questions | None:
@@ -77,7 +77,7 @@ def ending_losses(model: GPT2, questions: Questions, style: str = "") -> np.ndar
 
 def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np.ndarray, int]]:
     """(sequences, T): every sequence once, the longest first; T is the longest of the batch, rounded up to a multiple
-    of 16 but no more than `longest`; T times the sequences is at most `budget`.
+    of 32 but no more than `longest`; T times the sequences is at most `budget`.
     """
     order = np.argsort(-lengths, kind="stable")
     while len(order):

@@ -5,12 +5,23 @@ hold the lines of an unbroken run, the times (ms, tok_s, mfu) aside.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TextIO
 
 from gpt2_triton import gpus
 from gpt2_triton.config import Config
-from gpt2_triton.metrics import MAIN_LOG, METRICS, Record, finite, llmc_line, read_metrics, replace_text, truncate
+from gpt2_triton.metrics import (
+    MAIN_LOG,
+    METRICS,
+    STATS,
+    Record,
+    finite,
+    llmc_line,
+    read_metrics,
+    replace_text,
+    truncate,
+)
 from gpt2_triton.mirror import Mirror, row_after
 from gpt2_triton.optim import learning_rate
 from gpt2_triton.provenance import read_run, write_run
@@ -37,15 +48,25 @@ class Logger:
         self._mfu_of_tok_s = gpus.flops_per_token(config) / peak if peak else None
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        self._run_dir, self._about = run_dir, about
         handed_over = row_after(read_metrics(run_dir / METRICS)) if (run_dir / METRICS).exists() else 0
-        before = truncate(run_dir / METRICS, resume_step)
-        self._file = open(run_dir / METRICS, "a", buffering=1, encoding="utf-8")
-        self._main_log = _open_main_log(run_dir / MAIN_LOG, before) if config.log.main_log == "llmc" else None
+        before = self._go_on_after(resume_step)
         found = read_run(run_dir) if resume_step else {}
-        wandb_id = found.get("wandb_id") or wandb_id  # an export may have made it after the checkpoint
+        wandb_id = found.get("wandb_id") or wandb_id  # an export or a rewind may have made it after the checkpoint
         self._mirror = Mirror(run_dir, config, wandb_id, about, before, handed_over)
         starts = found.get("starts", [])
         write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
+
+    def _go_on_after(self, step: int) -> list[Record]:
+        """Open the files to append to, with what they hold up to `step`; return the metrics of it."""
+        before = truncate(self._run_dir / METRICS, step)
+        self._file = open(self._run_dir / METRICS, "a", buffering=1, encoding="utf-8")
+        llmc = self.config.log.main_log == "llmc"
+        self._main_log = _open_main_log(self._run_dir / MAIN_LOG, before) if llmc else None
+        self._stats = self._run_dir / STATS if self.config.log.stats_every else None
+        if self._stats:
+            truncate(self._stats, step)
+        return before
 
     @property
     def wandb_id(self) -> str | None:
@@ -55,8 +76,19 @@ class Logger:
     def note(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(self, step: int, loss: float, norm: float, seconds: float, skipped: bool = False) -> None:
-        """Report a finished step; with log.every k only each k-th, the last, and those that were skipped."""
+    def step(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        seconds: float,
+        skipped: bool = False,
+        z: tuple[float, float] = (0.0, 0.0),
+        cause: str = "",
+    ) -> None:
+        """Report a finished step; with log.every k only each k-th, the last, and those that were skipped.  `z` are the
+        z-scores of loss and norm, `cause` says what was not finite.
+        """
         self._measure(seconds)
         if step % self.config.log.every and step != self.steps and not skipped:
             return
@@ -65,11 +97,30 @@ class Logger:
         mfu = tok_s * self._mfu_of_tok_s if self._mfu_of_tok_s else None
         times = {"ms": ms, "tok_s": tok_s, "mfu": mfu}
         record = {"step": step, "loss": loss, "lr": lr, "norm": norm, **times, "tokens": step * tokens}
-        self._write(record | ({"skipped": True} if skipped else {}))
+        outlier = skipped and math.isfinite(loss) and math.isfinite(norm)
+        record |= {"loss_z": z[0], "norm_z": z[1]} if any(z) else {}
+        self._write(record | ({"skipped": True} if skipped else {}) | ({"outlier": True} if outlier else {}))
         line = f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
         line += f" | mfu {mfu:.1%}" if mfu else ""
         line += f" | eta {duration((self._seconds or seconds) * (self.steps - step))}"
-        self.note(line + (" | skipped: not finite" if skipped else ""))
+        why = (
+            f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if outlier else f"not finite{cause and ', first: '}{cause}"
+        )
+        self.note(line + (f" | skipped: {why}" if skipped else ""))
+
+    def rewind(self, step: int, target: int, sample: int) -> None:
+        """The run goes back from `step` to `target` and on with `sample`: forget what lies between.  Rows at Weights &
+        Biases cannot be taken back, so the run goes on in a new one there.
+        """
+        self._close_files()
+        before = self._go_on_after(target)
+        self._mirror.close(failed=True)
+        self._mirror = Mirror(self._run_dir, self.config, None, self._about, before)
+        write_run(self._run_dir, self.wandb_id, read_run(self._run_dir).get("starts", []))
+        record = {"step": target, "rewound_from": step, "sample": sample}
+        if record not in before:  # a run that is resumed before its next checkpoint comes by again
+            self._write(record)
+        self.note(f"{self._at(step)} | rewind to step {target}; data goes on at sample {sample:,}")
 
     def _measure(self, seconds: float) -> None:
         """Running mean of a step's time, for the eta; the first step compiles and does not count."""
@@ -80,6 +131,13 @@ class Logger:
 
     def _at(self, step: int) -> str:
         return f"step {step:{len(str(self.steps))}d}/{self.steps}"
+
+    def statistics(self, step: int, record: dict[str, Any], summary: str) -> None:
+        """Append a record of watch.py to stats.jsonl, which Weights & Biases does not get: it has a number a layer."""
+        assert self._stats is not None
+        with open(self._stats, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
+        self.note(f"{self._at(step)} | stats: {summary}")
 
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "val_loss": loss})
@@ -94,10 +152,13 @@ class Logger:
         self.note(f"--- sample after step {step} ---\n{text}\n---")
 
     def close(self, failed: bool = False) -> None:
+        self._close_files()
+        self._mirror.close(failed)
+
+    def _close_files(self) -> None:
         self._file.close()
         if self._main_log:
             self._main_log.close()
-        self._mirror.close(failed)
 
     def _write(self, record: Record) -> None:
         record = finite(record)

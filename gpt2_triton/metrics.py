@@ -3,8 +3,9 @@
 One object a line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
     {"step": 250, "val_loss": ...}   {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
-    {"step": 250, "sample": ...}
-A step whose update was skipped has "skipped": true besides.  Numbers that are not finite are null: JSON has no NaN.
+    {"step": 250, "sample": ...}   {"step": 300, "rewound_from": 412, "sample": ...}
+A step has "loss_z" and "norm_z" besides once 128 steps are known, and "skipped": true when its update was skipped, as
+an outlier also "outlier": true.  Numbers that are not finite are null: JSON has no NaN.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
+STATS = "stats.jsonl"  # of watch.py, a number a layer; kept and cut as metrics.jsonl is
 
 Record = dict[str, Any]
 

@@ -10,7 +10,8 @@ import torch
 from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import packed_size, scatter_bounds
-from gpt2_triton.tables import LEVELS, Acts, State, entries
+from gpt2_triton.tables import LEVELS, WINDOW, Acts, State, entries
+from gpt2_triton.watch import slots
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
@@ -37,7 +38,10 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) ->
     d["Np"] = packed_size(d["R"], d["V"])
     d["N"] = sum(math.prod(e.shape) for e in entries(d))
     d["Nt"] = d["N"] if training else 0
+    d["Nw"] = WINDOW + 1 if training else 0
     d["Nm"] = d["N"] if training and config.optim.master == "fp32" and config.train.dtype == "bf16" else 0
+    watched = training and config.log.stats_every > 0
+    d["Sa"], d["Sp"], d["P"] = (len(slots(d)), len(list(entries(d))), K.stats_parts()) if watched else (0, 0, 0)
     d["W"] = K.scratch_elements(d, config.train.dtype)
     return d
 

@@ -5,10 +5,10 @@ noise from (seed, s), and logs no clock but in fields named so.  Stopping after 
 checkpoint therefore gives the bytes of the unbroken run.
 """
 
+import contextlib
 import os
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint, hellaswag
+from gpt2_triton import checkpoint, hellaswag, stability, watch
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -30,15 +30,8 @@ from gpt2_triton.optim import hyper_row
 from gpt2_triton.planning import MODULE_BYTES, choose_recompute
 from gpt2_triton.provenance import describe
 from gpt2_triton.sample import continuations
+from gpt2_triton.stability import NonFinite, Rewind
 from gpt2_triton.stream import Step
-
-
-class NonFinite(RuntimeError):
-    """Loss or gradients stayed non-finite for train.skip_limit steps in a row.
-
-    The host learns of it when the next step is already under way.  No update of a non-finite step reaches the weights:
-    AdamW itself skips it, on the device.
-    """
 
 
 def train(config: Config, run_dir: Path, resume: bool) -> int:
@@ -51,6 +44,9 @@ def train(config: Config, run_dir: Path, resume: bool) -> int:
     try:
         code = trainer.run()
         return code
+    except NonFinite:
+        trainer.in_flight = None  # the run ends with the step that the message names
+        raise
     finally:
         trainer.close(failed=code == 1)
 
@@ -65,12 +61,12 @@ class Trainer:
         self.notes: list[str] = []
         train_shards, val_shards = self._open_data()
         self.data = fingerprint(train_shards)
-        self.state: dict[str, Any] = {"step": 0, "sample": 0, "skipped": 0, "skipped_in_a_row": 0, "wandb_id": None}
+        self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
         tensors = self._load(found) if found else self._load_initial()
         if config.sample.every:
             get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
         self.questions = hellaswag.questions_of_run(config)
-        loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
+        self.loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
         self.validation = (
             ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
         )
@@ -78,6 +74,7 @@ class Trainer:
         if fitting is not config:
             self.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
         self.model = GPT2(fitting, K, self.device)
+        checkpoint.require_room(run_dir / "checkpoints", self.model.persistent())
         if self.device == "cuda":
             made = self.model.compile()
             self.notes.append(
@@ -89,27 +86,24 @@ class Trainer:
             checkpoint.check_tensors(found, tensors, self.model.persistent())
         for name, tensor in tensors.items():
             self.model.persistent()[name].copy_(tensor)
-        self.batches = Prefetcher(
-            loader,
-            config.micro_batch,
-            config.accumulation,
-            config.model.vocab_size,
-            first_sample=self.state["sample"],
-            pinned=self.device != "cpu",
-        )
-        self.saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.major)
+        self.batches = self._prefetch()
+        c, back = config.checkpoint, config.checkpoint.every if config.train.rewind_after else 0
+        self.saver = checkpoint.Saver(run_dir / "checkpoints", c.keep, c.major, back)
         self.host: dict[str, torch.Tensor] = {}
         self.in_flight: Step | None = None
-        about = describe(fitting, self.model.plan.total, self._where(), self.state["step"])
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
+        about = describe(fitting, self.model.plan.total, where, self.state["step"])
         self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"], about)
         self.state["wandb_id"] = self.log.wandb_id
         for note in self.notes:
             self.log.note(note)
-        self.log.note(
-            f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {self._where()}"
-        )
+        self.log.note(f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {where}")
 
     # ---- setting up ----
+
+    def _prefetch(self) -> Prefetcher:
+        c, first, pinned = self.config, self.state["sample"], self.device != "cpu"
+        return Prefetcher(self.loader, c.micro_batch, c.accumulation, c.model.vocab_size, first, pinned)
 
     def _open_data(self) -> tuple[list, list]:
         d, T, V = self.config.data, self.config.train.seq_len, self.config.model.vocab_size
@@ -181,9 +175,6 @@ class Trainer:
                 f"before the run {self.context_bytes / GIB:.3f} GiB (CUDA context, other processes)"
             )
 
-    def _where(self) -> str:
-        return torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
-
     # ---- the loop ----
 
     def run(self) -> int:
@@ -194,29 +185,36 @@ class Trainer:
         if step == 0:
             self._evaluate_if_due(step)
         while step < last and not self.stopped_by:
-            self._train_step(step)
-            step += 1
-            if step == first + 3:
-                self._report_memory()
-            self._evaluate_if_due(step)
-            self._hellaswag_if_due(step)
-            self._sample_if_due(step)
-            if self._due(step, self.config.checkpoint.every) or step == last:
-                self._save(step)
+            try:
+                self._train_step(step)
+                step += 1
+                if step == first + 3:
+                    self._report_memory()
+                self._evaluate_if_due(step)
+                self._hellaswag_if_due(step)
+                self._sample_if_due(step)
+                if self._due(step, self.config.checkpoint.every) or step == last:
+                    self._save(step)
+            except Rewind:
+                step = self._rewind()
         if self.stopped_by and step > 0:
-            self._save(step)
+            with contextlib.suppress(Rewind):  # resumed, the run comes to this step again, and goes back then
+                self._save(step)
         self.saver.wait(raise_errors=True)
         return 128 + self.stopped_by if self.stopped_by and step < last else 0
 
     def _train_step(self, step: int) -> None:
         """Launch step `step`; then, while the device is at it, report the step before."""
         hyper = hyper_row(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-        self.model.begin_step(hyper, step, self.config.train.seed)
+        watched = self._due(step + 1, self.config.log.stats_every)
+        self.model.begin_step(hyper, step, self.config.train.seed, watched)
         for micro in range(self.config.accumulation):
             self.model.micro_step(next(self.batches), first=micro == 0)
         launched = self.model.end_step()
-        self._report_step()
-        self.in_flight = launched
+        try:
+            self._report_step()
+        finally:
+            self.in_flight = launched
 
     def _report_step(self) -> None:
         """Wait for the step in flight, if there is one; count it and log it.  Evaluation, samples and checkpoints come
@@ -224,24 +222,33 @@ class Trainer:
         """
         if self.in_flight is None:
             return
-        loss, norm, applied, seconds = self.in_flight.result()
-        self.in_flight = None
-        step = self.state["step"]
-        self.state["step"] = step + 1
+        launched, self.in_flight = self.in_flight, None
+        result = launched.result()
+        step = self.state["step"] = self.state["step"] + 1
+        cause = ""
+        if self.model.watch and stability.is_nonfinite(result):
+            cause = self.model.first_nonfinite(self.batches.step(self.state["sample"])) or "nothing when computed again"
         self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
-        self.state["skipped"] += not applied
-        self.log.step(step + 1, loss=loss, norm=norm, seconds=seconds, skipped=not applied)
-        self._check_finite(step, applied)
+        stability.count(self.state, result)
+        loss, norm, applied, seconds, z = result
+        self.log.step(step, loss=loss, norm=norm, seconds=seconds, skipped=not applied, z=z, cause=cause)
+        if self.model.watch and self._due(step, self.config.log.stats_every):
+            record = self.model.watch.read(launched.watched, self.config.accumulation)
+            self.log.statistics(step, record, watch.summary(record))
+        stability.check(self.state, self.config)
 
-    def _check_finite(self, step: int, applied: bool) -> None:
-        self.state["skipped_in_a_row"] = 0 if applied else self.state["skipped_in_a_row"] + 1
-        limit = self.config.train.skip_limit
-        if limit and self.state["skipped_in_a_row"] >= limit:
-            raise NonFinite(
-                f"step {step + 1}: loss or gradient norm was not finite for {limit} steps in a row "
-                f"(samples up to {self.state['sample']:,}); "
-                f"the last update was step {step + 1 - limit}: lower optim.lr, or resume from an older checkpoint"
-            )
+    def _rewind(self) -> int:
+        """Back to an earlier step, which it returns, and on with the data after the present one."""
+        if self.in_flight is not None:
+            self.in_flight.result()
+            self.in_flight = None
+        self.saver.wait()
+        failed, target = self.state["step"], stability.rewind_target(self.state, self.config)
+        stability.go_back(self.state, target, self.run_dir / "checkpoints", self.model.persistent())
+        self.log.rewind(failed, target, self.state["sample"])
+        self.batches.close()
+        self.batches = self._prefetch()
+        return target
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
@@ -280,6 +287,8 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Copy the persistent buffers to the host and let the saver write them while training goes on."""
         self._report_step()
+        if self._due(step, self.config.checkpoint.every):
+            self.state["rewinds"] = 0
         self.saver.wait()
         for name, flat in self.model.persistent().items():
             if name not in self.host:
@@ -294,7 +303,9 @@ class Trainer:
         self.stopped_by = number
 
     def close(self, failed: bool = False) -> None:
-        with suppress(Exception):  # after an exception the step in flight may have finished, or be lost with the device
+        with contextlib.suppress(
+            Exception
+        ):  # after an exception the step in flight may have finished, or be lost with the device
             self._report_step()
         self.saver.wait()
         self.batches.close()

@@ -50,7 +50,8 @@ ALLOWED_IMPORTS = {
     "optim": {"config"},
     "config": set(),
     "data/": {"data"},
-    "checkpoint": set(),
+    "checkpoint": {"checks"},
+    "checks": set(),
     "configfile": {"config"},
     "configtable": {"checkpoint", "config"},
     "gpus": {"arena", "config"},
@@ -61,11 +62,13 @@ ALLOWED_IMPORTS = {
     "plot": {"config", "metrics"},
     "sample": {"kernels", "data", "gpus", "model", "sources"},
     "stream": set(),
+    "watch": {"tables"},
+    "stability": {"checkpoint", "config", "stream"},
     "sources": {"checkpoint", "config"},
     "hellaswag": {"config", "data", "model"},
     "evaluation": {"kernels", "arena", "config", "data", "gpus", "model", "planning"},
-    "planning": {"tables", "arena", "config", "data.loader"},
-    "model": {"schedule", "tables", "arena", "config", "planning", "stream"},
+    "planning": {"tables", "arena", "config", "data.loader", "watch"},
+    "model": {"schedule", "tables", "arena", "config", "planning", "stream", "watch"},
 }
 
 

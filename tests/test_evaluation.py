@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import hellaswag_peer
 from gpt2_triton import evaluation
@@ -146,3 +147,13 @@ def test_the_comparison_with_pytorch_finds_no_other_choice(trained, tmp_path, ca
     assert hellaswag_peer.main([str(directory / "run"), "--data", str(questions), "--batch_tokens", "2000"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ours, fp32")]
     assert len(lines) == 2 and all(line.split()[5:] == ["0", "0.0000", "0", "0.0000"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [("bf16", torch.bfloat16), ("fp32", torch.float32), (None, torch.float32)]
+)
+def test_a_model_computes_in_the_type_asked_for(trained, dtype, stored):
+    config, tensors = load_weights(str(trained[0] / "run"))
+    model = evaluation.inference_model(config, tensors, 192, dtype)
+    assert model.state.params.dtype == stored
+    assert torch.equal(model.state.params.cpu(), tensors["params"].to(stored))

@@ -203,6 +203,22 @@ def test_every_record_is_a_row_with_a_number_of_its_own(tmp_path, monkeypatch):
     assert fake.calls[-1] == ("finish", (), dict(exit_code=0))
 
 
+def test_a_rewind_goes_on_in_a_new_run_that_has_what_the_file_has(server, tmp_path):
+    """Back from step 5 to 2: the rows of the steps undone cannot be taken back, so the old run is left as it is."""
+    logger = Logger(tmp_path, config(wandb="online"))
+    for step in range(1, 6):
+        logger.step(step, loss=10 / step, norm=1.0, seconds=0.1)
+    old = logger.wandb_id
+    logger._mirror.close()
+    server.rows.clear()  # a server has no rows of a run it does not know
+    logger.rewind(5, 2, sample=99)
+    logger.step(3, loss=7.0, norm=1.0, seconds=0.1)
+    logger.close()
+    assert old != logger.wandb_id == json.loads((tmp_path / "run.json").read_text())["wandb_id"] == server.names[-1]
+    assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))
+    assert [step for step, _, _ in points(read_metrics(tmp_path / METRICS))] == [1, 2, 3]
+
+
 def test_a_run_that_failed_is_marked_so(tmp_path, monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)

@@ -1,9 +1,12 @@
 """`hellaswag` and `perplexity`: how good a model is."""
 
 from pathlib import Path
+from typing import Literal
 
 from gpt2_triton.cli import choose_device, require_directory, require_least
 from gpt2_triton.config import ConfigError
+
+Dtype = Literal["bf16", "fp32"]
 
 
 def hellaswag(
@@ -14,6 +17,7 @@ def hellaswag(
     limit: int = 0,
     json: Path | None = None,
     batch_tokens: int = 65536,
+    dtype: Dtype | None = None,
 ) -> None:
     """Ask a model HellaSwag's questions, as llm.c does and as lm-evaluation-harness does.
 
@@ -29,6 +33,8 @@ def hellaswag(
         File for the figures.
     batch_tokens: int
         Tokens at once, at most; the figures do not depend on it.
+    dtype: str
+        Type to compute in; by default the one it was trained in.
     """
     require_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
@@ -41,7 +47,7 @@ def hellaswag(
 
     config, tensors = load_weights(checkpoint)
     questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
-    model = evaluation.inference_model(config, tensors, batch_tokens)
+    model = evaluation.inference_model(config, tensors, batch_tokens, dtype)
     losses = {style: hs.ending_losses(model, asked, style) for style, asked in questions.items()}
     results = {style: hs.scores(asked, losses[style]) for style, asked in questions.items()}
     print(f"HellaSwag, {len(next(iter(questions.values())).labels):,} questions")
@@ -51,7 +57,13 @@ def hellaswag(
 
 
 def perplexity(
-    checkpoint: str, /, *shards: str, tokens: int = 0, json: Path | None = None, batch_tokens: int = 65536
+    checkpoint: str,
+    /,
+    *shards: str,
+    tokens: int = 0,
+    json: Path | None = None,
+    batch_tokens: int = 65536,
+    dtype: Dtype | None = None,
 ) -> None:
     """Print a model's loss, perplexity and bits per byte over token shards.
 
@@ -67,6 +79,8 @@ def perplexity(
         File for the figures.
     batch_tokens: int
         Tokens at once, at most.
+    dtype: str
+        Type to compute in; by default the one it was trained in.
     """
     if not shards:
         raise ConfigError("perplexity: expected one or more shards after the checkpoint")
@@ -80,7 +94,7 @@ def perplexity(
     config, tensors = load_weights(checkpoint)
     V, T = config.model.vocab_size, config.train.seq_len
     opened = [shard for given in shards for shard in open_shards(given, V, T)]
-    model = evaluation.inference_model(config, tensors, batch_tokens)
+    model = evaluation.inference_model(config, tensors, batch_tokens, dtype)
     result = evaluation.perplexity(model, opened, tokens)
     print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
     print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")
