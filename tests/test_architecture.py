@@ -30,6 +30,7 @@ ALLOWED_IMPORTS = {
         f"kernels.{name}"
         for name in (
             "contract",
+            "decode",
             "tuned",
             "dot",
             "gelu",
