@@ -10,14 +10,14 @@ import torch
 from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import packed_size, scatter_bounds
-from gpt2_triton.tables import LEVELS, Acts, State, entries
+from gpt2_triton.tables import LEVELS, Acts, Decoding, State, entries
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
 MODULE_BYTES = int(0.25 * GIB)  # the kernels' code and the CUDA graphs: 0.16 GiB at 12 layers
 
 
-def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) -> dict[str, int]:
+def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, texts: int = 0) -> dict[str, int]:
     """Every symbol that tables.py uses, in numbers."""
     m = config.model
     d = dict(
@@ -36,6 +36,7 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) ->
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = packed_size(d["R"], d["V"])
     d["N"] = sum(math.prod(e.shape) for e in entries(d))
+    d["Bd"] = texts or int(training and config.sample.every > 0)
     d["Nt"] = d["N"] if training else 0
     d["Nm"] = d["N"] if training and config.optim.master == "fp32" and config.train.dtype == "bf16" else 0
     d["W"] = K.scratch_elements(d, config.train.dtype)
@@ -43,14 +44,17 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) ->
 
 
 def make_plan(
-    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None
-) -> tuple[Plan, dict[str, int]]:
-    """The exact memory plan of a run with micro-batch B, and the dimensions it was made from."""
-    dims = dimensions(config, K, B, T, training)
+    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None,
+    texts: int = 0,
+) -> tuple[Plan, dict[str, int]]:  # fmt: skip
+    """The exact memory plan of a run with micro-batch B, and the dimensions it was made from; `texts` are decoded at
+    once, one in a training run that prints samples.
+    """
+    dims = dimensions(config, K, B, T, training, texts)
     dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
     level = config.memory.recompute if training else "block"
     assert level != "auto", "choose_recompute comes first"
-    rows = [row for table in (State, Acts) for row in resolve(table, dims, dtypes, level, LEVELS)]
+    rows = [row for table in (State, Acts, Decoding) for row in resolve(table, dims, dtypes, level, LEVELS)]
     return plan(rows), dims
 
 

@@ -161,14 +161,14 @@ def decode_attention(att, cache, qkv, seq, NH):
     B, C = att.shape
     for b, row in enumerate(seq[:, 1].tolist()):
         q, kv = qkv[b, :C].view(NH, -1), qkv[b, C:]
-        cache[b, row] = kv
-        k, v = (t.reshape(row + 1, NH, -1).transpose(0, 1) for t in cache[b, : row + 1].split(C, 1))
+        cache[b, row] = kv.view(2, C)
+        k, v = cache[b, : row + 1].view(row + 1, 2, NH, -1).permute(1, 2, 0, 3)
         p = (k @ q[:, :, None] / math.sqrt(C // NH)).softmax(1)
         att[b] = (p * v).sum(1).flatten()
 
 
 def cache_fill(cache, qkv):
-    cache.copy_(qkv[:, qkv.shape[1] // 3 :].expand(cache.shape))
+    cache.copy_(qkv.view(len(qkv), 3, -1)[:, 1:].expand(cache.shape))
 
 
 def draw(seq, logits, V, temperature, top_k, top_p):

@@ -206,5 +206,6 @@ def test_a_run_compiles_nothing_after_compile():
         model.initialise(seed=1)
         train_steps(model, 2)
         model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
-        model.logits(np.zeros((1, model.T), np.int32), row=5)
+        model.prefill([1, 2, 3], slice(0, 1))
+        model.decode(1.0, 0, 1.0)
     assert late == []

@@ -7,7 +7,7 @@ cache_fill        cache = k, v of a whole sequence, which the forward pass has l
 
 Where a sequence stands is read from `seq`, int32 [B, 5] on the device: the token to take in, its row in the cache, how
 many tokens have been drawn (draw.py), and its seed, 31 bits and 31 bits.  So the launches of every step are the same,
-and one CUDA graph replays them.  cache is [B, T, 2, NH, HS], one for each layer.
+and one CUDA graph replays them.  cache is [B, T, 2, C], one for each layer, C the heads one after the other.
 
 A step is bound by the reading of the weights, and with few sequences by the number of launches: five a layer.  Hence
 every program of a product normalises the rows anew, up to 64 of them, all of which come from L2.
@@ -135,7 +135,7 @@ def _decode_attention_kernel(
 @triton.jit
 def _cache_fill_kernel(cache_ptr, qkv_ptr, T, C, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    n = T.to(tl.int64) * 2 * C
+    n = tl.cast(T, tl.int64) * 2 * C
     kv = tl.load(qkv_ptr + i // (2 * C) * (3 * C) + C + i % (2 * C), mask=i < n, other=0.0)
     tl.store(cache_ptr + tl.program_id(1) * n + i, kv, mask=i < n)
 
@@ -161,7 +161,7 @@ def decode_matmul(
     _decode_matmul_kernel[grid](out, x, w, b, lnw, lnb, res, B, N, K, eps, GELU=gelu, **row)
 
 
-@contract("att[B,C] cache[B,T,2*C]+ <- qkv[B,3*C] seq[B,5]")
+@contract("att[B,C] cache[B,T,2,C]+ <- qkv[B,3*C] seq[B,5]")
 def decode_attention(att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int) -> None:
     """cache[row] = k, v; att = attention of q over the cache up to there."""
     (B, C), T = att.shape, cache.shape[1]
@@ -172,8 +172,9 @@ def decode_attention(att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: i
     )
 
 
-@contract("cache[B,T,2*C] <- qkv[T,3*C]")
+@contract("cache[B,T,2,C] <- qkv[T,3*C]")
 def cache_fill(cache: Tensor, qkv: Tensor) -> None:
     """cache[b] = k, v of every row of qkv, the same for every b."""
-    (B, T, width), block = cache.shape, tuned("cache_fill", dtype_name(qkv), BLOCK=cache[0].numel())
-    _cache_fill_kernel[(triton.cdiv(T * width, block["BLOCK"]), B)](cache, qkv, T, width // 2, **block)
+    B, T, _, C = cache.shape
+    row = tuned("cache_fill", dtype_name(qkv), BLOCK=T * 2 * C)
+    _cache_fill_kernel[(triton.cdiv(T * 2 * C, row["BLOCK"]), B)](cache, qkv, T, C, **row)

@@ -68,7 +68,7 @@ def test_attention_over_the_cache(rng, dtype, HS):
     """Rows before, at and after a block's end; the new row is stored, and rows after it (NaN) are not read."""
     NH, T, rows = 2, 150, [0, 1, 63, 64, 65, 149]
     B, C, seq = len(rows), NH * HS, sequences(rows)
-    qkv, cache = rng(B, 3 * C, dtype=dtype), rng(B, T, 2 * C, dtype=dtype)
+    qkv, cache = rng(B, 3 * C, dtype=dtype), rng(B, T, 2, C, dtype=dtype)
     for b, row in enumerate(rows):
         cache[b, row:] = float("nan")
     att, want, exact = poisoned(B, C, dtype=dtype), poisoned(B, C, dtype=torch.float64), cache.double()
@@ -80,11 +80,11 @@ def test_attention_over_the_cache(rng, dtype, HS):
 
 @dtypes
 def test_the_cache_takes_keys_and_values_of_a_whole_sequence(rng, dtype):
-    qkv, cache = rng(6, 3 * 48, dtype=dtype), poisoned(3, 6, 2 * 48, dtype=dtype)
+    qkv, cache = rng(6, 3 * 48, dtype=dtype), poisoned(3, 6, 2, 48, dtype=dtype)
     kernels.cache_fill(cache[1:], qkv)
     assert cache[0].isnan().all()
     for b in (1, 2):
-        assert torch.equal(cache[b], qkv[:, 48:])
+        assert torch.equal(cache[b].flatten(1), qkv[:, 48:])
 
 
 def test_a_sequence_has_the_same_bits_in_any_place_of_a_batch(rng):
