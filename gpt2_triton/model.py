@@ -72,7 +72,7 @@ class GPT2:
         self.B, self.T = batch or config.micro_batch, config.train.seq_len
         self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes, texts)
         self.recompute = Recompute.at(config.memory.recompute if training else "block")
-        refuse_if_too_large(self.plan, config, K, device)
+        refuse_if_too_large(self.plan, config, K, device, texts)
         self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
         self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.rows, self.arena, self.dims)

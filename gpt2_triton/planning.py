@@ -104,10 +104,15 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     )
 
 
-def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str) -> None:
+def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: int = 0) -> None:
     if device == "cpu":
         return
     free, total = torch.cuda.mem_get_info()
+    if made.total > free and texts:
+        raise OutOfMemory(
+            f"to decode {texts} texts at once takes {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of "
+            f"{total / GIB:.2f} GiB free: set --batch below {texts}"
+        )
     if made.total > free:
         _, best = _total_and_largest(config, K, free)
         rows = config.total_batch_tokens // config.train.seq_len

@@ -95,7 +95,7 @@ def prefill(K: Any, m: Any, d: Any, texts: slice) -> None:
 
 def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float) -> None:
     """The next token of each sequence of d.seq: the forward pass of one row each, its last token's."""
-    w, a, end = m.w, m.a, 2 * m.L
+    w, a = m.w, m.a
     K.decode_embed(a.x[0], d.seq, w.wte, w.wpe)
     for l in range(m.L):
         i = 2 * l
@@ -105,7 +105,8 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
         K.decode_matmul(a.x[i + 1], a.att[l], w.attprojw[l], w.attprojb[l], None, None, a.x[i])
         K.decode_matmul(a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], w.lnw[i + 1], w.lnb[i + 1], None, gelu=True)
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
-    K.decode_matmul(d.logits, a.x[end], w.wte, None, w.lnw[end], w.lnb[end], None)
+    final_norm(K, m)  # a launch of its own: the head has 3144 programs, too many to normalise anew
+    K.decode_matmul(d.logits, a.lnf, w.wte, None, None, None, None)
     K.draw(d.seq, d.logits, m.V, temperature, top_k, top_p)
 
 

@@ -4,7 +4,7 @@ B batch, T sequence, C channels, NH heads, HS head size, L layers, V vocabulary,
 sequence, R = B*T rows, Rc rows of one head chunk, S = 2L + 1 points of the residual stream: x[2l] enters layer l,
 x[2l+1] leaves its attention, x[2L] is the last.  ln[i] is the norm of point x[i]; its weights are lnw[i], lnb[i], so
 the final norm is an ordinary row. N is the number of parameters, Nt and Nm are N in training and with fp32 masters,
-else 0; Np the elements of a packed batch, W of the scratch; Tmax is model.block_size.  Bd is the sequences that are decoded
+else 0; Np the elements of a packed batch, W of the scratch; Tmax is model.block_size.  Bd sequences are decoded
 at once, 0 without decoding.
 """
 

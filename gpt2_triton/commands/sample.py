@@ -43,7 +43,12 @@ def sample(
         Texts decoded at once, at most.  It changes the speed, not the random numbers of a text.
     """
     require_least(
-        tokens=(tokens, 1), temperature=(temperature, 0), top_k=(top_k, 0), seed=(seed, 0), num=(num, 1), batch=(batch, 1)
+        tokens=(tokens, 1),
+        temperature=(temperature, 0),
+        top_k=(top_k, 0),
+        seed=(seed, 0),
+        num=(num, 1),
+        batch=(batch, 1),
     )
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top_p: must be above 0 and at most 1, got {top_p}; 1 keeps every token")

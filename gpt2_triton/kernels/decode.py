@@ -10,7 +10,7 @@ many tokens have been drawn (draw.py), and its seed, 31 bits and 31 bits.  So th
 and one CUDA graph replays them.  cache is [B, T, 2, C], one for each layer, C the heads one after the other.
 
 A step is bound by the reading of the weights, and with few sequences by the number of launches: five a layer.  Hence
-every program of a product normalises the rows anew, up to 64 of them, all of which come from L2.
+every program of a product in a layer normalises its rows anew, up to 32 of them, which come from L2.
 """
 
 import math

@@ -37,7 +37,7 @@ def test_embedding_of_each_sequences_token_and_row(rng, dtype):
     assert error(x, want) < tolerance(dtype)
 
 
-# B, N, K: one sequence; the largest of the narrow blocks; the smallest of the wide ones; two wide blocks; GPT-2's widths
+# B, N, K: one sequence; the most of narrow blocks; the fewest of wide ones; two wide blocks; GPT-2's widths
 SHAPES = [(1, 48, 64), (16, 48, 80), (17, 48, 64), (70, 16, 48), (2, 768, 1600)]
 
 
