@@ -1,12 +1,12 @@
 """Where a step's time goes, and where it could not go faster: `python -m gpt2_triton bench --ops`.
 
-Every launcher of a step is timed in place, between CUDA events, so that caches and clocks are as a step leaves them (at
-full load the power limit sets the clock, some 10% below a first burst), and grouped with those of equal shapes. Beside
-it stands its floor: the time in which cuBLAS multiplies that very shape and layout on this GPU in this run (for
-attention, cuDNN's time), or the time of its bytes at the bandwidth of a large copy, whichever is longer. A launcher
-that is not among the products and not attention has the second alone. Bytes are its inputs read once and its outputs
-written once; recomputation and partial sums are its own. cuBLAS and cuDNN can be beaten: a share of the limit above
-100% says so.
+Every launcher of a step is timed in place, between events in the replayed CUDA graph, so that caches and clocks are as
+a step leaves them (at full load the power limit sets the clock, some 10% below a first burst), and grouped with those
+of equal shapes.  Beside it stands its floor: the time in which cuBLAS multiplies that very shape and layout on this GPU
+in this run (for attention, cuDNN's time), or the time of its bytes at the bandwidth of a large copy, whichever is
+longer.  A launcher that is not among the products and not attention has the second alone.  Bytes are its inputs read
+once and its outputs written once; recomputation and partial sums are its own.  cuBLAS and cuDNN can be beaten: a share
+of the limit above 100% says so.
 """
 
 import collections
@@ -25,7 +25,6 @@ from torch import Tensor
 
 import gpt2_triton.kernels as kernels
 from benchmarks import ceilings
-from benchmarks.ceilings import events
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton.config import ConfigError
@@ -36,7 +35,7 @@ Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}
 IN_PLACE = {"adamw": ("w", "m", "v", "low"), "encoder_bwd": ("dwte",)}  # outputs that are read as well
 ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # and these when `acc` is true
-WARMUP = 5  # steps that are not counted
+WARMUP = 10  # steps that are not counted: the clock takes a second to settle
 GATHERED = {"encoder_fwd", "classifier_target", "encoder_bwd"}  # of wte only the rows of tokens
 
 # launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
@@ -96,14 +95,20 @@ class Operation:
     nbytes: int
     product: tuple[str, int, int, int] | None
     attention: tuple[int, int, int, int] | None
-    spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # events around each call of a step
+    ms: list[float] = dataclasses.field(default_factory=list)
+
+
+def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Events that a CUDA graph records each time it is replayed."""
+    return torch.cuda.Event(enable_timing=True, external=True), torch.cuda.Event(enable_timing=True, external=True)
 
 
 class Timed:
-    """The kernel package, with an event on either side of each launch while `on`."""
+    """The kernel package, with an event on either side of each launch while `on()`."""
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, on: Callable[[], bool] = torch.cuda.is_current_stream_capturing) -> None:
+        self.on = on
         self.operations: dict[tuple[str, str, int], Operation] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +117,7 @@ class Timed:
             return launcher
 
         def call(*args: Any, **keywords: Any) -> None:
-            if not self.on:
+            if not self.on():
                 return launcher(*args, **keywords)
             before, after = events()
             before.record()
@@ -149,7 +154,7 @@ class Row(NamedTuple):
     """An operation with what was measured: calls a step, milliseconds of a call, the floor of a call and its source."""
 
     op: Operation
-    calls: float
+    calls: int
     ms: float
     floor: float
     limit: str
@@ -162,15 +167,15 @@ def measure(size: str, batch: int, recompute: str, steps: int) -> tuple[list[Ope
     model.compile()
     model.initialise(config.train.seed)
     packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
-    replayed = [result.seconds for result in run_steps(model, packed, range(WARMUP + steps))]
-    model.eager = timed.on = True
-    list(run_steps(model, packed, range(WARMUP + steps)))  # the host is ahead of the device, which never waits
-    for op in timed.operations.values():
-        op.spans = op.spans[len(op.spans) * WARMUP // (WARMUP + steps) :]
-    return list(timed.operations.values()), statistics.median(replayed[WARMUP:]) * 1e3
+    results = [result.seconds for result in run_steps(model, packed, range(WARMUP + steps))]
+    for number in range(steps):  # an event holds its last time only: read before the next step
+        list(run_steps(model, packed, range(number, number + 1)))
+        for op in timed.operations.values():
+            op.ms += [before.elapsed_time(after) for before, after in op.spans]
+    return list(timed.operations.values()), statistics.median(results[WARMUP:]) * 1e3
 
 
-def report(size: str, batch: int | None, recompute: str | None, plot: Path | None, steps: int = 5) -> None:
+def report(size: str, batch: int | None, recompute: str | None, plot: Path | None, steps: int = 10) -> None:
     """Measure, print the table, and draw it."""
     if plot and find_spec("matplotlib") is None:
         raise ConfigError("--plot: matplotlib is not installed; pip install 'gpt2_triton[plot]'")
@@ -180,8 +185,7 @@ def report(size: str, batch: int | None, recompute: str | None, plot: Path | Non
     torch.cuda.empty_cache()
     rows = []
     for op in operations:
-        ms = statistics.median(before.elapsed_time(after) for before, after in op.spans)
-        rows.append(Row(op, len(op.spans) / steps, ms, *floor(op)))
+        rows.append(Row(op, len(op.spans), statistics.median(op.ms), *floor(op)))
     rows.sort(key=lambda row: -row.calls * row.ms)
     print(f"{size}, B {B}, T {T}, recompute {recompute}; copy {ceilings.copy_bandwidth() / 1e12:.2f} TB/s")
     print(table(rows, step_ms))
@@ -196,7 +200,7 @@ def table(rows: list[Row], step_ms: float) -> str:
     lines = [[*head, "of limit", "of step"]]
     for op, calls, ms, least, limit in rows:
         shape = "x".join(map(str, op.product[1:])) if op.product else op.shapes.split(" ")[0]
-        line = [op.name, shape, f"{calls:g}", f"{ms:.3f}", f"{calls * ms:.2f}", f"{op.flops / 1e9:.1f}"]
+        line = [op.name, shape, str(calls), f"{ms:.3f}", f"{calls * ms:.2f}", f"{op.flops / 1e9:.1f}"]
         line += [f"{op.nbytes / 1e6:.1f}", f"{op.flops / ms / 1e9:.0f}" if op.flops else "-"]
         line += [f"{op.nbytes / ms / 1e6:.0f}", f"{least:.3f}", limit]
         lines.append([*line, f"{least / ms:.0%}", f"{calls * ms / step_ms:.1%}"])
@@ -225,7 +229,7 @@ def draw(rows: list[Row], step_ms: float, title: str, out: Path) -> None:
     axes.barh(names, [floors[n] for n in names], color="#1f4e79", height=0.4, label="floor")
     for i, name in enumerate(names):
         note = f"  {ms[name]:.1f} ms, {ms[name] / step_ms:.1%} of step, {floors[name] / ms[name]:.0%} of limit"
-        axes.text(ms[name], i, note, va="center", fontsize=8)
+        axes.text(max(ms[name], floors[name]), i, note, va="center", fontsize=8)
     axes.set(xlabel="ms in a step", title=f"{title}: step {step_ms:.1f} ms, floors {sum(floors.values()):.1f} ms")
     axes.set_xlim(0, 1.5 * max(ms.values()))
     axes.legend(loc="lower right", frameon=False)

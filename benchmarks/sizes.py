@@ -25,12 +25,12 @@ SIZES = {
 }
 
 
-def config_of(size: str, batch: int, recompute: str) -> Config:
-    """bf16 with stochastic rounding, as a run without options trains."""
+def config_of(size: str, batch: int, recompute: str, n_layer: int | None = None) -> Config:
+    """bf16 with stochastic rounding, as a run without options trains; all layers, or so many."""
     s = SIZES[size]
     return Config.model_validate(
         dict(
-            model=dict(n_layer=s.n_layer, n_head=s.n_head, n_embd=s.n_embd),
+            model=dict(n_layer=n_layer or s.n_layer, n_head=s.n_head, n_embd=s.n_embd),
             train=dict(batch_size=batch, seq_len=T),
             optim=dict(lr=3e-4, warmup=0, schedule="constant"),
             memory=dict(recompute=recompute),

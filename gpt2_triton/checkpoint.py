@@ -6,6 +6,7 @@ is noticed; safetensors itself would load it.  Older checkpoints go only after t
 unpickled, and the names of files come from the rules below, never from a file's text.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -21,17 +22,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-FORMAT = 1
+from gpt2_triton.checks import lack_of_room, not_finite
+
+FORMAT = 2  # 1 had no window of losses and norms
 TENSORS, STATE, MANIFEST = "rank_00000.safetensors", "state.json", "manifest.json"
 _STEP = re.compile(r"step_([0-9]{8,})")
-_HIDDEN = re.compile(
-    r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)"
-)  # being written or deleted by the process of that number
+_HIDDEN = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # being written or deleted by that process
 
 # What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
 # compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.
 FREE_SECTIONS = {"optim", "memory", "eval", "sample", "checkpoint", "log"}
-FREE_KEYS = {"data.train", "data.val", "train.steps", "train.batch_size", "train.skip_limit", "init_from"}
+FREE_KEYS = {"data.train", "data.val", "train.steps", "train.batch_size", "init_from"}
+FREE_KEYS |= {"train.skip_limit", "train.skip_loss_z", "train.skip_norm_z", "train.rewind_after"}
 FATAL_KEYS = {"optim.master"}  # what its section does not free: it decides which tensors there are
 
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
@@ -44,8 +46,11 @@ class CheckpointError(ValueError):
 # ---- writing ----
 
 
-def save(directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int, major: int) -> Path:
-    """Write the checkpoint of `step` under `directory`; then keep the `keep` newest (0: all) and multiples of `major`.
+def save(
+    directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int, major: int, back: int = 0
+) -> Path:
+    """Write the checkpoint of `step` under `directory`; then keep the `keep` newest (0: all), multiples of `major`, and
+    the last two multiples of `back` (0: none), which a rewind may go back to.
 
     Returns its path; if it is there already and verifies, nothing is written.  A failure is OSError or SafetensorError.
     """
@@ -54,11 +59,13 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str
     target = directory / f"step_{step:08d}"
     if not target.exists() or verify(target):
         _write(target, tensors, state)
-        _prune(directory, step, keep, major)
+        _prune(directory, step, keep, major, back)
     return target
 
 
 def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    if lack := lack_of_room(target.parent, tensors):
+        raise OSError(errno.ENOSPC, lack)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     try:
@@ -67,18 +74,25 @@ def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> N
         manifest = {name: _fingerprint(temporary / name) for name in (TENSORS, STATE)}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         if target.exists():
             _discard(target)  # it does not verify
         os.rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(target.parent)
-    _sync(target.parent.parent)  # the first save of a run made target.parent
+    sync(target.parent)
+    sync(target.parent.parent)  # the first save of a run made target.parent
 
 
-def _sync(path: Path) -> None:
+def require_room(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """CheckpointError if a checkpoint of these tensors would not fit: for the start of a run, not after its hours."""
+    if lack := lack_of_room(directory, tensors):
+        raise CheckpointError(f"{directory}: no room for a checkpoint: {lack}; make room or choose another --run_dir")
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -109,19 +123,27 @@ def _remove_abandoned(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _prune(directory: Path, newest: int, keep: int, major: int) -> None:
+def _prune(directory: Path, newest: int, keep: int, major: int, back: int) -> None:
     """Keep what `save` says of steps up to `newest`; a later one is damaged, or the run would have gone on from it."""
     steps = [(step, path) for step, path in _steps(directory) if step <= newest]
+    targets = {newest // back * back, newest // back * back - back} if back else set()
     for step, path in steps[:-keep] if keep else []:
-        if not (major and step % major == 0):
+        if not (major and step % major == 0) and step not in targets:
+            _discard(path)
+
+
+def discard_after(directory: Path, step: int) -> None:
+    """Delete the checkpoints of later steps: the run has gone back to `step`, and what follows is another history."""
+    for later, path in _steps(directory):
+        if later > step:
             _discard(path)
 
 
 class Saver:
     """Writes checkpoints in a thread.  If one cannot be written, the run goes on, with a warning."""
 
-    def __init__(self, directory: Path, keep: int, major: int):
-        self._directory, self._keep, self._major = directory, keep, major
+    def __init__(self, directory: Path, keep: int, major: int, back: int = 0):
+        self._directory, self._keep, self._major, self._back = directory, keep, major, back
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -133,7 +155,7 @@ class Saver:
 
     def _save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         try:
-            save(self._directory, step, tensors, state, self._keep, self._major)
+            save(self._directory, step, tensors, state, self._keep, self._major, self._back)
         except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
 
@@ -240,15 +262,18 @@ def find(path: Path) -> Path:
 
 
 def load(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(state, host tensors by name) of a checkpoint that verifies; the tensors are mapped from the file."""
+    """(state, host tensors by name) of a checkpoint that verifies; the tensors are finite and mapped from the file."""
     state = _read_json(step_dir / STATE)
     if state.get("format") != FORMAT:
         wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
         raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
     try:
-        return state, load_file(step_dir / TENSORS)
+        tensors = load_file(step_dir / TENSORS)
     except SafetensorError as error:
         raise CheckpointError(f"{step_dir / TENSORS}: not safetensors ({error}); choose another step") from error
+    if number := not_finite(tensors):
+        raise CheckpointError(f"{step_dir / TENSORS}: {number}; remove this step and use an older one")
+    return state, tensors
 
 
 # ---- does it belong to this run? ----

@@ -18,7 +18,7 @@ from gpt2_triton import __version__
 from gpt2_triton.config import ConfigError
 
 # by name, so that no command imports the kernels for the sake of an exception
-EXIT_CODES = {"ConfigError": 2, "DataError": 3, "CheckpointError": 4, "OutOfMemory": 5, "NonFinite": 6}
+EXIT_CODES = {"ConfigError": 2, "DataError": 3, "CheckpointError": 4, "OutOfMemory": 5, "NonFinite": 6, "TableError": 2}
 
 
 def make_app(name: str, help: str) -> App:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
 TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
+INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # init_from, but scratch
 
 
 class ConfigError(ValueError):
@@ -43,6 +44,10 @@ class ModelConfig(Section):
     vocab_size: int = Field(50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens")
     block_size: int = Field(1024, ge=1, description="longest sequence: rows of the position embedding")
 
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
 
 class DataConfig(Section):
     train: str = Field(
@@ -61,6 +66,13 @@ class TrainConfig(Section):
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
     skip_limit: int = Field(10, ge=0, description="stop after so many non-finite steps in a row; 0 never stops")
+    skip_loss_z: float = Field(
+        0, ge=0, le=11, description="skip an update whose loss lies so many deviations above the last 128; 0 never"
+    )
+    skip_norm_z: float = Field(0, ge=0, le=11, description="the same for the gradient norm")
+    rewind_after: int = Field(
+        0, ge=0, description="after so many skipped steps in a row go back a checkpoint, and past their data; 0 never"
+    )
 
 
 class OptimConfig(Section):
@@ -93,6 +105,9 @@ class MemoryConfig(Section):
 class EvalConfig(Section):
     every: int = Field(250, ge=0, description="validate every so many steps, and after the last; 0 never")
     tokens: int = Field(10_485_760, ge=1, description="validation tokens, the same ones each time")
+    hellaswag_every: int = Field(0, ge=0, description="run HellaSwag every so many steps, and after the last; 0 never")
+    hellaswag_data: str = Field("", description="its .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
+    hellaswag_limit: int = Field(0, ge=0, description="first rows of it; 0 takes all")
 
 
 class SampleConfig(Section):
@@ -111,6 +126,11 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     every: int = Field(1, ge=1, description="log every so many steps")
+    stats_every: int = Field(
+        0,
+        ge=0,
+        description="statistics of activations, gradients, updates every so many steps, and of the last; 0 never",
+    )
     wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="mirror of the metrics")
     wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
 
@@ -127,11 +147,13 @@ class Config(Section):
     sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    init_from: str = Field("scratch", description="initial weights: scratch or checkpoint:DIR")
+    init_from: str = Field(
+        "scratch", description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+    )
 
     @property
     def padded_vocab(self) -> int:
-        return -(-self.model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return self.model.padded_vocab
 
     @property
     def head_size(self) -> int:
@@ -219,8 +241,16 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
             f"{config.eval.tokens} is less than train.seq_len {t.seq_len}; raise it or set eval.every to 0",
         )
     source, _, path = config.init_from.partition(":")
-    if config.init_from != "scratch" and not (source == "checkpoint" and path):
-        yield "init_from", f"expected scratch or checkpoint:DIR, got {config.init_from}"
+    if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
+        known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
+        yield "init_from", f"expected scratch or one of {known}; got {config.init_from}"
+    if t.rewind_after and not config.checkpoint.every:
+        yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
+    elif t.rewind_after > config.checkpoint.every:
+        yield (
+            "train.rewind_after",
+            f"{t.rewind_after} is more than checkpoint.every {config.checkpoint.every}; lower it",
+        )
     yield from _batch_disagreements(t)
 
 

@@ -3,9 +3,12 @@
 metrics.jsonl has one object a line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
     {"step": 250, "val_loss": ...}   and   {"step": 250, "sample": ...}
-A step whose update was skipped has "skipped": true besides.  Lines are written as they come.  A resumed run first drops
-what lies after its checkpoint, so that in the end the file holds the lines of an unbroken run, the times (ms, tok_s,
-mfu) aside.  Numbers that are not finite are null: JSON has no NaN.
+    {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
+    {"step": 300, "rewound_from": 412, "sample": ...}
+A step has "loss_z" and "norm_z" besides once 128 steps are known, and "skipped": true when its update was skipped, as
+an outlier also "outlier": true.  Lines are written as they come.  A resumed run first drops what lies after its
+checkpoint, so that in the end the file holds the lines of an unbroken run, the times (ms, tok_s, mfu) aside; a rewind
+does the same.  Numbers that are not finite are null: JSON has no NaN.
 """
 
 import json
@@ -13,13 +16,13 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gpt2_triton import gpus
 from gpt2_triton.config import Config
 from gpt2_triton.optim import learning_rate
 
-METRICS = "metrics.jsonl"
+METRICS, STATS = "metrics.jsonl", "stats.jsonl"
 WANDB_TIMEOUT = 30  # seconds to wait for the server before training goes on without it; the default is 90
 
 
@@ -34,8 +37,11 @@ class Logger:
         self._mfu_of_tok_s = gpus.flops_per_token(config) / peak if peak else None
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        _truncate(run_dir / METRICS, resume_step)
-        self._file = open(run_dir / METRICS, "a", buffering=1, encoding="utf-8")
+        self._metrics = run_dir / METRICS
+        self._file = _open_after(self._metrics, resume_step)
+        self._stats = run_dir / STATS if config.log.stats_every else None
+        if self._stats:
+            _open_after(self._stats, resume_step).close()
         self._wandb = Wandb(run_dir, config, wandb_id)
 
     @property
@@ -46,8 +52,19 @@ class Logger:
     def note(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(self, step: int, loss: float, norm: float, seconds: float, skipped: bool = False) -> None:
-        """Report a finished step; with log.every k only each k-th, the last, and those that were skipped."""
+    def step(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        seconds: float,
+        skipped: bool = False,
+        z: tuple[float, float] = (0.0, 0.0),
+        cause: str = "",
+    ) -> None:
+        """Report a finished step; with log.every k only each k-th, the last, and those that were skipped.  `z` are the
+        z-scores of loss and norm, `cause` says what was not finite.
+        """
         self._measure(seconds)
         if step % self.config.log.every and step != self.steps and not skipped:
             return
@@ -56,11 +73,27 @@ class Logger:
         mfu = tok_s * self._mfu_of_tok_s if self._mfu_of_tok_s else None
         times = {"ms": ms, "tok_s": tok_s, "mfu": mfu}
         record = {"step": step, "loss": loss, "lr": lr, "norm": norm, **times, "tokens": step * tokens}
-        self._write(record | ({"skipped": True} if skipped else {}))
+        outlier = skipped and math.isfinite(loss) and math.isfinite(norm)
+        record |= {"loss_z": z[0], "norm_z": z[1]} if any(z) else {}
+        self._write(record | ({"skipped": True} if skipped else {}) | ({"outlier": True} if outlier else {}))
         line = f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
         line += f" | mfu {mfu:.1%}" if mfu else ""
         line += f" | eta {duration((self._seconds or seconds) * (self.steps - step))}"
-        self.note(line + (" | skipped: not finite" if skipped else ""))
+        why = (
+            f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if outlier else f"not finite{cause and ', first: '}{cause}"
+        )
+        self.note(line + (f" | skipped: {why}" if skipped else ""))
+
+    def rewind(self, step: int, target: int, sample: int) -> None:
+        """The run goes back from `step` to `target` and on with `sample`: forget what lies between."""
+        self._file.close()
+        self._file = _open_after(self._metrics, target)
+        if self._stats:
+            _open_after(self._stats, target).close()
+        record = {"step": target, "rewound_from": step, "sample": sample}
+        if record not in read_metrics(self._metrics):  # a run that is resumed before its next checkpoint comes by again
+            self._write(record)
+        self.note(f"{self._at(step)} | rewind to step {target}; data goes on at sample {sample:,}")
 
     def _measure(self, seconds: float) -> None:
         """Running mean of a step's time, for the eta; the first step compiles and does not count."""
@@ -72,9 +105,20 @@ class Logger:
     def _at(self, step: int) -> str:
         return f"step {step:{len(str(self.steps))}d}/{self.steps}"
 
+    def statistics(self, step: int, record: dict[str, Any], summary: str) -> None:
+        """Append a record of watch.py to stats.jsonl, which Weights & Biases does not get: it has a number a layer."""
+        assert self._stats is not None
+        with open(self._stats, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
+        self.note(f"{self._at(step)} | stats: {summary}")
+
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "val_loss": loss})
         self.note(f"{self._at(step)} | val loss {loss:.4f}")
+
+    def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:
+        self._write({"step": step, "hellaswag": acc_norm, "hellaswag_acc": acc})
+        self.note(f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, acc {acc:.4f} (completion style)")
 
     def sample(self, step: int, text: str) -> None:
         self._write({"step": step, "sample": text})
@@ -142,10 +186,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.strip()]
 
 
+def _open_after(path: Path, resume_step: int) -> TextIO:
+    """The file to append to, with the records up to resume_step; all go when the run starts afresh."""
+    if path.exists():
+        _truncate(path, resume_step)
+    return open(path, "a", buffering=1, encoding="utf-8")
+
+
 def _truncate(path: Path, resume_step: int) -> None:
-    """Keep the records up to resume_step; all go when the run starts afresh."""
-    if not path.exists():
-        return
     kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")

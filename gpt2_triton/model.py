@@ -7,7 +7,7 @@ plain torch.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from gpt2_triton.config import Config
 from gpt2_triton.planning import make_plan, refuse_if_too_large
 from gpt2_triton.stream import STEPS, Replay, Step
 from gpt2_triton.tables import Acts, Decoding, Params, Recompute, State, entries, named
+from gpt2_triton.watch import Watch, first_nonfinite
 
 INIT_STD = 0.02
 
@@ -78,10 +79,13 @@ class GPT2:
         self.decoding: Decoding = carve(Decoding, self.plan.rows, self.arena, self.dims)
         self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
         self._replay = Replay()
-        steps = [Step(device) for _ in range(STEPS)]
-        self._step, self._steps = steps[-1], itertools.cycle(steps)
         self._views: dict[tuple[int, int], View] = {}
         self.full = self.view(self.B, self.T)
+        watch = self.state.act_stats is not None
+        self.watch = Watch(K, self.state, self.full.a, self.dims) if watch else None
+        self._watched, self._launchers = False, K
+        steps = [Step(device, self.watch.buffers if self.watch else ()) for _ in range(STEPS)]
+        self._step, self._steps = steps[-1], itertools.cycle(steps)
 
     def view(self, B: int, T: int) -> View:
         """The schedule's view for B sequences of T tokens, cut from the planned rows; B*T is at most the plan's."""
@@ -112,10 +116,11 @@ class GPT2:
         """Compile the kernels of a whole run on all cores: its calls without the launches (kernels/compile.py)."""
         with self.K.compiling() as compiled:
             self.initialise(self.config.train.seed)
-            for acc in (False, True):
-                self._forward_backward(acc)
-            self._phase("update")
-            if self.config.eval.every:
+            for watched in (False, True) if self.watch else (False,):
+                for acc in (False, True):
+                    self._forward_backward(acc, watched)
+                self._update(watched)
+            if self.config.eval.every or self.config.eval.hellaswag_every:
                 self.evaluate(*np.zeros((2, self.B, self.T), np.int32))
             if self.config.sample.every:
                 s = self.config.sample
@@ -146,8 +151,12 @@ class GPT2:
 
     # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----
 
-    def begin_step(self, hyper: np.ndarray, step: int, seed: int) -> None:
-        """Give the device what changes from step to step: `optim.hyper_row`, and the key of the rounding noise."""
+    def begin_step(self, hyper: np.ndarray, step: int, seed: int, watched: bool = False) -> None:
+        """Give the device what changes from step to step: `optim.hyper_row`, and the key of the rounding noise.  A
+        watched step takes statistics, which the Step that end_step returns then has in `watched`.
+        """
+        assert self.watch or not watched, "statistics have no memory: log.stats_every is 0"
+        self._watched = watched
         previous, self._step = self._step, next(self._steps)
         self._step.begin(previous, hyper, [step, seed & 0x7FFFFFFF, seed >> 31, 0])
         self.state.hyper.copy_(self._step.hyper, non_blocking=True)
@@ -156,14 +165,28 @@ class GPT2:
     def micro_step(self, packed: Tensor, first: bool) -> None:
         """Forward and backward of one micro-batch, packed by data.loader; gradients start over if `first`, else add."""
         self.state.packed.copy_(packed, non_blocking=True)
-        self._run(self._forward_backward, not first)
+        self._run(self._forward_backward, not first, self._watched)
 
     def end_step(self) -> Step:
         """Update the parameters; result() of what this returns waits for the step's loss, gradient norm and time."""
-        self._run(self._phase, "update")
+        self._run(self._update, self._watched)
         self._step.stats.copy_(self.state.stats, non_blocking=True)
+        self._step.z.copy_(self.state.z, non_blocking=True)
+        if self._watched and self.watch:
+            for host, buffer in zip(self._step.watched, self.watch.buffers, strict=True):
+                host.copy_(buffer, non_blocking=True)
         self._step.ended.record()
         return self._step
+
+    def first_nonfinite(self, batches: Iterable[Tensor]) -> str:
+        """Compute the gradients of these packed micro-batches, watched, and say which tensor is the first with
+        non-finite elements; empty if none has.  To be called between steps.
+        """
+        assert self.watch, "statistics have no memory: log.stats_every is 0"
+        self._watched, n = True, 0
+        for n, packed in enumerate(batches, start=1):
+            self.micro_step(packed, first=n == 1)
+        return first_nonfinite(self.watch.read([self.watch.buffers[0].cpu()], n))
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
         if self.eager or self.poison:
@@ -171,7 +194,12 @@ class GPT2:
         else:
             self._replay(function, *args)
 
-    def _forward_backward(self, acc: bool) -> None:
+    def _update(self, watched: bool) -> None:
+        self._launchers = self.watch.over(self.K, False) if self.watch and watched else self.K
+        self._phase("update")
+
+    def _forward_backward(self, acc: bool, watched: bool) -> None:
+        self._launchers = self.watch.over(self.K, acc) if self.watch and watched else self.K
         self._phase("embed")
         self._phase("block")
         self._phase("head", acc)
@@ -179,7 +207,7 @@ class GPT2:
         self._phase("embed_bwd", acc)
 
     def _phase(self, name: str, *acc: bool) -> None:
-        getattr(schedule, name)(self.K, self.full, *acc)
+        getattr(schedule, name)(self._launchers, self.full, *acc)
         if self.poison:
             self._poison_after(name)
 
@@ -225,5 +253,6 @@ class GPT2:
 
     def persistent(self) -> dict[str, Tensor]:
         """The flat device buffers that a checkpoint holds, by name."""
-        rows = dict(params=self.state.params, m=self.state.m, v=self.state.v, low=self.state.low)
+        s = self.state
+        rows = dict(params=s.params, m=s.m, v=s.v, low=s.low, window=s.window)
         return {name: flat for name, flat in rows.items() if flat is not None}

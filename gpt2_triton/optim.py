@@ -35,7 +35,10 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
 
 
 def hyper_row(step: int, config: Config, loss_scale: float) -> np.ndarray:
-    """float32[8]: lr, 1 / (1 - beta1^t), 1 / (1 - beta2^t), loss scale, clip, 0, 0, 0, with t = step + 1."""
-    o, t = config.optim, step + 1
+    """float32[8], with t = step + 1: lr, 1 / (1 - beta1^t), 1 / (1 - beta2^t), loss scale, clip, the limits of the
+    loss's and of the norm's z-score, 0.
+    """
+    o, limits, t = config.optim, config.train, step + 1
     lr = learning_rate(step, o, config.train.steps)
-    return np.array([lr, 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t), loss_scale, o.clip, 0, 0, 0], np.float32)
+    corrections = 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t)
+    return np.array([lr, *corrections, loss_scale, o.clip, limits.skip_loss_z, limits.skip_norm_z, 0], np.float32)

@@ -8,37 +8,36 @@ from typing import Any
 import torch
 
 from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
-from gpt2_triton.config import Config
+from gpt2_triton.config import Config, ModelConfig
 from gpt2_triton.data.loader import packed_size, scatter_bounds
-from gpt2_triton.tables import LEVELS, Acts, Decoding, State, entries
+from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries
+from gpt2_triton.watch import slots
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
 MODULE_BYTES = int(0.25 * GIB)  # the kernels' code and the CUDA graphs: 0.16 GiB at 12 layers
 
 
+def model_dimensions(m: ModelConfig) -> dict[str, int]:
+    """The symbols of tables.py that the parameters' shapes use, in numbers."""
+    return dict(
+        C=m.n_embd, L=m.n_layer, S=2 * m.n_layer + 1, V=m.vocab_size, Vp=m.padded_vocab, Tmax=m.block_size
+    )  # fmt: skip
+
+
 def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, texts: int = 0) -> dict[str, int]:
     """Every symbol that tables.py uses, in numbers."""
-    m = config.model
-    d = dict(
-        B=B,
-        T=T,
-        R=B * T,
-        C=m.n_embd,
-        NH=m.n_head,
-        L=m.n_layer,
-        S=2 * m.n_layer + 1,
-        V=m.vocab_size,
-        Vp=config.padded_vocab,
-        Tmax=m.block_size,
-    )
+    d = dict(B=B, T=T, R=B * T, NH=config.model.n_head) | model_dimensions(config.model)
     d["Rc"] = min(d["R"], config.head_rows)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = packed_size(d["R"], d["V"])
     d["N"] = sum(math.prod(e.shape) for e in entries(d))
     d["Bd"] = texts or int(training and config.sample.every > 0)
     d["Nt"] = d["N"] if training else 0
+    d["Nw"] = WINDOW + 1 if training else 0
     d["Nm"] = d["N"] if training and config.optim.master == "fp32" and config.train.dtype == "bf16" else 0
+    watched = training and config.log.stats_every > 0
+    d["Sa"], d["Sp"], d["P"] = (len(slots(d)), len(list(entries(d))), K.stats_parts()) if watched else (0, 0, 0)
     d["W"] = K.scratch_elements(d, config.train.dtype)
     return d
 

@@ -9,14 +9,12 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from gpt2_triton.checkpoint import CheckpointError, find, load
 from gpt2_triton.config import Config
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
 from gpt2_triton.decoding import generate
 from gpt2_triton.gpus import device_name
 from gpt2_triton.model import GPT2
+from gpt2_triton.sources import load_weights
 
 
 def sample_text(
@@ -47,12 +45,7 @@ def load_model(path: Path, texts: int) -> tuple[GPT2, Config]:
     """The newest checkpoint of a run, or the one at a step directory, as a model that decodes `texts` at once."""
     import gpt2_triton.kernels as K
 
-    step_dir = find(path)
-    state, tensors = load(step_dir)
-    try:
-        config = Config.model_validate(state["config"])
-    except ValidationError as error:
-        raise CheckpointError(f"{step_dir}: its configuration is of another version of gpt2_triton") from error
+    config, tensors = load_weights(str(path))
     batch = -(-texts // config.train.seq_len)  # of the prompt's pass, 1; a step's rows must fit its buffers
     model = GPT2(config, K, device_name(), batch=batch, training=False, texts=texts)
     model.state.params.copy_(tensors["params"])

@@ -154,6 +154,7 @@ def update(K: Any, m: Any) -> None:
     K.loss_sum(s.stats[:1], a.losses, s.hyper)
     K.sum_squares(s.sumsq, a.scratch, s.grads)
     K.clip_factor(s.stats, s.sumsq, s.hyper)
+    K.skip_outliers(s.stats, s.window, s.z, s.hyper)
     for r, decay in m.ranges:
         low = None if s.low is None else s.low[r]
         K.adamw(s.params[r], s.m[r], s.v[r], low, s.grads[r], s.stats, s.hyper, s.rng, r.start, decay, *m.betas_eps)

@@ -42,8 +42,9 @@ class Mark:
 class StepResult(NamedTuple):
     loss: float
     norm: float
-    applied: bool  # False: loss or norm was not finite, and AdamW changed nothing
+    applied: bool  # False: loss or norm was not finite, or an outlier, and AdamW changed nothing
     seconds: float  # from the end of the step before to the end of this one
+    z: tuple[float, float]  # z-scores of loss and norm among the last 128; 0 until there are so many
 
 
 class Step:
@@ -52,11 +53,13 @@ class Step:
     The copies run behind the host, so this memory is written again only after `result` has seen the last of them done.
     """
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, watched: Sequence[torch.Tensor] = ()):
         pinned = device != "cpu"
+        self.watched = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in watched]  # copies of statistics
         self.hyper = torch.empty(8, dtype=torch.float32, pin_memory=pinned)
         self.rng = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
         self.stats = torch.empty(4, dtype=torch.float32, pin_memory=pinned)
+        self.z = torch.empty(2, dtype=torch.float32, pin_memory=pinned)
         self.in_flight = False
         self.ended = self._began = Mark(device)
 
@@ -75,8 +78,9 @@ class Step:
         assert self.in_flight, "result() of a step that was not launched or has been read"
         self.ended.wait()
         self.in_flight = False
-        loss, norm, _, finite = self.stats.tolist()
-        return StepResult(loss, norm, finite == 1.0, self.ended.seconds_since(self._began))
+        loss, norm, _, apply = self.stats.tolist()
+        z_loss, z_norm = self.z.tolist()
+        return StepResult(loss, norm, apply == 1.0, self.ended.seconds_since(self._began), (z_loss, z_norm))
 
 
 class Replay:
@@ -96,10 +100,11 @@ class Replay:
             self._graphs[key].replay()
         else:
             function(*args)
-            self._graphs[key] = _capture(function, *args)
+            self._graphs[key] = capture(function, *args)
 
 
-def _capture(function: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
+def capture(function: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
+    """The launches of a call, as a graph; none runs."""
     graph = torch.cuda.CUDAGraph()
     gc.disable()  # another model's graphs, collected in mid-capture, would be destroyed, which is not allowed there
     try:

@@ -4,8 +4,9 @@ B batch, T sequence, C channels, NH heads, HS head size, L layers, V vocabulary,
 sequence, R = B*T rows, Rc rows of one head chunk, S = 2L + 1 points of the residual stream: x[2l] enters layer l,
 x[2l+1] leaves its attention, x[2L] is the last.  ln[i] is the norm of point x[i]; its weights are lnw[i], lnb[i], so
 the final norm is an ordinary row. N is the number of parameters, Nt and Nm are N in training and with fp32 masters,
-else 0; Np the elements of a packed batch, W of the scratch; Tmax is model.block_size.  Bd sequences are decoded
-at once, 0 without decoding.
+else 0; Np the elements of a packed batch, W of the scratch; Nw is WINDOW + 1 in training; Tmax is model.block_size;
+Sa activations and Sp parameters have statistics, in P partial results each.  Bd sequences are decoded at once, 0
+without decoding.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from gpt2_triton.arena import buf, sizes
 
+WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in llm.c
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # memory.recompute, each keeps less than the one before
 
 
@@ -76,9 +78,13 @@ class State:
     m:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
     v:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
     grads:  Tensor = buf("Nt", "f32", "embed..update",    "gradients")
-    stats:  Tensor = buf("4",  "f32", "embed..between",   "inputs")  # loss, gradient norm, clip factor, finite
+    window: Tensor = buf("2 Nw", "f32", "embed..between", "optimizer")  # recent losses, norms: kernels/outlier.py
+    stats:  Tensor = buf("4",  "f32", "embed..between",   "inputs")  # loss, gradient norm, clip factor, apply
+    z:      Tensor = buf("2",  "f32", "update..between",  "inputs")  # z-scores of loss and gradient norm
     sumsq:  Tensor = buf("1",  "f32", "update",           "inputs")
-    hyper:  Tensor = buf("8",  "f32", "embed..update",    "inputs")  # lr, bias corrections, loss scale, clip
+    act_stats: Tensor = buf("Sa 3 P", "f32", "embed..between", "statistics")  # of watched steps: watch.py
+    par_stats: Tensor = buf("Sp 5 P", "f32", "embed..between", "statistics")
+    hyper:  Tensor = buf("8",  "f32", "embed..update",    "inputs")  # optim.hyper_row
     rng:    Tensor = buf("4",  "i32", "embed..update",    "inputs")  # step, seed low, seed high
     packed: Tensor = buf("Np", "i32", "embed..embed_bwd", "inputs")  # the batch, as data/loader.py packs it
 

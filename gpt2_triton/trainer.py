@@ -5,6 +5,7 @@ noise from (seed, s), and logs no clock but in fields named so.  Stopping after 
 checkpoint therefore gives the bytes of the unbroken run.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint
+from gpt2_triton import checkpoint, hellaswag, stability, watch
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -28,15 +29,9 @@ from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.planning import MODULE_BYTES, choose_recompute
 from gpt2_triton.sample import continuations
+from gpt2_triton.sources import initial_weights
+from gpt2_triton.stability import Rewind
 from gpt2_triton.stream import Step
-
-
-class NonFinite(RuntimeError):
-    """Loss or gradients stayed non-finite for train.skip_limit steps in a row.
-
-    The host learns of it when the next step is already under way.  No update of a non-finite step reaches the weights:
-    AdamW itself skips it, on the device.
-    """
 
 
 def train(config: Config, run_dir: Path, resume: bool) -> int:
@@ -61,11 +56,12 @@ class Trainer:
         self.notes: list[str] = []
         train_shards, val_shards = self._open_data()
         self.data = fingerprint(train_shards)
-        self.state: dict[str, Any] = {"step": 0, "sample": 0, "skipped": 0, "skipped_in_a_row": 0, "wandb_id": None}
-        tensors = self._load(found) if found else self._load_initial()
+        self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
+        tensors = self._load(found) if found else initial_weights(config)
         if config.sample.every:
             get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
-        loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
+        self.questions = hellaswag.questions_of_run(config)
+        self.loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
         self.validation = (
             ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
         )
@@ -73,6 +69,7 @@ class Trainer:
         if fitting is not config:
             self.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
         self.model = GPT2(fitting, K, self.device)
+        checkpoint.require_room(run_dir / "checkpoints", self.model.persistent())
         if self.device == "cuda":
             made = self.model.compile()
             self.notes.append(
@@ -84,26 +81,23 @@ class Trainer:
             checkpoint.check_tensors(found, tensors, self.model.persistent())
         for name, tensor in tensors.items():
             self.model.persistent()[name].copy_(tensor)
-        self.batches = Prefetcher(
-            loader,
-            config.micro_batch,
-            config.accumulation,
-            config.model.vocab_size,
-            first_sample=self.state["sample"],
-            pinned=self.device != "cpu",
-        )
-        self.saver = checkpoint.Saver(run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.major)
+        self.batches = self._prefetch()
+        c, back = config.checkpoint, config.checkpoint.every if config.train.rewind_after else 0
+        self.saver = checkpoint.Saver(run_dir / "checkpoints", c.keep, c.major, back)
         self.host: dict[str, torch.Tensor] = {}
         self.in_flight: Step | None = None
         self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"])
         self.state["wandb_id"] = self.log.wandb_id
         for note in self.notes:
             self.log.note(note)
-        self.log.note(
-            f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {self._where()}"
-        )
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
+        self.log.note(f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {where}")
 
     # ---- setting up ----
+
+    def _prefetch(self) -> Prefetcher:
+        c, first, pinned = self.config, self.state["sample"], self.device != "cpu"
+        return Prefetcher(self.loader, c.micro_batch, c.accumulation, c.model.vocab_size, first, pinned)
 
     def _open_data(self) -> tuple[list, list]:
         d, T, V = self.config.data, self.config.train.seq_len, self.config.model.vocab_size
@@ -115,22 +109,6 @@ class Trainer:
         ]
         train_shards = open_shards(patterns[0], V, T)
         return train_shards, open_shards(patterns[1], V, T) if self.config.eval.every else []
-
-    def _load_initial(self) -> dict[str, torch.Tensor]:
-        """The weights that init_from names, without moments or step; none for scratch."""
-        source, _, path = self.config.init_from.partition(":")
-        if source == "scratch":
-            return {}
-        saved, tensors = checkpoint.load(checkpoint.find(Path(path)))
-        for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
-            then, now = saved["config"][section], self.config.to_dict()[section]
-            differing = [key for key in keys or now if then.get(key) != now[key]]
-            if differing:
-                key = differing[0]
-                raise checkpoint.CheckpointError(
-                    f"init_from: {path} has {section}.{key} {then.get(key)}, this run {now[key]}; make them equal"
-                )
-        return {name: tensors[name] for name in ("params", "low") if name in tensors}
 
     def _load(self, found: Path) -> dict[str, torch.Tensor]:
         """Everything of the checkpoint to go on from, once it is known to be of this run."""
@@ -175,9 +153,6 @@ class Trainer:
                 f"before the run {self.context_bytes / GIB:.3f} GiB (CUDA context, other processes)"
             )
 
-    def _where(self) -> str:
-        return torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
-
     # ---- the loop ----
 
     def run(self) -> int:
@@ -188,28 +163,36 @@ class Trainer:
         if step == 0:
             self._evaluate_if_due(step)
         while step < last and not self.stopped_by:
-            self._train_step(step)
-            step += 1
-            if step == first + 3:
-                self._report_memory()
-            self._evaluate_if_due(step)
-            self._sample_if_due(step)
-            if self._due(step, self.config.checkpoint.every) or step == last:
-                self._save(step)
+            try:
+                self._train_step(step)
+                step += 1
+                if step == first + 3:
+                    self._report_memory()
+                self._evaluate_if_due(step)
+                self._hellaswag_if_due(step)
+                self._sample_if_due(step)
+                if self._due(step, self.config.checkpoint.every) or step == last:
+                    self._save(step)
+            except Rewind:
+                step = self._rewind()
         if self.stopped_by and step > 0:
-            self._save(step)
+            with contextlib.suppress(Rewind):  # resumed, the run comes to this step again, and goes back then
+                self._save(step)
         self.saver.wait(raise_errors=True)
         return 128 + self.stopped_by if self.stopped_by and step < last else 0
 
     def _train_step(self, step: int) -> None:
         """Launch step `step`; then, while the device is at it, report the step before."""
         hyper = hyper_row(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-        self.model.begin_step(hyper, step, self.config.train.seed)
+        watched = self._due(step + 1, self.config.log.stats_every)
+        self.model.begin_step(hyper, step, self.config.train.seed, watched)
         for micro in range(self.config.accumulation):
             self.model.micro_step(next(self.batches), first=micro == 0)
         launched = self.model.end_step()
-        self._report_step()
-        self.in_flight = launched
+        try:
+            self._report_step()
+        finally:
+            self.in_flight = launched
 
     def _report_step(self) -> None:
         """Wait for the step in flight, if there is one; count it and log it.  Evaluation, samples and checkpoints come
@@ -217,24 +200,33 @@ class Trainer:
         """
         if self.in_flight is None:
             return
-        loss, norm, applied, seconds = self.in_flight.result()
-        self.in_flight = None
-        step = self.state["step"]
-        self.state["step"] = step + 1
+        launched, self.in_flight = self.in_flight, None
+        result = launched.result()
+        step = self.state["step"] = self.state["step"] + 1
+        cause = ""
+        if self.model.watch and stability.is_nonfinite(result):
+            cause = self.model.first_nonfinite(self.batches.step(self.state["sample"])) or "nothing when computed again"
         self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
-        self.state["skipped"] += not applied
-        self.log.step(step + 1, loss=loss, norm=norm, seconds=seconds, skipped=not applied)
-        self._check_finite(step, applied)
+        stability.count(self.state, result)
+        loss, norm, applied, seconds, z = result
+        self.log.step(step, loss=loss, norm=norm, seconds=seconds, skipped=not applied, z=z, cause=cause)
+        if self.model.watch and self._due(step, self.config.log.stats_every):
+            record = self.model.watch.read(launched.watched, self.config.accumulation)
+            self.log.statistics(step, record, watch.summary(record))
+        stability.check(self.state, self.config)
 
-    def _check_finite(self, step: int, applied: bool) -> None:
-        self.state["skipped_in_a_row"] = 0 if applied else self.state["skipped_in_a_row"] + 1
-        limit = self.config.train.skip_limit
-        if limit and self.state["skipped_in_a_row"] >= limit:
-            raise NonFinite(
-                f"step {step + 1}: loss or gradient norm was not finite for {limit} steps in a row "
-                f"(samples up to {self.state['sample']:,}); "
-                f"the last update was step {step + 1 - limit}: lower optim.lr, or resume from an older checkpoint"
-            )
+    def _rewind(self) -> int:
+        """Back to an earlier step, which it returns, and on with the data after the present one."""
+        if self.in_flight is not None:
+            self.in_flight.result()
+            self.in_flight = None
+        self.saver.wait()
+        failed, target = self.state["step"], stability.rewind_target(self.state, self.config)
+        stability.go_back(self.state, target, self.run_dir / "checkpoints", self.model.persistent())
+        self.log.rewind(failed, target, self.state["sample"])
+        self.batches.close()
+        self.batches = self._prefetch()
+        return target
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
@@ -247,6 +239,12 @@ class Trainer:
         for ids, targets in self.validation.batches(B):
             total += float(self.model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
         self.log.validation(step, total / self.validation.tokens)
+
+    def _hellaswag_if_due(self, step: int) -> None:
+        if self.questions is not None and self._due(step, self.config.eval.hellaswag_every):
+            self._report_step()
+            scores = hellaswag.evaluate(self.model, self.questions)
+            self.log.hellaswag(step, scores.acc, scores.acc_norm)
 
     def _sample_if_due(self, step: int) -> None:
         s = self.config.sample
@@ -268,6 +266,8 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Copy the persistent buffers to the host and let the saver write them while training goes on."""
         self._report_step()
+        if self._due(step, self.config.checkpoint.every):
+            self.state["rewinds"] = 0
         self.saver.wait()
         for name, flat in self.model.persistent().items():
             if name not in self.host:

@@ -243,6 +243,22 @@ def clip_factor(stats, sumsq, hyper):
     stats[3] = float(torch.isfinite(norm) and torch.isfinite(stats[0]))
 
 
+def skip_outliers(stats, window, z, hyper):
+    """stats[3] = 0 if the loss or the norm is more than hyper[5], hyper[6] deviations above the mean of the window."""
+    z.zero_()
+    if stats[3] == 0:
+        return
+    for which, row in enumerate(window):
+        seen, size = int(row[-1]), len(row) - 1
+        row[seen % size] = stats[which]
+        row[-1] = seen + 1 if seen + 1 < 2 * size else size
+        if seen >= size:
+            deviation = row[:-1].std(correction=0)
+            z[which] = (stats[which] - row[:-1].mean()) / deviation if deviation > 0 else 0.0
+    if (hyper[5] > 0 and z[0] > hyper[5]) or (hyper[6] > 0 and z[1] > hyper[6]):
+        stats[3] = 0.0
+
+
 def adamw(w, m, v, low, g, stats, hyper, rng, first, decay, beta1, beta2, eps):
     """hyper = lr, 1/(1-beta1^t), 1/(1-beta2^t), loss scale, clip.  Skips everything when stats[3] is 0."""
     if stats[3] == 0:

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpt2_triton import checkpoint
+from gpt2_triton import checkpoint, checks
 from gpt2_triton.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, Saver
 from gpt2_triton.config import options
 
@@ -30,7 +31,8 @@ def example(step, n=33):
     generator = torch.Generator().manual_seed(step)
     bits = torch.randint(-(2**15), 2**15, (n,), generator=generator, dtype=torch.int16)
     moments = torch.randn(n, generator=generator)
-    return {"params": bits.view(torch.bfloat16), "m": moments, "v": moments**2, "low": bits.flip(0).contiguous()}
+    finite = bits & ~(1 << 14)  # no exponent is all ones
+    return {"params": finite.view(torch.bfloat16), "m": moments, "v": moments**2, "low": bits.flip(0).contiguous()}
 
 
 def content(tensors):
@@ -73,7 +75,7 @@ def assert_refused(newest, what, capsys):
 def test_what_is_loaded_is_what_was_saved_and_is_the_readers_own(newest):
     state, tensors = checkpoint.load(newest)
     assert newest.name == STEP_20 and names(newest) == sorted(FILES)
-    assert state == {"format": 1, "step": 20, "data": None}
+    assert state == {"format": checkpoint.FORMAT, "step": 20, "data": None}
     assert content(tensors) == content(example(20))
     for tensor in tensors.values():  # mapped from the file, but privately
         tensor.view(torch.uint8).fill_(255)
@@ -231,6 +233,35 @@ def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, 
     assert names(newest.parent) == [STEP_30] and capsys.readouterr().err == ""
 
 
+def test_a_save_begins_only_where_there_is_room(newest, monkeypatch, capsys):
+    """The older ones stay, the run goes on with a warning that says how much is missing."""
+    needed = sum(t.nbytes for t in example(30).values()) + checks.FILES_BYTES
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    saver = Saver(newest.parent, keep=1, major=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", lambda *arguments: pytest.fail("it began to write"))
+        saver.submit(30, example(30), {})
+        saver.wait()
+    [warning] = capsys.readouterr().err.splitlines()
+    assert f"{needed:,} bytes needed, {needed - 1:,} free" in warning and "free some space" in warning
+    assert names(newest.parent) == [STEP_10, STEP_20]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
+    saver.submit(30, example(30), {})
+    saver.wait(raise_errors=True)
+    assert names(newest.parent) == [STEP_30]
+
+
+def test_a_run_without_room_for_a_checkpoint_does_not_begin(tmp_path, monkeypatch):
+    asked, needed = [], sum(t.nbytes for t in example(1).values()) + checks.FILES_BYTES
+    free = SimpleNamespace(free=needed)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or free)
+    checkpoint.require_room(tmp_path / "not" / "yet" / "there", example(1))
+    assert asked == [tmp_path]
+    free.free -= 1
+    with pytest.raises(CheckpointError, match=f"no room for a checkpoint: {needed:,} bytes needed.*another --run_dir"):
+        checkpoint.require_room(tmp_path, example(1))
+
+
 def test_on_request_a_save_that_failed_is_an_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file in the way")
     saver = Saver(tmp_path / "checkpoints", keep=1, major=0)
@@ -355,11 +386,11 @@ def test_json_of_another_form_is_refused(newest, capsys, text):
     assert_refused(newest, MANIFEST, capsys)
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", None])
+@pytest.mark.parametrize("version", [checkpoint.FORMAT + 1, 0, "1", None])
 def test_another_format_is_refused(newest, version):
     (newest / STATE).write_text(json.dumps({"format": version, "step": 20}))
     reseal(newest)
-    with pytest.raises(CheckpointError, match=f"format {version!r}, expected 1; use the version"):
+    with pytest.raises(CheckpointError, match=f"format {version!r}, expected {checkpoint.FORMAT}; use the version"):
         checkpoint.load(checkpoint.find(newest))
 
 
@@ -381,6 +412,22 @@ def test_what_is_not_safetensors_is_refused_and_not_run(newest, tmp_path, monkey
     with pytest.raises(CheckpointError, match=f"{TENSORS}: not safetensors"):
         checkpoint.load(checkpoint.find(newest))
     assert names(tmp_path) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["params", "m"])
+def test_a_number_that_is_not_finite_is_refused(tmp_path, monkeypatch, name, value):
+    """In bf16 and fp32, wherever it is; the largest finite number is none."""
+    monkeypatch.setattr(checks, "SCAN", 10)
+    for at in (0, 9, 10, 32):
+        tensors = example(10)
+        tensors[name][at] = torch.finfo(tensors[name].dtype).max
+        path = checkpoint.save(tmp_path / f"good{at}", 10, tensors, {}, 0, 0)
+        checkpoint.load(checkpoint.find(path))
+        tensors[name][at] = value
+        path = checkpoint.save(tmp_path / f"bad{at}", 10, tensors, {}, 0, 0)
+        with pytest.raises(CheckpointError, match=f"{name}: a NaN or an infinity at element {at}; remove this step"):
+            checkpoint.load(checkpoint.find(path))
 
 
 # ---- does it belong to this run? ----

@@ -88,6 +88,18 @@ def test_a_skipped_step_says_so_and_stays_valid_json(tmp_path, capsys):
     assert "loss nan" in (line := capsys.readouterr().out) and "skipped" in line
 
 
+def test_a_skipped_step_says_why(tmp_path, capsys):
+    logger = Logger(tmp_path, config(every=100))
+    logger.step(7, loss=9.0, norm=1.0, seconds=0.1, skipped=True, z=(7.25, -0.5))
+    logger.step(8, loss=float("nan"), norm=1.0, seconds=0.1, skipped=True, cause="fch of layer 3 (2 elements)")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(" | skipped: outlier, loss z 7.2, norm z -0.5")
+    assert lines[1].endswith(" | skipped: not finite, first: fch of layer 3 (2 elements)")
+    outlier, broken = read_metrics(tmp_path / METRICS)
+    assert (outlier["skipped"], outlier["outlier"], outlier["loss_z"], outlier["norm_z"]) == (True, True, 7.25, -0.5)
+    assert broken["skipped"] is True and "outlier" not in broken and "loss_z" not in broken
+
+
 def test_log_every_keeps_each_kth_step_and_the_last(tmp_path):
     run(tmp_path, [*range(1, 26), 999, 1000], every=10)
     steps = [record["step"] for record in read_metrics(tmp_path / METRICS) if "loss" in record]

@@ -29,6 +29,7 @@ def begin(step, previous):
 
 def end(step, stats=(2.0, 3.0, 1.0, 1.0)):
     step.stats.numpy()[:] = stats
+    step.z.numpy()[:] = 0.5, 0.25
     step.ended.record()
 
 
@@ -40,7 +41,7 @@ def test_a_step_launched_behind_another_takes_from_end_to_end(clock):
     begin(b, a)
     clock[0] = 7.0
     end(b)
-    assert a.result() == (2.0, 3.0, True, 5.0)
+    assert a.result() == (2.0, 3.0, True, 5.0, (0.5, 0.25))
     begin(c, b)
     clock[0] = 10.0
     end(c, (2.0, float("nan"), 1.0, 0.0))
@@ -85,7 +86,7 @@ def test_a_replay_launches_once_for_each_set_of_arguments_and_then_replays(monke
     def launches(acc):
         seen.append(("launch", acc))
 
-    monkeypatch.setattr(stream, "_capture", capture)
+    monkeypatch.setattr(stream, "capture", capture)
     replay = stream.Replay()
     for acc in (False, True, True, False):
         replay(launches, acc)

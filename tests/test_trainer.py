@@ -4,7 +4,9 @@ go bad.
 
 import hashlib
 import json
+import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from gpt2_triton import checkpoint
 from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.trainer import NonFinite, Trainer, train
+from gpt2_triton.stability import NonFinite
+from gpt2_triton.trainer import Trainer, train
 from tests.tiny import packed_batch, tiny_config, tiny_model
 
 TIMINGS = {"ms", "tok_s", "mfu"}
@@ -172,3 +175,10 @@ def test_init_from_another_model_is_refused(unbroken, tmp_path):
     config = run_config(model=dict(n_layer=1), init_from=f"checkpoint:{unbroken}")
     with pytest.raises(checkpoint.CheckpointError, match=r"model.n_layer 2, this run 1"):
         Trainer(config, tmp_path, None)
+
+
+def test_a_run_that_could_not_save_does_not_begin(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(checkpoint.CheckpointError, match="no room for a checkpoint: .* bytes needed, 1,000 free; make"):
+        train(run_config(), tmp_path / "run", resume=False)
+    assert not (tmp_path / "run").exists()

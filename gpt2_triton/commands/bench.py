@@ -26,10 +26,14 @@ def bench(
     recompute: Literal["none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] | None = None,
     baseline: Literal["torch", "none"] = "torch",
     ops: bool = False,
+    tune: bool = False,
+    only: str | None = None,
+    out: Path | None = None,
     json: Path | None = None,
     plot: Path | None = None,
 ) -> int:
-    """Time GPT-2's training steps beside PyTorch's on this GPU; or, with --ops, each operation beside its floor.
+    """Time GPT-2's training steps beside PyTorch's on this GPU; with --ops, each operation beside its floor; with
+    --tune, search the kernels' launch parameters for this GPU and write its table.
 
     Parameters
     ----------
@@ -38,13 +42,19 @@ def bench(
     batch: int
         Sequences a step; by default 64, 64, 32 and 16.
     steps: int
-        Steps of each run, at least 6; the first five are not counted.  --ops takes 5 after 5.
+        Steps of each run, at least 6; the first five are not counted.  --ops takes 10 after 10.
     recompute: str
         memory.recompute of our runs; by default gelu for d12, gelu+ln for the others.
     baseline: str
         torch runs PyTorch too, none does not.
     ops: bool
         Time every operation of one step, and print how near its floor it is.
+    tune: bool
+        Try other blocks, warps and stages, and write the rows that gain 2% into gpt2_triton/kernels/tables.
+    only: str
+        With --tune: comma-separated operations or families of them, such as attention,layernorm_fwd.
+    out: Path
+        With --tune: the .json file to write instead.
     json: Path
         File for the figures of the runs.
     plot: Path
@@ -61,12 +71,31 @@ def bench(
         raise ConfigError("--plot: goes with --ops and one size, as in --ops --sizes d12 --plot ops.png")
     if json and ops:
         raise ConfigError("--json: does not go with --ops")
+    if tune:
+        _refuse(
+            "--tune",
+            ops=ops,
+            json=json,
+            plot=plot,
+            recompute=recompute,
+            steps=steps != 30,
+            baseline=baseline != "torch",
+        )
+    elif only or out:
+        raise ConfigError(f"--{'only' if only else 'out'}: goes with --tune")
+    if out and out.suffix != ".json":
+        raise ConfigError(f"--out: {out} does not end in .json, as a table does")
     require_directory("json", json)
     require_directory("plot", plot)
+    require_directory("out", out)
     if not gpus.present():
         raise ConfigError("bench: needs a CUDA GPU, found none")
     if find_spec("benchmarks") is None:
         raise ConfigError("bench: benchmarks/ is not here; run it in the root of a checkout")
+    if tune:
+        from benchmarks import tune as search
+
+        return search.tune(wanted, batch, only, out)
     if ops:
         from benchmarks import ops as operations
 
@@ -76,3 +105,10 @@ def bench(
     from benchmarks import bench as steps_of_sizes
 
     return steps_of_sizes.bench(wanted, batch, steps, recompute, baseline == "torch", json)
+
+
+def _refuse(beside: str, **given: object) -> None:
+    """Refuse the first of the options that was given."""
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"--{name}: does not go with {beside}")

@@ -1,6 +1,7 @@
 """`prepare`: make token shards for training."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -36,12 +37,14 @@ def prepare_text(
     """
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
-    if workers is None:
-        workers = os.cpu_count() or 1
-    require_least(workers=(workers, 1))
+    require_least(workers=(_workers(workers), 1))
     from gpt2_triton.data import prepare
 
-    prepare.prepare_text(inputs, out, tokenizer, val_fraction, workers)
+    prepare.prepare_text(inputs, out, tokenizer, val_fraction, _workers(workers))
+
+
+def _workers(given: int | None) -> int:
+    return (os.cpu_count() or 1) if given is None else given
 
 
 @app.command(name="builtin")
@@ -58,3 +61,78 @@ def prepare_builtin(*, out: Path = Path("data/builtin"), tokenizer: Tokenizer = 
     from gpt2_triton.data import prepare
 
     prepare.prepare_builtin(out, tokenizer)
+
+
+def _dataset_command(dataset: str) -> Callable[..., None]:
+    def command(
+        *,
+        version: str | None = None,
+        source: str = dataset,
+        revision: str | None = None,
+        field: str = "text",
+        out: Path | None = None,
+        tokenizer: Tokenizer = "gpt2",
+        tokens: int | None = None,
+        shard_tokens: int = 100_000_000,
+        workers: int | None = None,
+    ) -> None:
+        """Tokenise a dataset of the Hugging Face Hub as it is streamed; the same command again goes on after a stop.
+
+        Parameters
+        ----------
+        version: str
+            Configuration of the dataset, as sample-10BT (the default but for a folder) or sample-100BT.
+        source: str
+            Name of the dataset, or a folder of its files (parquet or jsonl).
+        revision: str
+            Its branch or commit; by default the newest commit, which is then recorded and kept to.
+        field: str
+            Field that holds the text.
+        out: Path
+            Directory of the shards, val_000000.bin and train_*.bin; by default in data/, named by source and version.
+        tokenizer: str
+            Tokenizer; data.tokenizer of the configuration must say the same.
+        tokens: int
+            Stop after as many tokens; at most a tenth of them become validation data.
+        shard_tokens: int
+            Tokens of a shard; the first shard is the validation data.
+        workers: int
+            Processes that tokenise; by default one a CPU.
+        """
+        require_least(
+            workers=(_workers(workers), 1),
+            shard_tokens=(shard_tokens, 1),
+            tokens=(10 if tokens is None else tokens, 10),
+        )
+        from gpt2_triton.data.dataset import Source, prepare_dataset
+
+        if version is None and not Path(source).is_dir():
+            version = "sample-10BT"
+        name = "-".join([Path(source).name, *([version] if version else [])])
+        given = Source(source, version, revision, field)
+        prepare_dataset(given, out or Path("data") / name, tokenizer, tokens, _workers(workers), shard_tokens)
+
+    return command
+
+
+@app.command(name="pretokenized")
+def prepare_pretokenized(name: str, /, *, shards: int | None = None, out: Path | None = None) -> None:
+    """Download shards that others have tokenised; the same command again goes on after a stop.
+
+    Parameters
+    ----------
+    name: str
+        fineweb10B, fineweb100B, fineweb-edu-10B, fineweb-edu-100B, or owner/repository of llm.c's shards on the Hub.
+    shards: int
+        Training shards to get, of 100 million tokens (200 MB) each; by default all.
+    out: Path
+        Directory of the shards, val_000000.bin and train_*.bin; by default in data/, named like the data.
+    """
+    require_least(shards=(1 if shards is None else shards, 1))
+    from gpt2_triton.data.pretokenized import download
+
+    download(name, out or Path("data") / Path(name).name, shards)
+
+
+for _name in ("fineweb", "fineweb-edu"):
+    app.command(_dataset_command(f"HuggingFaceFW/{_name}"), name=_name)

@@ -5,6 +5,7 @@ sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutatio
 No batch size, rank or history enters, so the loader's whole state is one integer, the next global sample.
 """
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -227,6 +228,12 @@ class Prefetcher:
             raise item
         self._returned = item
         return self._buffers[item]
+
+    def step(self, first_sample: int) -> Iterator[torch.Tensor]:
+        """The micro-batches of the step that begins with this sample, made here and now, whatever the thread is at."""
+        for first in itertools.islice(self._first_samples(first_sample), self._accumulation):
+            tokens = self._loader.batch(first, self._micro_batch)
+            yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], self._vocab_size)
 
     def close(self) -> None:
         """Stop the thread; it is gone when this returns."""

@@ -10,35 +10,25 @@ import functools
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gpt2_triton.data import build
+from gpt2_triton.data.build import RECORD, SHARD_TOKENS, Meter, Progress, Rows, Run, encode, in_use, is_done, print_now
 from gpt2_triton.data.documents import Source, find_sources, measure, pieces, read
-from gpt2_triton.data.shards import HEADER_BYTES, bad_data, write_atomic, write_shard
+from gpt2_triton.data.shards import bad_data, write_atomic
 from gpt2_triton.data.tokenizer import get_tokenizer
 
-PIECE = 1 << 20  # characters tokenised at a time, by one worker
-REPORT_SECONDS = 5.0
-
-Progress = Callable[[str], None]
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
-Run = Callable[..., Iterator[Any]]  # `map`, by itself or over several processes
-print_now = functools.partial(print, flush=True)  # hours long, and often into a file
+
+CHARACTERS = {"bytes": 1, "gpt2": 5}  # more than most text has to a token, so that no disk with room is refused
 
 
 def prepare_text(
@@ -47,13 +37,13 @@ def prepare_text(
     tokenizer: str,
     val_fraction: float = 0.1,
     workers: int = 1,
-    shard_tokens: int = 100_000_000,
+    shard_tokens: int = SHARD_TOKENS,
     progress: Progress = print_now,
 ) -> Path:
     """Tokenise files, folders and globs of text into out_dir; the last val_fraction of characters is validation."""
     sources = find_sources(inputs)
     size = sum(path.stat().st_size for path, _ in sources if path.exists())
-    with _workers(min(workers, size // PIECE)) as run:
+    with build.workers(min(workers, size // build.PIECE)) as run:
         measured = _measure(sources, run, progress)
         rows = [{"file": name, "sha256": digest} for (_, name), (digest, _) in zip(sources, measured, strict=True)]
         recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
@@ -63,42 +53,13 @@ def prepare_text(
 
 
 def _measure(sources: list[Source], run: Run, progress: Progress) -> list[tuple[str, int]]:
-    reported, measured = time.monotonic(), []
+    clock, measured = build.Clock(), []
     for row in run(measure, [path for path, _ in sources]):
         measured.append(row)
-        if time.monotonic() - reported > REPORT_SECONDS:
-            reported = time.monotonic()
+        if clock.due():
             characters = sum(count for _, count in measured)
             progress(f"read {len(measured):,} of {len(sources):,} files, {characters:,} characters")
     return measured
-
-
-@contextmanager
-def _workers(count: int) -> Iterator[Run]:
-    """`map` over `count` processes: results in the order of the tasks, of which it draws a few ahead and no more."""
-    if count <= 1:
-        yield map
-        return
-    # spawn: this process may hold threads (tiktoken's, torch's), which a fork would lose while they hold locks
-    context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
-    pool = ProcessPoolExecutor(count, context, initializer=signal.signal, initargs=ignore)
-
-    def run(function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
-        waiting: deque[Future[Any]] = deque()
-        for task in tasks:
-            waiting.append(pool.submit(function, task))
-            if len(waiting) > 2 * count:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-    try:
-        yield run
-    except BrokenProcessPool:
-        got, todo = "the end of one, perhaps for lack of memory", "try again with fewer --workers"
-        raise bad_data("prepare", "a worker died", got, f"{count} workers to the end", todo) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 # ---- the text that every Python has ----
@@ -115,7 +76,7 @@ def prepare_builtin(out_dir: Path, tokenizer: str = "bytes", progress: Progress 
     """Tokenise builtin_text() into out_dir; any number of processes may do so at once."""
     text = builtin_text()
     source = [{"file": "pydoc_data.topics", "sha256": _sha256(text.encode())}]
-    recipe = dict(tokenizer=tokenizer, val_fraction=0.1, shard_tokens=100_000_000, source=source)
+    recipe = dict(tokenizer=tokenizer, val_fraction=0.1, shard_tokens=SHARD_TOKENS, source=source)
     return _prepare([(0, text)], len(text), recipe, Path(out_dir), progress, map)
 
 
@@ -135,7 +96,7 @@ def _sha256(data: bytes) -> str:
 def _prepare(
     texts: Iterable[Text], size: int, recipe: dict[str, Any], out_dir: Path, progress: Progress, run: Run
 ) -> Path:
-    if _is_done(out_dir, recipe):
+    if is_done(out_dir, recipe):
         progress(f"{out_dir} is prepared already")
         return out_dir
     cut = int(size * (1 - recipe["val_fraction"]))
@@ -144,17 +105,15 @@ def _prepare(
         got = f"{recipe['val_fraction']} of {size:,} characters"
         raise bad_data("val_fraction", "an empty split", got, expected, "change val_fraction or give more text")
     get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
-    try:
+    with build.written_to(out_dir):
         out_dir.parent.mkdir(parents=True, exist_ok=True)
+        build.require_space(out_dir.parent, size // CHARACTERS[recipe["tokenizer"]])
         temp = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
         try:
             shards = _build(temp, _split(texts, cut), size, recipe, progress, run)
             _put_in_place(temp, out_dir, recipe)
         finally:
             shutil.rmtree(temp, ignore_errors=True)
-    except OSError as error:
-        todo = "make room or choose another directory"
-        raise bad_data(out_dir, "cannot write", error.strerror, "a directory to write to", todo) from None
     progress(f"prepared {out_dir}: {len(shards)} shards")
     return out_dir
 
@@ -166,17 +125,28 @@ def _build(
     recipe: dict[str, Any],
     progress: Progress,
     run: Run,
-) -> dict[str, Any]:
-    shards: dict[str, Any] = {}
-    encode, meter = functools.partial(_encode, recipe["tokenizer"]), Meter(size, progress)
-    for split, rows in itertools.groupby(texts, key=itemgetter(0)):
-        parts = meter.watch(run(encode, _batches(text for _, text in rows)))
-        shards |= _write_shards(temp, split, parts, recipe["shard_tokens"])
+) -> Rows:
+    rows: Rows = {}
+    encoder, limit = functools.partial(encode, recipe["tokenizer"]), recipe["shard_tokens"]
+    meter = Meter(size, "characters", progress)
+    for split, group in itertools.groupby(texts, key=itemgetter(0)):
+        plan = ((f"{split}_{i:06d}.bin", limit) for i in itertools.count())
+        tokens = _watched(meter, run(encoder, _batches(text for _, text in group)))
+        written: Rows = {}
+        for row in build.write_shards(temp, tokens, plan):
+            written |= row
+        rows |= written | build.lengthen_last(temp, list(written), limit)
     if meter.done != size:
         expected, todo = f"the {size:,} that were there a moment ago", "leave the files alone and start again"
         raise bad_data("text", "it changed meanwhile", f"{meter.done:,} characters", expected, todo)
-    write_atomic(temp / "shards.json", json.dumps(recipe | {"shards": shards}, indent=1).encode())
-    return shards
+    write_atomic(temp / RECORD, json.dumps(recipe | {"shards": rows}, indent=1).encode())
+    return rows
+
+
+def _watched(meter: Meter, results: Iterable[tuple[int, np.ndarray]]) -> Iterator[np.ndarray]:
+    for characters, tokens in results:
+        meter.add(characters, len(tokens))
+        yield tokens
 
 
 def _split(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Text]]:
@@ -190,76 +160,19 @@ def _split(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Text]]:
 
 
 def _batches(texts: Iterable[Text]) -> Iterator[list[tuple[bool, str]]]:
-    """Work for one call of _encode: pieces, PIECE characters or more together, and whether each begins a document
+    """Work for one call of encode: pieces, build.PIECE characters or more together, and whether each begins a document
     that follows another.
     """
     batch, size = [], 0
     for number, (_, parts) in enumerate(itertools.groupby(texts, key=itemgetter(0))):
-        for i, piece in enumerate(pieces((text for _, text in parts), PIECE)):
+        for i, piece in enumerate(pieces((text for _, text in parts), build.PIECE)):
             batch.append((number > 0 and i == 0, piece))
             size += len(piece)
-            if size >= PIECE:
+            if size >= build.PIECE:
                 yield batch
                 batch, size = [], 0
     if batch:
         yield batch
-
-
-def _encode(tokenizer: str, batch: list[tuple[bool, str]]) -> tuple[int, np.ndarray]:
-    """Characters and tokens, uint16, with the end-of-text token between documents."""
-    coder, parts = get_tokenizer(tokenizer), []
-    for follows, piece in batch:
-        if follows:
-            parts.append(np.array([coder.eot], np.uint16))
-        parts.append(coder.encode(piece))
-    return sum(len(piece) for _, piece in batch), np.concatenate(parts)
-
-
-def _write_shards(directory: Path, split: str, parts: Iterable[np.ndarray], limit: int) -> dict[str, Any]:
-    """Shards of `limit` tokens, the last two of half of that or more each, so that none is too short to use."""
-    rows: dict[str, Any] = {}
-    buffer, filled = np.empty(2 * limit, np.uint16), 0
-
-    def write(tokens: np.ndarray) -> None:
-        path = directory / f"{split}_{len(rows):06d}.bin"
-        write_shard(path, tokens)
-        rows[path.name] = {"tokens": len(tokens), "sha256": _sha256(path.read_bytes())}
-
-    for part in parts:
-        while len(part):
-            taken = part[: len(buffer) - filled]
-            buffer[filled : filled + len(taken)] = taken
-            part, filled = part[len(taken) :], filled + len(taken)
-            if filled == len(buffer):
-                write(buffer[:limit])
-                buffer[:limit], filled = buffer[limit:], limit
-    for half in np.array_split(buffer[:filled], -(-filled // limit)):
-        write(half)
-    return rows
-
-
-class Meter:
-    """A line about the work every REPORT_SECONDS, and when it is done."""
-
-    def __init__(self, size: int, progress: Progress):
-        self.size, self.progress, self.done, self.tokens = size, progress, 0, 0
-        self.start = self.reported = time.monotonic()
-
-    def watch(self, results: Iterable[tuple[int, np.ndarray]]) -> Iterator[np.ndarray]:
-        for characters, tokens in results:
-            self.done, self.tokens = self.done + characters, self.tokens + len(tokens)
-            now = time.monotonic()
-            if now - self.reported > REPORT_SECONDS or self.done == self.size:
-                self.reported = now
-                self.progress(self._line(max(now - self.start, 1e-9)))
-            yield tokens
-
-    def _line(self, seconds: float) -> str:
-        left = timedelta(seconds=round(seconds * (self.size - self.done) / self.done))
-        eta = f", {left} left" if self.done < self.size else ""
-        rate = self.tokens / seconds
-        done = f"{self.done / self.size:4.0%} of {self.size:,} characters"
-        return f"{done}, {self.tokens:,} tokens, {rate:,.0f} tokens/s{eta}"
 
 
 def _put_in_place(temp: Path, out_dir: Path, recipe: dict[str, Any]) -> None:
@@ -269,18 +182,5 @@ def _put_in_place(temp: Path, out_dir: Path, recipe: dict[str, Any]) -> None:
     except OSError:
         if not out_dir.exists():
             raise
-        if not _is_done(out_dir, recipe):
-            todo = "remove it or choose another directory"
-            expected = "a new or empty directory, or these very shards"
-            raise bad_data(out_dir, "in use", "something else there", expected, todo) from None
-
-
-def _is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
-    """Whether out_dir holds what `recipe` makes, by its record and the sizes of its shards."""
-    try:
-        record = json.loads((out_dir / "shards.json").read_text())
-        sizes = {name: (out_dir / name).stat().st_size for name in record["shards"]}
-        whole = {name: HEADER_BYTES + 2 * row["tokens"] for name, row in record.pop("shards").items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
-    return record == recipe and sizes == whole
+        if not is_done(out_dir, recipe):
+            raise in_use(out_dir) from None

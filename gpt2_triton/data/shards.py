@@ -62,7 +62,7 @@ class Shard:
     def __init__(self, path: Path | str, vocab_size: int, seq_len: int):
         self.path = Path(path)
         try:
-            self.tokens = _map_tokens(self.path)
+            self.tokens = map_tokens(self.path)
         except OSError as error:
             raise bad_data(self.path, "cannot read", error.strerror, "a shard", PREPARE) from None
         if len(self.tokens) < seq_len + 1:
@@ -85,7 +85,8 @@ class Shard:
                 raise bad_data(self.path, what, self.tokens[at], f"less than {vocab_size:,}", todo)
 
 
-def _map_tokens(path: Path) -> np.memmap:
+def map_tokens(path: Path) -> np.memmap:
+    """The tokens of a shard, uint16 [ntok], mapped; its header and size are checked."""
     size, header = path.stat().st_size, np.fromfile(path, "<i4", HEADER_BYTES // 4)
     again = "it was cut off or overwritten: copy or prepare it again"
     if header.nbytes < HEADER_BYTES:

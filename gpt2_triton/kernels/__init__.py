@@ -24,8 +24,10 @@ from gpt2_triton.kernels.matmul import (
     matmul_dx_dgelu_scratch,
     matmul_gelu,
 )
+from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.kernels.random import fill, normal_init
 from gpt2_triton.kernels.reduce import clip_factor, loss_sum, sum_squares, sum_squares_scratch
+from gpt2_triton.kernels.statistics import parameter_stats, stats_parts, tensor_stats
 
 __all__ = [
     "adamw",
@@ -55,8 +57,12 @@ __all__ = [
     "matmul_dx_dgelu",
     "matmul_gelu",
     "normal_init",
+    "parameter_stats",
     "scratch_elements",
+    "skip_outliers",
+    "stats_parts",
     "sum_squares",
+    "tensor_stats",
 ]
 
 

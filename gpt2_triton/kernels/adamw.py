@@ -6,7 +6,8 @@ in.
     w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
 
 lr, the bias corrections, the clip factor, the step and the seed are read from device memory, so a captured launch
-serves every step. Nothing changes when the step was not finite.  The new w is stored in one of three ways:
+serves every step.  Nothing changes when stats[3] says that the step is not to be applied.  The new w is stored in one
+of three ways:
 fp32            as it is
 bf16            rounded stochastically: 16 random bits are added below the ones that stay, so that the rounding error
                 is 0 on average and updates smaller than half an ulp are not lost; the bits are Philox's for (seed,

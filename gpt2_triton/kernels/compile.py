@@ -32,10 +32,11 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[Compiled]:
+def compiling(ignore_errors: bool = False) -> Iterator[Compiled]:
     """Inside, a launch only hands its kernel to a pool of threads; at the end all are compiled and loaded.
 
-    Gluon's kernels are JITFunctions too.  Threads do: MLIR's passes, ptxas and gcc run outside Python's lock.
+    Gluon's kernels are JITFunctions too.  Threads do: MLIR's passes, ptxas and gcc run outside Python's lock.  With
+    `ignore_errors` a kernel that does not compile, or needs more than the GPU has, is left for its launch to raise.
     """
     out, began, gpu = Compiled(), time.perf_counter(), torch.cuda.current_device()
     asked, cached = [], []
@@ -45,13 +46,26 @@ def compiling() -> Iterator[Compiled]:
         asked.append(launch(self, *args, grid=grid, warmup=True, **keywords))
 
     with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.cuda.set_device(gpu)) as pool:
-        with knobs.compilation.scope(), AsyncCompileMode(pool):
+        with knobs.compilation.scope(), AsyncCompileMode(pool, ignore_errors=ignore_errors):
             knobs.compilation.listener = lambda *, cache_hit, **_: cached.append(cache_hit)
             JITFunction.run = compile_only
             try:
                 yield out
             finally:
                 JITFunction.run = launch
-        kernels = {kernel.result() if isinstance(kernel, FutureKernel) else kernel for kernel in asked}
-        list(pool.map(lambda kernel: kernel.run, kernels))  # loads it; in Triton 3.6 gcc makes its launcher first
+        kernels = {_result(kernel, ignore_errors) for kernel in asked} - {None}
+        list(pool.map(lambda kernel: _load(kernel, ignore_errors), kernels))
     out.kernels, out.from_cache, out.seconds = len(kernels), sum(cached), time.perf_counter() - began
+
+
+def _result(kernel: Any, ignore_errors: bool) -> Any:
+    return kernel.result(ignore_errors) if isinstance(kernel, FutureKernel) else kernel
+
+
+def _load(kernel: Any, ignore_errors: bool) -> None:
+    """In Triton 3.6 gcc makes the launcher first."""
+    try:
+        _ = kernel.run
+    except Exception:  # Triton's and the driver's
+        if not ignore_errors:
+            raise

@@ -66,6 +66,7 @@ def contract(line: str) -> Callable:
                 TRACE.append((launcher.__name__, args[: len(outs)], args[len(outs) : len(arguments)]))
             launcher(*args, **keywords)
 
+        call.outputs = len(outs)
         return call
 
     return wrap

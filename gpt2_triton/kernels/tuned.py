@@ -1,114 +1,158 @@
-"""Launch parameters as data: operation -> blocks, warps, stages.  Nothing is tuned at run time.
+"""Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
-`GPU` holds one row per (operation, storage dtype).  `INTERPRETER` holds upper bounds only: there a program costs a
-millisecond and a block nothing, so each block covers its whole dimension up to the bound.
+tables/ has a file for each GPU, which `python -m gpt2_triton bench --tune` rewrites.  It says which GPU it is for, the
+compute capabilities whose other GPUs take it too, and whether its rows were measured there or are only known to
+compile.  interpreter.json holds upper bounds: each block covers its whole dimension up to the bound.
 """
 
 import functools
+import json
 import os
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any, NamedTuple
 
 import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+TABLES = resources.files("gpt2_triton.kernels") / "tables"
+WITHOUT_GPU, OTHER_GPUS = "h200", "rtx4090"  # the latter's rows need the least shared memory
 
-GPU: dict[tuple[str, str], dict[str, int]] = {
-    ("matmul", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3),
-    ("matmul", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=3),
-    ("matmul_dw", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, WAVE=132, num_warps=8, num_stages=3),
-    ("matmul_dw", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, WAVE=132, num_warps=8, num_stages=3),
-    ("classifier_fwd", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3),
-    ("classifier_fwd", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=3),
-    ("classifier_dx", "bf16"): dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3),
-    ("classifier_dx", "fp32"): dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=3),
-    ("classifier_rows", "bf16"): dict(BLOCK_R=8, BLOCK_C=256, num_warps=4),
-    ("classifier_rows", "fp32"): dict(BLOCK_R=8, BLOCK_C=256, num_warps=4),
-    ("encoder_fwd", "bf16"): dict(BLOCK_R=8, BLOCK_C=256, num_warps=4),
-    ("encoder_fwd", "fp32"): dict(BLOCK_R=8, BLOCK_C=256, num_warps=4),
-    # one warp whose lanes hold 16 bytes of a row each, so that sums over entries stay inside a lane
-    ("encoder_bwd_segments", "bf16"): dict(BLOCK_S=1, BLOCK_E=8, BLOCK_C=256, num_warps=1),
-    ("encoder_bwd_segments", "fp32"): dict(BLOCK_S=1, BLOCK_E=8, BLOCK_C=128, num_warps=1),
-    ("encoder_bwd_hot", "bf16"): dict(BLOCK_E=8, BLOCK_C=128, num_warps=1),
-    ("encoder_bwd_hot", "fp32"): dict(BLOCK_E=8, BLOCK_C=128, num_warps=1),
-    ("encoder_bwd_wpe", "bf16"): dict(BLOCK=1024, num_warps=4),
-    ("encoder_bwd_wpe", "fp32"): dict(BLOCK=512, num_warps=4),
-    # maxnreg 128 lets four programs share a multiprocessor; dq spills nothing by it, dk and dv 4 bytes
-    ("attention_fwd", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
-    ("attention_fwd", "fp32"): dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=2),
-    ("attention_bwd_dkdv", "bf16"): dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2, maxnreg=128),
-    ("attention_bwd_dkdv", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
-    ("attention_bwd_dq", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, maxnreg=128),
-    ("attention_bwd_dq", "fp32"): dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=2),
-    # heads wider than 64, which run in 128 columns: with the blocks above dk and dv, and all of fp32, spill
-    ("attention_fwd_wide", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
-    ("attention_fwd_wide", "fp32"): dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=2),
-    ("attention_bwd_dkdv_wide", "bf16"): dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2),
-    ("attention_bwd_dkdv_wide", "fp32"): dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=2),
-    ("attention_bwd_dq_wide", "bf16"): dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
-    ("attention_bwd_dq_wide", "fp32"): dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=2),
-    ("layernorm_fwd", "bf16"): dict(ROWS=2, num_warps=2),
-    ("layernorm_fwd", "fp32"): dict(ROWS=2, num_warps=4),
-    ("layernorm_bwd", "bf16"): dict(ROWS=2, STAGES=3, PROGRAMS=528, num_warps=2),
-    ("layernorm_bwd", "fp32"): dict(ROWS=1, STAGES=3, PROGRAMS=528, num_warps=4),
-    ("layernorm_bwd_wide", "bf16"): dict(ROWS=2, STAGES=3, PROGRAMS=528, num_warps=4),
-    ("layernorm_bwd_wide", "fp32"): dict(ROWS=1, STAGES=3, PROGRAMS=528, num_warps=8),
-    ("adamw", "bf16"): dict(BLOCK=1024, num_warps=4),
-    ("adamw", "fp32"): dict(BLOCK=1024, num_warps=4),
-    # up to 16 sequences; more of them (BLOCK_S bounds registers: two programs share a multiprocessor)
-    ("decode_matmul", "bf16"): dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=256, BLOCK_S=512, STAGES=4, num_warps=8),
-    ("decode_matmul", "fp32"): dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, BLOCK_S=512, STAGES=3, num_warps=8),
-    ("decode_matmul_wide", "bf16"): dict(BLOCK_M=32, BLOCK_N=16, BLOCK_K=128, BLOCK_S=256, STAGES=4, num_warps=8),
-    ("decode_matmul_wide", "fp32"): dict(BLOCK_M=32, BLOCK_N=16, BLOCK_K=32, BLOCK_S=256, STAGES=3, num_warps=8),
-    ("decode_attention", "bf16"): dict(BLOCK_T=128, STAGES=2, num_warps=8),
-    ("decode_attention", "fp32"): dict(BLOCK_T=64, STAGES=2, num_warps=8),
-    ("cache_fill", "bf16"): dict(BLOCK=2048, num_warps=4),
-    ("cache_fill", "fp32"): dict(BLOCK=1024, num_warps=4),
-    ("draw", "fp32"): dict(BLOCK=8192, num_warps=16),
+Key = tuple[str, str]  # operation, storage dtype
+Row = dict[str, int]
+
+_PRODUCT = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")
+_ATTENTION = ("BLOCK_M", "BLOCK_N")
+_LAYERNORM_BWD = ("ROWS", "STAGES", "PROGRAMS")
+_DECODE = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_S", "STAGES")
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "matmul": _PRODUCT,
+    "matmul_dw": (*_PRODUCT, "WAVE"),
+    "classifier_fwd": _PRODUCT,
+    "classifier_dx": _PRODUCT,
+    "classifier_rows": ("BLOCK_R", "BLOCK_C"),
+    "encoder_fwd": ("BLOCK_R", "BLOCK_C"),
+    "encoder_bwd_segments": ("BLOCK_S", "BLOCK_E", "BLOCK_C"),
+    "encoder_bwd_hot": ("BLOCK_E", "BLOCK_C"),
+    "encoder_bwd_wpe": ("BLOCK",),
+    "attention_fwd": _ATTENTION,
+    "attention_bwd_dkdv": _ATTENTION,
+    "attention_bwd_dq": _ATTENTION,
+    "attention_fwd_wide": _ATTENTION,
+    "attention_bwd_dkdv_wide": _ATTENTION,
+    "attention_bwd_dq_wide": _ATTENTION,
+    "layernorm_fwd": ("ROWS",),
+    "layernorm_bwd": _LAYERNORM_BWD,
+    "layernorm_bwd_wide": _LAYERNORM_BWD,
+    "adamw": ("BLOCK",),
+    "decode_matmul": _DECODE,
+    "decode_matmul_wide": _DECODE,
+    "decode_attention": ("BLOCK_T", "STAGES"),
+    "cache_fill": ("BLOCK",),
+    "draw": ("BLOCK",),
+}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton's own; a GPU's row has the first at least
+DTYPES = ("bf16", "fp32")  # a table may say "any" for both
+
+# What sizes a scratch, or cuts a sum, is the same for every GPU: memory is planned before the GPU is known, and a table
+# changes the bits of a run as little as it can.  Only dW's tile may be narrower than Hopper's, and then needs less.
+FIXED: dict[str, tuple[str, ...]] = {
+    "matmul": ("BLOCK_M",),
+    "matmul_dw": ("BLOCK_M", "BLOCK_K", "WAVE"),
+    "classifier_fwd": ("BLOCK_N",),
+    "attention_bwd_dkdv": ("BLOCK_N",),
+    "attention_bwd_dq": ("BLOCK_M",),
+    "attention_bwd_dkdv_wide": ("BLOCK_N",),
+    "attention_bwd_dq_wide": ("BLOCK_M",),
+    "layernorm_bwd": ("PROGRAMS",),
+    "layernorm_bwd_wide": ("PROGRAMS",),
 }
 
-# What changes on a GPU whose programs have less shared memory than Hopper's 227 KB: A100 163, RTX 4090 and 5090 99.
-# Never a block that sizes a scratch (BLOCK_M of matmul and attention_bwd_dq, BLOCK_N of classifier_fwd and
-# attention_bwd_dkdv, any of matmul_dw and of the layernorm backward): memory is planned before the GPU is known.
-SMALL_GPU: dict[tuple[str, str], dict[str, int]] = {
-    ("matmul", "bf16"): dict(BLOCK_N=128, BLOCK_K=32),
-    ("matmul_dw", "bf16"): dict(num_stages=2),
-    ("classifier_fwd", "bf16"): dict(BLOCK_M=64, BLOCK_K=32, num_stages=2),
-    ("classifier_dx", "bf16"): dict(BLOCK_N=128, BLOCK_K=32),
-    # without wgmma all operands of a product pass through registers: smaller blocks or more warps, and no cap (255)
-    ("attention_fwd", "bf16"): dict(BLOCK_N=32),
-    ("attention_fwd_wide", "bf16"): dict(BLOCK_N=32, num_warps=8),
-    ("attention_bwd_dq", "bf16"): dict(BLOCK_N=32, maxnreg=255),
-    ("attention_bwd_dq_wide", "bf16"): dict(BLOCK_N=32, num_warps=8),
-    ("attention_bwd_dkdv", "bf16"): dict(maxnreg=255),
-    ("attention_bwd_dkdv_wide", "bf16"): dict(num_warps=8),
-    ("attention_bwd_dkdv_wide", "fp32"): dict(BLOCK_M=16, num_stages=1),
-}
 
-INTERPRETER: dict[str, dict[str, int]] = {
-    "matmul": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=512, GROUP_M=8),
-    "matmul_dw": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=1024, GROUP_M=8, WAVE=2),
-    "classifier_fwd": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=512, GROUP_M=8),
-    "classifier_dx": dict(BLOCK_M=1024, BLOCK_N=1024, BLOCK_K=512, GROUP_M=8),
-    "classifier_rows": dict(BLOCK_R=1024, BLOCK_C=1024),
-    "encoder_fwd": dict(BLOCK_R=1024, BLOCK_C=1024),
-    "encoder_bwd_segments": dict(BLOCK_S=64, BLOCK_E=16, BLOCK_C=1024),
-    "encoder_bwd_hot": dict(BLOCK_E=128, BLOCK_C=1024),
-    "encoder_bwd_wpe": dict(BLOCK=1 << 18),
-    "attention_fwd": dict(BLOCK_M=256, BLOCK_N=256),
-    "attention_fwd_wide": dict(BLOCK_M=256, BLOCK_N=256),
-    "attention_bwd_dkdv": dict(BLOCK_M=256, BLOCK_N=256),
-    "attention_bwd_dkdv_wide": dict(BLOCK_M=256, BLOCK_N=256),
-    "attention_bwd_dq": dict(BLOCK_M=256, BLOCK_N=256),
-    "attention_bwd_dq_wide": dict(BLOCK_M=256, BLOCK_N=256),
-    "layernorm_fwd": dict(ROWS=512),
-    "layernorm_bwd": dict(ROWS=512, STAGES=1, PROGRAMS=2),
-    "layernorm_bwd_wide": dict(ROWS=512, STAGES=1, PROGRAMS=2),
-    "adamw": dict(BLOCK=1 << 18),
-    "decode_matmul": dict(BLOCK_M=16, BLOCK_N=1024, BLOCK_K=1024, BLOCK_S=1024, STAGES=1),
-    "decode_matmul_wide": dict(BLOCK_M=32, BLOCK_N=1024, BLOCK_K=1024, BLOCK_S=1024, STAGES=1),
-    "decode_attention": dict(BLOCK_T=64, STAGES=1),
-    "cache_fill": dict(BLOCK=1 << 18),
-    "draw": dict(BLOCK=1 << 14),
-}
+class TableError(ValueError):
+    """A table that does not fit the kernels; the message is one line with file, row, what is wrong, what is right."""
+
+
+class Table(NamedTuple):
+    gpu: str  # part of torch.cuda.get_device_name()
+    capabilities: list[str]  # such as "9.0": other GPUs of these take this table
+    source: str  # "measured" there, or "default": compiled for it, not measured
+    date: str
+    triton: str
+    notes: list[str]
+    rows: dict[Key, Row]
+
+
+def read_table(file: Traversable) -> Table:
+    """The table in a JSON file; TableError if it is not one, or does not fit the kernels."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TableError(f"{file.name}: cannot be read as JSON: {error}") from None
+    expected = Table._fields
+    if not isinstance(data, dict) or data.keys() != set(expected):
+        got = ", ".join(data) if isinstance(data, dict) else type(data).__name__
+        raise TableError(f"{file.name}: got {got}; expected exactly {', '.join(expected)}")
+    if data["source"] not in ("measured", "default"):
+        raise TableError(f"{file.name}: source is {data['source']!r}; expected 'measured' or 'default'")
+    return Table(**data | dict(rows=_rows(file.name, data["rows"], options=data["gpu"] != "interpreter")))
+
+
+def _rows(where: str, data: Any, options: bool) -> dict[Key, Row]:
+    """Rows by (operation, dtype), "any" spelled out; every operation and dtype is there, and nothing else."""
+    rows: dict[Key, Row] = {}
+    if not isinstance(data, dict) or not all(isinstance(by_dtype, dict) for by_dtype in data.values()):
+        raise TableError(f"{where}: rows are not operation: {{dtype: {{name: number}}}}, as in {WITHOUT_GPU}.json")
+    for op, by_dtype in data.items():
+        if op not in PARAMETERS:
+            raise TableError(f"{where}: unknown operation {op}; known are {', '.join(PARAMETERS)}")
+        for dtype, row in by_dtype.items():
+            if dtype not in (*DTYPES, "any"):
+                raise TableError(f"{where}: {op}: unknown dtype {dtype}; known are {', '.join(DTYPES)}, any")
+            _check(f"{where}: {op} {dtype}", op, row, options)
+            rows |= {(op, d): dict(row) for d in (DTYPES if dtype == "any" else (dtype,))}
+    missing = [f"{op} {dtype}" for op in PARAMETERS for dtype in DTYPES if (op, dtype) not in rows]
+    if missing:
+        raise TableError(f"{where}: no row for {', '.join(missing)}; add it, as in {WITHOUT_GPU}.json")
+    return rows
+
+
+def _check(where: str, op: str, row: Row, options: bool) -> None:
+    needed = (*PARAMETERS[op], "num_warps") if options else PARAMETERS[op]
+    known = (*PARAMETERS[op], *OPTIONS) if options else PARAMETERS[op]
+    for name in (*needed, *row):
+        if name not in row:
+            raise TableError(f"{where}: {name} is missing; expected {', '.join(needed)}")
+        if name not in known:
+            raise TableError(f"{where}: unknown {name}; expected {', '.join(known)}")
+        value, power = row[name], name.startswith("BLOCK") or name in ("ROWS", "num_warps")
+        if type(value) is not int or value < 1 or (power and value & (value - 1)):
+            kind = "power of 2" if power else "positive integer"
+            raise TableError(f"{where}: {name} is {value!r}; expected a {kind}")
+
+
+def choose(gpu: str, capability: str, tables: dict[str, Table]) -> str:
+    """The name of the table for a GPU: its own, else that of its compute capability, else the most frugal one."""
+    own = (name for name, table in tables.items() if table.gpu in gpu)
+    same = (name for name, table in tables.items() if capability in table.capabilities)
+    return next(own, None) or next(same, OTHER_GPUS)
+
+
+@functools.cache
+def table_name() -> str:
+    """The file in tables/, without .json, for this machine.  Without a GPU, plans are made for an H200."""
+    if INTERPRET:
+        return "interpreter"
+    if not torch.cuda.is_available():
+        return WITHOUT_GPU
+    tables = {f.name.removesuffix(".json"): read_table(f) for f in TABLES.iterdir() if f.name.endswith(".json")}
+    major, minor = torch.cuda.get_device_capability()
+    return choose(torch.cuda.get_device_name(), f"{major}.{minor}", tables)
+
+
+@functools.cache
+def table() -> Table:
+    return read_table(TABLES / f"{table_name()}.json")
 
 
 @functools.cache
@@ -123,28 +167,20 @@ def is_hopper() -> bool:
     return not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-@functools.cache
-def small_gpu() -> bool:
-    """Does this machine's GPU need the SMALL_GPU rows?  Without a GPU, plans are made for Hopper."""
-    properties = torch.cuda.is_available() and torch.cuda.get_device_properties(torch.cuda.current_device())
-    return bool(properties) and properties.shared_memory_per_block_optin < 227 << 10
-
-
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tuned(op: str, dtype: str, **sizes: int) -> dict[str, int]:
-    """Launch parameters of `op` for storage dtype "bf16" or "fp32".
+def tuned(op: str, dtype: str, **sizes: int) -> Row:
+    """Launch parameters of `op` for storage dtype "bf16" or "fp32", a dict of the caller's own.
 
     `sizes` gives the dimension that each block runs along, as in `tuned("matmul", "bf16", BLOCK_M=R, BLOCK_N=N)`;
     only the interpreter uses them, to make a block cover its dimension (a power of two, at least 16).
     """
-    if not INTERPRET:
-        return GPU[op, dtype] | (SMALL_GPU.get((op, dtype), {}) if small_gpu() else {})
-    row = dict(INTERPRETER[op])
-    for block, size in sizes.items():
-        row[block] = min(row[block], max(16, next_power_of_2(size)))
+    row = dict(table().rows[op, dtype])
+    if INTERPRET:
+        for block, size in sizes.items():
+            row[block] = min(row[block], max(16, next_power_of_2(size)))
     return row
 
 

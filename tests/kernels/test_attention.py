@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
-from gpt2_triton.kernels.tuned import GPU, INTERPRET, INTERPRETER, SMALL_GPU, dtype_name
+from gpt2_triton.kernels.tuned import INTERPRET, TABLES, dtype_name, read_table, table
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned
@@ -94,25 +94,17 @@ def test_dbias_accumulates(rng, T, dtype):
 def test_the_gpu_blocks_match_float64(rng, monkeypatch, T, HS, dtype):
     """Many blocks per sequence, those of queries and keys unequal, as on a GPU; full and ragged."""
     name = dtype_name(torch.empty(0, dtype=dtype))
-    for op in INTERPRETER:
-        if op.startswith("attention"):
-            monkeypatch.setitem(INTERPRETER, op, {k: v for k, v in GPU[op, name].items() if k.startswith("BLOCK")})
+    for key, row in read_table(TABLES / "h200.json").rows.items():
+        if key[0].startswith("attention") and key[1] == name:
+            monkeypatch.setitem(table().rows, key, {k: v for k, v in row.items() if k.startswith("BLOCK")})
     check_forward(rng, T, HS, dtype)
     check_backward(rng, T, HS, dtype, acc=False)
 
 
 def test_blocks_of_keys_tile_blocks_of_queries():
     """The forward pass starts its diagonal at a block of queries, and counts on a block of keys starting there too."""
-    keys = [key for key in GPU if key[0].startswith("attention_fwd")]
-    rows = [GPU[key] | small for key in keys for small in ({}, SMALL_GPU.get(key, {}))]
+    rows = [row for file in TABLES.iterdir() for (op, _), row in read_table(file).rows.items() if "attention_fwd" in op]
     assert rows and all(row["BLOCK_M"] % row["BLOCK_N"] == 0 for row in rows)
-
-
-def test_rows_for_small_gpus_leave_scratch_sizes_alone():
-    """A memory plan made where there is no GPU must fit the GPU the run gets."""
-    sizing = {"attention_bwd_dq": "BLOCK_M", "attention_bwd_dkdv": "BLOCK_N"}
-    for (op, _), row in SMALL_GPU.items():
-        assert sizing.get(op.removesuffix("_wide")) not in row
 
 
 def run_all(qkv, dout, T, outputs):

@@ -14,7 +14,10 @@ import torch
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
     import torch
+    import triton
+    import triton.language as tl
     from triton.backends.compiler import GPUTarget
+    from triton.compiler.errors import CompilationError
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.runtime import driver
@@ -46,6 +49,10 @@ SCRIPT = """
     def gluon_kernel(out_ptr):
         gl.store(out_ptr, 1.0)
 
+    @triton.jit
+    def wrong_kernel(out_ptr):
+        tl.static_assert(False)
+
     x = torch.empty(16)
 
     def launches():
@@ -61,12 +68,23 @@ SCRIPT = """
         launches()
     launches()
     print(again.kernels, again.from_cache, Device.launched)
+    for ignore_errors in (True, False):
+        try:
+            with compiling(ignore_errors) as some:
+                launches()
+                wrong_kernel[(1,)](x)
+            print("passed over", some.kernels)
+            wrong_kernel[(1,)](x)
+        except CompilationError:
+            print("raised")
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py does this with the real driver")
 def test_compiling_compiles_each_kernel_once_and_launches_nothing(tmp_path):
-    """Three kernels, one of them Gluon's; a second process finds all of them in Triton's cache."""
+    """Three kernels, one of them Gluon's; a second process finds all of them in Triton's cache.  A kernel that does not
+    compile is an error, at once or when it is launched.
+    """
     script = tmp_path / "script.py"  # Triton reads the source of kernels, so they have to be in a file
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -75,4 +93,5 @@ def test_compiling_compiles_each_kernel_once_and_launches_nothing(tmp_path):
         run = subprocess.run(
             [sys.executable, "-W", "ignore", str(script)], env=environment, capture_output=True, text=True
         )
-        assert run.stdout.splitlines() == [f"3 {from_cache} 0", "3 0 4"], run.stderr[-2000:]
+        expected = [f"3 {from_cache} 0", "3 0 4", "passed over 3", "raised", "raised"]
+        assert run.stdout.splitlines() == expected, run.stderr[-2000:]

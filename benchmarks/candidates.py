@@ -1,0 +1,75 @@
+"""The rows that `bench --tune` tries: for each operation the values of each parameter, and which of them go together.
+
+What a table keeps the same for every GPU (tuned.FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not
+here: no step of the four sizes uses them, and they keep their values.
+"""
+
+import itertools
+from collections.abc import Callable
+
+from gpt2_triton.kernels.tuned import Row
+
+_TILES = dict(num_warps=(4, 8), num_stages=(2, 3, 4))
+_BACKWARD = dict(num_warps=(4, 8), num_stages=(2, 3), maxnreg=(128, 168, 255))  # 255 is no cap
+_ROWS = dict(BLOCK_R=(2, 4, 8, 16), BLOCK_C=(128, 256, 512), num_warps=(1, 2, 4, 8))
+
+SPACE: dict[str, dict[str, tuple[int, ...]]] = {
+    "matmul": dict(BLOCK_N=(64, 128, 256), BLOCK_K=(32, 64)) | _TILES,
+    "matmul_dw": dict(GROUP_M=(4, 8, 16)) | _TILES,
+    "classifier_fwd": dict(BLOCK_M=(64, 128), BLOCK_K=(32, 64)) | _TILES,
+    "classifier_dx": dict(BLOCK_M=(64, 128), BLOCK_N=(128, 256), BLOCK_K=(32, 64, 128)) | _TILES,
+    "classifier_rows": _ROWS,
+    "encoder_fwd": _ROWS,
+    "encoder_bwd_segments": dict(BLOCK_E=(4, 8, 16, 32), BLOCK_C=(128, 256, 512), num_warps=(1, 2, 4)),
+    "encoder_bwd_hot": dict(BLOCK_E=(4, 8, 16, 32), BLOCK_C=(64, 128, 256), num_warps=(1, 2, 4)),
+    "encoder_bwd_wpe": dict(BLOCK=(256, 512, 1024, 2048), num_warps=(1, 2, 4, 8)),
+    "attention_fwd": dict(BLOCK_M=(64, 128), BLOCK_N=(32, 64, 128)) | _TILES,
+    "attention_bwd_dkdv": dict(BLOCK_M=(32, 64, 128)) | _BACKWARD,
+    "attention_bwd_dq": dict(BLOCK_N=(32, 64, 128)) | _BACKWARD,
+    "layernorm_fwd": dict(ROWS=(1, 2, 4, 8), num_warps=(1, 2, 4, 8)),
+    "layernorm_bwd": dict(ROWS=(1, 2, 4), STAGES=(2, 3, 4), num_warps=(2, 4, 8)),
+    "layernorm_bwd_wide": dict(ROWS=(1, 2), STAGES=(2, 3, 4), num_warps=(4, 8, 16)),
+    "adamw": dict(BLOCK=(512, 1024, 2048, 4096), num_warps=(2, 4, 8, 16)),
+}
+
+
+def _tile_fits(row: Row, shared: int) -> bool:
+    """At most 128 accumulators in a thread's 255 registers, and all stages of both operands in shared memory."""
+    accumulators = row["BLOCK_M"] * row["BLOCK_N"] // (32 * row["num_warps"])
+    operands = 2 * (row["BLOCK_M"] + row["BLOCK_N"]) * row["BLOCK_K"] * row["num_stages"]
+    return 16 <= accumulators <= 128 and operands <= shared
+
+
+def _few_a_thread(*blocks: str) -> Callable[[Row, int], bool]:
+    """4 to 32 elements a thread: loads of 8 bytes or more, and registers for all of them."""
+
+    def fits(row: Row, shared: int) -> bool:
+        size = 1
+        for block in blocks:
+            size *= row[block]
+        return 4 <= size // (32 * row["num_warps"]) <= 32
+
+    return fits
+
+
+FITS: dict[str, Callable[[Row, int], bool]] = {
+    "matmul": _tile_fits,
+    "matmul_dw": _tile_fits,
+    "classifier_fwd": _tile_fits,
+    "classifier_dx": _tile_fits,
+    "classifier_rows": _few_a_thread("BLOCK_R", "BLOCK_C"),
+    "encoder_fwd": _few_a_thread("BLOCK_R", "BLOCK_C"),
+    "encoder_bwd_segments": _few_a_thread("BLOCK_E", "BLOCK_C"),
+    "encoder_bwd_hot": _few_a_thread("BLOCK_E", "BLOCK_C"),
+    "encoder_bwd_wpe": _few_a_thread("BLOCK"),
+    "attention_fwd": lambda row, shared: row["BLOCK_N"] <= row["BLOCK_M"],  # a block of keys tiles one of queries
+    "adamw": _few_a_thread("BLOCK"),
+}
+
+
+def candidates(op: str, current: Row, shared: int) -> list[Row]:
+    """`current`, and then every other row of the space; `shared` is the bytes of shared memory of a program."""
+    space = SPACE[op]
+    rows = [current | dict(zip(space, values)) for values in itertools.product(*space.values())]
+    fits = FITS.get(op, lambda row, shared: True)
+    return [current, *(row for row in rows if row != current and fits(row, shared))]

@@ -1,0 +1,117 @@
+"""HellaSwag by this package and by plain PyTorch, from the same checkpoint: accuracies, times, choices that differ.
+
+    python -m benchmarks.hellaswag_peer CHECKPOINT [--data hellaswag_val.jsonl] [--limit N]
+
+PyTorch runs the rows in groups padded to the longest, in fp32 without TF32 and under bf16 autocast.  Its fp32 run is
+what the others are held against: where their choice is another one, fp32 found the two endings about equally likely,
+and `largest gap` is by how much at most, in nats (a token for acc_norm of the completion style, a character for the
+harness's).  Ours in bf16 also runs with a tenth of the tokens at once; exits with 1 if that changes a bit on a GPU.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpt2_triton.cli import choose_device
+
+ROWS = 32  # of PyTorch's groups: 128 sequences, whose fp32 logits take 4 GB
+
+
+def torch_losses(params, dims, questions, device: str, autocast: bool) -> np.ndarray:
+    """The summed loss of each ending's tokens, float64 [rows, 4]."""
+    from tests.torch_gpt2 import gpt2_loss
+
+    out = []
+    for first in range(0, len(questions.labels), ROWS):
+        rows = range(4 * first, 4 * min(first + ROWS, len(questions.labels)))
+        pairs = [(questions.contexts[i // 4], questions.endings[i]) for i in rows]
+        T = max(len(context) + len(ending) for context, ending in pairs) - 1
+        ids, targets = np.zeros((len(pairs), T), np.int64), np.full((len(pairs), T), -1, np.int64)
+        for row, (context, ending) in enumerate(pairs):
+            whole = np.concatenate([context, ending])
+            ids[row, : len(whole) - 1] = whole[:-1]
+            targets[row, len(context) - 1 : len(whole) - 1] = ending
+        tensors = (torch.from_numpy(array).to(device) for array in (ids, targets))
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
+            losses = gpt2_loss(params, *tensors, dims["V"], dims["NH"], reduction="none")
+        out.append(losses.double().view(-1, T).sum(1).cpu().numpy())
+    return np.concatenate(out).reshape(-1, 4)
+
+
+def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int, float]]:
+    """Of the choices by sum and by sum over length: how many are not the reference's, and how much less likely it finds
+    them at most.
+    """
+    from gpt2_triton import hellaswag
+
+    rows, found = np.arange(len(reference)), []
+    pairs = zip(hellaswag.choices(questions, losses), hellaswag.choices(questions, reference))
+    for (mine, theirs), scale in zip(pairs, (1.0, questions.lengths)):
+        likely = reference / scale
+        gap = likely[rows, mine] - likely[rows, theirs]
+        found.append((int((mine != theirs).sum()), float(gap.max())))
+    return found
+
+
+def report(style: str, questions, runs: dict[str, tuple[np.ndarray, float]]) -> None:
+    from gpt2_triton import hellaswag
+
+    print(f"\n{style}, {len(questions.labels):,} rows")
+    head = ("acc", "acc_norm", "seconds", "differ", "largest gap", "differ, norm", "largest gap, norm")
+    print(f"{'':<20}" + "".join(f"{name:>{max(len(name), 8) + 2}}" for name in head))
+    for name, (losses, seconds) in runs.items():
+        scores = hellaswag.scores(questions, losses)
+        (plain, gap), (norm, gap_norm) = gaps(questions, losses, runs["PyTorch fp32"][0])
+        cells = (f"{scores.acc:.4f}", f"{scores.acc_norm:.4f}", f"{seconds:.1f}", plain, f"{gap:.4f}", norm)
+        cells = (*map(str, cells), f"{gap_norm:.4f}")
+        print(f"{name:<20}" + "".join(f"{c:>{max(len(h), 8) + 2}}" for c, h in zip(cells, head)), flush=True)
+
+
+def timed(function, *arguments) -> tuple[np.ndarray, float]:
+    start = time.perf_counter()
+    return function(*arguments), time.perf_counter() - start
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("checkpoint")
+    parser.add_argument("--data", type=Path, help="HellaSwag's .jsonl; by default downloaded")
+    parser.add_argument("--limit", type=int, default=0)
+    parser.add_argument("--batch_tokens", type=int, default=65536)
+    a = parser.parse_args(argv)
+    choose_device()
+    from gpt2_triton import evaluation, hellaswag
+    from gpt2_triton.data.hellaswag import TEXTS, load_questions
+    from gpt2_triton.data.tokenizer import get_tokenizer
+    from gpt2_triton.sources import load_weights
+    from tests.torch_gpt2 import leaves
+
+    config, tensors = load_weights(a.checkpoint)
+    start = time.perf_counter()
+    asked = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, tuple(TEXTS))
+    print(f"rows tokenised in {time.perf_counter() - start:.1f} s")
+    start = time.perf_counter()
+    models = {dtype: evaluation.inference_model(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
+    print(f"models ready in {time.perf_counter() - start:.1f} s")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dims = models["fp32"].dims
+    params = leaves(tensors["params"].to(device), dims, torch.float32)
+    all_equal = True
+    for style, questions in asked.items():
+        runs = {f"ours, {dtype}": timed(hellaswag.ending_losses, model, questions) for dtype, model in models.items()}
+        runs["PyTorch fp32"] = timed(torch_losses, params, dims, questions, device, False)
+        runs["PyTorch autocast"] = timed(torch_losses, params, dims, questions, device, True)
+        report(style, questions, runs)
+        small = evaluation.inference_model(config, tensors, a.batch_tokens // 10, "bf16")
+        equal = np.array_equal(hellaswag.ending_losses(small, questions), runs["ours, bf16"][0])
+        print(f"same bits with {small.B * small.T:,} tokens at once: {'yes' if equal else 'NO'}")
+        all_equal &= equal
+    return 0 if all_equal or device == "cpu" else 1  # the interpreter's blocks, and so its sums, go by the batch
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What the statistics of watch.py and the outlier detector cost, on a GPU.
+
+python -m benchmarks.stability [SIZE BATCH RECOMPUTE]     default d12 64 gelu
+
+Steps are watched and not in turn, so that both see the same clocks; times are from the end of one step to the end of
+the next, copies to the host included.  The outlier detector is part of every step; it is timed by itself.
+"""
+
+import statistics
+import sys
+
+import torch
+import triton
+
+import gpt2_triton.kernels as K
+from benchmarks.sizes import config_of, tokens_of
+from gpt2_triton.config import Config
+from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.model import GPT2
+from gpt2_triton.optim import hyper_row
+from gpt2_triton.tables import WINDOW
+from gpt2_triton.watch import FORWARD, summary
+
+STEPS, WARM, EVERY = 60, 10, 10
+
+
+def step_times(model: GPT2, packed: torch.Tensor) -> tuple[float, float, str]:
+    """Median milliseconds of a plain and of a watched step, and the summary of the last watched one."""
+    config, times, in_flight = model.config, ([], []), None
+    for number in range(STEPS):
+        watched = number % 2 == 1
+        hyper = hyper_row(number, config, 1.0 / config.total_batch_tokens)
+        model.begin_step(hyper, number, config.train.seed, watched)
+        model.micro_step(packed, first=True)
+        launched = watched, model.end_step()
+        if in_flight is not None:
+            seconds = in_flight[1].result().seconds
+            if number > WARM:
+                times[in_flight[0]].append(seconds * 1e3)
+        in_flight = launched
+    in_flight[1].result()
+    return *map(statistics.median, times), summary(model.watch.read(in_flight[1].watched, 1))
+
+
+def main(size: str, batch: int, recompute: str) -> None:
+    config = config_of(size, batch, recompute)
+    config = Config.model_validate(config.to_dict() | {"log": {"stats_every": EVERY}})
+    model = GPT2(config, K, "cuda")
+    model.compile()
+    model.initialise(config.train.seed)
+    packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
+    plain, watched, extremes = step_times(model, packed)
+    a = model.full.a
+    elements = sum(t.numel() for name in FORWARD for t in getattr(a, name)) + len(a.x) * a.dx.numel()
+    read = elements * a.dx.element_size() + model.dims["N"] * (12 + a.dx.element_size())
+    print(f"{size}, batch {batch}, recompute {recompute}: step {plain:.2f} ms, watched {watched:.2f} ms")
+    print(
+        f"statistics {watched - plain:.2f} ms for {read / 1e9:.1f} GB read ({read / 1e6 / (watched - plain):.0f} GB/s)"
+    )
+    print(f"with log.stats_every {EVERY}: {(watched - plain) / EVERY / plain:.2%} of the time (bound: 1%)")
+    stats, z, window = (torch.ones(shape, device="cuda") for shape in (4, 2, (2, WINDOW + 1)))
+    us = triton.testing.do_bench_cudagraph(lambda: K.skip_outliers(stats, window, z, model.state.hyper)) * 1e3
+    print(f"outlier detector {us:.1f} us a step, {us / 1e3 / plain:.3%}")
+    print(extremes)
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:] or ["d12", "64", "gelu"]
+    main(given[0], int(given[1]), given[2])

@@ -1,0 +1,44 @@
+"""Tables of launch parameters as `bench --tune` writes them: one row a line, so that a change is a line of a diff."""
+
+import datetime
+import json
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+from gpt2_triton.kernels.tuned import TABLES, Key, Row, Table
+
+
+def updated(table: Table, name: str, device: str, changes: dict[Key, Row]) -> tuple[Path, Table]:
+    """The table with rows changed, and its file.  A GPU that borrowed the table of others gets one of its own."""
+    own = table.gpu in device
+    new = table._replace(
+        gpu=table.gpu if own else device,
+        capabilities=table.capabilities if own else [],
+        source="measured",
+        date=datetime.date.today().isoformat(),
+        triton=version("triton"),
+        notes=table.notes if own else [],
+        rows=dict(table.rows) | changes,
+    )
+    words = re.findall(r"[a-z0-9]+", device.lower())
+    slug = "-".join(word for word in words if word not in ("nvidia", "geforce"))
+    return Path(str(TABLES)) / f"{name if own else slug}.json", new
+
+
+def text(table: Table) -> str:
+    """The table as JSON."""
+    by_op: dict[str, dict[str, Row]] = {}
+    for (op, dtype), row in table.rows.items():
+        by_op.setdefault(op, {})[dtype] = row
+    rows = []
+    for op, by_dtype in by_op.items():
+        first, *others = by_dtype.values()
+        if others == [first]:
+            by_dtype = {"any": first}
+        lines = ",\n".join(f"      {json.dumps(dtype)}: {json.dumps(row)}" for dtype, row in by_dtype.items())
+        rows.append(f"    {json.dumps(op)}: {{\n{lines}\n    }}")
+    head = [f"  {json.dumps(k)}: {json.dumps(v)}," for k, v in table._asdict().items() if k not in ("notes", "rows")]
+    notes = ",".join(f"\n    {json.dumps(note)}" for note in table.notes)
+    notes = f'  "notes": [{notes}\n  ],' if notes else '  "notes": [],'
+    return "\n".join(["{", *head, notes, '  "rows": {', ",\n".join(rows), "  }", "}", ""])

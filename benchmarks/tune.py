@@ -1,0 +1,214 @@
+"""Search the tables of launch parameters on this GPU: `python -m gpt2_triton bench --tune`.
+
+A step of each size is run, with one layer, and every launcher is stopped at where its arguments are those of training.
+There each row it asks for is tried: the candidates are compiled on all cores, each one's outputs are compared with the
+current row's, and all are timed in turn, as CUDA graphs, in rounds whose order rotates.  The clock of a loaded GPU
+drifts by 5 to 8%, and so nothing else would tell rows apart that differ by 2%.
+
+All candidates are screened first; the best few are then timed again, at more length and against the current row alone,
+as the best of forty measurements is best by luck as well.  A row is replaced if the launchers that use it gain 2%.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gpt2_triton.kernels as kernels
+from benchmarks import calls, tables
+from benchmarks.calls import Call, Stopped
+from benchmarks.candidates import SPACE, candidates
+from gpt2_triton.config import ConfigError
+from gpt2_triton.kernels import tuned
+from gpt2_triton.kernels.tuned import Key, Row
+
+GAIN = 1.02  # a row is replaced for no less; twice what medians of FINAL rounds vary by
+SCREEN, FINAL = 5, 25  # rounds
+FINALISTS = 3  # beside the current row
+# ||difference|| / ||current|| of the worst 256 numbers: one unit in the last place of bf16 in every one is at most
+# 2^-7; a tile or a key left out is 0.1 or more
+TOLERANCE = 2.0**-6
+DTYPE = "bf16"
+HOPPERS_OWN = {"matmul", "matmul_dw", "classifier_fwd"}  # run by hopper*.py there, with constants of their own
+
+Times = dict[str, list[float | None]]  # size -> ms of the launchers that use a row, for each candidate
+
+
+def select(only: str | None) -> list[str]:
+    """The operations to tune: all that can be on this GPU, or those whose name or family is in `only`."""
+    ops = [op for op in SPACE if not (tuned.is_hopper() and op in HOPPERS_OWN)]
+    if only is None:
+        return ops
+    wanted = only.split(",")
+    families = dict.fromkeys(op.split("_")[0] for op in SPACE)
+    for word in wanted:
+        if word not in SPACE and word not in families:
+            raise ConfigError(f"--only: unknown {word}; known are {', '.join([*families, *SPACE])}")
+    chosen = [op for op in ops if op in wanted or op.split("_")[0] in wanted]
+    if not chosen:
+        raise ConfigError(f"--only: {only} has no rows to tune on this GPU: its kernels are those of hopper*.py")
+    return chosen
+
+
+def gain(times: Times, i: int) -> float:
+    """Old time over new, the geometric mean over sizes; 0 for a candidate that failed, or loses 2% at any size."""
+    ratios = []
+    for column in times.values():
+        old, new = column[0], column[i]
+        if old is None or new is None or new > GAIN * old:
+            return 0.0
+        ratios.append(old / new)
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
+
+
+def finalists(rows: list[Row], times: Times) -> list[Row]:
+    """The current row and the best of the others, as far as they gain anything."""
+    gains = {i: gain(times, i) for i in range(1, len(rows))}
+    best = sorted((i for i in gains if gains[i] > 1.0), key=lambda i: -gains[i])
+    return [rows[0], *(rows[i] for i in best[:FINALISTS])]
+
+
+def winner(rows: list[Row], times: Times) -> int:
+    """Index of the row to keep: 0, the current one, unless another gains GAIN."""
+    best = max(range(len(rows)), key=lambda i: gain(times, i)) if times else 0
+    return best if gain(times, best) >= GAIN else 0
+
+
+@dataclasses.dataclass
+class Progress:
+    """Lines with the share that is done and the time left, from the candidates timed so far."""
+
+    passes: tuple[float, ...] = (0.8, 0.2)  # shares of the time: screening, finals
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    number: int = 0
+
+    def line(self, share: float, text: str) -> str:
+        """`share` of the current pass is done."""
+        done = sum(self.passes[: self.number]) + self.passes[self.number] * share
+        left = (time.monotonic() - self.began) * (1 - done) / done if done else math.nan
+        rest = f"{left // 60:.0f}:{left % 60:02.0f} left" if done else "-:-- left"
+        return f"[{done:4.0%}, {rest}] {text}"
+
+
+@contextlib.contextmanager
+def trying(rows: dict[Key, Row], key: Key, row: Row) -> Iterator[None]:
+    """Inside, launchers that ask for `key` get `row`."""
+    before = rows[key]
+    rows[key] = row
+    try:
+        yield
+    finally:
+        rows[key] = before
+
+
+class Search:
+    """One pass over the sizes: times of every candidate of every row, at every call of a step that asks for it."""
+
+    def __init__(self, rows: dict[Key, Row], tries: dict[str, list[Row]], rounds: int, progress: Progress):
+        self.rows, self.tries, self.rounds, self.progress = rows, tries, rounds, progress
+        self.times: dict[str, Times] = {op: {} for op in tries}
+        self.dropped: dict[tuple[str, int], str] = {}
+
+    def run(self, sizes: list[str], step: Callable[..., Any]) -> "Search":
+        """`step(size, on_call)` runs a step in which on_call(call, done) stands before the launch of each call."""
+        for number, size in enumerate(sizes):
+
+            def on_call(call: Call, share: float, number: int = number, size: str = size) -> None:
+                ops = [op for op in self.tries if (op, DTYPE) in call.asked and len(self.tries[op]) > 1]
+                if ops:
+                    counts = ", ".join(f"{op} {len(self._alive(op))}" for op in ops)
+                    print(self.progress.line((number + share) / len(sizes), f"{size} {call}: {counts}"), flush=True)
+                for op in ops:
+                    self._measure(size, op, call)
+
+            step(size, on_call)
+        return self
+
+    def _alive(self, op: str) -> list[int]:
+        return [i for i in range(len(self.tries[op])) if (op, i) not in self.dropped]
+
+    def _measure(self, size: str, op: str, call: Call) -> None:
+        """Compile, compare and time the candidates of `op` at this call, and add up what each one takes."""
+        choices = {i: self.tries[op][i] for i in self._alive(op)}
+        key = (op, DTYPE)
+        with kernels.compiling(ignore_errors=True):
+            for row in choices.values():
+                with trying(self.rows, key, row), contextlib.suppress(*calls.REFUSED):
+                    call()
+        stopped = Stopped(call)
+        for i, row in choices.items():
+            with trying(self.rows, key, row):
+                if reason := stopped.fault(TOLERANCE):
+                    self.dropped[op, i] = reason
+        launches = {}
+        for i in self._alive(op):
+            with trying(self.rows, key, choices[i]):
+                launches[i] = stopped.graph()
+        measured = calls.interleaved(launches, self.rounds)
+        stopped.restore()
+        column = self.times[op].setdefault(size, [0.0] * len(self.tries[op]))
+        for i, before in enumerate(column):
+            column[i] = before + measured[i] if before is not None and i in measured else None
+
+
+def tune(sizes: list[str], batch: int | None, only: str | None, out: Path | None) -> int:
+    """Search, print old and new milliseconds of every row, and write the table if a row gains; 0."""
+    ops, table = select(only), tuned.table()
+    shared = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+    tries = {op: candidates(op, table.rows[op, DTYPE], shared) for op in ops}
+    progress = Progress()
+    with calls.asked_rows() as rows:
+
+        def step(size: str, on_call: Callable[[Call, float], None]) -> None:
+            calls.stopped_step(size, batch, rows, on_call)
+
+        screened = Search(rows, tries, SCREEN, progress).run(sizes, step)
+        tries = {op: finalists(tries[op], screened.times[op]) for op in ops}
+        progress.number = 1
+        final = Search(rows, tries, FINAL, progress)
+        if any(len(rows) > 1 for rows in tries.values()):
+            final.run(sizes, step)
+    print(f"\n{report(tries, final.times)}")
+    for line in faults(screened, final):
+        print(line)
+    changes = {(op, DTYPE): tries[op][i] for op in ops if (i := winner(tries[op], final.times[op]))}
+    if not changes:
+        print(f"no row gains {GAIN - 1:.0%}: nothing is written")
+        return 0
+    file, new = tables.updated(table, tuned.table_name(), torch.cuda.get_device_name(), changes)
+    target = out or file
+    target.write_text(tables.text(new))
+    print(f"wrote {target}: {len(changes)} rows changed, in {time.monotonic() - progress.began:.0f} s")
+    return 0
+
+
+def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:
+    """One line a row: milliseconds of its launchers, old and of the best other row, all sizes together; the verdict."""
+    lines = [["row", "old ms", "new ms", "gain", ""]]
+    for op, rows in tries.items():
+        best = max(range(1, len(rows)), key=lambda i: gain(times[op], i), default=0)
+        if not best or not gain(times[op], best):
+            lines.append([op, "-", "-", "-", "as it was"])
+            continue
+        old, new = (sum(column[i] or 0.0 for column in times[op].values()) for i in (0, best))
+        changed = ", ".join(f"{n} {rows[0].get(n, '-')} -> {v}" for n, v in rows[best].items() if rows[0].get(n) != v)
+        verdict = changed if winner(rows, times[op]) else f"as it was ({changed})"
+        lines.append([op, f"{old:.3f}", f"{new:.3f}", f"{gain(times[op], best) - 1:+.1%}", verdict])
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:4], widths[1:])), line[4]]).rstrip()
+        for line in lines
+    )
+
+
+def faults(*searches: Search) -> list[str]:
+    """How many candidates did not compile or fit; each one that gave other numbers, by name."""
+    reasons = [(op, i, search.tries[op][i], r) for search in searches for (op, i), r in search.dropped.items()]
+    wrong = [f"WRONG: {op} {row}: {r}" for op, _, row, r in reasons if r.startswith(calls.DIFFERS)]
+    unfit = len(reasons) - len(wrong)
+    return ([f"{unfit} candidates need more than this GPU has"] if unfit else []) + wrong

@@ -1,0 +1,113 @@
+"""`hellaswag` and `perplexity`: how good a model is."""
+
+from pathlib import Path
+from typing import Literal
+
+from gpt2_triton.cli import choose_device, require_directory, require_least
+from gpt2_triton.config import ConfigError
+
+Dtype = Literal["bf16", "fp32"]
+
+
+def hellaswag(
+    checkpoint: str,
+    /,
+    *,
+    data: Path | None = None,
+    limit: int = 0,
+    json: Path | None = None,
+    batch_tokens: int = 65536,
+    dtype: Dtype | None = None,
+) -> None:
+    """Ask a model HellaSwag's questions, as llm.c does and as lm-evaluation-harness does.
+
+    Parameters
+    ----------
+    checkpoint: str
+        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
+    data: Path
+        HellaSwag's .jsonl, or llm.c's .bin of it; by default the validation rows, downloaded once.
+    limit: int
+        Take the first rows only; 0 takes all.
+    json: Path
+        File for the figures.
+    batch_tokens: int
+        Tokens at once, at most; the figures do not depend on it.
+    dtype: str
+        Type to compute in; by default the one it was trained in.
+    """
+    require_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
+    require_directory("json", json)
+    choose_device()
+    from gpt2_triton import evaluation
+    from gpt2_triton import hellaswag as hs
+    from gpt2_triton.data import hellaswag as rows
+    from gpt2_triton.data.tokenizer import get_tokenizer
+    from gpt2_triton.sources import load_weights
+
+    config, tensors = load_weights(checkpoint)
+    questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
+    model = evaluation.inference_model(config, tensors, batch_tokens, dtype)
+    losses = {style: hs.ending_losses(model, asked, style) for style, asked in questions.items()}
+    results = {style: hs.scores(asked, losses[style]) for style, asked in questions.items()}
+    print(f"HellaSwag, {len(next(iter(questions.values())).labels):,} questions")
+    print(hs.table(results))
+    if json:
+        _write(json, {"checkpoint": checkpoint, "data": str(data or rows.URL)} | hs.record(results))
+
+
+def perplexity(
+    checkpoint: str,
+    /,
+    *shards: str,
+    tokens: int = 0,
+    json: Path | None = None,
+    batch_tokens: int = 65536,
+    dtype: Dtype | None = None,
+) -> None:
+    """Print a model's loss, perplexity and bits per byte over token shards.
+
+    Parameters
+    ----------
+    checkpoint: str
+        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
+    shards: str
+        Shards, and quoted globs of them.
+    tokens: int
+        Take the first tokens only, in whole windows of train.seq_len; 0 takes all.
+    json: Path
+        File for the figures.
+    batch_tokens: int
+        Tokens at once, at most.
+    dtype: str
+        Type to compute in; by default the one it was trained in.
+    """
+    if not shards:
+        raise ConfigError("perplexity: expected one or more shards after the checkpoint")
+    require_least(tokens=(tokens, 0), batch_tokens=(batch_tokens, 1))
+    require_directory("json", json)
+    choose_device()
+    from gpt2_triton import evaluation
+    from gpt2_triton.data.shards import open_shards
+    from gpt2_triton.sources import load_weights
+
+    config, tensors = load_weights(checkpoint)
+    V, T = config.model.vocab_size, config.train.seq_len
+    opened = [shard for given in shards for shard in open_shards(given, V, T)]
+    model = evaluation.inference_model(config, tensors, batch_tokens, dtype)
+    result = evaluation.perplexity(model, opened, tokens)
+    print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
+    print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")
+    if json:
+        _write(json, {"checkpoint": checkpoint, "shards": [str(s.path) for s in opened]} | result._asdict())
+
+
+def _write(path: Path, record: dict) -> None:
+    import json
+
+    from gpt2_triton.data.shards import write_atomic
+
+    try:
+        write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write {path}: {error.strerror}; choose another") from error

@@ -1,0 +1,35 @@
+"""`stats`: the statistics of a run's tensors as a table."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from gpt2_triton.config import ConfigError
+
+
+def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] = None) -> None:
+    """Print the statistics of a run's activations, gradients and updates at one step.
+
+    Parameters
+    ----------
+    run: Path
+        A run directory whose log.stats_every was not 0.
+    step: int
+        The step; default the last one there is.
+    """
+    from gpt2_triton.log import STATS, read_metrics
+    from gpt2_triton.watch import table
+
+    path = run / STATS
+    if not path.is_file():
+        raise ConfigError(f"{run}: no {STATS} there; a run writes it with --log.stats_every 100")
+    records = {record["step"]: record for record in read_metrics(path)}
+    if not records:
+        raise ConfigError(f"{path}: holds no statistics yet; the first come with step log.stats_every")
+    chosen = max(records) if step is None else step
+    if chosen not in records:
+        raise ConfigError(
+            f"--step: no statistics of step {step}; there are {len(records)}, {min(records)} to {max(records)}"
+        )
+    print(f"step {chosen}\n{table(records[chosen])}")

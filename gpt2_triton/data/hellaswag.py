@@ -1,0 +1,181 @@
+"""HellaSwag's questions as tokens: which of four endings continues a context?
+
+Two ways to put the same row to a model are in use, and they give different figures.  Both score each ending by the sum
+of its tokens' losses given the context (acc) and by that sum over the ending's length (acc_norm):
+
+    completion  context `ctx`, ending " " + ending, each tokenised by itself; length is the number of tokens.  llm.c,
+                build-nanogpt: https://github.com/karpathy/llm.c/blob/master/dev/data/hellaswag.py
+    harness     context "activity_label: ctx_a Ctx_b", in which as in the endings WikiHow's brackets are cleaned away;
+                length is the number of characters.  lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py
+
+Rows are those of the published .jsonl, or llm.c's .bin, which holds tokens of the completion style alone.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, Field, ValidationError
+
+from gpt2_triton.data.download import fetch
+from gpt2_triton.data.shards import bad_data
+from gpt2_triton.data.tokenizer import Tokenizer
+
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"
+CACHED = Path(".cache/gpt2_triton/hellaswag_val.jsonl")  # in the user's home
+BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES, BIN_START = 20240522, 1, 1024, 65535
+ENDINGS = 4
+NAME_IT = "name it with --data FILE, in training with eval.hellaswag_data"
+CORRECT = "give a HellaSwag .jsonl or llm.c's .bin of it"
+
+
+class Questions(NamedTuple):
+    """Rows in tokens.  contexts [rows] and endings [rows * 4] are uint16 arrays of one token or more."""
+
+    contexts: list[np.ndarray]
+    endings: list[np.ndarray]
+    lengths: np.ndarray  # of each ending, what acc_norm divides by: float64 [rows, 4]
+    labels: np.ndarray  # the right ending: int64 [rows]
+
+
+class Row(BaseModel):
+    """What is read of a line of the .jsonl."""
+
+    activity_label: str
+    ctx_a: str
+    ctx_b: str
+    ctx: str
+    endings: Annotated[list[str], Field(min_length=ENDINGS, max_length=ENDINGS)]
+    label: Annotated[int, Field(ge=0, lt=ENDINGS)]
+
+
+def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str]) -> dict[str, Questions]:
+    """The first `limit` rows (0: all) in each of `styles` that the file has; a path of None downloads the .jsonl."""
+    where = path or Path.home() / CACHED
+    try:
+        if path is None:
+            fetch(URL, where, SHA256, f"have it elsewhere and {NAME_IT}")
+        if where.suffix == ".bin":
+            return {"completion": _read_bin(where, tokenizer, limit)}
+        rows = _read_jsonl(where, limit)
+    except OSError as error:
+        todo = f"download {URL} and {NAME_IT}"
+        raise bad_data(where, "cannot be used", error.strerror, "HellaSwag's rows", todo) from None
+    return {style: TEXTS[style](rows, tokenizer) for style in styles}
+
+
+# ---- text ----
+
+
+def _read_jsonl(path: Path, limit: int) -> list[Row]:
+    with open(path, "rb") as file:
+        rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(islice(file, limit or None), 1)]
+    if not rows:
+        raise bad_data(path, "no rows", "an empty file", "a JSON object a line", CORRECT)
+    return rows
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        return Row.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = ".".join(map(str, first["loc"])) or "not a row"
+        message = first["msg"]
+        got = first["input"] if what in ("label", "endings") else type(first["input"]).__name__
+        expected = "an object with activity_label, ctx_a, ctx_b, ctx, 4 endings and a label from 0 to 3"
+        raise bad_data(where, f"{what}: {message}", repr(got), expected, CORRECT) from None
+
+
+def completion(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
+    """llm.c's questions: the text as it is."""
+    endings = [" " + ending for row in rows for ending in row.endings]
+    contexts, tokens = _encode(tokenizer, [row.ctx for row in rows], endings)
+    return Questions(contexts, tokens, _matrix(map(len, tokens)), _labels(rows))
+
+
+def harness(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
+    """lm-evaluation-harness's questions.
+
+    It tokenises context and ending in one and takes what follows the context's own tokens.  That is the ending
+    tokenised by itself, since the context does not end in a space and the ending begins with one: GPT-2 splits text
+    there before it merges bytes.
+    """
+    queries = [clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}") for row in rows]
+    cleaned = [clean(ending) for row in rows for ending in row.endings]
+    spaces = [query[len(query.rstrip()) :] for query in queries for _ in range(ENDINGS)]  # belong to the ending
+    endings = [f"{space} {ending}" for space, ending in zip(spaces, cleaned, strict=True)]
+    contexts, tokens = _encode(tokenizer, [query.rstrip() for query in queries], endings)
+    return Questions(contexts, tokens, _matrix(map(len, cleaned)), _labels(rows))
+
+
+def clean(text: str) -> str:
+    """lm-evaluation-harness's clean-up of what is left of WikiHow's mark-up."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+TEXTS: dict[str, Callable[[Sequence[Row], Tokenizer], Questions]] = {"completion": completion, "harness": harness}
+
+
+def _encode(tokenizer: Tokenizer, contexts: list[str], endings: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Tokens of both; an empty context is an end of text, behind which the ending begins.
+
+    One by one: all of HellaSwag in 0.9 s.  tiktoken's encode_ordinary_batch makes a future of each of these short texts
+    and takes 2 to 3 s, whatever the number of threads.
+    """
+    start = np.array([tokenizer.eot], np.uint16)
+    return [tokenizer.encode(text) if text else start for text in contexts], [tokenizer.encode(e) for e in endings]
+
+
+def _matrix(lengths: map) -> np.ndarray:
+    return np.array(list(lengths), np.float64).reshape(-1, ENDINGS)
+
+
+def _labels(rows: Sequence[Row]) -> np.ndarray:
+    return np.array([row.label for row in rows], np.int64)
+
+
+# ---- llm.c's tokens ----
+
+
+def _read_bin(path: Path, tokenizer: Tokenizer, limit: int) -> Questions:
+    """llm.c's evaluation file: a header of 256 int32 (magic, version, rows), then the rows, of uint16."""
+    raw = path.read_bytes().ljust(BIN_HEADER_BYTES, b"\0")
+    header = np.frombuffer(raw[:BIN_HEADER_BYTES], "<i4")
+    stream = np.frombuffer(raw[BIN_HEADER_BYTES : len(raw) // 2 * 2], "<u2")
+    if header[:2].tolist() != [BIN_MAGIC, BIN_VERSION]:
+        expected = f"{[BIN_MAGIC, BIN_VERSION]} (llm.c's evaluation file)"
+        raise bad_data(path, "wrong magic number and version", header[:2].tolist(), expected, CORRECT)
+    contexts, endings, labels, at = [], [], [], 0
+    for number in range(min(int(header[2]), limit or int(header[2]))):
+        row = stream[at : at + int(stream[at + 1]) // 2] if at + 1 < len(stream) else stream[:0]
+        parts = _bin_parts(row)
+        if parts is None or max(part.max() for part in parts) >= tokenizer.vocab_size:
+            where, got = f"{path}: row {number} (byte {BIN_HEADER_BYTES + 2 * at:,})", f"{row[:6].tolist()}..."
+            expected = f"65535, bytes, row, label, 4, then a context and 4 endings of {tokenizer.name} tokens"
+            raise bad_data(where, "damaged", got, expected, CORRECT)
+        contexts.append(parts[0])
+        endings += parts[1:]
+        labels.append(int(row[3]))
+        at += len(row)
+    if not labels:
+        raise bad_data(path, "no rows", f"a count of {header[2]} in the header", "1 or more", CORRECT)
+    return Questions(contexts, endings, _matrix(map(len, endings)), np.array(labels, np.int64))
+
+
+def _bin_parts(row: np.ndarray) -> list[np.ndarray] | None:
+    """Tokens of the context and of the endings; None if the row, 65535, its bytes, its number, the label, 4, and five
+    times a count and as many tokens, is not one.
+    """
+    if len(row) < 6 or row[0] != BIN_START or row[3] >= ENDINGS or row[4] != ENDINGS:
+        return None
+    parts, at = [], 5
+    while at < len(row):
+        parts.append(row[at + 1 : at + 1 + int(row[at])])
+        at += 1 + int(row[at])
+    return parts if at == len(row) and len(parts) == 1 + ENDINGS and all(map(len, parts)) else None

@@ -1,0 +1,30 @@
+"""The Hugging Face Hub as the preparations see it: what a repository holds, and failures as one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpt2_triton.data.shards import DataError, bad_data
+
+
+@contextmanager
+def asking(where: object, expected: str, todo: str) -> Iterator[None]:
+    """Around calls of `datasets` and `huggingface_hub` alone: whatever they raise becomes a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ModuleNotFoundError as error:
+        what, install = f"{error.name} is not installed", "pip install 'gpt2_triton[data]'"
+        raise bad_data(where, what, "no such package", "Hugging Face's libraries", install) from None
+    except Exception as error:  # theirs, their network library's, the system's, different by version
+        got = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise bad_data(where, "cannot be had", got, expected, todo) from error
+
+
+def repository(name: str, revision: str | None, todo: str, **what: Any) -> Any:
+    """What the Hub says of a dataset; `what` as in huggingface_hub's dataset_info."""
+    with asking(name, "an answer from the Hugging Face Hub", todo):
+        from huggingface_hub import HfApi
+
+        return HfApi().dataset_info(name, revision=revision, timeout=30, **what)

@@ -1,0 +1,114 @@
+"""Shards that others made with GPT-2's tokenizer in llm.c's format, from the Hugging Face Hub: val_000000.bin,
+train_000001.bin, ..., by the numbers they have there.
+
+A file is downloaded into a hidden folder, checked against the Hub's size and sha256 and by its header, and renamed into
+place; shards.json is written after each.  What is there and matches is not downloaded again.
+"""
+
+import json
+import os
+import re
+import shutil
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpt2_triton.data import build
+from gpt2_triton.data.build import RECORD, Progress, Rows, print_now
+from gpt2_triton.data.hub import asking, repository
+from gpt2_triton.data.shards import bad_data, map_tokens, write_atomic
+
+REPOSITORIES = {
+    "fineweb10B": "kjj0/fineweb10B-gpt2",
+    "fineweb100B": "kjj0/fineweb100B-gpt2",
+    "fineweb-edu-10B": "kjj0/finewebedu10B-gpt2",
+    "fineweb-edu-100B": "karpathy/fineweb-edu-100B-gpt2-token-shards",
+}
+NAME = re.compile(r"(?:.*_)?(train|val)_([0-9]{6})\.bin")
+OFFLINE = "check the network and HF_ENDPOINT, or copy the files by hand and point data.train at them"
+AGAIN = "run the same command again: it goes on after the last finished shard"
+
+
+class File(NamedTuple):
+    name: str  # in the repository
+    local: str
+    size: int
+    sha256: str
+
+
+def download(name: str, out_dir: Path, shards: int | None = None, progress: Progress = print_now) -> Path:
+    """The validation shard and the first `shards` training shards (all) of a name above or of any owner/repository."""
+    repo = REPOSITORIES.get(name, name)
+    if "/" not in repo:
+        expected = f"{', '.join(REPOSITORIES)} or a repository's owner/name"
+        raise bad_data("prepare pretokenized", "unknown data", repr(name), expected, "choose one of them")
+    info = repository(repo, None, OFFLINE, files_metadata=True)
+    files = _choose(repo, info.siblings, shards)
+    with build.written_to(out_dir):
+        rows = _download_missing(repo, info.sha, files, out_dir, progress)
+    tokens = sum(row["tokens"] for row in rows.values())
+    progress(f"prepared {out_dir}: {len(rows)} shards, {tokens:,} tokens")
+    return out_dir
+
+
+def _choose(repo: str, siblings: Any, shards: int | None) -> list[File]:
+    found = [(match, file) for file in siblings if (match := NAME.fullmatch(file.rfilename)) and file.lfs]
+    files = sorted(File(f.rfilename, f"{m[1]}_{m[2]}.bin", f.size, f.lfs.sha256) for m, f in found)
+    train, val = ([f for f in files if f.local.startswith(split)] for split in ("train", "val"))
+    if not train or not val:
+        got, expected = f"{len(train)} and {len(val)}", "files *_train_NNNNNN.bin and *_val_NNNNNN.bin"
+        raise bad_data(repo, "no training or no validation shards", got, expected, "choose another repository")
+    if shards is not None and shards > len(train):
+        raise bad_data("--shards", f"more than {repo} has", shards, f"up to {len(train)}", "ask for fewer")
+    return val + train[:shards]
+
+
+def _download_missing(repo: str, commit: str, files: list[File], out_dir: Path, progress: Progress) -> Rows:
+    out_dir.mkdir(parents=True, exist_ok=True)
+    recipe, rows = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}, {}
+    ours = build.read_record(out_dir / RECORD).get("source", {}).get("name") == repo
+    clock, missing = build.Clock(), []
+    for number, file in enumerate(files):
+        if clock.due():
+            progress(f"checked {number:,} of {len(files):,} shards")
+        if not _is_there(out_dir / file.local, file, ours):
+            missing.append(file)
+    build.require_space(out_dir, sum(file.size for file in missing) // 2)
+    got, total, begun = 0, sum(file.size for file in missing), time.monotonic()
+    for file in files:
+        if file in missing:
+            _fetch(repo, commit, file, out_dir)
+            got, seconds = got + file.size, time.monotonic() - begun
+            left, rate = timedelta(seconds=round(seconds * (total - got) / got)), got / seconds / 1e6
+            progress(f"{file.local}: {got / total:4.0%} of {total:,} bytes, {rate:,.0f} MB/s, {left} left")
+        rows[file.local] = {"tokens": len(map_tokens(out_dir / file.local)), "sha256": file.sha256}
+        write_atomic(out_dir / RECORD, json.dumps(recipe | {"shards": rows}, indent=1).encode())
+    shutil.rmtree(out_dir / ".download", ignore_errors=True)
+    return rows
+
+
+def _is_there(path: Path, file: File, ours: bool) -> bool:
+    """Whether a file need not be downloaded.  One that differs is written over only if a record says it is ours."""
+    if not path.exists():
+        return False
+    same = path.stat().st_size == file.size and build.row_of(path)["sha256"] == file.sha256
+    if not same and not ours:
+        raise build.in_use(path)
+    return same
+
+
+def _fetch(repo: str, commit: str, file: File, out_dir: Path) -> None:
+    with asking(f"{repo}/{file.name}", f"{file.size:,} bytes", AGAIN):
+        from huggingface_hub import hf_hub_download
+
+        folder = out_dir / ".download"
+        path = Path(hf_hub_download(repo, file.name, repo_type="dataset", revision=commit, local_dir=folder))
+    digest = build.row_of(path)["sha256"]
+    if digest != file.sha256:
+        path.unlink()
+        raise bad_data(f"{repo}/{file.name}", "damaged on the way", f"sha256 {digest}", file.sha256, AGAIN)
+    map_tokens(path)  # its header
+    with open(path, "rb") as handle:
+        os.fsync(handle)
+    os.rename(path, out_dir / file.local)

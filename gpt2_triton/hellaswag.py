@@ -1,0 +1,129 @@
+"""HellaSwag: the loss of every ending of every question, in batches of like length, and the accuracies they give.
+
+The forward pass of a sequence does not depend on what else is in its batch, nor on padding behind it: attention is
+causal and every sum has its own order.  So batches are made for speed alone: the longest sequences first, each batch
+as long as its longest, in multiples of 32 tokens (all of them then run through the same kernels, see matmul.py), and as
+many as the arena holds.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpt2_triton.config import Config
+from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
+from gpt2_triton.data.progress import Progress
+from gpt2_triton.data.shards import bad_data
+from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.model import GPT2
+
+MULTIPLE = 32
+
+
+def questions_of_run(config: Config) -> Questions | None:
+    """What a run is asked as it trains, in llm.c's style; None if it is not asked."""
+    e = config.eval
+    if not e.hellaswag_every:
+        return None
+    path = Path(e.hellaswag_data) if e.hellaswag_data else None
+    return load_questions(path, get_tokenizer(config.data.tokenizer), e.hellaswag_limit, ("completion",))["completion"]
+
+
+class Scores(NamedTuple):
+    """The fractions of `rows` questions answered rightly by sums of losses (acc) and by sums over lengths (acc_norm),
+    each with its standard error.
+    """
+
+    rows: int
+    acc: float
+    acc_stderr: float
+    acc_norm: float
+    acc_norm_stderr: float
+
+
+def evaluate(model: GPT2, questions: Questions) -> Scores:
+    """The accuracies of `model` on `questions`."""
+    return scores(questions, ending_losses(model, questions))
+
+
+def ending_losses(model: GPT2, questions: Questions, style: str = "") -> np.ndarray:
+    """The summed loss of each ending's tokens given its context, float64 [rows, 4].
+
+    A context loses its beginning where the model, or its arena, is too short for it, as in lm-evaluation-harness.
+    """
+    longest = min(model.config.model.block_size, model.B * model.T)
+    sequences = [
+        np.concatenate([questions.contexts[i // ENDINGS], ending]) for i, ending in enumerate(questions.endings)
+    ]
+    lengths = np.array([min(len(sequence) - 1, longest) for sequence in sequences])  # of the inputs: the last is none
+    _refuse_longer(questions, longest)
+    progress = Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens")
+    losses = np.empty(len(sequences), np.float64)
+    for chosen, T in batches(lengths, model.B * model.T, longest):
+        ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
+        for row, i in enumerate(chosen.tolist()):
+            n, tokens, ending = lengths[i], sequences[i][-lengths[i] - 1 :], questions.endings[i]
+            ids[row, :n] = tokens[:-1]
+            targets[row, n - len(ending) : n] = ending
+        each = model.evaluate(ids, targets).numpy().reshape(len(chosen), T)
+        # added up in order: numpy's sum pairs numbers by their place, so that padding would change the last bit
+        losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
+        progress.advance(int(lengths[chosen].sum()))
+    return losses.reshape(-1, ENDINGS)
+
+
+def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np.ndarray, int]]:
+    """(sequences, T): every sequence once, the longest first; T is the longest of the batch, rounded up to a multiple
+    of 32 but no more than `longest`; T times the sequences is at most `budget`.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    while len(order):
+        T = min(-(-int(lengths[order[0]]) // MULTIPLE) * MULTIPLE, longest)
+        yield order[: budget // T], T
+        order = order[budget // T :]
+
+
+def _refuse_longer(questions: Questions, longest: int) -> None:
+    """An ending is scored whole or not at all."""
+    length = max(map(len, questions.endings))
+    if length > longest:
+        expected = f"{longest} or fewer, which this model can take at once"
+        raise bad_data("hellaswag", "an ending too long", f"{length} tokens", expected, "leave this model out")
+
+
+def choices(questions: Questions, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The endings chosen by the smallest loss and by the smallest loss over the length, int64 [rows] each."""
+    with np.errstate(divide="ignore"):  # an ending that the clean-up left empty is infinitely unlikely
+        return losses.argmin(1), (losses / questions.lengths).argmin(1)
+
+
+def scores(questions: Questions, losses: np.ndarray) -> Scores:
+    """Accuracies of the summed losses [rows, 4]."""
+    rows, values = len(questions.labels), []
+    for chosen in choices(questions, losses):
+        acc = float((chosen == questions.labels).mean())
+        values += [acc, math.sqrt(acc * (1 - acc) / max(rows - 1, 1))]  # the sample's standard deviation / sqrt(rows)
+    return Scores(rows, *values)
+
+
+LABELS = {
+    "completion": "the text as it is; norm: loss per token (llm.c, build-nanogpt)",
+    "harness": "text cleaned up, with its activity; norm: loss per character (lm-evaluation-harness)",
+}
+
+
+def table(results: dict[str, Scores]) -> str:
+    """The scores of each style, a line a style."""
+    lines = [f"{'style':<12}{'acc':>8}{'+-':>8}{'acc_norm':>10}{'+-':>8}"]
+    for style, s in results.items():
+        numbers = f"{s.acc:>8.4f}{s.acc_stderr:>8.4f}{s.acc_norm:>10.4f}{s.acc_norm_stderr:>8.4f}"
+        lines.append(f"{style:<12}{numbers}  {LABELS[style]}")
+    return "\n".join(lines)
+
+
+def record(results: dict[str, Scores]) -> dict[str, Any]:
+    """The scores for JSON."""
+    return {style: scored._asdict() for style, scored in results.items()}

@@ -1,0 +1,111 @@
+"""What a tensor looks like: sums and maxima over its elements, one partial result a program, finished on the host.
+
+tensor_stats     sum of x^2, largest |x|, non-finite elements                                of an activation
+parameter_stats  the same of a gradient, sum of w^2, sum of (the update AdamW is about to make)^2
+
+Sums and maxima are over the finite elements.  Both kernels only read what they describe, once: their time is that of
+reading it.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.tuned import INTERPRET, next_power_of_2
+
+
+@triton.jit
+def _tensor_stats_kernel(out_ptr, x_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    squares = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    bad = tl.zeros((BLOCK,), tl.float32)
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        size = tl.abs(tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32))
+        finite = size < float("inf")
+        size = tl.where(finite, size, 0.0)
+        squares += size * size
+        largest = tl.maximum(largest, size)
+        bad += tl.where(finite, 0.0, 1.0)
+    out = out_ptr + tl.program_id(0)
+    total, most, count = tl.sum(squares, 0), tl.max(largest, 0), tl.sum(bad, 0)
+    if ACC:
+        total += tl.load(out)
+        most = tl.maximum(most, tl.load(out + PARTS))
+        count += tl.load(out + 2 * PARTS)
+    tl.store(out, total)
+    tl.store(out + PARTS, most)
+    tl.store(out + 2 * PARTS, count)
+
+
+@triton.jit
+def _parameter_stats_kernel(
+    out_ptr, w_ptr, m_ptr, v_ptr, g_ptr, stats_ptr, hyper_ptr, n, decay, alpha1, alpha2, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    squares = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    bad = tl.zeros((BLOCK,), tl.float32)
+    weights = tl.zeros((BLOCK,), tl.float32)
+    updates = tl.zeros((BLOCK,), tl.float32)
+    lr = tl.load(hyper_ptr) * tl.load(stats_ptr + 3)  # no update in a step that is skipped
+    factor = tl.load(stats_ptr + 2)
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        mask = i < n
+        g = tl.load(g_ptr + i, mask=mask, other=0.0)
+        finite = tl.abs(g) < float("inf")
+        g = tl.where(finite, g, 0.0)
+        squares += g * g
+        largest = tl.maximum(largest, tl.abs(g))
+        bad += tl.where(finite, 0.0, 1.0)
+        w = tl.load(w_ptr + i, mask=mask, other=0.0).to(tl.float32)
+        m = tl.load(m_ptr + i, mask=mask, other=0.0)
+        v = tl.load(v_ptr + i, mask=mask, other=0.0)
+        g *= factor
+        m += alpha1 * (g - m)
+        v += alpha2 * (g * g - v)
+        m_hat = m * tl.load(hyper_ptr + 1)
+        v_hat = v * tl.load(hyper_ptr + 2)
+        update = lr * (m_hat / (tl.sqrt(v_hat) + eps) + decay * w)
+        weights += w * w
+        updates += update * update
+    out = out_ptr + tl.program_id(0)
+    tl.store(out, tl.sum(squares, 0))
+    tl.store(out + PARTS, tl.max(largest, 0))
+    tl.store(out + 2 * PARTS, tl.sum(bad, 0))
+    tl.store(out + 3 * PARTS, tl.sum(weights, 0))
+    tl.store(out + 4 * PARTS, tl.sum(updates, 0))
+
+
+@contract("out[3,P]+ <- x[*]")
+def tensor_stats(out: Tensor, x: Tensor, acc: bool) -> None:
+    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc joined to what is there."""
+    P = out.shape[1]
+    block = _block(x.numel(), 2048)
+    _tensor_stats_kernel[(P,)](out, x, x.numel(), ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
+
+
+@contract("out[5,P] <- w[n] m[n] v[n] g[n] stats[4] hyper[8]")
+def parameter_stats(
+    out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, stats: Tensor, hyper: Tensor,
+    decay: float, beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    """out = as in tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py, before
+    it is rounded.
+    """
+    n, P = w.numel(), out.shape[1]
+    alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
+    _parameter_stats_kernel[(P,)](
+        out, w, m, v, g, stats, hyper, n, decay, *alphas, eps, PARTS=P, BLOCK=block, num_warps=4
+    )
+
+
+def stats_parts() -> int:
+    """Programs, and so partial results, of either launcher: eight for each multiprocessor of an H200."""
+    return 2 if INTERPRET else 1056
+
+
+def _block(n: int, on_gpu: int) -> int:
+    return min(next_power_of_2(max(n // 2, 1)), 1 << 16) if INTERPRET else on_gpu

@@ -1,0 +1,90 @@
+"""When steps go wrong: what is counted, when the run stops, when it goes back.
+
+A step is skipped, on the device, if its loss or gradient norm is not finite, or is an outlier (kernels/outlier.py).
+The host learns of it one step late.  docs/stability.md has the whole.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gpt2_triton import checkpoint
+from gpt2_triton.config import Config
+from gpt2_triton.stream import StepResult
+
+MAX_REWINDS = 10  # to one checkpoint; what the data of so many rewinds did not cure is no matter of data
+
+# what a checkpoint keeps of it: skipped steps in all, those of them that were outliers, how many steps in a row were
+# not finite, how many had no update for either reason, and rewinds since the last checkpoint that was due
+COUNTS = {"skipped": 0, "outliers": 0, "skipped_in_a_row": 0, "without_update": 0, "rewinds": 0}
+
+
+class NonFinite(RuntimeError):
+    """Steps stayed non-finite for train.skip_limit steps in a row, or rewinds did not help.
+
+    The host learns of it when the next step is already under way.  No update of a non-finite step reaches the weights:
+    AdamW itself skips it, on the device.
+    """
+
+
+class Rewind(Exception):
+    """The run is to go back: raised where the step is reported, caught in the trainer's loop."""
+
+
+def is_outlier(result: StepResult) -> bool:
+    """Skipped, though its numbers are finite."""
+    return not result.applied and math.isfinite(result.loss) and math.isfinite(result.norm)
+
+
+def is_nonfinite(result: StepResult) -> bool:
+    """Skipped, since a number is not finite."""
+    return not result.applied and not is_outlier(result)
+
+
+def count(state: dict[str, Any], result: StepResult) -> None:
+    """Enter a finished step into the counts."""
+    outlier = is_outlier(result)
+    state["skipped"] += not result.applied
+    state["outliers"] += outlier
+    state["skipped_in_a_row"] = 0 if result.applied or outlier else state["skipped_in_a_row"] + 1
+    state["without_update"] = 0 if result.applied else state["without_update"] + 1
+
+
+def check(state: dict[str, Any], config: Config) -> None:
+    """Raise Rewind or NonFinite if the counts say so; `state` is that after the step."""
+    train, step = config.train, state["step"]
+    if train.rewind_after and state["without_update"] >= train.rewind_after and rewind_target(state, config):
+        if state["rewinds"] < MAX_REWINDS:
+            raise Rewind
+        raise NonFinite(
+            f"step {step}: skipped {train.rewind_after} steps in a row again, after {MAX_REWINDS} rewinds to step "
+            f"{rewind_target(state, config)}; lower optim.lr, or resume from an older checkpoint"
+        )
+    if train.skip_limit and state["skipped_in_a_row"] >= train.skip_limit:
+        raise NonFinite(
+            f"step {step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row "
+            f"(samples up to {state['sample']:,}); the last update was step {step - state['without_update']}: "
+            "lower optim.lr, or resume from an older checkpoint"
+        )
+
+
+def rewind_target(state: dict[str, Any], config: Config) -> int:
+    """The step whose checkpoint a rewind takes: the last one due before the steps without an update; 0 is none.
+
+    One that is due, and not one that a signal made: so the target is the same whether or not the run was interrupted.
+    """
+    every = config.checkpoint.every
+    return (state["step"] - state["without_update"]) // every * every
+
+
+def go_back(state: dict[str, Any], target: int, directory: Path, buffers: dict[str, Tensor]) -> None:
+    """Fill the device's buffers from the checkpoint of step `target`, delete later ones, and set the step back in
+    `state`, whose place in the data stays.  CheckpointError if it is not there or damaged.
+    """
+    _, tensors = checkpoint.load(checkpoint.find(directory / f"step_{target:08d}"))
+    checkpoint.discard_after(directory, target)
+    for name, tensor in tensors.items():
+        buffers[name].copy_(tensor)
+    state |= {"step": target, "skipped_in_a_row": 0, "without_update": 0, "rewinds": state["rewinds"] + 1}

@@ -1,0 +1,500 @@
+"""A dataset becomes llm.c's shards; one that was killed anywhere and went on has the bytes of an unbroken one.
+
+The datasets are folders, which `datasets` streams as it streams the Hub's; the Hub is a server in this process.
+"""
+
+import functools
+import hashlib
+import http.server
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gpt2_triton.cli import main
+from gpt2_triton.commands import app
+from gpt2_triton.data import build, dataset, pretokenized
+from gpt2_triton.data.dataset import PROGRESS, Source, prepare_dataset
+from gpt2_triton.data.shards import DataError, map_tokens, open_shards, write_shard
+
+pytest.importorskip("datasets")
+SHARD, PIECE = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other
+NOBODY = "http://127.0.0.1:9"  # listens there
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(build, "PIECE", PIECE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three parquet files of several row groups: 300 documents, one of them longer than a shard, one empty."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    draw, path = random.Random(0), tmp_path_factory.mktemp("source")
+    texts = ["".join(draw.choices("etaoin \N{GREEK SMALL LETTER PI}", k=draw.randint(1, 150))) for _ in range(300)]
+    texts[40], texts[41] = "long " * 900, ""
+    for i in range(3):
+        rows = [{"id": 7, "text": text} for text in texts[100 * i : 100 * i + 100]]
+        pq.write_table(pa.Table.from_pylist(rows), path / f"{i}.parquet", row_group_size=30)
+    return SimpleNamespace(path=path, texts=texts, source=Source(str(path)))
+
+
+def prepare(folder, out, **options):
+    options = {"shard_tokens": SHARD, "progress": lambda line: None} | options
+    return prepare_dataset(folder.source, out, "bytes", **options)
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "PIECE", PIECE)
+        return contents(prepare(folder, tmp_path_factory.mktemp("unbroken") / "out"))
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def llmc_tokens(texts):
+    """What llm.c's tokenize makes of documents in a row: the end-of-text token, then the text, for each."""
+    return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8)
+
+
+def tokens_of(directory):
+    return np.concatenate([map_tokens(path) for path in sorted(directory.glob("*.bin"), key=lambda p: p.name[-10:])])
+
+
+# ---- what is written ----
+
+
+def test_shards_hold_the_documents_each_behind_the_end_of_text_token_and_the_first_is_validation(folder, tmp_path):
+    out = prepare(folder, tmp_path / "out")
+    np.testing.assert_array_equal(tokens_of(out), llmc_tokens(folder.texts))
+    names = sorted(path.name for path in out.glob("*.bin"))
+    assert names == [*(f"train_{i:06d}.bin" for i in range(1, len(names))), "val_000000.bin"] and len(names) > 8
+    sizes = [len(shard.tokens) for shard in open_shards(str(out / "*.bin"), 256, 4)]
+    *full, last, end, val = sizes
+    assert set(full) == {SHARD} == {val} and SHARD // 2 <= end <= last
+    record = json.loads((out / "shards.json").read_text())
+    assert record["source"] == {"name": str(folder.path), "version": None, "revision": None, "field": "text"}
+    assert record["tokenizer"] == "bytes"
+    for name, row in record["shards"].items():
+        data = (out / name).read_bytes()
+        assert row == {"tokens": (len(data) - 1024) // 2, "sha256": hashlib.sha256(data).hexdigest()}
+    assert sorted(record["shards"]) == names and not (out / PROGRESS).exists()
+
+
+@pytest.mark.parametrize(("tokens", "val"), [(9000, 900), (60_000, SHARD)])
+def test_tokens_is_where_it_stops_and_at_most_a_tenth_is_validation(folder, tmp_path, tokens, val):
+    out = prepare(folder, tmp_path / "out", tokens=tokens)
+    expected = llmc_tokens(folder.texts)[:tokens]
+    np.testing.assert_array_equal(tokens_of(out), expected)
+    assert len(map_tokens(out / "val_000000.bin")) == val
+
+
+def test_a_last_shard_that_is_too_short_is_lengthened_by_the_one_before(tmp_path):
+    write_shard(tmp_path / "a.bin", np.arange(100, dtype=np.uint16))
+    for length, sizes in ((49, [75, 74]), (50, [100, 50])):
+        write_shard(tmp_path / "a.bin", np.arange(100, dtype=np.uint16))
+        write_shard(tmp_path / "b.bin", np.arange(100, 100 + length, dtype=np.uint16))
+        rows = build.lengthen_last(tmp_path, ["a.bin", "b.bin"], 100)
+        assert [len(map_tokens(tmp_path / name)) for name in ("a.bin", "b.bin")] == sizes
+        assert rows == ({} if length == 50 else {name: build.row_of(tmp_path / name) for name in ("a.bin", "b.bin")})
+        np.testing.assert_array_equal(tokens_of(tmp_path), np.arange(100 + length))
+
+
+def test_jsonl_and_another_field(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"body": f"text {i}"}) + "\n" for i in range(400)))
+    out = prepare_dataset(Source(str(tmp_path / "in"), field="body"), tmp_path / "out", "bytes", None, 1, 500, print)
+    np.testing.assert_array_equal(tokens_of(out), llmc_tokens([f"text {i}" for i in range(400)]))
+
+
+def test_progress_says_tokens_rate_and_time_left(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "REPORT_SECONDS", -1.0)  # every time
+    lines = []
+    prepare(folder, tmp_path / "out", tokens=20_000, progress=lines.append)
+    pattern = r" *\d+% of 20,000 tokens, [\d,]+ tokens, [\d,]+ tokens/s, \d:\d\d:\d\d left"
+    assert len(lines) > 10 and all(re.fullmatch(pattern, line) for line in lines[:-2])
+    assert re.fullmatch(r"prepared .*out: 10 shards, 20,000 tokens, in 0:00:0\d", lines[-1])
+    _stop_after(folder, tmp_path / "again", 3, monkeypatch)
+    prepare(folder, tmp_path / "again", progress=lines.append)
+    assert [f"checked {i} of 3 finished shards" in lines for i in range(4)] == [True, True, True, False]
+
+
+# ---- stopping and going on ----
+
+
+class Stop(Exception):
+    pass
+
+
+def test_stopped_after_any_shard_and_resumed_with_any_number_of_workers_the_bytes_are_the_same(
+    folder, tmp_path, unbroken, monkeypatch
+):
+    """Before and after each record is written; the one before leaves a shard that no record knows."""
+    record, out = dataset._Preparation._record, tmp_path / "out"
+
+    def stop_there(preparation, after, shards):
+        if len(preparation._rows) < shards or after:
+            record(preparation)
+        if len(preparation._rows) >= shards:
+            raise Stop
+
+    for shards in range(1, len(unbroken) - 1):
+        for after in (False, True):
+            stop = functools.partialmethod(stop_there, after, shards)
+            monkeypatch.setattr(dataset._Preparation, "_record", stop)
+            with pytest.raises(Stop):
+                prepare(folder, out)
+    monkeypatch.setattr(dataset._Preparation, "_record", record)
+    assert contents(prepare(folder, out, workers=2)) == unbroken
+
+
+def _prepare_and_die(folder, out, shards, workers, pids):
+    """Killed while a shard is half on disk, after `shards` whole ones."""
+    build.PIECE, write = PIECE, build.write_shard
+
+    def write_shard(path, tokens):
+        if path.name[-10:-4] == f"{shards:06d}":
+            (path.parent / f".{path.name}.{os.getpid()}.tmp").write_bytes(b"half")
+            pids.put([p.pid for p in multiprocessing.active_children()])
+            pids.close()
+            pids.join_thread()
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, tokens)
+
+    build.write_shard = write_shard
+    prepare(folder, out, workers=workers)
+
+
+def test_a_killed_preparation_goes_on_and_its_workers_do_not_stay(folder, tmp_path, unbroken):
+    spawn, out = multiprocessing.get_context("spawn"), tmp_path / "out"
+    pids = spawn.Queue()
+    process = spawn.Process(target=_prepare_and_die, args=(folder, out, 4, 2, pids))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    left, deadline = pids.get(timeout=5), time.monotonic() + 5
+    while any(_alive(pid) for pid in left):
+        assert time.monotonic() < deadline, "a worker outlives the process it works for"
+        time.sleep(0.02)
+    assert len(left) == 2
+    assert sorted(n for n in contents(out) if n.endswith("bin")) == [f"train_{i:06d}.bin" for i in (1, 2, 3)] + [
+        "val_000000.bin"
+    ]
+    assert contents(prepare(folder, out)) == unbroken
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _stop_after(folder, out, shards, monkeypatch):
+    write = build.write_shard
+
+    def write_shard(path, tokens):
+        if path.name[-10:-4] == f"{shards:06d}":
+            raise Stop
+        write(path, tokens)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(build, "write_shard", write_shard)
+        prepare(folder, out)
+
+
+def test_resuming_tokenises_the_rest_and_nothing_twice_but_one_batch(folder, tmp_path, monkeypatch):
+    _stop_after(folder, tmp_path / "out", 8, monkeypatch)
+    seen = []
+    monkeypatch.setattr(dataset, "encode", lambda name, batch: seen.append(build.encode(name, batch)) or seen[-1])
+    lines = []
+    prepare(folder, tmp_path / "out", progress=lines.append)
+    rest = len(llmc_tokens(folder.texts)) - 8 * SHARD
+    assert rest < sum(len(tokens) for _, tokens in seen) < rest + 2 * PIECE
+    assert lines[0] == f"going on after 8 finished shards, {8 * SHARD:,} tokens"
+
+
+def test_batches_of_another_size_change_nothing(folder, tmp_path, unbroken, monkeypatch):
+    """As when a newer version of this package goes on."""
+    _stop_after(folder, tmp_path / "out", 5, monkeypatch)
+    monkeypatch.setattr(build, "PIECE", 100)
+    assert contents(prepare(folder, tmp_path / "out")) == unbroken
+
+
+def test_a_damaged_shard_is_made_again_and_those_after_it(folder, tmp_path, unbroken, monkeypatch):
+    out, lines = tmp_path / "out", []
+    _stop_after(folder, out, 6, monkeypatch)
+    data = bytearray((out / "train_000003.bin").read_bytes())
+    data[1500] ^= 1
+    (out / "train_000003.bin").write_bytes(data)
+    assert contents(prepare(folder, out, progress=lines.append)) == unbroken
+    assert "train_000003.bin is damaged: preparing again from there" in lines[0] and "after 3 finished" in lines[1]
+
+
+def test_a_kill_while_the_last_two_shards_are_halved_is_mended(folder, tmp_path, unbroken, monkeypatch):
+    """One of them is on disk in its new length then, the other in its old."""
+    sizes = [len(unbroken[name]) for name in sorted(unbroken) if name.startswith("train")]
+    assert sizes[-2] < sizes[0], "the last two were not halved: change SHARD"
+    written, lengthen = [], build.lengthen_last
+
+    def lengthen_half(directory, names, limit):
+        write = build.write_shard
+
+        def write_one(path, tokens):
+            if written:
+                raise Stop
+            written.append(path.name)
+            write(path, tokens)
+
+        monkeypatch.setattr(build, "write_shard", write_one)
+        lengthen(directory, names, limit)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(build, "lengthen_last", lengthen_half)
+        prepare(folder, tmp_path / "out")
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "PIECE", PIECE)
+    assert written and contents(prepare(folder, tmp_path / "out")) == unbroken
+
+
+def test_what_is_done_is_found_done_and_other_settings_are_never_mixed_in(folder, tmp_path, monkeypatch):
+    out, lines = prepare(folder, tmp_path / "done"), []
+    before = contents(out)
+    prepare(folder, out, progress=lines.append)
+    assert lines == [f"{out} is prepared already"]
+    with pytest.raises(DataError, match="done: in use: .* remove it or choose another directory"):
+        prepare(folder, out, tokens=500)
+    assert contents(out) == before
+    _stop_after(folder, tmp_path / "begun", 2, monkeypatch)
+    with pytest.raises(DataError, match="begun: begun with another shard_tokens: got 100, expected 2200; give that"):
+        prepare(folder, tmp_path / "begun", shard_tokens=100, tokens=None)
+
+
+def test_a_source_that_changed_meanwhile_is_noticed(folder, tmp_path, monkeypatch):
+    copy = SimpleNamespace(source=Source(str(tmp_path / "copy")))
+    shutil.copytree(folder.path, tmp_path / "copy")
+    _stop_after(copy, tmp_path / "out", 5, monkeypatch)
+    for name in ("0", "1", "2"):
+        shutil.copy(folder.path / f"{2 - int(name)}.parquet", tmp_path / "copy" / f"{name}.parquet")
+    with pytest.raises(DataError, match="copy: it changed meanwhile: .* prepare it anew in another directory"):
+        prepare(copy, tmp_path / "out")
+
+
+# ---- mistakes ----
+
+
+def test_mistakes_are_one_line_with_what_to_do(folder, tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "numbers").mkdir()
+    (tmp_path / "numbers" / "a.jsonl").write_text('{"text": 5}\n')
+    (tmp_path / "empty").mkdir()
+    here = ["prepare", "fineweb", "--out", "out", "--tokenizer", "bytes", "--workers", "1", "--source"]
+    for words, code, message in (
+        (["numbers"], 3, "numbers: no text in field 'text': got int, expected a string; name the field"),
+        (["empty"], 3, "empty: cannot be had"),
+        ([str(folder.path), "--version", "x"], 3, "BuilderConfig 'x' not found"),
+        ([str(folder.path), "--field", "body"], 3, "body"),
+        (["no/where"], 3, "no/where: cannot be had: got ConnectError"),
+        ([str(folder.path)], 3, "too little text: got 29,453 tokens, expected more than the 100,000,000 of validation"),
+        ([str(folder.path), "--tokens", "29453"], 0, None),  # as that message says
+        ([str(folder.path), "--tokens", "9"], 2, "--tokens: must be at least 10, got 9"),
+        ([str(folder.path), "--shard_tokens", "0"], 2, "--shard_tokens: must be at least 1, got 0"),
+    ):
+        assert main(app, [*here, *words]) == code, words
+        err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert err == [] if message is None else len(err) == 1 and message in err[0], (words, err)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=19_999))
+    with pytest.raises(DataError, match="not enough room: got 19,999 bytes free, expected 20,000 for 10,000 tokens"):
+        prepare(folder, tmp_path / "out", tokens=10_000)
+    assert list((tmp_path / "out").iterdir()) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000))
+    prepare(folder, tmp_path / "out", tokens=10_000)
+
+
+@pytest.mark.parametrize("command", ["fineweb", "fineweb-edu"])
+def test_the_commands_name_their_dataset(command, tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(dataset, "prepare_dataset", lambda *arguments: calls.append(arguments))
+    assert main(app, ["prepare", command, "--version", "sample-100BT", "--tokens", "1000000", "--workers", "3"]) == 0
+    assert main(app, ["prepare", command]) == 0
+    (source, out, *rest), (default, default_out, *_) = calls
+    assert source == Source(f"HuggingFaceFW/{command}", "sample-100BT") and default.version == "sample-10BT"
+    assert str(out) == f"data/{command}-sample-100BT" and rest == ["gpt2", 1_000_000, 3, 100_000_000]
+    assert str(default_out) == f"data/{command}-sample-10BT"
+
+
+# ---- shards that others made ----
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Two routes of the Hub: what a repository holds, and its files."""
+
+    files: dict[str, bytes] = {}
+    commit, gets, broken = "c" * 40, [], False
+
+    def do_GET(self):
+        if self.path.startswith("/api/datasets/kjj0/fineweb10B-gpt2"):
+            rows = [
+                {
+                    "rfilename": name,
+                    "size": len(data),
+                    "lfs": {"sha256": _sha(data), "size": len(data), "pointerSize": 9},
+                }
+                for name, data in self.files.items()
+            ]
+            body = json.dumps({"id": "kjj0/fineweb10B-gpt2", "sha": self.commit, "siblings": rows}).encode()
+            return self._answer(200, body, {"Content-Type": "application/json"})
+        name = self.path.rpartition("/")[2]
+        data = self.files.get(name) if f"/kjj0/fineweb10B-gpt2/resolve/{self.commit}/" in self.path else None
+        if data is None:
+            return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        if self.command == "GET":
+            self.gets.append(name)
+        sent = data[:-1] + b"?" if self.broken else data
+        self._answer(200, sent, {"ETag": f'"{_sha(data)}"', "X-Repo-Commit": self.commit})
+
+    do_HEAD = do_GET
+
+    def _answer(self, code, body, headers):
+        self.send_response(code)
+        for key, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def _sha(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    for i in range(4):
+        name = f"fineweb_{'train' if i else 'val'}_{i:06d}.bin"
+        write_shard(tmp_path / "x.bin", np.arange(i, 500 + i, dtype=np.uint16))
+        monkeypatch.setitem(Hub.files, name, (tmp_path / "x.bin").read_bytes())
+    (tmp_path / "x.bin").unlink()
+    Hub.files["README.md"] = b"# Tokens"
+    monkeypatch.setattr(Hub, "gets", [])
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_dataset_of_the_hub_is_read_at_the_commit_it_was_begun_with(hub, folder, tmp_path, monkeypatch):
+    """The Hub is asked for its newest commit once; a commit that is given is not asked for."""
+    import datasets
+
+    load, opened = datasets.load_dataset, []
+
+    def load_dataset(name, version, **options):
+        opened.append((name, version, options.pop("revision")))
+        return load(str(folder.path), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    on_hub = SimpleNamespace(source=Source("kjj0/fineweb10B-gpt2", "sample-10BT"))
+    _stop_after(on_hub, tmp_path / "out", 3, monkeypatch)
+    first, newer = hub.commit, "d" * 40
+    monkeypatch.setattr(hub, "commit", newer)
+    prepare(on_hub, tmp_path / "out")
+    prepare(SimpleNamespace(source=on_hub.source._replace(revision="main")), tmp_path / "main")
+    prepare(SimpleNamespace(source=on_hub.source._replace(revision="e" * 40)), tmp_path / "given")
+    assert [commit for _, _, commit in opened] == [first, first, newer, "e" * 40]
+    assert opened[0][:2] == on_hub.source[:2]
+    record = json.loads((tmp_path / "out" / "shards.json").read_text())
+    assert record["source"] == {**on_hub.source._asdict(), "revision": first}
+
+
+def test_shards_are_downloaded_checked_and_recorded_under_names_of_our_own(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(app, ["prepare", "pretokenized", "fineweb10B", "--shards", "2"]) == 0
+    out = tmp_path / "data" / "fineweb10B"
+    names = ["shards.json", "train_000001.bin", "train_000002.bin", "val_000000.bin"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    for name in names[1:]:
+        assert (out / name).read_bytes() == hub.files[f"fineweb_{name}"]
+    record = json.loads((out / "shards.json").read_text())
+    assert record["source"] == {"name": "kjj0/fineweb10B-gpt2", "revision": hub.commit}
+    assert record["shards"] == {name: build.row_of(out / name) for name in ("val_000000.bin", *names[1:3])}
+    assert "train_000002.bin: 100% of 6,072 bytes, " in capsys.readouterr().out
+
+
+def test_what_is_there_is_not_downloaded_again_and_what_is_damaged_is(hub, tmp_path):
+    out = pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+    hub.gets.clear()
+    pretokenized.download("fineweb10B", out, None, lambda line: None)
+    assert hub.gets == ["fineweb_train_000002.bin", "fineweb_train_000003.bin"]
+    (out / "train_000002.bin").write_bytes(b"cut off")
+    hub.gets.clear()
+    pretokenized.download("fineweb10B", out, 3, lambda line: None)
+    assert hub.gets == ["fineweb_train_000002.bin"]
+    assert (out / "train_000002.bin").read_bytes() == hub.files["fineweb_train_000002.bin"]
+
+
+def test_a_download_that_is_not_what_the_hub_says_leaves_no_shard(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "broken", True)
+    with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged on the way: .* run the same command again"):
+        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+    assert not list((tmp_path / "out").glob("*.bin"))
+    monkeypatch.setattr(hub, "broken", False)
+    pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+
+
+def test_files_of_another_form_or_of_others_are_refused(hub, tmp_path, monkeypatch):
+    bad = b"not a shard" * 200
+    monkeypatch.setitem(hub.files, "fineweb_train_000001.bin", bad)
+    with pytest.raises(DataError, match="wrong magic number"):
+        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+    assert [path.name for path in (tmp_path / "out").glob("*.bin")] == ["val_000000.bin"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "val_000000.bin").write_bytes(b"mine")
+    with pytest.raises(DataError, match="val_000000.bin: in use"):
+        pretokenized.download("fineweb10B", tmp_path / "other", 1, lambda line: None)
+    assert (tmp_path / "other" / "val_000000.bin").read_bytes() == b"mine"
+    with pytest.raises(DataError, match="--shards: more than kjj0/fineweb10B-gpt2 has: got 9, expected up to 3"):
+        pretokenized.download("fineweb10B", tmp_path / "out", 9, lambda line: None)
+    with pytest.raises(DataError, match="unknown data: got 'fineweb', expected fineweb10B, .* choose one of them"):
+        pretokenized.download("fineweb", tmp_path / "out", 9, lambda line: None)
+
+
+def test_without_a_network_it_is_one_line_with_what_to_do(tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
+    assert main(app, ["prepare", "pretokenized", "fineweb10B", "--out", str(tmp_path / "out")]) == 3
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "kjj0/fineweb10B-gpt2: cannot be had" in err and "copy the files" in err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,156 @@
+"""The tables of GPUs that are not here: their rows compile for them, fit shared memory, and do not spill registers.
+
+    python -m tests.kernels.test_tables_compile rtx4090      every launcher in both dtypes, on all cores: minutes
+
+compiles what the launchers launch, behind a driver that launches nothing, and prints ptxas's log.  The test takes of
+each table the one launcher that came nearest to spilling.
+"""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+CAPABILITY = {"a100": (8, 0), "rtx4090": (8, 9), "h200": (9, 0), "b200": (10, 0)}
+SHARED = {"a100": 163 << 10, "rtx4090": 99 << 10, "h200": 227 << 10, "b200": 227 << 10}
+NEAREST = {"a100": "attention_bwd", "rtx4090": "matmul_dx_dgelu", "h200": "attention_bwd", "b200": "matmul_dx_dgelu"}
+R, C, NH, VP = 4096, 768, 12, 50304
+
+
+def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
+    """Launchers with arguments as a step has them; memory that nobody touches costs nothing."""
+    import torch
+
+    from gpt2_triton import kernels as K
+
+    def x(*shape: int, of: torch.dtype = torch.bfloat16 if dtype == "bf16" else torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of)
+
+    def f(*shape: int) -> torch.Tensor:
+        return x(*shape, of=torch.float32)
+
+    def i(*shape: int) -> torch.Tensor:
+        return x(*shape, of=torch.int32)
+
+    heads = (C // 128 if wide else NH, R // 4)
+    scratch, targets = f(1 << 28), i(R)
+    attention = [
+        (K.attention_fwd, (x(R, C), f(4, *heads), x(R, 3 * C))),
+        (
+            K.attention_bwd,
+            (x(R, 3 * C), f(3 * C), f(4, *heads), scratch, x(R, C), x(R, 3 * C), x(R, C), f(4, *heads), False),
+        ),
+    ]
+    if wide:
+        return attention
+    large = [
+        (K.matmul_dx_dgelu, (x(R, 4 * C), f(4 * C), x(R, 4 * C), scratch, x(R, C), x(C, 4 * C), x(R, 4 * C), True)),
+        (K.matmul_dw, (f(C, C), scratch, x(R, C), x(R, C), True)),
+        (K.classifier_fwd, (x(R, VP), scratch, x(R, C), x(VP, C), f(R), targets, 50257)),
+        (K.classifier_dx, (x(R, C), x(R, VP), x(VP, C), f(R), f(R), targets)),
+    ]
+    small = [
+        (K.matmul_add, (x(R, C), x(R, C), x(R, C), x(C, C), x(C))),
+        (K.matmul_gelu, (x(R, 4 * C), x(R, 4 * C), x(R, C), x(4 * C, C), x(4 * C))),
+        (K.classifier_target, (f(R), x(R, C), x(VP, C), targets)),
+        (K.classifier_stats, (f(R), f(R), f(R), x(R, C), scratch, x(R, C), targets, f(8), False)),
+        (K.encoder_fwd, (x(R, C), i(4, R // 4), x(VP, C), x(1024, C))),
+        (
+            K.encoder_bwd,
+            (f(VP, C), f(1024, C), scratch, x(R, C), x(R, C), f(R), i(2 * R), i(R, 4), i(64, 4), 1024, False),
+        ),
+        (K.adamw, (x(R * C), f(R * C), f(R * C), None, f(R * C), f(4), f(8), i(4), 0, 0.1, 0.9, 0.95, 1e-8)),
+    ]
+    for c in (768, 1600):
+        norm = (x(R, c), x(R, c), x(c), x(c), f(R), f(R), False)
+        small.append((K.layernorm_fwd, (x(R, c), f(R), f(R), x(R, c), x(c), x(c))))
+        small.append((K.layernorm_bwd, (x(R, c), f(c), f(c), f(c), x(R, c), scratch, *norm)))
+    return attention + large + small
+
+
+class Device:
+    """A driver of a GPU of some capability and shared memory, which loads and launches nothing."""
+
+    utils = property(lambda self: self)
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def launcher_cls(self, source, metadata):
+        return lambda *_: None
+
+    def load_binary(self, name, kernel, shared, device):
+        return 1, 1, 32, 0, 1024
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        major, minor = CAPABILITY[self.name]
+        return GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_properties(self, device):
+        return dict(max_shared_mem=SHARED[self.name])
+
+    def unload_module(self, module):
+        pass
+
+
+def compile_for(name: str, only: str | None) -> None:
+    """Print ptxas's log of every kernel that the launchers, or `only` one in bf16, would launch on this GPU, the
+    Gluon kernels of hopper*.py aside; raise what does not fit.
+    """
+    import torch
+    from triton import knobs
+    from triton.runtime import driver
+
+    from gpt2_triton.kernels import compiling, tuned
+
+    driver.set_active(Device(name))
+    torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
+    tuned.table_name = lambda: name
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    with compiling() as compiled:
+        for dtype, wide in itertools.product(tuned.DTYPES, (False, True)):
+            for launcher, arguments in calls(dtype, wide):
+                if only is None or (launcher.__name__, dtype, wide) == (only, "bf16", False):
+                    launcher(*arguments)
+    print(f"{compiled.kernels} kernels in {compiled.seconds:.0f} s")
+
+
+def spills(log: str) -> dict[str, int]:
+    """Bytes that each kernel stores to memory for want of registers, the most of its forms."""
+    out: dict[str, int] = {}
+    for name, stored in re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL):
+        out[name] = max(out.get(name, 0), int(stored))
+    return out
+
+
+@pytest.mark.parametrize("name", CAPABILITY)
+def test_the_nearest_to_spilling_of_a_table_does_not_on_its_gpu(name):
+    """In a process of its own, as this one's kernels may belong to the interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_tables_compile", name, NEAREST[name]],
+        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = spills(run.stdout)
+    assert found.keys() & {"_attention_bwd_dkdv_kernel", "_matmul_kernel"}
+    # 4 bytes with maxnreg 128, by which four programs share a multiprocessor: 2 registers are the most allowed
+    assert max(found.values()) <= 8, found
+
+
+if __name__ == "__main__":
+    compile_for(*(sys.argv[1:] + [None])[:2])

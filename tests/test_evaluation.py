@@ -1,0 +1,159 @@
+"""The commands hellaswag and perplexity: the same figures as in training, whatever the batch; mistakes are one line."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import hellaswag_peer
+from gpt2_triton import evaluation
+from gpt2_triton.cli import main
+from gpt2_triton.commands import app
+from gpt2_triton.data.shards import DataError, open_shards, write_shard
+from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.sources import load_weights
+from gpt2_triton.trainer import train
+from tests.data.test_prepare import gpt2
+from tests.test_hellaswag import row, write
+from tests.tiny import tiny_config, tiny_model
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of one step whose data is two shards of text, and what its metrics say."""
+    directory = tmp_path_factory.mktemp("trained")
+    text = get_tokenizer("bytes").encode("To be, or not to be: that is the question. " * 10)
+    for i, part in enumerate((text[:200], np.append(text[200:], 0).astype(np.uint16))):
+        write_shard(directory / f"val_{i}.bin", part)
+    config = tiny_config(
+        data=dict(train=str(directory / "val_*.bin"), val=str(directory / "val_*.bin")),
+        eval=dict(every=1, tokens=256), train=dict(steps=1), model=dict(block_size=192),
+    )  # fmt: skip
+    assert train(config, directory / "run", resume=False) == 0
+    records = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    return directory, records
+
+
+def test_perplexity_is_that_of_the_validation_loss_in_training(trained, tmp_path, capsys):
+    directory, records = trained
+    [val_loss] = [record["val_loss"] for record in records if record["step"] == 1 and "val_loss" in record]
+    out = tmp_path / "out.json"
+    arguments = [str(directory / "run"), str(directory / "val_*.bin"), "--tokens", "256", "--json", str(out)]
+    assert main(app, ["perplexity", *arguments, "--batch_tokens", "200"]) == 0
+    found = json.loads(out.read_text())
+    assert found["loss"] == pytest.approx(val_loss, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(val_loss), rel=1e-5)
+    assert found["tokens"] == 256 and len(found["shards"]) == 2
+    printed = f"256 tokens | loss {val_loss:.4f} | perplexity {math.exp(val_loss):.2f} | "
+    assert printed in capsys.readouterr().out
+
+
+def test_perplexity_takes_all_windows_of_the_shards_that_are_named(trained):
+    directory, _ = trained
+    config, tensors = load_weights(str(directory / "run"))
+    opened = open_shards(str(directory / "val_0.bin"), 256, 16)
+    model = evaluation.inference_model(config, tensors, 210)
+    assert (model.B, model.T) == (13, 16)
+    assert evaluation.inference_model(config, tensors, 64).B == 192 // 16  # a sequence of block_size, at least
+    found = evaluation.perplexity(model, opened, 0)
+    assert found.tokens == 199 // 16 * 16
+    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a byte a token, and no end of text
+    with pytest.raises(DataError, match=r"--tokens: does not suit these shards: got 15, expected 0, or 16 .* to 192"):
+        evaluation.perplexity(model, opened, 15)
+
+
+def test_bits_per_byte_leave_the_end_of_text_out(tmp_path):
+    """Twice the same text, once with an end of text as the last target, whose loss and bytes do not count."""
+    text = np.arange(1, 18, dtype=np.uint16)
+    write_shard(tmp_path / "a.bin", text)
+    write_shard(tmp_path / "b.bin", np.append(text[:-1], 0).astype(np.uint16))
+    model, _ = tiny_model()
+    ids, targets = text[None, :16].astype(np.int32), text[None, 1:].astype(np.int32)
+    losses = model.evaluate(ids, targets).numpy().astype(np.float64)
+    a, b = (evaluation.perplexity(model, open_shards(str(tmp_path / f"{x}.bin"), 256, 16), 0) for x in "ab")
+    assert a.bits_per_byte == pytest.approx(losses.mean() / math.log(2))
+    assert b.bits_per_byte == pytest.approx(losses[:15].mean() / math.log(2))
+    assert b.loss != a.loss
+
+
+def test_bits_per_byte_of_gpt2_tokens_count_the_bytes_of_their_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "get_tokenizer", lambda name: gpt2())
+    text = "To be, \N{GREEK SMALL LETTER PI} or  not: that\nis the question, or was it?"
+    tokens = np.append(gpt2().encode(text)[:16], gpt2().eot).astype(np.uint16)
+    write_shard(tmp_path / "a.bin", tokens)
+    model, _ = tiny_model(model=dict(vocab_size=50300), data=dict(tokenizer="gpt2"))
+    losses = model.evaluate(tokens[None, :16].astype(np.int32), tokens[None, 1:].astype(np.int32)).numpy()
+    found = evaluation.perplexity(model, open_shards(str(tmp_path / "a.bin"), 50300, 16), 0)
+    size = len(gpt2().decode(tokens[1:16]).encode())  # the first token is no target, the last no text
+    assert found.bits_per_byte == pytest.approx(losses[:15].sum() / size / math.log(2))
+
+
+def test_without_a_tokenizer_there_are_no_bits_per_byte(tmp_path, monkeypatch, capsys):
+    def missing(name):
+        raise DataError("tokenizer gpt2: not available")
+
+    monkeypatch.setattr(evaluation, "get_tokenizer", missing)
+    write_shard(tmp_path / "a.bin", np.arange(17, dtype=np.uint16))
+    model, _ = tiny_model()
+    assert evaluation.perplexity(model, open_shards(str(tmp_path / "a.bin"), 256, 16), 0).bits_per_byte is None
+    assert capsys.readouterr().err == "warning: no bits per byte: tokenizer gpt2: not available\n"
+
+
+def test_the_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, capsys):
+    directory, _ = trained
+    questions, out = write(tmp_path / "rows.jsonl", [row(i) for i in range(6)]), tmp_path / "out.json"
+    arguments = [str(directory / "run"), "--data", str(questions), "--limit", "4", "--json", str(out)]
+    assert main(app, ["hellaswag", *arguments, "--batch_tokens", "1000"]) == 0
+    found, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert "HellaSwag, 4 questions" in printed
+    for style in ("completion", "harness"):
+        assert found[style]["rows"] == 4 and found[style]["acc"] in (0, 0.25, 0.5, 0.75, 1)
+        numbers = f"{found[style]['acc']:.4f}", f"{found[style]['acc_norm']:.4f}"
+        [line] = [line for line in printed.splitlines() if line.startswith(style)]
+        assert line.split()[1] == numbers[0] and line.split()[3] == numbers[1]
+    first = out.read_bytes()
+    assert main(app, ["hellaswag", *arguments, "--batch_tokens", "400"]) == 0
+    assert out.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["hellaswag", "none"], 4, "none: no checkpoint found"),
+        (["hellaswag", "RUN", "--data", "none.jsonl"], 3, "none.jsonl: cannot be used"),
+        (["hellaswag", "RUN", "--limit", "-1"], 2, "--limit: must be at least 0, got -1"),
+        (["hellaswag", "RUN", "--json", "none/out.json"], 2, "--json: none is not a directory"),
+        (["perplexity", "RUN"], 2, "perplexity: expected one or more shards after the checkpoint"),
+        (["perplexity", "RUN", "none_*.bin"], 3, "none_*.bin: no such shards"),
+        (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "--tokens: does not suit these shards: got 15"),
+        (["perplexity", "RUN", "VAL", "--batch_tokens", "0"], 2, "--batch_tokens: must be at least 1"),
+    ],
+)
+def test_a_mistake_is_a_line(trained, tmp_path, monkeypatch, capsys, argv, code, message):
+    directory, _ = trained
+    monkeypatch.chdir(tmp_path)
+    words = {"RUN": str(directory / "run"), "VAL": str(directory / "val_0.bin")}
+    assert main(app, [words.get(word, word) for word in argv]) == code
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_the_comparison_with_pytorch_finds_no_other_choice(trained, tmp_path, capsys):
+    """In fp32 on both sides; autocast may differ."""
+    directory, _ = trained
+    questions = write(tmp_path / "rows.jsonl", [row(i) for i in range(4)])
+    assert hellaswag_peer.main([str(directory / "run"), "--data", str(questions), "--batch_tokens", "2000"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ours, fp32")]
+    assert len(lines) == 2 and all(line.split()[5:] == ["0", "0.0000", "0", "0.0000"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [("bf16", torch.bfloat16), ("fp32", torch.float32), (None, torch.float32)]
+)
+def test_a_model_computes_in_the_type_asked_for(trained, dtype, stored):
+    config, tensors = load_weights(str(trained[0] / "run"))
+    model = evaluation.inference_model(config, tensors, 192, dtype)
+    assert model.state.params.dtype == stored
+    assert torch.equal(model.state.params.cpu(), tensors["params"].to(stored))

@@ -1,0 +1,309 @@
+"""HellaSwag: the losses are those of a plain evaluation in torch, whatever the batches; the questions are llm.c's and
+lm-evaluation-harness's; a mistake in a file is one line.
+"""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpt2_triton import hellaswag
+from gpt2_triton.data import hellaswag as data
+from gpt2_triton.data.shards import DataError
+from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.trainer import train
+from tests import torch_gpt2
+from tests.data.test_prepare import gpt2
+from tests.tiny import tiny_config, tiny_model
+
+ROOT = Path(__file__).parent.parent
+PUBLISHED = Path(os.environ.get("HELLASWAG", ROOT / "data/hellaswag_val.jsonl"))
+WORDS = ["a", "man", "throws", "the ball", "[step]", "[title] far,  away.", "then", "\N{GREEK SMALL LETTER PI}"]
+
+
+def row(i, **other):
+    rng = np.random.default_rng(i)
+    text = [" ".join(rng.choice(WORDS, rng.integers(1, 6))) for _ in range(6)]
+    ctx_b = "" if i % 3 else text[5]
+    whole = dict(activity_label="Sport", ctx_a=text[4], ctx_b=ctx_b, ctx=f"{text[4]} {ctx_b}".strip())
+    return whole | dict(endings=text[:4], label=str(i % 4), ind=i) | other
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    return write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
+
+
+def model_of(batch_size=16, vocab_size=256, dtype="fp32"):
+    """Weights three times those of a fresh model: endings differ by more than rounding, and no loss is near 70."""
+    sizes = dict(train=dict(batch_size=batch_size, seq_len=128, dtype=dtype), eval=dict(every=0))
+    model, _ = tiny_model(model=dict(block_size=192, vocab_size=vocab_size), **sizes)
+    model.state.params.copy_(model.state.params.cpu() * 3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of()
+
+
+def plain_losses(model, questions):
+    """Losses [rows, 4] in plain torch and float64, an ending at a time, nothing padded."""
+    params, losses = torch_gpt2.leaves(model.state.params.cpu(), model.dims, torch.float64), []
+    for i, ending in enumerate(questions.endings):
+        whole = torch.from_numpy(np.concatenate([questions.contexts[i // 4], ending]).astype(np.int64))[None]
+        with torch.no_grad():
+            each = torch_gpt2.gpt2_loss(params, whole[:, :-1], whole[:, 1:], model.dims["V"], model.dims["NH"], "none")
+        losses.append(float(each[-len(ending) :].sum()))
+    return np.array(losses).reshape(-1, 4)
+
+
+# ---- scores ----
+
+
+@pytest.mark.parametrize("style", ["completion", "harness"])
+def test_losses_are_those_of_a_plain_evaluation_row_by_row(model, rows_file, style):
+    """float64 against fp32: 1e-5 is 100 roundings of a sum of up to 70 losses; choices do not differ."""
+    questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, (style,))[style]
+    losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    np.testing.assert_array_equal(hellaswag.choices(questions, losses), hellaswag.choices(questions, want))
+
+
+@pytest.mark.skipif(not PUBLISHED.is_file(), reason="no hellaswag_val.jsonl in data/ or named by HELLASWAG")
+@pytest.mark.parametrize(("style", "rows"), [("completion", 50), ("harness", 10)])
+def test_published_rows_are_answered_as_by_a_plain_evaluation(style, rows):
+    """GPT-2's tokens modulo 1024, since a small vocabulary is fast."""
+
+    class Folded(type(gpt2())):
+        def encode(self, text):
+            return super().encode(text) % 1024
+
+    questions = data.load_questions(PUBLISHED, Folded(gpt2()._encoding), rows, (style,))[style]
+    model = model_of(batch_size=64, vocab_size=1024)
+    losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    np.testing.assert_array_equal(hellaswag.choices(questions, losses), hellaswag.choices(questions, want))
+
+
+def test_batching_changes_no_choice(model, rows_file):
+    """In the interpreter blocks, and with them sums, depend on the shape of a batch: hence 1e-6 and not equality."""
+    questions = data.load_questions(rows_file, get_tokenizer("bytes"), 4, ("completion",))["completion"]
+    losses, one_by_one = (hellaswag.ending_losses(m, questions) for m in (model, model_of(batch_size=1)))
+    np.testing.assert_allclose(losses, one_by_one, rtol=1e-6)
+    np.testing.assert_array_equal(hellaswag.choices(questions, losses), hellaswag.choices(questions, one_by_one))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batching_changes_no_bit(rows_file):
+    questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
+    losses = [hellaswag.ending_losses(model_of(b, dtype="bf16"), questions) for b in (1, 3, 16)]
+    np.testing.assert_array_equal(losses[0], losses[1])
+    np.testing.assert_array_equal(losses[0], losses[2])
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(100, 400))
+def test_batches_hold_every_sequence_once_and_fit(lengths, budget):
+    lengths, seen, shapes = np.array(lengths), [], set()
+    for chosen, T in hellaswag.batches(lengths, budget, 100):
+        assert 0 < len(chosen) * T <= budget and lengths[chosen].max() <= T and (T % 32 == 0 or T == 100)
+        assert T - lengths[chosen].max() < 32
+        seen += chosen.tolist()
+        shapes.add(T)
+    assert sorted(seen) == list(range(len(lengths))) and len(shapes) <= 4
+
+
+def test_a_context_that_is_too_long_loses_its_beginning(model):
+    """As in lm-evaluation-harness: the last 192 tokens before the ending's last are what the model sees."""
+    context, ending = np.arange(300, dtype=np.uint16) % 256, np.arange(8, dtype=np.uint16)
+    whole = data.Questions([context], [ending] * 4, np.full((1, 4), 8.0), np.array([0]))
+    cut = whole._replace(contexts=[context[-(192 + 1 - 8) :]])
+    np.testing.assert_array_equal(hellaswag.ending_losses(model, whole), hellaswag.ending_losses(model, cut))
+    too_long = whole._replace(endings=[np.zeros(193, np.uint16)] * 4)
+    with pytest.raises(DataError, match="hellaswag: an ending too long: got 193 tokens, expected 192 or fewer"):
+        hellaswag.ending_losses(model, too_long)
+
+
+def test_scores_are_fractions_and_standard_errors_by_sum_and_by_length():
+    """Two rows; the second ending of the first row was cleaned away, and is not chosen, however small its loss."""
+    losses = np.array([[4.0, 3.0, 9.0, 9.0], [1.0, 4.0, 8.0, 8.0]])
+    lengths = np.array([[4.0, 0.0, 1.0, 1.0], [1.0, 8.0, 1.0, 1.0]])
+    scores = hellaswag.scores(data.Questions([], [], lengths, np.array([0, 0])), losses)
+    assert scores == (2, 0.5, 0.5, 0.5, 0.5)
+    assert [c.tolist() for c in hellaswag.choices(data.Questions([], [], lengths, np.array([0, 0])), losses)] == [
+        [1, 0],
+        [0, 1],
+    ]
+
+
+# ---- questions ----
+
+
+def test_completion_questions_are_the_text_as_it_is(rows_file):
+    asked = data.load_questions(rows_file, gpt2(), 3, ("completion",))["completion"]
+    rows = [row(i) for i in range(3)]
+    assert [gpt2().decode(t) for t in asked.contexts] == [r["ctx"] for r in rows]
+    assert [gpt2().decode(t) for t in asked.endings] == [" " + e for r in rows for e in r["endings"]]
+    assert asked.lengths.reshape(-1).tolist() == [len(t) for t in asked.endings]
+    assert asked.labels.tolist() == [0, 1, 2]
+
+
+def test_harness_questions_are_what_lm_evaluation_harness_makes_of_a_row(tmp_path):
+    """The expected texts are worked out by hand from its rules: capitalised ctx_b; " [title]" is ". "; other brackets
+    go; two spaces become one; length in characters.
+    """
+    published = row(
+        0, activity_label="Clean and jerk", ctx_a="A lady [header] Lifts. [step]", ctx_b="she DROPS [x]",
+        endings=["it [title] now.", "a  b", "\N{GREEK SMALL LETTER PI}", " [substeps] x"],
+    )  # fmt: skip
+    asked = data.load_questions(write(tmp_path / "r.jsonl", [published]), gpt2(), 0, ("harness",))["harness"]
+    assert gpt2().decode(asked.contexts[0]) == "Clean and jerk: A lady Lifts. She drops"
+    # the context's last space goes to the ending
+    assert [gpt2().decode(t) for t in asked.endings] == ["  it. now.", "  a b", "  \N{GREEK SMALL LETTER PI}", "   x"]
+    assert asked.lengths.tolist() == [[8.0, 3.0, 1.0, 2.0]]
+
+
+def test_an_ending_by_itself_has_the_tokens_it_has_behind_its_context(rows_file):
+    """lm-evaluation-harness tokenises both in one and cuts; we tokenise each ending alone."""
+    asked = data.load_questions(rows_file, gpt2(), 0, ("harness",))["harness"]
+    for i, ending in enumerate(asked.endings):
+        context = asked.contexts[i // 4]
+        whole = gpt2().encode(gpt2().decode(context) + gpt2().decode(ending))
+        assert whole.tolist() == [*context.tolist(), *ending.tolist()]
+
+
+def test_an_empty_context_is_an_end_of_text(tmp_path):
+    path = write(tmp_path / "r.jsonl", [row(0, ctx="")])
+    assert data.load_questions(path, gpt2(), 0, ("completion",))["completion"].contexts[0].tolist() == [50256]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "{",
+            r"rows.jsonl:2: not a row: Invalid JSON: EOF while parsing.*, expected an object with activity_label",
+        ),
+        ("[1]", r"rows.jsonl:2: not a row: Input should be an object"),
+        (b"\xff".decode("latin1"), r"rows.jsonl:2: not a row: Invalid JSON"),
+        (json.dumps(row(0, label="")), r"rows.jsonl:2: label: Input should be a valid integer.*got ''"),
+        (json.dumps(row(0, label=4)), r"rows.jsonl:2: label: Input should be less than 4: got 4"),
+        (json.dumps(row(0, endings=["a"])), r"rows.jsonl:2: endings: List should have at least 4 items.*got \['a'\]"),
+        (json.dumps({k: v for k, v in row(0).items() if k != "ctx"}), r"rows.jsonl:2: ctx: Field required"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(f"{json.dumps(row(0))}\n{line}\n".encode("latin1"))
+    with pytest.raises(DataError, match=message) as error:
+        data.load_questions(path, get_tokenizer("bytes"), 0, ("completion",))
+    assert "\n" not in str(error.value)
+    data.load_questions(path, get_tokenizer("bytes"), 1, ("completion",))  # which the first row alone does not hold
+
+
+def test_a_missing_and_an_empty_file_are_one_line(tmp_path):
+    with pytest.raises(DataError, match=re.escape(f"download {data.URL} and name it with --data FILE, in training")):
+        data.load_questions(tmp_path / "none.jsonl", gpt2(), 0, ("completion",))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match="empty.jsonl: no rows"):
+        data.load_questions(tmp_path / "empty.jsonl", gpt2(), 0, ("completion",))
+
+
+def test_without_a_file_the_rows_are_downloaded_to_the_cache(tmp_path, rows_file, monkeypatch):
+    monkeypatch.setattr(data, "URL", rows_file.as_uri())
+    monkeypatch.setattr(data, "SHA256", hashlib.sha256(rows_file.read_bytes()).hexdigest())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = data.load_questions(None, get_tokenizer("bytes"), 0, ("completion",))["completion"]
+    assert len(asked.labels) == 10
+    assert (tmp_path / ".cache/gpt2_triton/hellaswag_val.jsonl").read_bytes() == rows_file.read_bytes()
+    monkeypatch.setenv("HOME", str(rows_file))  # where no directory can be made
+    with pytest.raises(DataError, match="rows.jsonl/.cache.*: cannot be used: got Not a directory"):
+        data.load_questions(None, get_tokenizer("bytes"), 0, ("completion",))
+
+
+# ---- llm.c's .bin ----
+
+
+def llmc_bin(path, questions):
+    """As llm.c's dev/data/data_common.py lays it out."""
+    stream = []
+    for i, (context, label) in enumerate(zip(questions.contexts, questions.labels)):
+        body = [i, int(label), 4, len(context), *context]
+        for ending in questions.endings[4 * i : 4 * i + 4]:
+            body += [len(ending), *ending]
+        stream += [65535, 2 * (len(body) + 2), *body]
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240522, 1, len(questions.labels)
+    path.write_bytes(header.tobytes() + np.array(stream, "<u2").tobytes())
+    return path
+
+
+def test_llmc_bin_holds_the_completion_questions(tmp_path, rows_file):
+    asked = data.load_questions(rows_file, gpt2(), 0, ("completion",))["completion"]
+    path = llmc_bin(tmp_path / "val.bin", asked)
+    for limit, rows in ((0, 10), (3, 3)):
+        [(style, read)] = data.load_questions(path, gpt2(), limit, ("completion", "harness")).items()
+        assert style == "completion"
+        for ours, theirs in zip(read, (asked.contexts[:rows], asked.endings[: 4 * rows]), strict=False):
+            assert [t.tolist() for t in ours] == [t.tolist() for t in theirs]
+        np.testing.assert_array_equal(read.lengths, asked.lengths[:rows])
+        np.testing.assert_array_equal(read.labels, asked.labels[:rows])
+
+
+def test_a_damaged_bin_is_one_line(tmp_path, rows_file):
+    whole = llmc_bin(tmp_path / "val.bin", data.load_questions(rows_file, gpt2(), 0, ("completion",))["completion"])
+    good = whole.read_bytes()
+    for name, content, message in (
+        ("magic", b"\0" * 4 + good[4:], r"wrong magic number and version: got \[0, 1\]"),
+        ("short", good[:100], "wrong magic number|damaged"),
+        ("cut", good[:-10], r"row 9 \(byte [\d,]+\): damaged"),
+        ("start", good[:1024] + b"\0\0" + good[1026:], r"row 0 \(byte 1,024\): damaged"),
+        ("label", good[:1030] + b"\4\0" + good[1032:], r"row 0 \(byte 1,024\): damaged: got \[65535, \d+, 0, 4, 4,"),
+        ("count", good[:1034] + b"\xff\0" + good[1036:], "row 0"),
+        ("none", good[:8] + b"\0" * 4 + good[12:], "no rows"),
+        ("empty", b"", "wrong magic number"),
+    ):
+        path = tmp_path / f"{name}.bin"
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message) as error:
+            data.load_questions(path, gpt2(), 0, ("completion",))
+        assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match="expected 65535.* of bytes tokens"):
+        data.load_questions(whole, get_tokenizer("bytes"), 0, ("completion",))
+
+
+# ---- in training ----
+
+
+def test_training_asks_when_due_logs_accuracies_and_changes_no_bit_by_it(tmp_path, rows_file, capsys):
+    asked = dict(every=0, hellaswag_every=1, hellaswag_data=str(rows_file), hellaswag_limit=2)
+    sizes = dict(model=dict(block_size=192), train=dict(steps=2, batch_size=2, seq_len=128))
+    records = {}
+    for name, evaluation in (("asked", asked), ("not", dict(every=0))):
+        assert train(tiny_config(eval=evaluation, **sizes), tmp_path / name, resume=False) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        records[name] = [json.loads(line) for line in lines]
+    found = [record for record in records["asked"] if "hellaswag" in record]
+    assert [record["step"] for record in found] == [1, 2]
+    assert all(record[key] in (0, 0.5, 1) for record in found for key in ("hellaswag", "hellaswag_acc"))
+    assert f"hellaswag acc_norm {found[-1]['hellaswag']:.4f}" in capsys.readouterr().out
+    losses = [[record["loss"] for record in records[name] if "loss" in record] for name in records]
+    assert losses[0] == losses[1]
+
+
+def test_training_refuses_bad_rows_before_it_begins(tmp_path):
+    asked = dict(every=0, hellaswag_every=2, hellaswag_data=str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="none.jsonl: cannot be used"):
+        train(tiny_config(eval=asked), tmp_path / "run", resume=False)

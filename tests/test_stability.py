@@ -1,0 +1,218 @@
+"""Steps that go wrong: outliers are skipped in their own step, a rewind is the run that never saw the bad data, and
+both resume exactly.
+"""
+
+import json
+import math
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+import gpt2_triton.planning
+from gpt2_triton import checkpoint, stability, trainer
+from gpt2_triton.config import ConfigError
+from gpt2_triton.configfile import load_config
+from gpt2_triton.data.loader import TrainLoader, pack_batch
+from gpt2_triton.model import GPT2
+from gpt2_triton.optim import hyper_row
+from gpt2_triton.stability import NonFinite
+from gpt2_triton.stream import StepResult
+from gpt2_triton.trainer import Trainer, train
+from tests.tiny import tiny_config
+
+TIMINGS = {"ms", "tok_s", "mfu"}
+SPIKE = 4  # the step, counted from 0, whose loss and gradient are ten times what they were
+
+
+def run_config(**sections):
+    """One layer, two sequences a step, no step logged twice."""
+    base = dict(model=dict(n_layer=1), eval=dict(every=0), checkpoint=dict(keep=0))
+    return tiny_config(**(base | sections))
+
+
+def metrics(run):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
+
+
+def final(run):
+    state, tensors = checkpoint.load(checkpoint.find(run))
+    return state, {name: bytes(t.view(torch.uint8).numpy()) for name, t in tensors.items()}
+
+
+def stop_after(monkeypatch, launches):
+    """As if SIGTERM arrived while the run's step number `launches`, those taken back included, was running."""
+    original, seen = Trainer._train_step, []
+
+    def interrupted(self, index):
+        seen.append(index)
+        if len(seen) == launches:
+            self._stop(signal.SIGTERM, None)
+        original(self, index)
+
+    monkeypatch.setattr(Trainer, "_train_step", interrupted)
+
+
+# ---- outliers ----
+
+
+def outlier_config():
+    return run_config(train=dict(steps=6, skip_loss_z=1.7), optim=dict(lr=1e-4))
+
+
+@pytest.fixture(scope="module")
+def spike():
+    """A window of 4 steps, where z is at most 3 ** 0.5, and the loss scale of one step ten times too large, as is then
+    its gradient.
+    """
+
+    def row(step, config, loss_scale):
+        return hyper_row(step, config, loss_scale * (10 if step == SPIKE else 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt2_triton.planning, "WINDOW", 4)
+        patch.setattr(trainer, "hyper_row", row)
+        yield
+
+
+@pytest.fixture(scope="module")
+def spiked(spike, tmp_path_factory):
+    """(run directory, for each step whether it changed the weights)"""
+    run, changed, original = tmp_path_factory.mktemp("whole"), [], GPT2.end_step
+
+    def watched(self):
+        before = self.state.params.clone()
+        out = original(self)
+        changed.append(not torch.equal(before, self.state.params))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPT2, "end_step", watched)
+        assert train(outlier_config(), run, resume=False) == 0
+    return run, changed
+
+
+def test_an_outlier_is_skipped_in_its_own_step_and_counted_apart(spiked):
+    run, changed = spiked
+    assert changed == [step != SPIKE for step in range(6)]
+    records = metrics(run)
+    assert [r["step"] for r in records if "skipped" in r] == [SPIKE + 1]
+    assert records[SPIKE]["outlier"] is True and records[SPIKE]["loss_z"] > 1.7
+    assert ["loss_z" in r for r in records] == [step >= 4 for step in range(6)]
+    state = final(run)[0]
+    assert {key: state[key] for key in stability.COUNTS} == stability.COUNTS | {"skipped": 1, "outliers": 1}
+
+
+def test_resuming_goes_on_with_a_window_half_full(spiked, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert train(outlier_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+    assert final(tmp_path)[0]["step"] == 2
+    assert train(outlier_config(), tmp_path, resume=True) == 0
+    assert final(tmp_path) == final(spiked[0]) and metrics(tmp_path) == metrics(spiked[0])
+
+
+def test_both_kinds_of_skipped_steps_are_counted():
+    state = dict(stability.COUNTS)
+    for loss, applied in ((2.0, True), (9.0, False), (math.nan, False), (math.nan, False), (9.0, False), (2.0, True)):
+        stability.count(state, StepResult(loss, 1.0, applied, 0.1, (0.0, 0.0)))
+        seen = [state[key] for key in ("skipped", "outliers", "skipped_in_a_row", "without_update")]
+        if loss == 9.0:
+            assert seen in ([1, 1, 0, 1], [4, 2, 0, 4])
+    assert seen == [4, 2, 0, 0]
+
+
+# ---- rewinds ----
+
+
+def rewind_config():
+    return run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=2, keep=1))
+
+
+@pytest.fixture(scope="module")
+def bad_data():
+    """Samples 4 and 5, of step 3, make the gradient NaN wherever in the run they are met: tokens 255 stand for it."""
+    batch, micro_step = TrainLoader.batch, GPT2.micro_step
+
+    def marked(self, first, count):
+        tokens = batch(self, first, count)
+        return np.full_like(tokens, 255) if first == 4 else tokens
+
+    def poisoned(self, packed, first):
+        micro_step(self, packed, first)
+        if (packed[: self.B * self.T] == 255).all():
+            self.K.fill(self.state.grads[:1], math.nan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainLoader, "batch", marked)
+        patch.setattr(GPT2, "micro_step", poisoned)
+        yield
+
+
+@pytest.fixture(scope="module")
+def rewound(bad_data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("whole")
+    assert train(rewind_config(), run, resume=False) == 0
+    return run
+
+
+def test_a_rewind_is_the_run_that_goes_from_the_checkpoint_to_the_data_after(rewound, tmp_path):
+    """Step 3 fails: back to step 2, whose next samples are then 6 and 7, as by a model driven by hand."""
+    records = metrics(rewound)
+    assert [r["step"] for r in records] == [1, 2, 2, 3, 4]
+    assert records[2] == {"step": 2, "rewound_from": 3, "sample": 6} and not any("skipped" in r for r in records)
+    other, losses = Trainer(rewind_config(), tmp_path, None), []
+    for step, first in enumerate((0, 2, 6, 8)):
+        tokens = other.loader.batch(first, 2)
+        other.model.begin_step(hyper_row(step, other.config, 1 / 32), step, other.config.train.seed)
+        other.model.micro_step(pack_batch(None, tokens[:, :-1], tokens[:, 1:], 256), first=True)
+        losses.append(other.model.end_step().result().loss)
+    other.close()
+    assert [r["loss"] for r in records if "loss" in r] == losses
+    state, tensors = final(rewound)
+    assert tensors["params"] == bytes(other.model.state.params.cpu().view(torch.uint8).numpy())
+    assert (state["step"], state["sample"], state["skipped"], state["rewinds"]) == (4, 10, 1, 0)
+
+
+@pytest.mark.parametrize("launches", [3, 4, 5], ids=["at the failure", "at the rewind", "after it"])
+def test_a_run_stopped_about_a_rewind_goes_on_alike(rewound, tmp_path, monkeypatch, launches):
+    with monkeypatch.context() as patch:
+        stop_after(patch, launches)
+        assert train(rewind_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+    assert train(rewind_config(), tmp_path, resume=True) == 0
+    assert final(tmp_path) == final(rewound) and metrics(tmp_path) == metrics(rewound)
+
+
+def test_rewinds_that_do_not_help_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(stability, "MAX_REWINDS", 1)
+    original = Trainer._train_step
+
+    def poisoned(self, index):
+        if index >= 2:
+            self.model.K.fill(self.model.full.w.lnb[0], math.nan)
+        original(self, index)
+
+    monkeypatch.setattr(Trainer, "_train_step", poisoned)
+    with pytest.raises(NonFinite, match="step 3: skipped 1 steps in a row again, after 1 rewinds to step 2"):
+        train(rewind_config(), tmp_path, resume=False)
+
+
+@pytest.mark.parametrize(
+    "every, what", [(0, "there is no checkpoint to go back to"), (2, "3 is more than checkpoint.every 2; lower it")]
+)
+def test_a_rewind_that_has_no_checkpoint_is_refused(tmp_path, every, what):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"train: {{rewind_after: 3}}\ncheckpoint: {{every: {every}}}")
+    with pytest.raises(ConfigError, match=f"x.yaml:1: train.rewind_after: {what}"):
+        load_config(path)
+
+
+def test_checkpoints_that_a_rewind_may_need_are_kept(tmp_path):
+    """keep 1, and two interruptions after step 8: steps 4 and 8, which are due, stay."""
+    for step in (4, 8, 9, 10):
+        checkpoint.save(tmp_path / "c", step, {"params": torch.zeros(1)}, {}, keep=1, major=0, back=4)
+    assert sorted(p.name[-2:] for p in (tmp_path / "c").iterdir()) == ["04", "08", "10"]
+    checkpoint.discard_after(tmp_path / "c", 4)
+    assert [p.name[-2:] for p in (tmp_path / "c").iterdir()] == ["04"]

@@ -1,0 +1,310 @@
+"""`python -m gpt2_triton bench --tune`: the search with a clock that is made up, what it refuses, what it writes."""
+
+import contextlib
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gpt2_triton.kernels
+from benchmarks import calls, candidates, tables, tune
+from benchmarks.our_gpt2 import run_steps
+from gpt2_triton import gpus
+from gpt2_triton.cli import main
+from gpt2_triton.commands import app as tools_app
+from gpt2_triton.config import ConfigError
+from gpt2_triton.kernels import tuned
+from gpt2_triton.kernels.tuned import DTYPES, FIXED, PARAMETERS, TABLES, read_table
+from tests.tiny import packed_batch, tiny_model
+
+H200 = read_table(TABLES / "h200.json")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with the interpreter's table; the GPU runs the command")
+
+# ---- the choice of a row ----
+
+
+@pytest.mark.parametrize(
+    ("times", "keep"),
+    [
+        ({"d12": [1.0, 0.99]}, 0),
+        ({"d12": [1.0, 0.982]}, 0),  # 1.8%
+        ({"d12": [1.0, 0.979, 0.99]}, 1),  # 2.1%
+        ({"d12": [1.0, 0.97, 0.9]}, 2),
+        ({"d12": [1.0, 0.9], "d48": [2.0, 2.03]}, 1),  # 1.5% slower at one size
+        ({"d12": [1.0, 0.9], "d48": [2.0, 2.05]}, 0),  # 2.5%
+        ({"d12": [1.0, 0.9], "d48": [2.0, None]}, 0),  # refused or wrong at one size
+        ({"d12": [1.0, 1.3, 1.4]}, 0),
+        ({}, 0),  # no call asked for it
+    ],
+)
+def test_a_row_is_replaced_if_it_gains_2_percent_and_loses_2_nowhere(times, keep):
+    rows = [{}] * len(next(iter(times.values()), [0]))
+    assert tune.winner(rows, times) == keep
+
+
+def test_a_gain_is_the_geometric_mean_over_sizes():
+    assert tune.gain({"d12": [2.0, 1.0], "d24": [8.0, 8.0]}, 1) == pytest.approx(math.sqrt(2))
+
+
+def test_finalists_are_the_current_row_and_the_best_that_gain_anything():
+    rows = [dict(BLOCK=b) for b in range(6)]
+    times = {"d12": [1.0, 0.9, 1.01, 0.8, 0.99, 0.7]}
+    assert [row["BLOCK"] for row in tune.finalists(rows, times)] == [0, 5, 3, 1]
+    assert tune.finalists(rows, {"d12": [1.0] * 6}) == rows[:1]
+
+
+def test_progress_gives_the_share_and_the_time_left(monkeypatch):
+    monkeypatch.setattr(tune.time, "monotonic", lambda: 160.0)
+    progress = tune.Progress(began=100.0)
+    assert progress.line(0.0, "x") == "[  0%, -:-- left] x"
+    assert progress.line(0.5, "x") == "[ 40%, 1:30 left] x"
+    progress.number = 1
+    assert progress.line(0.5, "x") == "[ 90%, 0:07 left] x"
+
+
+# ---- what is tried ----
+
+
+@pytest.mark.parametrize("name", ["h200", "a100", "rtx4090", "b200"])
+@pytest.mark.parametrize("op", candidates.SPACE)
+def test_candidates_begin_with_the_current_row_and_leave_alone_what_all_gpus_share(name, op):
+    current = read_table(TABLES / f"{name}.json").rows[op, "bf16"]
+    rows = candidates.candidates(op, current, 99 << 10)
+    assert rows[0] == current and len(rows) > 2
+    assert len({tuple(sorted(row.items())) for row in rows}) == len(rows)
+    for row in rows:
+        assert all(row[block] == current[block] for block in FIXED.get(op, ()))
+        assert set(row) <= {*PARAMETERS[op], *tuned.OPTIONS}
+
+
+def test_every_row_of_bf16_is_tuned_but_those_of_wide_heads():
+    assert set(candidates.SPACE) == {op for op in PARAMETERS if not (op.startswith("attention") and "wide" in op)}
+
+
+def test_only_chooses_operations_and_families(monkeypatch):
+    monkeypatch.setattr(tuned, "is_hopper", lambda: False)
+    assert tune.select(None) == list(candidates.SPACE)
+    assert tune.select("attention,adamw") == ["attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq", "adamw"]
+    assert tune.select("layernorm_fwd") == ["layernorm_fwd"]
+    with pytest.raises(ConfigError, match="--only: unknown conv; known are matmul, classifier, encoder"):
+        tune.select("adamw,conv")
+
+
+def test_hoppers_own_products_are_left_out(monkeypatch):
+    monkeypatch.setattr(tuned, "is_hopper", lambda: True)
+    assert "classifier_dx" in tune.select(None) and "matmul" not in tune.select(None)
+    with pytest.raises(ConfigError, match=r"--only: matmul has no rows to tune on this GPU"):
+        tune.select("matmul")
+
+
+# ---- what is compared ----
+
+
+def test_the_error_is_that_of_the_worst_256_numbers():
+    want = torch.randn(100, 300)
+    got = want.clone()
+    assert calls.worst(got, want) == 0.0
+    got[50] *= 1 + 2.0**-7  # a row that is off by a unit in the last place of bf16
+    assert 2.0**-8 < calls.worst(got, want) < tune.TOLERANCE
+    got[50] = 0.0
+    assert calls.worst(got, want) > 0.5
+    got[50] = math.nan
+    assert calls.worst(got, want) == math.inf
+    want[50] = math.nan  # neither wrote it
+    assert calls.worst(got, want) == 0.0
+
+
+# ---- a search, on a step of the tiny model ----
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """tiny(ops, clock): bf16, two layers; nothing is compiled, and a launch takes clock(rows at the time of its
+    recording) milliseconds.
+    """
+
+    @contextlib.contextmanager
+    def compiling(ignore_errors):
+        with monkeypatch.context() as patch:
+            patch.setattr(calls.Call, "__call__", lambda self: None)
+            yield
+
+    def made(spaces, clock=lambda rows: 1.0):
+        monkeypatch.setattr(candidates, "SPACE", spaces)
+        monkeypatch.setattr(tune, "SPACE", spaces)
+        monkeypatch.setattr(candidates, "FITS", {})
+        monkeypatch.setattr(gpt2_triton.kernels, "compiling", compiling)
+        monkeypatch.setattr(calls.Stopped, "_launches", lambda self: 1)
+        monkeypatch.setattr(calls.Stopped, "graph", lambda self: dict(tuned.table().rows))
+        monkeypatch.setattr(calls, "interleaved", lambda graphs, _: {i: clock(rows) for i, rows in graphs.items()})
+        monkeypatch.setattr(calls, "model_of", lambda config, K: small_model(K))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX 9 Ada")
+        properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    return made
+
+
+def small_model(K=None):
+    model, config = tiny_model(K, train=dict(dtype="bf16"))
+    model.eager = True
+    return model, packed_batch(config)
+
+
+@no_gpu
+def test_a_search_finds_the_fastest_row_and_writes_it_alone(tiny, tmp_path, capsys):
+    """The clock likes adamw's BLOCK to be 32768 and gains 1% by another layernorm; matmul's row is the best already."""
+
+    def clock(rows):
+        adamw, norm = rows["adamw", "bf16"]["BLOCK"], rows["layernorm_fwd", "bf16"]["ROWS"]
+        return (0.5 if adamw == 32768 else 1.0) * (0.99 if norm == 64 else 1.0)
+
+    tiny(dict(adamw=dict(BLOCK=(32768, 65536)), layernorm_fwd=dict(ROWS=(64, 128))), clock)
+    out, before = tmp_path / "new.json", tuned.table()
+    assert tune.tune(["d12", "d24"], None, None, out) == 0
+    assert tuned.table() is before and before.rows["adamw", "bf16"]["BLOCK"] == 1 << 18
+    text = capsys.readouterr().out
+    assert "d24 adamw" in text and "left] d12 layernorm_fwd 32x64: layernorm_fwd 3" in text
+    adamw = next(line for line in text.splitlines() if line.startswith("adamw"))
+    assert "+100.0%  BLOCK 262144 -> 32768" in adamw
+    assert "+1.0%  as it was (ROWS 512 -> 64)" in text
+    assert f"wrote {out}: 1 rows changed" in text
+    new = read_table_of(out)
+    assert new.gpu == "NVIDIA RTX 9 Ada" and new.capabilities == [] and new.source == "measured"
+    changed = {key for key in new.rows if new.rows[key] != before.rows[key]}
+    assert changed == {("adamw", "bf16")}
+
+
+def read_table_of(file: Path):
+    """The interpreter's rows have no options, and a GPU's must."""
+    file.write_text(file.read_text().replace('"NVIDIA RTX 9 Ada"', '"interpreter"'))
+    return read_table(file)._replace(gpu="NVIDIA RTX 9 Ada")
+
+
+@no_gpu
+def test_nothing_is_written_when_nothing_gains(tiny, tmp_path, capsys):
+    tiny(dict(adamw=dict(BLOCK=(32768, 65536))))
+    assert tune.tune(["d12"], None, "adamw", tmp_path / "new.json") == 0
+    assert "no row gains 2%: nothing is written" in capsys.readouterr().out
+    assert not (tmp_path / "new.json").exists()
+
+
+@no_gpu
+def test_a_candidate_that_is_wrong_or_refused_is_out_however_fast(tiny, tmp_path, monkeypatch, capsys):
+    right = gpt2_triton.kernels.adamw
+
+    def adamw(*args):
+        block = tuned.tuned("adamw", "bf16")["BLOCK"]
+        if block == 32768:
+            raise RuntimeError("out of resource: shared memory")
+        right(*args)
+        if block == 65536:
+            args[0][3] += 1.0  # one weight of all
+
+    adamw.outputs = right.outputs
+    adamw.__wrapped__ = right
+    adamw.__name__ = "adamw"
+    monkeypatch.setattr(gpt2_triton.kernels, "adamw", adamw)
+    tiny(dict(adamw=dict(BLOCK=(32768, 65536))), lambda rows: rows["adamw", "bf16"]["BLOCK"])
+    assert tune.tune(["d12"], None, None, tmp_path / "new.json") == 0
+    text = capsys.readouterr().out
+    assert "1 candidates need more than this GPU has" in text
+    assert "WRONG: adamw {'BLOCK': 65536}: its numbers differ from the current row's by" in text
+    assert "nothing is written" in text
+
+
+@no_gpu
+def test_a_step_that_is_stopped_at_gives_the_bytes_of_one_that_is_not(tiny):
+    """Every row is tried at every launcher, and everything written is put back."""
+    stopped = {}
+    tiny({})
+    model, packed = small_model()
+    list(run_steps(model, packed, range(2)))
+
+    def model_of(config, K):
+        stopped["model"], batch = small_model(K)
+        return stopped["model"], batch
+
+    calls.model_of = model_of  # `tiny` puts it back
+    with calls.asked_rows() as rows:
+        tries = {op: [rows[op, "bf16"], dict(rows[op, "bf16"])] for op in PARAMETERS}
+
+        def step(size, on_call):
+            calls.stopped_step(size, 2, rows, on_call)
+
+        search = tune.Search(rows, tries, 1, tune.Progress()).run(["d12"], step)
+    assert not search.dropped
+    assert {op for op, times in search.times.items() if not times} == {op for op in PARAMETERS if "wide" in op}
+    for name, flat in model.persistent().items():
+        assert torch.equal(flat, stopped["model"].persistent()[name]), name
+    assert torch.equal(model.state.stats, stopped["model"].state.stats)
+
+
+# ---- tables as files ----
+
+
+@pytest.mark.parametrize("name", ["h200", "a100", "rtx4090", "b200", "interpreter"])
+def test_a_table_is_written_as_it_was_read(name):
+    """So that a changed row is one line of a diff."""
+    assert tables.text(read_table(TABLES / f"{name}.json")) == (TABLES / f"{name}.json").read_text()
+
+
+def test_a_gpu_rewrites_its_own_table_and_keeps_what_that_says(tmp_path):
+    row = H200.rows["adamw", "bf16"] | dict(BLOCK=2048)
+    file, new = tables.updated(H200, "h200", "NVIDIA H200", {("adamw", "bf16"): row})
+    assert file.name == "h200.json" and new.notes == H200.notes and new.capabilities == ["9.0"]
+    written = tmp_path / "h200.json"
+    written.write_text(tables.text(new))
+    again = read_table(written)
+    assert again == new and again.rows["adamw", "bf16"] == row
+    assert again.rows["adamw", "fp32"] == H200.rows["adamw", "fp32"]
+    assert again.rows.keys() == {(op, dtype) for op in PARAMETERS for dtype in DTYPES}
+
+
+def test_a_gpu_that_borrowed_a_table_gets_its_own():
+    file, new = tables.updated(H200, "h200", "NVIDIA H100 80GB HBM3", {})
+    assert (file.name, file.parent.name) == ("h100-80gb-hbm3.json", "tables")
+    assert (new.gpu, new.capabilities, new.notes, new.source) == ("NVIDIA H100 80GB HBM3", [], [], "measured")
+    assert tuned.choose("NVIDIA H100 80GB HBM3", "9.0", {"h200": H200, "h100-80gb-hbm3": new}) == "h100-80gb-hbm3"
+
+
+# ---- the command line ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tune", "--ops"], "--ops: does not go with --tune"),
+        (["--tune", "--json", "a.json"], "--json: does not go with --tune"),
+        (["--tune", "--recompute", "gelu"], "--recompute: does not go with --tune"),
+        (["--tune", "--steps", "7"], "--steps: does not go with --tune"),
+        (["--tune", "--baseline", "none"], "--baseline: does not go with --tune"),
+        (["--only", "adamw"], "--only: goes with --tune"),
+        (["--out", "a.json"], "--out: goes with --tune"),
+        (["--tune", "--out", "a.yaml"], "--out: a.yaml does not end in .json"),
+        (["--tune", "--out", "nowhere/a.json"], "--out: nowhere is not a directory"),
+        (["--tune", "--sizes", "d13"], "--sizes: unknown d13"),
+    ],
+)
+def test_a_mistake_is_exit_2_and_a_line_on_stderr(capsys, argv, message):
+    assert main(tools_app, ["bench", *argv]) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(gpus, "present", lambda: False)
+    assert main(tools_app, ["bench", "--tune"]) == 2
+    assert capsys.readouterr() == ("", "error: bench: needs a CUDA GPU, found none\n")
+
+
+def test_options_are_passed_on(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(gpus, "present", lambda: True)
+    monkeypatch.setattr(tune, "tune", lambda *a: seen.append(a) or 0)
+    argv = ["bench", "--tune", "--sizes", "d12", "--batch", "8", "--only", "adamw", "--out", str(tmp_path / "t.json")]
+    assert main(tools_app, argv) == 0
+    assert seen == [(["d12"], 8, "adamw", tmp_path / "t.json")]

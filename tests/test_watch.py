@@ -1,0 +1,296 @@
+"""Statistics against numpy on the tensors themselves, and that taking them changes nothing else."""
+
+import functools
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import gpt2_triton.kernels as K
+import gpt2_triton.planning
+from gpt2_triton.cli import main
+from gpt2_triton.commands import app
+from gpt2_triton.kernels.statistics import parameter_stats, stats_parts, tensor_stats
+from gpt2_triton.model import GPT2
+from gpt2_triton.optim import hyper_row
+from gpt2_triton.tables import entries
+from gpt2_triton.trainer import Trainer, train
+from gpt2_triton.watch import FORWARD, MATRICES, first_nonfinite, place, summary
+from tests.conftest import DEVICE
+from tests.helpers import poisoned
+from tests.test_schedule import side_by_side
+from tests.tiny import packed_batch, tiny_config
+
+SUMS = 2e-6  # fp32 sums of up to a thousand squares a lane
+DIGITS = 5.2e-5  # records have five significant digits, the rest is SUMS
+
+
+def finish(parts):
+    return parts[0].sum().item(), parts[1].max().item(), parts[2].sum().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (301, 1000)])
+def test_tensor_stats_match_float64(rng, shape, dtype):
+    x = rng(*shape).to(dtype)
+    out = poisoned(3, stats_parts())
+    tensor_stats(out, x, False)
+    tensor_stats(out, 2 * x, True)
+    want = x.double()
+    assert finish(out) == (
+        pytest.approx(5 * want.square().sum().item(), rel=SUMS), 2 * want.abs().max().item(), 0,
+    )  # fmt: skip
+
+
+def test_elements_that_are_not_finite_are_counted_and_left_out(rng):
+    x, out = rng(5, 1000), poisoned(3, stats_parts())
+    x[0, 3], x[2, 0], x[4, 999] = math.nan, math.inf, -math.inf
+    tensor_stats(out, x, False)
+    rest = x[torch.isfinite(x)].double()
+    assert finish(out) == (pytest.approx(rest.square().sum().item(), rel=SUMS), rest.abs().max().item(), 3)
+
+
+@pytest.mark.parametrize("applied", [1.0, 0.0])
+def test_parameter_stats_give_the_update_that_adamw_makes(rng, applied):
+    n, decay, betas_eps = 5000, 0.1, (0.9, 0.95, 1e-8)
+    w, m, g, out = rng(n), 0.01 * rng(n), rng(n), poisoned(5, stats_parts())
+    v = m.square() + 1e-3
+    stats = torch.tensor([0.0, 0.0, 0.5, applied], device=DEVICE)
+    hyper, key = (
+        torch.tensor([1e-2, 2.0, 3.0, 0, 0, 0, 0, 0], device=DEVICE),
+        torch.zeros(4, dtype=torch.int32).to(DEVICE),
+    )
+    parameter_stats(out, w, m, v, g, stats, hyper, decay, *betas_eps)
+    before = w.double()
+    K.adamw(w, m, v, None, g, stats, hyper, key, 0, decay, *betas_eps)
+    assert finish(out)[0] == pytest.approx(g.double().square().sum().item(), rel=SUMS)
+    assert out[3].sum().item() == pytest.approx(before.square().sum().item(), rel=SUMS)
+    # w's own rounding, 6e-8 of w, is 6e-6 of an update of a hundredth of it
+    assert out[4].sum().item() == pytest.approx((w.double() - before).square().sum().item(), rel=1e-4)
+
+
+# ---- a whole step ----
+
+
+def watched_config(**sections):
+    return tiny_config(**(dict(log=dict(stats_every=1)) | sections))
+
+
+def small_config(**sections):
+    return tiny_config(**(dict(model=dict(n_layer=1), train=dict(steps=2)) | sections))
+
+
+class KeepsGradients:
+    """K that keeps a copy of dx behind each launch that leaves it at a point of the residual stream."""
+
+    def __init__(self):
+        self.dx = []
+
+    def __getattr__(self, name):
+        return functools.partial(self._launch, name)
+
+    def _launch(self, name, *args, **keywords):
+        out = getattr(K, name)(*args, **keywords)
+        if name == "layernorm_bwd":
+            self.dx.insert(0, args[0].clone())
+        return out
+
+
+def launch(model, step, watched, batches=None):
+    config = model.config
+    batches = batches or [packed_batch(config, seed=2 * step + k) for k in range(config.accumulation)]
+    model.begin_step(hyper_row(step, config, 1 / config.total_batch_tokens), step, 1, watched)
+    for micro, batch in enumerate(batches):
+        model.micro_step(batch, first=micro == 0)
+    return model.end_step()
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """No two rows share a byte, so that all activations can be read when the step is over."""
+    monkeypatch.setattr(gpt2_triton.planning, "plan", side_by_side)
+    model = GPT2(watched_config(), KeepsGradients(), DEVICE)
+    model.eager = True
+    model.initialise(seed=1)
+    return model
+
+
+def test_the_record_of_a_step_equals_numpy_on_its_tensors(model):
+    before = model.state.params.double().cpu()
+    step = launch(model, 0, watched=True)
+    step.result()
+    record = model.watch.read(step.watched, micro_steps=1)
+    tensors = {name: getattr(model.full.a, name) for name in FORWARD} | {"dx": model.K.dx}
+    for name, values in tensors.items():
+        got = record["activations"][name]
+        exact = [t.double().cpu().numpy() for t in values]
+        assert len(got["rms"]) == len(exact) and got["nonfinite"] == [0] * len(exact)
+        np.testing.assert_allclose(got["rms"], [np.sqrt((t**2).mean()) for t in exact], rtol=DIGITS)
+        np.testing.assert_allclose(got["absmax"], [np.abs(t).max() for t in exact], rtol=DIGITS)
+    change, grads = model.state.params.double().cpu() - before, model.state.grads.double().cpu()
+    index = {}
+    for e in entries(model.dims):
+        i = index[e.name] = index.get(e.name, -1) + 1
+        got = {column: values[i] for column, values in record["parameters"][e.name].items()}
+        span = slice(e.offset, e.offset + (model.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:]))
+        w, g, u = (t[span].numpy() for t in (before, grads, change))
+        rms = {"grad_rms": g, "weight_rms": w}
+        assert got["nonfinite"] == 0 and got["grad_absmax"] == pytest.approx(np.abs(g).max(), rel=DIGITS)
+        for column, values in rms.items():
+            assert got[column] == pytest.approx(np.sqrt((values**2).mean()), rel=DIGITS), (e.name, column)
+        if w.any():  # biases begin at 0: no ratio.  fp32 weights round the update, to 1e-5 of it
+            assert got["update_ratio"] == pytest.approx(np.linalg.norm(u) / np.linalg.norm(w), rel=1e-4), e.name
+        else:
+            assert got["update_ratio"] == 0
+
+
+def test_micro_steps_are_joined():
+    """Two micro-steps of the same batch have the rms and the largest element of one."""
+    config = small_config(log=dict(stats_every=1))
+    model = GPT2(config, K, DEVICE)
+    batch, records = packed_batch(config), []
+    for batches in ([batch], [batch, batch]):
+        model.initialise(seed=1)
+        step = launch(model, 0, True, batches)
+        step.result()
+        records.append(model.watch.read(step.watched, len(batches))["activations"])
+    assert records[0] == records[1]
+
+
+def test_a_watched_step_changes_no_byte_of_training_whatever_is_recomputed():
+    """Of a buffer that all layers share, each layer's own statistics: those of a model that keeps all of them."""
+    steps, models, records = [], [], []
+    for every, level in ((0, "none"), (1, "none"), (1, "block")):
+        models.append(GPT2(watched_config(log=dict(stats_every=every), memory=dict(recompute=level)), K, DEVICE))
+        models[-1].initialise(seed=1)
+        step = launch(models[-1], 0, watched=every > 0)
+        steps.append(step.result()[:3])
+        for name, flat in models[-1].persistent().items():
+            assert torch.equal(flat, models[0].persistent()[name]), (level, name)
+        if every:
+            records.append(models[-1].watch.read(step.watched, 1))
+    assert models[0].watch is None and steps[0] == steps[1] == steps[2]
+    assert records[0] == records[1]
+
+
+@pytest.mark.gpu
+def test_watched_steps_as_graphs_give_the_records_of_eager_launches_and_the_bytes_of_plain_steps():
+    """Every other step of six is watched: its graphs are captured at the first and replayed at the others."""
+    models, records = [], []
+    for every, eager in ((0, False), (1, False), (1, True)):
+        model = GPT2(watched_config(log=dict(stats_every=every)), K, DEVICE)
+        model.eager = eager
+        model.initialise(seed=1)
+        for number in range(6):
+            step = launch(model, number, watched=every > 0 and number % 2 == 1)
+            step.result()
+            if every and number % 2:
+                records.append(model.watch.read(step.watched, 1))
+        models.append(model)
+    assert records[:3] == records[3:] and records[0] != records[1]
+    for name, flat in models[0].persistent().items():
+        assert all(torch.equal(flat, other.persistent()[name]) for other in models[1:]), name
+
+
+# ---- the run ----
+
+
+def test_a_run_writes_them_resumes_with_them_and_shows_them(tmp_path, capsys):
+    config = small_config(train=dict(steps=3), log=dict(stats_every=2), checkpoint=dict(every=2, keep=0))
+    assert train(config, tmp_path, resume=False) == 0
+    whole = (tmp_path / "stats.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in whole.splitlines()] == [2, 3]
+    assert "step 2/3 | stats: largest activation" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000003")
+    assert train(config, tmp_path, resume=True) == 0
+    assert (tmp_path / "stats.jsonl").read_text() == whole
+    capsys.readouterr()
+    assert main(app, ["stats", str(tmp_path), "--step", "2"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "step 2" and shown[-1] == "first non-finite: none"
+    names = [line.split()[0] for line in shown if line]
+    assert {"x[0]", "x[2]", "fch", "dx[2]", "wte", "qkvw"} <= set(names)
+    assert main(app, ["stats", str(tmp_path), "--step", "7"]) == 2
+    assert "no statistics of step 7; there are 2, 2 to 3" in capsys.readouterr().err
+
+
+def causes(config, run, capsys):
+    assert train(config, run, resume=False) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    return [line.partition("skipped: not finite, first: ")[2] for line in lines]
+
+
+def test_a_step_that_is_not_finite_names_the_first_tensor(tmp_path, capsys, monkeypatch):
+    """Infinite weights in fc, from the second step on: one column of fch, in 32 rows, is where it begins."""
+    original = Trainer._train_step
+
+    def poisoned_step(self, index):
+        if index == 1:
+            self.model.K.fill(self.model.full.w.fcw[0][:1], math.inf)
+        original(self, index)
+
+    monkeypatch.setattr(Trainer, "_train_step", poisoned_step)
+    assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == ["fch of layer 0 (32 elements)"]
+
+
+def test_what_is_finite_when_computed_again_is_said_to_be(tmp_path, capsys, monkeypatch):
+    """A gradient that is NaN once, as a fault of the hardware would leave it."""
+    original = GPT2.end_step
+
+    def flipped(self):
+        if int(self.state.rng[0]) == 0:
+            self.K.fill(self.state.grads[:1], math.nan)
+        return original(self)
+
+    monkeypatch.setattr(GPT2, "end_step", flipped)
+    assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == ["nothing when computed again"]
+
+
+def test_places_are_named_as_one_speaks_of_gpt2():
+    assert [place("x", i) for i in range(3)] == [
+        "x after the embedding", "x after layer 0's attention", "x after layer 0",
+    ]  # fmt: skip
+    assert place("dx", 3) == "gradient at x after layer 1's attention" and place("fch", 2) == "fch of layer 2"
+
+
+def example_record():
+    """One layer; values are all alike but x after the layer, two updates, and attprojw's gradient, which
+    overflows."""
+    acts = {name: dict(rms=[0.0] * n, absmax=[0.0] * n, nonfinite=[0] * n) for name, n in dict(x=3, dx=3).items()}
+    acts |= {name: dict(rms=[0.0], absmax=[0.0], nonfinite=[0]) for name in ("qkv", "att", "fch")}
+    acts["x"]["absmax"][2] = 34.25
+    parameter = dict(grad_rms=0.0, grad_absmax=0.0, nonfinite=0, weight_rms=0.02, update_ratio=0.001)
+    parameters = {name: {column: [v] for column, v in parameter.items()} for name in (*MATRICES, "fcb")}
+    parameters["attprojw"]["grad_rms"] = [None]
+    parameters["wte"]["update_ratio"], parameters["fcb"]["update_ratio"] = [0.0031], [0.5]
+    return {"activations": acts, "parameters": parameters}
+
+
+def test_the_summary_names_the_extremes():
+    assert summary(example_record()) == (
+        "largest activation 34.2 in x after layer 0 | largest gradient rms inf in attprojw "
+        "| largest update/weight 0.0031 in wte"
+    )
+
+
+@pytest.mark.parametrize(
+    "bad, first",
+    [
+        ([], ""),
+        ([("wte",)], "gradient of wte (7 elements)"),
+        ([("wte",), ("dx", 0)], "gradient at x after the embedding (7 elements)"),
+        ([("dx", 0), ("dx", 2)], "gradient at x after layer 0 (7 elements)"),
+        ([("dx", 2), ("x", 2), ("fch", 0)], "fch of layer 0 (7 elements)"),
+        ([("fch", 0), ("x", 1), ("att", 0)], "att of layer 0 (7 elements)"),
+    ],
+)
+def test_the_first_tensor_is_the_first_that_a_step_computes(bad, first):
+    record = example_record()
+    for name, *index in bad:
+        kind = "activations" if index else "parameters"
+        record[kind][name]["nonfinite"][index[0] if index else 0] = 7
+    assert first_nonfinite(record) == first
+    assert (first in summary(record)) and ("not finite" in summary(record)) == bool(first)
