@@ -50,7 +50,7 @@ def generate(
     while drawn < count:
         n = len(texts[0])
         n = n if n <= T else max(1, T // 2)
-        _begin(model, [text[-n:] for text in texts], drawn, seeds)
+        begin(model, [text[-n:] for text in texts], drawn, seeds)
         for tokens in _steps(model, min(count - drawn, T - n + 1), reads, temperature, top_k, top_p):
             for text, token in zip(texts, tokens, strict=True):
                 text.append(token)
@@ -58,8 +58,10 @@ def generate(
             yield tokens
 
 
-def _begin(model: GPT2, windows: list[list[int]], drawn: int, seeds: Sequence[int]) -> None:
-    """All but the last token of each window into the cache, the last into seq: the first step takes it in."""
+def begin(model: GPT2, windows: list[list[int]], drawn: int, seeds: Sequence[int]) -> None:
+    """All but the last token of each window, one for each text, into the cache; the last into seq: the next step takes
+    it in.  The windows are of one length, and the same if nothing has been `drawn`, the number that keys the next draw.
+    """
     n = len(windows[0])
     if n > 1 and drawn == 0:
         model.prefill(windows[0], slice(0, len(windows)))  # they all begin with the prompt
