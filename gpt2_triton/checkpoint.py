@@ -293,9 +293,13 @@ def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
 def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
     """(fatal, free) differences between two configurations, by dotted key."""
     changes = _changes(_flatten(saved), _flatten(current))
-    may_change = {k for k in changes if k in FREE_KEYS or k.partition(".")[0] in FREE_SECTIONS} - FATAL_KEYS
-    free = {key: changes[key] for key in changes if key in may_change}
-    return {key: changes[key] for key in changes if key not in may_change}, free
+    free = {key: changes[key] for key in changes if may_change(key)}
+    return {key: changes[key] for key in changes if key not in free}, free
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may go on with another value of this key, dotted."""
+    return (key in FREE_KEYS or key.partition(".")[0] in FREE_SECTIONS) and key not in FATAL_KEYS
 
 
 def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:

@@ -126,6 +126,7 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     every: int = Field(1, ge=1, description="log every so many steps")
+    main_log: Literal["none", "llmc"] = Field("none", description="llmc: also write main.log, in llm.c's format")
     stats_every: int = Field(
         0,
         ge=0,

@@ -28,9 +28,10 @@ from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.planning import MODULE_BYTES, choose_recompute
+from gpt2_triton.provenance import describe
 from gpt2_triton.sample import continuations
 from gpt2_triton.sources import initial_weights
-from gpt2_triton.stability import Rewind
+from gpt2_triton.stability import NonFinite, Rewind
 from gpt2_triton.stream import Step
 
 
@@ -40,10 +41,15 @@ def train(config: Config, run_dir: Path, resume: bool) -> int:
     """
     found = checkpoint.latest(run_dir) if resume else None
     trainer = Trainer(config, run_dir, found)
+    code = 1
     try:
-        return trainer.run()
+        code = trainer.run()
+        return code
+    except NonFinite:
+        trainer.in_flight = None  # the run ends with the step that the message names
+        raise
     finally:
-        trainer.close()
+        trainer.close(failed=code == 1)
 
 
 class Trainer:
@@ -86,11 +92,12 @@ class Trainer:
         self.saver = checkpoint.Saver(run_dir / "checkpoints", c.keep, c.major, back)
         self.host: dict[str, torch.Tensor] = {}
         self.in_flight: Step | None = None
-        self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"])
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
+        about = describe(fitting, self.model.plan.total, where, self.state["step"])
+        self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"], about)
         self.state["wandb_id"] = self.log.wandb_id
         for note in self.notes:
             self.log.note(note)
-        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
         self.log.note(f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {where}")
 
     # ---- setting up ----
@@ -281,7 +288,11 @@ class Trainer:
             os._exit(128 + number)
         self.stopped_by = number
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        with contextlib.suppress(
+            Exception
+        ):  # after an exception the step in flight may have finished, or be lost with the device
+            self._report_step()
         self.saver.wait()
         self.batches.close()
-        self.log.close()
+        self.log.close(failed)

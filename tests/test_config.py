@@ -22,7 +22,7 @@ memory.recompute memory.head_rows
 eval.every eval.tokens eval.hellaswag_every eval.hellaswag_data eval.hellaswag_limit
 sample.every sample.tokens sample.prompt sample.temperature sample.top_k
 checkpoint.every checkpoint.keep checkpoint.major
-log.every log.stats_every log.wandb log.wandb_project
+log.every log.main_log log.stats_every log.wandb log.wandb_project
 init_from
 """.split()
 
