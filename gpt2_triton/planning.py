@@ -10,7 +10,7 @@ import torch
 from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
 from gpt2_triton.config import Config, ModelConfig
 from gpt2_triton.data.loader import packed_size, scatter_bounds
-from gpt2_triton.tables import LEVELS, WINDOW, Acts, State, entries
+from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries
 from gpt2_triton.watch import slots
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -25,13 +25,14 @@ def model_dimensions(m: ModelConfig) -> dict[str, int]:
     )  # fmt: skip
 
 
-def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) -> dict[str, int]:
+def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, texts: int = 0) -> dict[str, int]:
     """Every symbol that tables.py uses, in numbers."""
     d = dict(B=B, T=T, R=B * T, NH=config.model.n_head) | model_dimensions(config.model)
     d["Rc"] = min(d["R"], config.head_rows)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = packed_size(d["R"], d["V"])
     d["N"] = sum(math.prod(e.shape) for e in entries(d))
+    d["Bd"] = texts or int(training and config.sample.every > 0)
     d["Nt"] = d["N"] if training else 0
     d["Nw"] = WINDOW + 1 if training else 0
     d["Nm"] = d["N"] if training and config.optim.master == "fp32" and config.train.dtype == "bf16" else 0
@@ -42,14 +43,17 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) ->
 
 
 def make_plan(
-    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None
-) -> tuple[Plan, dict[str, int]]:
-    """The exact memory plan of a run with micro-batch B, and the dimensions it was made from."""
-    dims = dimensions(config, K, B, T, training)
+    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None,
+    texts: int = 0,
+) -> tuple[Plan, dict[str, int]]:  # fmt: skip
+    """The exact memory plan of a run with micro-batch B, and the dimensions it was made from; `texts` are decoded at
+    once, one in a training run that prints samples.
+    """
+    dims = dimensions(config, K, B, T, training, texts)
     dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
     level = config.memory.recompute if training else "block"
     assert level != "auto", "choose_recompute comes first"
-    rows = [row for table in (State, Acts) for row in resolve(table, dims, dtypes, level, LEVELS)]
+    rows = [row for table in (State, Acts, Decoding) for row in resolve(table, dims, dtypes, level, LEVELS)]
     return plan(rows), dims
 
 
@@ -99,10 +103,15 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     )
 
 
-def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str) -> None:
+def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: int = 0) -> None:
     if device == "cpu":
         return
     free, total = torch.cuda.mem_get_info()
+    if made.total > free and texts:
+        raise OutOfMemory(
+            f"to decode {texts} texts at once takes {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of "
+            f"{total / GIB:.2f} GiB free: set --batch below {texts}"
+        )
     if made.total > free:
         _, best = _total_and_largest(config, K, free)
         rows = config.total_batch_tokens // config.train.seq_len

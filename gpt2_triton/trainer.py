@@ -259,11 +259,12 @@ class Trainer:
             self._report_step()
             texts = continuations(
                 self.model,
-                self.config.data.tokenizer,
+                get_tokenizer(self.config.data.tokenizer),
                 s.prompt,
                 s.tokens,
                 s.temperature,
                 s.top_k,
+                1.0,
                 self.config.train.seed,
                 1,
             )

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt2_triton import checkpoint
+from gpt2_triton import checkpoint, decoding
 from gpt2_triton.config import Config
 from gpt2_triton.model import GPT2
 from gpt2_triton.weights import by_name
@@ -43,9 +43,11 @@ def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndar
     """Logits [V] after the last token, in this project's kernels."""
     import gpt2_triton.kernels as K
 
-    model = GPT2(config, K, DEVICE, batch=1, training=False)
+    model = GPT2(config, K, DEVICE, batch=1, training=False, texts=1)
     model.state.params.copy_(params)
-    return model.logits(ids, ids.shape[1] - 1)
+    decoding.begin(model, ids.tolist(), 0, [0])
+    model.decode(0.0, 0, 1.0)
+    return model.decoding.logits[0, : config.model.vocab_size].cpu().numpy()
 
 
 def nanogpt_content(params: torch.Tensor, prefix: str = "", bias: bool = True) -> dict:

@@ -34,6 +34,7 @@ ALLOWED_IMPORTS = {
         f"kernels.{name}"
         for name in (
             "contract",
+            "decode",
             "tuned",
             "dot",
             "gelu",
@@ -70,7 +71,8 @@ ALLOWED_IMPORTS = {
     "nanogpt": {"checkpoint", "weights"},
     "sources": {"checkpoint", "config", "huggingface", "llmc", "nanogpt", "weights"},
     "export": {"checkpoint", "config", "data.tokenizer", "huggingface", "llmc", "sources"},
-    "sample": {"kernels", "data", "gpus", "model", "sources"},
+    "sample": {"kernels", "config", "data", "decoding", "gpus", "model", "sources"},
+    "decoding": {"model", "stream"},
     "stream": set(),
     "watch": {"tables"},
     "stability": {"checkpoint", "config", "stream"},
