@@ -10,7 +10,9 @@ many tokens have been drawn (draw.py), and its seed, 31 bits and 31 bits.  So th
 and one CUDA graph replays them.  cache is [B, T, 2, C], one for each layer, C the heads one after the other.
 
 A step is bound by the reading of the weights, and with few sequences by the number of launches: five a layer.  Hence
-every program of a product in a layer normalises its rows anew, up to 32 of them, which come from L2.
+every program of a product normalises its rows anew, which come from L2.  Up to NARROW sequences, a program holds whole
+rows of the weights in registers and takes one sequence after the other, so that its numbers do not depend on how many
+there are; more sequences go through tensor cores.
 """
 
 import math
@@ -24,6 +26,7 @@ from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.gelu import gelu as gelu_of
 from gpt2_triton.kernels.tuned import dtype_name, next_power_of_2, tuned
 
+NARROW = 16
 FIELDS = tl.constexpr(5)  # of a row of seq
 TOKEN, ROW, DRAWN, SEED_LOW, SEED_HIGH = (tl.constexpr(i) for i in range(5))
 
@@ -37,6 +40,33 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
     wte = tl.load(wte_ptr + token * C + c, mask=c < C, other=0.0).to(tl.float32)
     wpe = tl.load(wpe_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
     tl.store(x_ptr + b * C + c, wte + wpe, mask=c < C)
+
+
+@triton.jit
+def _decode_matvec_kernel(
+    out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps,
+    GELU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    w = tl.load(w_ptr + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    for m in range(B):
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        if lnw_ptr is not None:
+            centred = tl.where(k < K, x - tl.sum(x, 0) / K, 0.0)
+            rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / K + eps)
+            lnw = tl.load(lnw_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            lnb = tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            x = (centred * rstd * lnw + lnb).to(x_ptr.dtype.element_ty).to(tl.float32)
+        acc = tl.sum(w.to(tl.float32) * x[None, :], 1)
+        if b_ptr is not None:
+            acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if GELU:
+            acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # of the rounded value, as in training
+        if res_ptr is not None:
+            acc += tl.load(res_ptr + m * N + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(out_ptr + m * N + n, acc, mask=n < N)
+        x_ptr += K
 
 
 @triton.jit
@@ -154,8 +184,13 @@ def decode_matmul(
 ) -> None:  # fmt: skip
     """out = res + gelu(layernorm(x) @ w.T + b), where b, the norm and res may be None and gelu False."""
     (B, K), N = x.shape, w.shape[0]
-    op = "decode_matmul" if B <= 16 else "decode_matmul_wide"
-    row = tuned(op, dtype_name(x), BLOCK_M=B, BLOCK_N=N, BLOCK_K=K, BLOCK_S=K)
+    if B <= NARROW:
+        row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)
+        block_n = min(max(1, row.pop("ELEMENTS") // block_k), next_power_of_2(N))
+        sizes = dict(GELU=gelu, BLOCK_N=block_n, BLOCK_K=block_k)
+        _decode_matvec_kernel[(triton.cdiv(N, block_n),)](out, x, w, b, lnw, lnb, res, B, N, K, eps, **sizes, **row)
+        return
+    row = tuned("decode_matmul", dtype_name(x), BLOCK_M=B, BLOCK_N=N, BLOCK_K=K, BLOCK_S=K)
     row["BLOCK_S"] = min(row["BLOCK_S"], next_power_of_2(K))
     grid = (triton.cdiv(B, row["BLOCK_M"]), triton.cdiv(N, row["BLOCK_N"]))
     _decode_matmul_kernel[grid](out, x, w, b, lnw, lnb, res, B, N, K, eps, GELU=gelu, **row)

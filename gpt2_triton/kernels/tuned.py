@@ -46,7 +46,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "layernorm_bwd_wide": _LAYERNORM_BWD,
     "adamw": ("BLOCK",),
     "decode_matmul": _DECODE,
-    "decode_matmul_wide": _DECODE,
+    "decode_matvec": ("ELEMENTS",),
     "decode_attention": ("BLOCK_T", "STAGES"),
     "cache_fill": ("BLOCK",),
     "draw": ("BLOCK",),
