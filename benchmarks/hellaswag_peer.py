@@ -1,6 +1,6 @@
 """HellaSwag by this package and by plain PyTorch, from the same checkpoint: accuracies, times, choices that differ.
 
-    python -m benchmarks.hellaswag_peer CHECKPOINT [--data hellaswag_val.jsonl] [--limit N]
+    python -m benchmarks.hellaswag_peer CHECKPOINT [--data hellaswag_val.jsonl] [--limit N] [--style completion]
 
 PyTorch runs the rows in groups padded to the longest, in fp32 without TF32 and under bf16 autocast.  Its fp32 run is
 what the others are held against: where their choice is another one, fp32 found the two endings about equally likely,
@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="HellaSwag's .jsonl; by default downloaded")
     parser.add_argument("--limit", type=int, default=0)
     parser.add_argument("--batch_tokens", type=int, default=65536)
+    parser.add_argument("--style", choices=("completion", "harness"), help="by default both")
     a = parser.parse_args(argv)
     choose_device()
     from gpt2_triton import evaluation, hellaswag
@@ -92,7 +93,8 @@ def main(argv: list[str] | None = None) -> int:
 
     config, tensors = load_weights(a.checkpoint)
     start = time.perf_counter()
-    asked = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, tuple(TEXTS))
+    styles = (a.style,) if a.style else tuple(TEXTS)
+    asked = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)
     print(f"rows tokenised in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     models = {dtype: evaluation.inference_model(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}

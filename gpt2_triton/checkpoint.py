@@ -97,7 +97,7 @@ def _write(target: Path, temporary: Path, tensors: dict[str, Tensor], state: dic
         written: dict[str, Any] = {"spans": state.get("shares")}
         try:
             save_file(tensors, temporary / name)
-            _sync(temporary / name)
+            sync(temporary / name)
             written |= _fingerprint(temporary / name)
         except (OSError, SafetensorError) as raised:
             error, written["error"] = raised, f"rank {crew.rank}: {raised}"
@@ -120,12 +120,12 @@ def _finish(target: Path, temporary: Path, state: dict[str, Any], written: list[
     manifest[STATE] = _fingerprint(temporary / STATE)
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
-        _sync(path)
+        sync(path)
     if target.exists():
         _discard(target)  # it does not verify
     os.rename(temporary, target)
-    _sync(target.parent)
-    _sync(target.parent.parent)  # the first save of a run made target.parent
+    sync(target.parent)
+    sync(target.parent.parent)  # the first save of a run made target.parent
 
 
 def tensors_name(rank: int) -> str:
@@ -138,7 +138,8 @@ def require_room(directory: Path, tensors: dict[str, Tensor]) -> None:
         raise CheckpointError(f"{directory}: no room for a checkpoint: {lack}; make room or choose another --run_dir")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -351,9 +352,13 @@ def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
 def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
     """(fatal, free) differences between two configurations, by dotted key."""
     changes = _changes(_flatten(saved), _flatten(current))
-    may_change = {k for k in changes if k in FREE_KEYS or k.partition(".")[0] in FREE_SECTIONS} - FATAL_KEYS
-    free = {key: changes[key] for key in changes if key in may_change}
-    return {key: changes[key] for key in changes if key not in may_change}, free
+    free = {key: changes[key] for key in changes if may_change(key)}
+    return {key: changes[key] for key in changes if key not in free}, free
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may go on with another value of this key, dotted."""
+    return (key in FREE_KEYS or key.partition(".")[0] in FREE_SECTIONS) and key not in FATAL_KEYS
 
 
 def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:

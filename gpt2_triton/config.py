@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
 TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
+INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # init_from, but scratch
 
 
 class ConfigError(ValueError):
@@ -42,6 +43,10 @@ class ModelConfig(Section):
     n_embd: int = Field(768, ge=1, multiple_of=16, description="channels of the residual stream")
     vocab_size: int = Field(50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens")
     block_size: int = Field(1024, ge=1, description="longest sequence: rows of the position embedding")
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 class DataConfig(Section):
@@ -121,6 +126,7 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     every: int = Field(1, ge=1, description="log every so many steps")
+    main_log: Literal["none", "llmc"] = Field("none", description="llmc: also write main.log, in llm.c's format")
     stats_every: int = Field(
         0,
         ge=0,
@@ -154,11 +160,13 @@ class Config(Section):
     log: LogConfig = LogConfig()
     parallel: ParallelConfig = ParallelConfig()
     debug: DebugConfig = DebugConfig()
-    init_from: str = Field("scratch", description="initial weights: scratch or checkpoint:DIR")
+    init_from: str = Field(
+        "scratch", description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+    )
 
     @property
     def padded_vocab(self) -> int:
-        return -(-self.model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return self.model.padded_vocab
 
     @property
     def head_size(self) -> int:
@@ -274,8 +282,9 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
             f"{config.eval.tokens} is less than train.seq_len {t.seq_len}; raise it or set eval.every to 0",
         )
     source, _, path = config.init_from.partition(":")
-    if config.init_from != "scratch" and not (source == "checkpoint" and path):
-        yield "init_from", f"expected scratch or checkpoint:DIR, got {config.init_from}"
+    if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
+        known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
+        yield "init_from", f"expected scratch or one of {known}; got {config.init_from}"
     if t.rewind_after and not config.checkpoint.every:
         yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
     elif t.rewind_after > config.checkpoint.every:

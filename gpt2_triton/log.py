@@ -1,54 +1,78 @@
-"""What a run tells: one console line a step, metrics.jsonl (the truth), and a mirror of it to Weights & Biases.
+"""What a run tells: one console line a step, metrics.jsonl (metrics.py), main.log and wandb (mirror.py) made from it.
 
-metrics.jsonl has one object a line, each with `step`, the number of finished steps:
-    {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
-    {"step": 250, "val_loss": ...}   and   {"step": 250, "sample": ...}
-    {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
-    {"step": 300, "rewound_from": 412, "sample": ...}
-A step has "loss_z" and "norm_z" besides once 128 steps are known, and "skipped": true when its update was skipped, as
-an outlier also "outlier": true.  Lines are written as they come.  A resumed run first drops what lies after its
-checkpoint, so that in the end the file holds the lines of an unbroken run, the times (ms, tok_s, mfu) aside; a rewind
-does the same.  Numbers that are not finite are null: JSON has no NaN.
+Lines are written as they come.  A resumed run first drops what lies after its checkpoint, so that in the end the files
+hold the lines of an unbroken run, the times (ms, tok_s, mfu) aside.
 """
 
 import json
 import math
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 from gpt2_triton import gpus
 from gpt2_triton.config import Config
+from gpt2_triton.metrics import (
+    MAIN_LOG,
+    METRICS,
+    STATS,
+    Record,
+    finite,
+    llmc_line,
+    read_metrics,
+    replace_text,
+    truncate,
+)
+from gpt2_triton.mirror import Mirror, row_after
 from gpt2_triton.optim import learning_rate
-
-METRICS, STATS = "metrics.jsonl", "stats.jsonl"
-WANDB_TIMEOUT = 30  # seconds to wait for the server before training goes on without it; the default is 90
+from gpt2_triton.provenance import read_run, write_run
 
 
 class Logger:
-    """Writes config.yaml at once and metrics as they come; `step` is always the number of finished steps."""
+    """Writes config.yaml and run.json at once and metrics as they come; `step` is always the number of finished steps.
 
-    def __init__(self, run_dir: Path, config: Config, resume_step: int = 0, wandb_id: str | None = None):
+    `about` is what provenance.describe tells of this start.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        resume_step: int = 0,
+        wandb_id: str | None = None,
+        about: dict[str, Any] | None = None,
+    ):
         self.config, self.steps = config, config.train.steps
         self._first = True
         self._seconds: float | None = None
         peak = gpus.peak_flops() if config.train.dtype == "bf16" else None  # the table's peaks are bf16
-        self._mfu_of_tok_s = gpus.flops_per_token(config) / peak if peak else None
+        self._mfu_of_tok_s = gpus.flops_per_token(config) / (peak * config.gpus) if peak else None
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        self._metrics = run_dir / METRICS
-        self._file = _open_after(self._metrics, resume_step)
-        self._stats = run_dir / STATS if config.log.stats_every else None
+        self._run_dir, self._about = run_dir, about
+        handed_over = row_after(read_metrics(run_dir / METRICS)) if (run_dir / METRICS).exists() else 0
+        before = self._go_on_after(resume_step)
+        found = read_run(run_dir) if resume_step else {}
+        wandb_id = found.get("wandb_id") or wandb_id  # an export or a rewind may have made it after the checkpoint
+        self._mirror = Mirror(run_dir, config, wandb_id, about, before, handed_over)
+        starts = found.get("starts", [])
+        write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
+
+    def _go_on_after(self, step: int) -> list[Record]:
+        """Open the files to append to, with what they hold up to `step`; return the metrics of it."""
+        before = truncate(self._run_dir / METRICS, step)
+        self._file = open(self._run_dir / METRICS, "a", buffering=1, encoding="utf-8")
+        llmc = self.config.log.main_log == "llmc"
+        self._main_log = _open_main_log(self._run_dir / MAIN_LOG, before) if llmc else None
+        self._stats = self._run_dir / STATS if self.config.log.stats_every else None
         if self._stats:
-            _open_after(self._stats, resume_step).close()
-        self._wandb = Wandb(run_dir, config, wandb_id)
+            truncate(self._stats, step)
+        return before
 
     @property
     def wandb_id(self) -> str | None:
         """The run's id at Weights & Biases, for the checkpoint; None when there is no such run."""
-        return self._wandb.run_id
+        return self._mirror.run_id
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -86,13 +110,16 @@ class Logger:
         self.note(line + (f" | skipped: {why}" if skipped else ""))
 
     def rewind(self, step: int, target: int, sample: int) -> None:
-        """The run goes back from `step` to `target` and on with `sample`: forget what lies between."""
-        self._file.close()
-        self._file = _open_after(self._metrics, target)
-        if self._stats:
-            _open_after(self._stats, target).close()
+        """The run goes back from `step` to `target` and on with `sample`: forget what lies between.  Rows at Weights &
+        Biases cannot be taken back, so the run goes on in a new one there.
+        """
+        self._close_files()
+        before = self._go_on_after(target)
+        self._mirror.close(failed=True)
+        self._mirror = Mirror(self._run_dir, self.config, None, self._about, before)
+        write_run(self._run_dir, self.wandb_id, read_run(self._run_dir).get("starts", []))
         record = {"step": target, "rewound_from": step, "sample": sample}
-        if record not in read_metrics(self._metrics):  # a run that is resumed before its next checkpoint comes by again
+        if record not in before:  # a run that is resumed before its next checkpoint comes by again
             self._write(record)
         self.note(f"{self._at(step)} | rewind to step {target}; data goes on at sample {sample:,}")
 
@@ -125,14 +152,21 @@ class Logger:
         self._write({"step": step, "sample": text})
         self.note(f"--- sample after step {step} ---\n{text}\n---")
 
-    def close(self) -> None:
-        self._file.close()
-        self._wandb.close()
+    def close(self, failed: bool = False) -> None:
+        self._close_files()
+        self._mirror.close(failed)
 
-    def _write(self, record: dict[str, Any]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._wandb.log(finite)
+    def _close_files(self) -> None:
+        self._file.close()
+        if self._main_log:
+            self._main_log.close()
+
+    def _write(self, record: Record) -> None:
+        record = finite(record)
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        if self._main_log:
+            self._main_log.write(llmc_line(record))
+        self._mirror.log(record)
 
 
 class Silent:
@@ -144,70 +178,10 @@ class Silent:
         return lambda *args, **keywords: None
 
 
-class Wandb:
-    """Weights & Biases at best effort: the first failure is one warning, and then there is nothing to mirror to."""
-
-    def __init__(self, run_dir: Path, config: Config, run_id: str | None):
-        self._run: Any = None
-        self.run_id = run_id
-        if config.log.wandb == "disabled":
-            return
-        try:
-            import wandb
-
-            self._run = wandb.init(
-                project=config.log.wandb_project, name=run_dir.name, dir=str(run_dir), id=run_id, resume="allow",
-                mode=config.log.wandb, config=config.to_dict(), settings=wandb.Settings(init_timeout=WANDB_TIMEOUT),
-            )  # fmt: skip
-            # its own counter drops what is logged for an earlier step, as happens after a resume; ours is a metric
-            self._run.define_metric("*", step_metric="step")
-            self.run_id = self._run.id
-        except Exception as error:
-            self._give_up(error)
-
-    def log(self, record: dict[str, Any]) -> None:
-        self._attempt("log", record)
-
-    def close(self) -> None:
-        self._attempt("finish")
-
-    def _attempt(self, method: str, *arguments: Any) -> None:
-        if self._run is None:
-            return
-        try:
-            getattr(self._run, method)(*arguments)
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._run = None
-        reason = (str(error).splitlines() or [""])[0]
-        print(
-            f"warning: no Weights & Biases from here on ({type(error).__name__}: {reason}); {METRICS} has everything",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line that a crash cut short is left out."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        lines = [line for line in file if line.endswith("\n")]
-    return [json.loads(line) for line in lines if line.strip()]
-
-
-def _open_after(path: Path, resume_step: int) -> TextIO:
-    """The file to append to, with the records up to resume_step; all go when the run starts afresh."""
-    if path.exists():
-        _truncate(path, resume_step)
+def _open_main_log(path: Path, before: list[Record]) -> TextIO:
+    """llm.c's main.log, made anew from the records so far: on resume llm.c itself leaves lines of steps undone."""
+    replace_text(path, "".join(map(llmc_line, before)))
     return open(path, "a", buffering=1, encoding="utf-8")
-
-
-def _truncate(path: Path, resume_step: int) -> None:
-    kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def duration(seconds: float) -> str:

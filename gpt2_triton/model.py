@@ -7,7 +7,7 @@ plain torch.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from gpt2_triton.link import Exchange, Link
 from gpt2_triton.parallel import World
 from gpt2_triton.planning import make_plan, refuse_if_too_large
 from gpt2_triton.stream import STEPS, Replay, Step
-from gpt2_triton.tables import Acts, Params, Recompute, State, entries, named
+from gpt2_triton.tables import Acts, Decoding, Params, Recompute, State, entries, named
 from gpt2_triton.watch import Watch, first_nonfinite
 
 INIT_STD = 0.02
@@ -55,6 +55,7 @@ class View:
     hot: Tensor
     gb: list[Tensor | None]
     L: int
+    NH: int
     V: int
     T: int
     R: int
@@ -82,6 +83,7 @@ class GPT2:
         *,
         batch: int | None = None,
         training: bool = True,
+        texts: int = 0,
         poison: bool = False,
         dtypes: dict[str, torch.dtype] | None = None,
         world: World | None = None,
@@ -89,11 +91,12 @@ class GPT2:
         """`world` are the ranks that train it together; without one it is on its own, whatever started the process."""
         self.config, self.K, self.poison = config, K, poison
         self.B, self.T = batch or config.micro_batch, config.train.seq_len
-        self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes)
+        self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes, texts)
         self.recompute = Recompute.at(config.memory.recompute if training else "block")
-        refuse_if_too_large(self.plan, config, K, device)
+        refuse_if_too_large(self.plan, config, K, device, texts)
         self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
         self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
+        self.decoding: Decoding = carve(Decoding, self.plan.rows, self.arena, self.dims)
         self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
         self.rank = world.rank if world else 0
         self.link = Exchange(world, K, self.state, self.dims) if world and world.size > 1 else Link()
@@ -126,7 +129,7 @@ class GPT2:
             w=w, g=g, a=acts, s=self.state,
             ids=packed[:R].view(B, T), targets=packed[R : 2 * R], order=packed[2 * R : 4 * R],
             segments=packed[4 * R : order_end].view(Ns, 4), hot=packed[order_end : order_end + 4 * Nh].view(Nh, 4),
-            gb=[None, *bias], L=d["L"], V=d["V"], T=T, R=R, Rc=d["Rc"], recompute=self.recompute,
+            gb=[None, *bias], L=d["L"], NH=d["NH"], V=d["V"], T=T, R=R, Rc=d["Rc"], recompute=self.recompute,
             betas_eps=(o.beta1, o.beta2, o.eps), link=self.link, grads_leave=d["zero"] == 2,
             squared=self._squared() if training else [], updates=list(self._updates()) if training else [],
         )  # fmt: skip
@@ -145,7 +148,7 @@ class GPT2:
             yield Update(p.bucket, w, s.m[own], s.v[own], low, g, p.first, decay if p.decay else 0.0)
 
     def _pieces(self) -> list[layout.Piece]:
-        return [p for p in layout.updated(self.dims, self.rank) if p.length]
+        return layout.updated(self.dims, self.rank)
 
     def _reduced(self) -> Tensor:
         return self.state.grads if self.state.reduced is None else self.state.reduced
@@ -162,9 +165,17 @@ class GPT2:
             if self.config.eval.every or self.config.eval.hellaswag_every:
                 self.evaluate(*np.zeros((2, self.B, self.T), np.int32))
             if self.config.sample.every:
-                for row in (0, self.T - 1):  # with addresses that are and are not multiples of 16
-                    self.logits(np.zeros((1, self.T), np.int32), row)
+                s = self.config.sample
+                self.prefill([0], slice(0, 1))
+                self._decode(s.temperature, s.top_k, 1.0)
         self.full.link = self.link
+        return compiled
+
+    def compile_decoding(self, temperature: float, top_k: int, top_p: float) -> Any:
+        """Compile the kernels of `prefill` and `decode`, likewise."""
+        with self.K.compiling() as compiled:
+            self.prefill([0], slice(0, 1))
+            self._decode(temperature, top_k, top_p)
         return compiled
 
     def initialise(self, seed: int) -> None:
@@ -262,7 +273,7 @@ class GPT2:
                 flat = self.arena[row.offset : row.offset + row.nbytes].view(row.dtype)
                 self.K.fill(flat, float("nan"))
 
-    # ---- evaluation and sampling, between steps ----
+    # ---- evaluation and decoding, between steps ----
 
     def evaluate(self, ids: np.ndarray, targets: np.ndarray) -> Tensor:
         """Losses [B*T] of every token (0 where the target is -1), on the host; ids and targets are int32 [B, T]."""
@@ -274,14 +285,25 @@ class GPT2:
         schedule.head_loss(self.K, v)
         return v.a.losses.cpu()
 
-    def logits(self, ids: np.ndarray, row: int) -> np.ndarray:
-        """Logits [V] after position `row` of one sequence; ids is int32 [1, T]."""
-        v = self.view(*ids.shape)
+    def prefill(self, window: Sequence[int], texts: slice) -> None:
+        """Take up to T tokens into the cache of each of `texts`."""
+        v = self.view(1, self.T)
+        ids = np.zeros((1, self.T), np.int32)  # rows after the window: decoding overwrites each before it reads it
+        ids[0, : len(window)] = window
         v.ids.copy_(torch.from_numpy(ids))
-        schedule.embed(self.K, v)
-        schedule.block(self.K, v)
-        schedule.head_logits(self.K, v, row)
-        return v.a.logits[0, : v.V].cpu().numpy()
+        schedule.prefill(self.K, v, self.decoding, texts)
+
+    def decode(self, temperature: float, top_k: int, top_p: float) -> None:
+        """Draw the next token of each text, into decoding.seq; it is taken into the cache by the next call."""
+        self._run(self._decode, temperature, top_k, top_p)
+
+    def _decode(self, temperature: float, top_k: int, top_p: float) -> None:
+        v = self.view(len(self.decoding.seq), 1)
+        schedule.decode(self.K, v, self.decoding, temperature, top_k, top_p)
+
+    def forget_graphs(self) -> None:
+        """Before the process group ends: NCCL waits for graphs that hold collectives of its."""
+        self._replay.forget()
 
     # ---- checkpoints ----
 

@@ -25,14 +25,16 @@ class World:
     """The ranks of a run.  One rank alone is a World too, which agrees with itself at once."""
 
     def __init__(self, device: str, timeout: float):
-        """Join the group; device is "cuda" or "cpu", timeout the seconds that joining and a collective may take."""
+        """Join the group; device is "cuda" or "cpu", timeout that of pulse.py, in seconds, which sees more and speaks
+        first: joining may take three times, a collective twelve times as long.
+        """
         self.rank, self.size = rank_and_size()
         self.device = device
         self.store: Any = None
         if self.size == 1:
             return
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast sums in an order that NCCL does not promise
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(seconds=3 * timeout)
         self.store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
         dist.init_process_group(
@@ -40,7 +42,7 @@ class World:
             store=self.store,
             rank=self.rank,
             world_size=self.size,
-            timeout=limit,
+            timeout=4 * limit,
             device_id=gpu,
         )
 

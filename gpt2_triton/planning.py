@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
-from gpt2_triton.config import Config
+from gpt2_triton.config import Config, ModelConfig
 from gpt2_triton.data.loader import packed_size, scatter_bounds
 from gpt2_triton.layout import flat_sizes
-from gpt2_triton.tables import LEVELS, WINDOW, Acts, State, entries
+from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries
 from gpt2_triton.watch import slots
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -19,25 +19,21 @@ CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded 
 MODULE_BYTES = int(0.25 * GIB)  # the kernels' code and the CUDA graphs: 0.16 GiB at 12 layers
 
 
-def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) -> dict[str, int]:
+def model_dimensions(m: ModelConfig) -> dict[str, int]:
+    """The symbols of tables.py that the parameters' shapes use, in numbers."""
+    return dict(
+        C=m.n_embd, L=m.n_layer, S=2 * m.n_layer + 1, V=m.vocab_size, Vp=m.padded_vocab, Tmax=m.block_size
+    )  # fmt: skip
+
+
+def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, texts: int = 0) -> dict[str, int]:
     """Every symbol that tables.py uses, in numbers."""
-    m = config.model
-    d = dict(
-        B=B,
-        T=T,
-        R=B * T,
-        C=m.n_embd,
-        NH=m.n_head,
-        L=m.n_layer,
-        S=2 * m.n_layer + 1,
-        V=m.vocab_size,
-        Vp=config.padded_vocab,
-        Tmax=m.block_size,
-    )
+    d = dict(B=B, T=T, R=B * T, NH=config.model.n_head) | model_dimensions(config.model)
     d["Rc"] = min(d["R"], config.head_rows)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = packed_size(d["R"], d["V"])
     d["N"] = sum(math.prod(e.shape) for e in entries(d))
+    d["Bd"] = texts or int(training and config.sample.every > 0)
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
     d["ranks"], d["zero"] = (config.gpus, config.zero) if training else (1, 0)
@@ -49,14 +45,17 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True) ->
 
 
 def make_plan(
-    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None
-) -> tuple[Plan, dict[str, int]]:
-    """The exact memory plan of a run with micro-batch B, and the dimensions it was made from."""
-    dims = dimensions(config, K, B, T, training)
+    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None,
+    texts: int = 0,
+) -> tuple[Plan, dict[str, int]]:  # fmt: skip
+    """The exact memory plan of a run with micro-batch B, and the dimensions it was made from; `texts` are decoded at
+    once, one in a training run that prints samples.
+    """
+    dims = dimensions(config, K, B, T, training, texts)
     dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
     level = config.memory.recompute if training else "block"
     assert level != "auto", "choose_recompute comes first"
-    rows = [row for table in (State, Acts) for row in resolve(table, dims, dtypes, level, LEVELS)]
+    rows = [row for table in (State, Acts, Decoding) for row in resolve(table, dims, dtypes, level, LEVELS)]
     return plan(rows), dims
 
 
@@ -112,10 +111,15 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     )
 
 
-def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str) -> None:
+def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: int = 0) -> None:
     if device == "cpu":
         return
     free, total = torch.cuda.mem_get_info()
+    if made.total > free and texts:
+        raise OutOfMemory(
+            f"to decode {texts} texts at once takes {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of "
+            f"{total / GIB:.2f} GiB free: set --batch below {texts}"
+        )
     if made.total > free:
         _, best = _total_and_largest(config, K, free)
         rows = config.total_batch_tokens // config.train.seq_len

@@ -24,7 +24,7 @@ def read_environment() -> None:
 
 def first_host(nodes: str) -> str:
     """The first host of SLURM's list: gpu[03-05,9],login1 is gpu03, gpu05 ... and begins with gpu03."""
-    return re.sub(r"^([^,\[]+)(?:\[(\w+)[^\]]*\])?.*", r"\1\2", nodes)
+    return re.sub(r"^([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?.*", r"\1\2\3", nodes)
 
 
 def rank_and_size() -> tuple[int, int]:

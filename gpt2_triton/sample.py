@@ -1,62 +1,82 @@
-"""Text from a model: feed the last `seq_len` tokens, draw the next one, repeat.
+"""Text from a model: the prompt is continued token by token (decoding.py) and printed as it is decoded.
 
-The forward pass runs on the device; the draw from one row of logits is numpy on the host, from a generator seeded
-per sample, so a sample depends on the weights, the prompt and the seed alone.
+Tokens are drawn on the device, from numbers that depend on the seed of a text and the number of tokens drawn: a text
+depends on the weights, the prompt and the seed alone.
 """
 
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
-from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.config import Config
+from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
+from gpt2_triton.decoding import generate
 from gpt2_triton.gpus import device_name
 from gpt2_triton.model import GPT2
 from gpt2_triton.sources import load_weights
 
 
-def draw(logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator) -> int:
-    """The next token from fp32 logits [V]: softmax(logits / temperature) over the top_k largest (0: all);
-    temperature 0 takes the largest.
+def sample_text(
+    path: Path, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, num: int, batch: int
+) -> None:
+    """Print `num` continuations of `prompt` by the checkpoint at `path` (a run, or a step directory), up to `batch` of
+    them decoded at once; one alone is printed piece by piece.  The rate goes to stderr.
     """
-    if temperature == 0:
-        return int(logits.argmax())
-    scaled = (logits.astype(np.float64) - logits.max()) / temperature
-    if 0 < top_k < len(scaled):
-        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
-    p = np.exp(scaled)
-    return int(generator.choice(len(p), p=p / p.sum()))
+    model, config = load_model(path, min(num, batch))
+    tokenizer = get_tokenizer(config.data.tokenizer)
+    if model.arena.device.type == "cuda":
+        model.compile_decoding(temperature, top_k, top_p)
+    began = time.perf_counter()
+    if num == 1:
+        print(prompt, end="", flush=True)
+        steps = generate(model, start(tokenizer, prompt), tokens, [seed], temperature, top_k, top_p)
+        for piece in pieces(tokenizer, (token for [token] in steps)):
+            print(piece, end="", flush=True)
+        print(flush=True)
+    else:
+        for text in continuations(model, tokenizer, prompt, tokens, temperature, top_k, top_p, seed, num):
+            print(text, flush=True)
+    seconds = time.perf_counter() - began
+    print(f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} a second", file=sys.stderr)
 
 
-def generate(model: GPT2, prompt: list[int], count: int, temperature: float, top_k: int, seed: int) -> list[int]:
-    """`count` tokens that follow `prompt` (at least one token); the model sees at most its last seq_len tokens."""
-    generator, tokens = np.random.default_rng(seed), list(prompt)
-    for _ in range(count):
-        window = tokens[-model.T :]
-        ids = np.zeros((1, model.T), np.int32)  # positions after the window do not reach back: attention is causal
-        ids[0, : len(window)] = window
-        tokens.append(draw(model.logits(ids, len(window) - 1), temperature, top_k, generator))
-    return tokens[len(prompt) :]
-
-
-def sample_text(path: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, num: int) -> None:
-    """Print `num` continuations of `prompt` by the checkpoint at `path` (a run, or a step directory)."""
+def load_model(path: Path, texts: int) -> tuple[GPT2, Config]:
+    """The newest checkpoint of a run, or the one at a step directory, as a model that decodes `texts` at once."""
     import gpt2_triton.kernels as K
 
     config, tensors = load_weights(str(path))
-    model = GPT2(config, K, device_name(), batch=1, training=False)
+    batch = -(-texts // config.train.seq_len)  # of the prompt's pass, 1; a step's rows must fit its buffers
+    model = GPT2(config, K, device_name(), batch=batch, training=False, texts=texts)
     model.state.params.copy_(tensors["params"])
-    for text in continuations(model, config.data.tokenizer, prompt, tokens, temperature, top_k, seed, num):
-        print(text, flush=True)
+    return model, config
+
+
+def start(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Tokens of the prompt; an empty one starts at the end-of-text token."""
+    return tokenizer.encode(prompt).tolist() or [tokenizer.eot]
+
+
+def pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of `tokens`, piece by piece; a token that ends inside a character waits for those that complete it."""
+    waiting: list[int] = []
+    for token in tokens:
+        waiting.append(token)
+        text = tokenizer.decode(waiting)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            waiting.clear()
+            yield text
+    yield tokenizer.decode(waiting)
 
 
 def continuations(
-    model: GPT2, tokenizer_name: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, num: int
-) -> Iterator[str]:
-    """Yield `num` texts, each `prompt` and its continuation; sample i uses seed + i.  An empty prompt starts at the
-    end-of-text token.
-    """
-    tokenizer = get_tokenizer(tokenizer_name)
-    start = list(tokenizer.encode(prompt)) or [tokenizer.eot]
-    for i in range(num):
-        yield prompt + tokenizer.decode(generate(model, start, tokens, temperature, top_k, seed + i))
+    model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float,
+    seed: int, num: int,
+) -> Iterator[str]:  # fmt: skip
+    """Yield `num` texts, each `prompt` and its continuation; text i draws with seed + i, whatever batch it is in."""
+    batch = len(model.decoding.seq)
+    for first in range(seed, seed + num, batch):
+        seeds = range(first, first + batch)  # the last batch is full as well: the step's shapes never change
+        steps = generate(model, start(tokenizer, prompt), tokens, seeds, temperature, top_k, top_p)
+        for text in list(zip(*steps))[: seed + num - first]:
+            yield prompt + tokenizer.decode(text)

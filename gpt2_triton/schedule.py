@@ -89,11 +89,30 @@ def head_loss(K: Any, m: Any) -> None:
         K.classifier_stats(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.hyper, False)
 
 
-def head_logits(K: Any, m: Any, row: int) -> None:
-    """logits of one row, for sampling."""
-    w, a, i, r = m.w, m.a, 2 * m.L, slice(row, row + 1)
-    K.layernorm_fwd(a.lnf[r], a.mean[i][r], a.rstd[i][r], a.x[i][r], w.lnw[i], w.lnb[i])
-    K.matmul(a.logits, a.lnf[r], w.wte, None)
+def prefill(K: Any, m: Any, d: Any, texts: slice) -> None:
+    """Keys and values of m.ids, one sequence, into the cache of each of `texts`."""
+    embed(K, m)
+    for l in range(m.L):
+        layer(K, m, l)
+        K.cache_fill(d.cache[l][texts], m.a.qkv[l])
+        K.matmul_add(m.a.x[2 * l + 2], m.a.x[2 * l + 1], m.a.fcg[l], m.w.fcprojw[l], m.w.fcprojb[l])
+
+
+def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float) -> None:
+    """The next token of each sequence of d.seq: the forward pass of one row each, its last token's."""
+    w, a = m.w, m.a
+    K.decode_embed(a.x[0], d.seq, w.wte, w.wpe)
+    for l in range(m.L):
+        i = 2 * l
+        # the arguments after the bias: norm of the input, residual
+        K.decode_matmul(a.qkv[l], a.x[i], w.qkvw[l], w.qkvb[l], w.lnw[i], w.lnb[i], None)
+        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH)
+        K.decode_matmul(a.x[i + 1], a.att[l], w.attprojw[l], w.attprojb[l], None, None, a.x[i])
+        K.decode_matmul(a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], w.lnw[i + 1], w.lnb[i + 1], None, gelu=True)
+        K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
+    final_norm(K, m)  # a launch of its own: the head has 3144 programs, too many to normalise anew
+    K.decode_matmul(d.logits, a.lnf, w.wte, None, None, None, None)
+    K.draw(d.seq, d.logits, m.V, temperature, top_k, top_p)
 
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
@@ -152,5 +171,6 @@ def update(K: Any, m: Any) -> None:
     K.clip_factor(stats, squares, s.hyper)
     K.skip_outliers(stats, s.window, s.z, s.hyper)
     for p in m.updates:
-        K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.hyper, s.rng, p.first, p.decay, *m.betas_eps)
+        if len(p.w):  # of many ranks the last ones have nothing of a small bucket
+            K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.hyper, s.rng, p.first, p.decay, *m.betas_eps)
         m.link.updated(p.bucket)

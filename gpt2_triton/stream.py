@@ -136,6 +136,12 @@ class Replay:
             function(*args)
             self._graphs[key] = capture(function, *args)
 
+    def forget(self) -> None:
+        """Destroy the captures."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
 
 def capture(function: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
     """The launches of a call, as a graph; none runs."""

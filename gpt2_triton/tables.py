@@ -5,7 +5,8 @@ sequence, R = B*T rows, Rc rows of one head chunk, S = 2L + 1 points of the resi
 x[2l+1] leaves its attention, x[2L] is the last.  ln[i] is the norm of point x[i]; its weights are lnw[i], lnb[i], so
 the final norm is an ordinary row. N is the number of parameters; Nf, Nt, Nm, Ng, Nr, Nx are elements of flat buffers,
 N or 0 on one rank (layout.py); Np the elements of a packed batch, W of the scratch; Nw is WINDOW + 1 in training; Tmax
-is model.block_size; Sa activations and Sp parameters have statistics, in P partial results each.
+is model.block_size; Sa activations and Sp parameters have statistics, in P partial results each.  Bd sequences are
+decoded at once, 0 without decoding.
 """
 
 import dataclasses
@@ -108,7 +109,6 @@ class Acts:
     rs:      Tensor  = buf("R",          "f32", "head",             "head")  # factor of p in dlogits
     ks:      Tensor  = buf("R",          "f32", "head..embed_bwd",  "head")  # dlogits of the target
     lns:     Tensor  = buf("Rc C",       "act", "head",             "head")  # rs * lnf
-    logits:  Tensor  = buf("1 Vp",       "f32", "head",             "head")  # of one row, for sampling
     losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")  # of each token, summed over micro-steps
     dx:      Tensor  = buf("R C",        "act", "head..embed_bwd",  "backward")  # gradient of the residual stream
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
@@ -117,6 +117,17 @@ class Acts:
     dqkv:    Tensor  = buf("R 3*C",      "act", "block_bwd..embed_bwd", "backward", within="dfch")
     delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")  # rowsum(dout * out) of attention
     scratch: Tensor  = buf("W",          "f32", "head..update",     "scratch")  # partial sums of one launch
+
+
+@dataclasses.dataclass
+class Decoding:
+    """What decoding keeps beside the forward pass's buffers, which it uses for Bd rows.  The backward pass may have
+    the bytes: nothing outlives the text that is being written.
+    """
+
+    cache:  Tensors = buf("L | Bd T 2 C", "act", "embed block head between", "decoding")  # keys, values
+    logits: Tensor  = buf("Bd Vp",        "f32", "embed block head between", "decoding")
+    seq:    Tensor  = buf("Bd 5",         "i32", "embed block head between", "decoding")  # see kernels/decode.py
 # fmt: on
 
 

@@ -31,9 +31,11 @@ from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.parallel import World
 from gpt2_triton.planning import MODULE_BYTES, choose_recompute
+from gpt2_triton.provenance import describe
 from gpt2_triton.pulse import Pulse
 from gpt2_triton.sample import continuations
-from gpt2_triton.stability import Rewind
+from gpt2_triton.sources import initial_weights
+from gpt2_triton.stability import NonFinite, Rewind
 from gpt2_triton.stream import Step
 
 
@@ -44,22 +46,27 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     device = device_name()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    world = World(device, 3 * config.parallel.timeout)
+    world = World(device, config.parallel.timeout)
     crew = world.crew("trainer")
     run_dir = Path(crew.first(lambda: str(run_dir)))
     found = crew.first(lambda: str(checkpoint.latest(run_dir) or "")) if resume else ""
     trainer = Trainer(config, run_dir, Path(found) if found else None, world)
     try:
         code = trainer.run()
-    except BaseException as error:
-        if world.size == 1 or isinstance(error, stability.NonFinite):  # of others, not every rank comes here
-            trainer.close()
+    except NonFinite:
+        trainer.in_flight = None  # the run ends with the step that the message names
+        trainer.close(failed=True)
+        raise
+    except BaseException:
+        if world.size == 1:  # of several, others may wait for this one, and this one must not wait for them
+            trainer.close(failed=True)
         raise
     trainer.close()
     world.close()
     return code
 
 
+PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
 ECHO = 5  # seconds in which a signal that comes again is the same one: launchers pass on what a whole group got
 
 
@@ -77,7 +84,7 @@ class Trainer:
         train_shards, val_shards = self._open_data()
         self.data = fingerprint(train_shards)
         self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
-        tensors = self._load(found) if found else self._load_initial()
+        tensors = self._load(found) if found else initial_weights(config)
         if config.sample.every:
             get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
         self.questions = hellaswag.questions_of_run(config)
@@ -91,16 +98,15 @@ class Trainer:
         self.saver = checkpoint.Saver(run_dir / "checkpoints", c.keep, c.major, back, self.world.crew("saver"))
         self.host: dict[str, torch.Tensor] = {}
         self.in_flight: Step | None = None
-        step, wandb_id = self.state["step"], self.state["wandb_id"]
-        self.log: Logger | Silent = Logger(run_dir, config, step, wandb_id) if self.first_rank else Silent()
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
+        step, wandb_id, planned = self.state["step"], self.state["wandb_id"], self.model.plan.total
+        about = describe(self.model.config, planned, where, step)
+        self.log: Logger | Silent = Logger(run_dir, config, step, wandb_id, about) if self.first_rank else Silent()
         self.state["wandb_id"] = self.log.wandb_id
         for note in self.notes:
             self.log.note(note)
-        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
         each = f" each on {self.world.size} ranks, ZeRO-{config.zero}," if self.world.size > 1 else ""
-        self.log.note(
-            f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB{each} on {where}"
-        )
+        self.log.note(f"{self.model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB{each} on {where}")
 
     # ---- setting up ----
 
@@ -146,22 +152,6 @@ class Trainer:
         ]
         train_shards = open_shards(patterns[0], V, T)
         return train_shards, open_shards(patterns[1], V, T) if self.config.eval.every else []
-
-    def _load_initial(self) -> dict[str, torch.Tensor]:
-        """The weights that init_from names, without moments or step; none for scratch."""
-        source, _, path = self.config.init_from.partition(":")
-        if source == "scratch":
-            return {}
-        saved, tensors = checkpoint.load(checkpoint.find(Path(path)))
-        for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
-            then, now = saved["config"][section], self.config.to_dict()[section]
-            differing = [key for key in keys or now if then.get(key) != now[key]]
-            if differing:
-                key = differing[0]
-                raise checkpoint.CheckpointError(
-                    f"init_from: {path} has {section}.{key} {then.get(key)}, this run {now[key]}; make them equal"
-                )
-        return {name: tensors[name] for name in ("params", "low") if name in tensors}
 
     def _load(self, found: Path) -> dict[str, torch.Tensor]:
         """Everything of the checkpoint to go on from, once it is known to be of this run."""
@@ -213,6 +203,8 @@ class Trainer:
             signal.signal(number, self._stop)
         first = step = self.state["step"]
         last = self.config.train.steps
+        if self.first_rank:
+            (self.run_dir / PREEMPTED).unlink(missing_ok=True)
         if step == 0:
             self._evaluate_if_due(step)
         while step < last and not self._stopping():
@@ -230,7 +222,11 @@ class Trainer:
                 self._save(step)
         with self.pulse.during("saving"):
             self.saver.wait(raise_errors=True)
-        return 128 + (self.stopped_by or signal.SIGTERM) if stopping and step < last else 0
+        if not stopping or step >= last:
+            return 0
+        if self.first_rank:
+            (self.run_dir / PREEMPTED).touch()
+        return 128 + (self.stopped_by or signal.SIGTERM)
 
     def _stopping(self) -> bool:
         """On several ranks only what they know alike: the sum over ranks, which comes with a step's loss."""
@@ -334,11 +330,12 @@ class Trainer:
             with self.pulse.during("sampling"):
                 texts = continuations(
                     self.model,
-                    self.config.data.tokenizer,
+                    get_tokenizer(self.config.data.tokenizer),
                     s.prompt,
                     s.tokens,
                     s.temperature,
                     s.top_k,
+                    1.0,
                     self.config.train.seed,
                     1,
                 )
@@ -372,8 +369,13 @@ class Trainer:
             os._exit(128 + number)
         self.stopped_by, self.signalled = number, time.monotonic()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        with contextlib.suppress(
+            Exception
+        ):  # after an exception the step in flight may have finished, or be lost with the device
+            self._report_step()
         self.saver.wait()
         self.pulse.stop()
+        self.model.forget_graphs()
         self.batches.close()
-        self.log.close()
+        self.log.close(failed)

@@ -12,7 +12,7 @@ from typing import Any
 SECONDS = 60
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -35,7 +35,7 @@ def start(ranks: int, errors: Any, function: Callable[..., Any], *args: Any) -> 
     """Processes that run function(*args) as ranks of one job, what they print on stderr going to the file `errors`,
     and the queue of their (rank, result).
     """
-    context, port = multiprocessing.get_context("fork"), _free_port()
+    context, port = multiprocessing.get_context("fork"), free_port()
     results = context.Queue()
     processes = [
         context.Process(target=_rank, args=(rank, ranks, port, str(errors), function, args, results))

@@ -140,6 +140,44 @@ def attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc):
     _give(dbias, dqkv.sum(0), acc)
 
 
+# ---- decoding: seq is [B, 5], token, row in the cache, tokens drawn, two halves of the seed ----
+
+
+def decode_embed(x, seq, wte, wpe):
+    x.copy_(wte[seq[:, 0].long()] + wpe[seq[:, 1].long()])
+
+
+def decode_matmul(out, x, w, b, lnw, lnb, res, gelu=False, eps=1e-5):
+    """out = res + gelu(layernorm(x) @ w.T + b)"""
+    if lnw is not None:
+        x = F.layer_norm(x, x.shape[1:], lnw, lnb, eps)
+    y = x @ w.T if b is None else x @ w.T + b
+    y = F.gelu(y, approximate="tanh") if gelu else y
+    out.copy_(y if res is None else res + y)
+
+
+def decode_attention(att, cache, qkv, seq, NH):
+    """Row seq[b, 1] of cache[b] = k, v; att = attention of q over the rows up to it."""
+    B, C = att.shape
+    for b, row in enumerate(seq[:, 1].tolist()):
+        q, kv = qkv[b, :C].view(NH, -1), qkv[b, C:]
+        cache[b, row] = kv.view(2, C)
+        k, v = cache[b, : row + 1].view(row + 1, 2, NH, -1).permute(1, 2, 0, 3)
+        p = (k @ q[:, :, None] / math.sqrt(C // NH)).softmax(1)
+        att[b] = (p * v).sum(1).flatten()
+
+
+def cache_fill(cache, qkv):
+    cache.copy_(qkv.view(len(qkv), 3, -1)[:, 1:].expand(cache.shape))
+
+
+def draw(seq, logits, V, temperature, top_k, top_p):
+    """The most likely token; draws are tested against numpy in tests/kernels/test_draw.py."""
+    assert temperature == 0
+    seq[:, 0] = logits[:, :V].argmax(1)
+    seq[:, 1:3] += 1
+
+
 # ---- classifier with deferred normalisation ----
 
 

@@ -13,8 +13,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # torch.<name> that the package may use: memory, views of it, names of dtypes and devices, streams and the process group
 ALLOWED_TORCH = {
     "Tensor", "empty", "from_numpy", "dtype", "device", "cuda", "distributed",
-    "uint8", "int16", "int32", "float32", "bfloat16",
+    "uint8", "int16", "int32", "float32", "bfloat16", "float16",
 }  # fmt: skip
+
+# and what one module may use beside: nanoGPT's checkpoints are pickles, and torch.load(weights_only=True) is the reader
+# of them that executes nothing
+ALLOWED_IN = {"nanogpt": {"load"}}
 
 # who may import whom: a module's own imports from the package, by prefix
 ALLOWED_IMPORTS = {
@@ -30,6 +34,7 @@ ALLOWED_IMPORTS = {
         f"kernels.{name}"
         for name in (
             "contract",
+            "decode",
             "tuned",
             "dot",
             "gelu",
@@ -61,14 +66,24 @@ ALLOWED_IMPORTS = {
     "replicas": {"crew", "layout", "model"},
     "checks": set(),
     "configfile": {"config"},
+    "configtable": {"checkpoint", "config"},
     "gpus": {"arena", "config"},
-    "log": {"config", "gpus", "optim"},
-    "plot": {"config", "log"},
-    "sample": {"kernels", "data", "gpus", "model", "sources"},
+    "log": {"config", "gpus", "metrics", "mirror", "optim", "provenance"},
+    "metrics": set(),
+    "mirror": {"config", "configfile", "metrics", "provenance"},
+    "provenance": {"", "config", "metrics"},  # "" is the version of the package
+    "plot": {"config", "metrics"},
+    "weights": {"checkpoint", "config", "planning", "tables"},
+    "huggingface": {"checkpoint", "config", "data.tokenizer", "weights"},
+    "llmc": {"checkpoint", "data.tokenizer", "weights"},
+    "nanogpt": {"checkpoint", "weights"},
+    "sources": {"checkpoint", "config", "huggingface", "llmc", "nanogpt", "weights"},
+    "export": {"checkpoint", "config", "data.tokenizer", "huggingface", "llmc", "sources"},
+    "sample": {"kernels", "config", "data", "decoding", "gpus", "model", "sources"},
+    "decoding": {"model", "stream"},
     "stream": set(),
     "watch": {"tables"},
     "stability": {"checkpoint", "config", "crew", "stream"},
-    "sources": {"checkpoint", "config"},
     "hellaswag": {"config", "crew", "data", "model"},
     "evaluation": {"kernels", "arena", "config", "data", "gpus", "model", "planning"},
     "planning": {"tables", "arena", "config", "data.loader", "layout", "watch"},
@@ -98,7 +113,7 @@ def test_torch_gives_memory_and_nothing_else(path):
     refused = [
         f"{path.name}:{line} torch.{name}"
         for name, line in _torch_names(ast.parse(path.read_text()))
-        if name not in ALLOWED_TORCH
+        if name not in ALLOWED_TORCH | ALLOWED_IN.get(_name(path), set())
     ]
     assert not refused
 

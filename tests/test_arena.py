@@ -136,6 +136,8 @@ def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (made.total, 2 * arena.GIB))
     with pytest.raises(OutOfMemory, match=r"set train.batch_size to 1 and .* \(now batch 2, gelu\)"):
         gpt2_triton.model.GPT2(config, reference, "cuda")
+    with pytest.raises(OutOfMemory, match=r"^to decode 900 texts at once takes .* GiB free: set --batch below 900$"):
+        gpt2_triton.model.GPT2(config, reference, "cuda", batch=57, training=False, texts=900)
 
 
 def test_recompute_auto_is_the_first_level_whose_plan_fits():

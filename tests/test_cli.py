@@ -205,13 +205,17 @@ def test_sample_passes_its_options_on(module, monkeypatch):
         "0.5",
         "--top-k",
         "3",
+        "--top-p",
+        "0.9",
         "--seed",
         "7",
         "--num",
         "2",
+        "--batch",
+        "4",
     ]
     assert main(tools_app, argv) == 0
-    assert calls == [(Path("runs/a"), "Once", 5, 0.5, 3, 7, 2)]
+    assert calls == [(Path("runs/a"), "Once", 5, 0.5, 3, 0.9, 7, 2, 4)]
 
 
 def test_prepare_passes_its_options_on(monkeypatch):
@@ -241,6 +245,7 @@ def test_verify_returns_the_verdict(monkeypatch, code):
     [
         (["sample"], "CHECKPOINT"),
         (["sample", "a", "--tokens", "0", "--num", "1"], "--tokens: must be at least 1, got 0"),
+        (["sample", "a", "--top_p", "0"], "--top_p: must be above 0 and at most 1, got 0.0; 1 keeps every token"),
         (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
         (["smaple", "a"], 'Unknown command "smaple"'),
         (["plot"], "plot: expected one or more run directories"),

@@ -22,7 +22,7 @@ memory.recompute memory.head_rows
 eval.every eval.tokens eval.hellaswag_every eval.hellaswag_data eval.hellaswag_limit
 sample.every sample.tokens sample.prompt sample.temperature sample.top_k
 checkpoint.every checkpoint.keep checkpoint.major
-log.every log.stats_every log.wandb log.wandb_project
+log.every log.main_log log.stats_every log.wandb log.wandb_project
 parallel.gpus parallel.zero parallel.timeout debug.hash_state
 init_from
 """.split()
@@ -69,8 +69,8 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"train.dtype": "fp32", "optim.master": "fp32"}, "fp32 parameters are their own master copies"),
     ("train: {steps: 10}", {}, "optim.warmup: 700 steps of warmup are more than train.steps 10"),
     ("", {"eval.tokens": "1023"}, "--eval.tokens: 1023 is less than train.seq_len 1024"),
-    ("init_from: hf:gpt2", {}, "x.yaml:1: init_from: expected scratch or checkpoint:DIR, got hf:gpt2"),
-    ("init_from: 'checkpoint:'", {}, "expected scratch or checkpoint:DIR"),
+    ("init_from: gpt2", {}, "x.yaml:1: init_from: expected scratch or one of checkpoint:DIR, hf:DIR_OR_NAME"),
+    ("init_from: 'checkpoint:'", {}, "; got checkpoint:"),
     ("train: {total_batch_tokens: 1500}", {}, "1500 is no multiple of train.seq_len 1024; set it to 1024 or 2048"),
     ("train: {total_batch_tokens: 100}", {}, "100 is no multiple of train.seq_len 1024; set it to 1024"),
     (

@@ -14,6 +14,7 @@ import triton
 
 import gpt2_triton.kernels
 from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.decoding import generate
 from gpt2_triton.kernels.tuned import is_hopper
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
@@ -206,5 +207,25 @@ def test_a_run_compiles_nothing_after_compile():
         model.initialise(seed=1)
         train_steps(model, 2)
         model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
-        model.logits(np.zeros((1, model.T), np.int32), row=5)
+        model.prefill([1, 2, 3], slice(0, 1))
+        model.decode(1.0, 0, 1.0)
     assert late == []
+
+
+def test_decoding_by_graph_gives_the_tokens_of_launches():
+    """Three texts of 40 tokens, the last of them in a new window."""
+    model = GPT2(gpt2_config(T=32), gpt2_triton.kernels, "cuda", batch=1, training=False, texts=3)
+    model.initialise(seed=1)
+    texts = []
+    for model.eager in (True, False):
+        texts.append(list(generate(model, [1, 2, 3], 40, [7, 8, 9], 1.0, 50, 0.9)))
+    assert texts[0] == texts[1]
+
+
+def test_more_decoded_tokens_allocate_nothing():
+    model = GPT2(gpt2_config(), gpt2_triton.kernels, "cuda", batch=1, training=False, texts=1)
+    model.initialise(seed=1)
+    list(generate(model, [1, 2, 3], 8, [7], 1.0, 0, 1.0))
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    list(generate(model, [1, 2, 3], 100, [7], 1.0, 0, 1.0))
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

@@ -1,14 +1,13 @@
-"""The logger: what a step prints and writes, resuming, and Weights & Biases that may fail at any moment."""
+"""The logger: what a step prints and writes, and resuming."""
 
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 
 from gpt2_triton import gpus
 from gpt2_triton.config import Config
-from gpt2_triton.log import METRICS, Logger, duration, read_metrics
+from gpt2_triton.log import Logger, duration
+from gpt2_triton.metrics import MAIN_LOG, METRICS, llmc_line, read_metrics
 from gpt2_triton.optim import learning_rate
 
 
@@ -129,61 +128,41 @@ def test_the_run_directory_holds_the_whole_configuration(tmp_path):
     assert (tmp_path / "deep" / "run" / "config.yaml").read_text() == config().to_yaml()
 
 
-class FakeWandb(SimpleNamespace):
-    """A wandb that records its calls, and raises in the one named `broken`."""
-
-    def __init__(self, broken=None):
-        self.calls, self.broken, self.id = [], broken, "abc123"
-
-    def __getattr__(self, name):
-        def call(*arguments, **keys):
-            if name == self.broken:
-                raise ConnectionError(f"no network in {name}\nmore")
-            self.calls.append((name, arguments, keys))
-            return self
-
-        return call
-
-
-def test_wandb_mirrors_the_metrics(tmp_path, monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    logger = Logger(tmp_path / "name", config(wandb="offline"), wandb_id="old-id")
-    assert logger.wandb_id == "abc123"
-    logger.step(1, loss=2.0, norm=1.0, seconds=0.1)
-    logger.validation(1, 3.0)
+def test_main_log_is_that_of_llm_c(tmp_path):
+    """The lines of llm.c's logger.h; its training steps count from 0.  A value that is not finite is C's nan."""
+    logger = Logger(tmp_path, config(main_log="llmc"))
+    logger.validation(0, 11.0)
+    logger.step(1, loss=10.98765, norm=23.456, seconds=0.1)
+    logger.step(2, loss=float("nan"), norm=float("inf"), seconds=0.1, skipped=True)
+    logger.sample(2, "Once")
     logger.close()
-    keys = next(keys for name, _, keys in fake.calls if name == "init")
-    assert (keys["id"], keys["resume"], keys["mode"], keys["name"]) == ("old-id", "allow", "offline", "name")
-    assert ("define_metric", ("*",), dict(step_metric="step")) in fake.calls
-    assert [json.dumps(a[0]) for name, a, _ in fake.calls if name == "log"] == (
-        tmp_path / "name" / METRICS
-    ).read_text().splitlines()
-    assert fake.calls[-1][0] == "finish"
-
-
-@pytest.mark.parametrize("broken", ["Settings", "init", "define_metric", "log", "finish"])
-def test_wandb_never_stops_a_run_and_warns_once(tmp_path, monkeypatch, capsys, broken):
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(broken))
-    run(tmp_path, range(1, 4), wandb="online")
-    assert len(read_metrics(tmp_path / METRICS)) == 4
-    err = capsys.readouterr().err
-    assert err.splitlines() == [
-        f"warning: no Weights & Biases from here on (ConnectionError: no network in {broken}); "
-        "metrics.jsonl has everything"
+    lr = [learning_rate(step, config().optim, 1000) for step in (0, 1)]
+    assert (tmp_path / MAIN_LOG).read_text().splitlines() == [
+        "s:0 tel:11.0000",
+        f"s:0 trl:10.9877 lr:{lr[0]:.6f} norm:23.46",
+        f"s:1 trl:nan lr:{lr[1]:.6f} norm:nan",
     ]
+    assert llmc_line({"step": 250, "hellaswag": 0.25, "n": 10042}) == "s:250 eval:0.2500\n"
 
 
-def test_wandb_that_is_not_installed_is_a_warning(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    run(tmp_path, [1], wandb="offline")
-    assert capsys.readouterr().err.count("warning:") == 1
+def test_main_log_of_a_resumed_run_has_every_step_once(tmp_path):
+    run(tmp_path / "whole", range(1, 13), main_log="llmc")
+    run(tmp_path / "parts", range(1, 9), main_log="llmc")
+    run(tmp_path / "parts", range(7, 13), resume_step=6, main_log="llmc")
+    assert (tmp_path / "parts" / MAIN_LOG).read_text() == (tmp_path / "whole" / MAIN_LOG).read_text()
 
 
-def test_wandb_is_not_imported_unless_asked(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("init"))
-    logger = Logger(tmp_path, config())
-    assert logger.wandb_id is None and sys.modules["wandb"].calls == []
+def test_there_is_no_main_log_unless_asked(tmp_path):
+    run(tmp_path, [1])
+    assert not (tmp_path / MAIN_LOG).exists()
+
+
+def test_run_json_has_an_entry_for_each_start(tmp_path):
+    for resume_step, about in ((0, {"git": "a"}), (6, {"git": "b"})):
+        Logger(tmp_path, config(), resume_step, about=about).close()
+    assert json.loads((tmp_path / "run.json").read_text()) == {"wandb_id": None, "starts": [{"git": "a"}, {"git": "b"}]}
+    Logger(tmp_path, config(), 0, about={"git": "c"}).close()
+    assert json.loads((tmp_path / "run.json").read_text())["starts"] == [{"git": "c"}]
 
 
 def test_durations():

@@ -6,50 +6,102 @@ import numpy as np
 import pytest
 
 from gpt2_triton.config import ConfigError
-from gpt2_triton.plot import plot, smoothed
+from gpt2_triton.plot import OPENAI, _apart, plot, smoothed
+
+TOKENS = 1000  # of a step
 
 
-def write_run(directory, steps):
+def write_run(directory, steps, last=2.5, val="data/fineweb10B/fineweb_val_*.bin", **more):
     directory.mkdir()
-    records = [{"step": s, "loss": 10 / s if s != 5 else None} for s in range(1, steps + 1)]
-    records += [{"step": steps, "val_loss": 2.5}, {"step": steps, "sample": "text"}]
+    records = [
+        {
+            "step": s,
+            "loss": last + 1 / s if s != 5 else None,
+            "lr": 1e-3,
+            "norm": 1.0,
+            "tok_s": 4e5,
+            "tokens": s * TOKENS,
+        }
+        for s in range(1, steps + 1)
+    ]
+    records += [{"step": steps, "val_loss": last, **more}, {"step": steps, "sample": "text"}]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + '{"step": 9')
+    (directory / "config.yaml").write_text(f"data:\n  tokenizer: gpt2\n  val: {val}\n")
     return directory
 
 
 @pytest.fixture
-def figures(monkeypatch):
-    """The figures that are saved."""
+def panels(monkeypatch, tmp_path):
+    """plot(...) as the panels of its picture, by title."""
     from matplotlib.figure import Figure
 
     saved, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (saved.append(self), savefig(self, *a, **k)))
-    return saved
+
+    def draw(*runs, **options):
+        out = tmp_path / "new" / "loss.png"
+        plot(runs, out, **options)
+        assert out.read_bytes().startswith(b"\x89PNG")
+        return {axes.get_title(loc="left").partition(":")[0]: axes for axes in saved[-1].axes}
+
+    return draw
 
 
-def test_runs_are_overlaid_in_one_png(tmp_path, figures):
-    runs = [write_run(tmp_path / "short", 20), write_run(tmp_path / "long", 500)]
-    out = tmp_path / "new" / "loss.png"
-    plot(runs, out)
-    assert out.read_bytes().startswith(b"\x89PNG")
-    (axes,) = figures[0].axes
-    assert axes.get_xlabel() == "step" and axes.get_ylabel() == "loss (nats per token)"
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["short train", "short val 2.5000", "long train, smoothed", "long val 2.5000"]
-    short = axes.lines[0].get_xydata()
-    assert np.array_equal(
-        short, [(s, 10 / s) for s in range(1, 21) if s != 5]
-    )  # a step that was not finite has no point
-    assert len(axes.lines) == 5 and len(axes.lines[2].get_xdata()) == 499  # the raw curve behind the smoothed one
+def texts(axes):
+    return [text.get_text() for text in axes.texts if text.get_text()]
 
 
-def test_smoothing_keeps_lines_and_ends():
+def test_runs_are_overlaid_over_tokens_with_their_names_at_their_ends(panels, tmp_path):
+    drawn = panels(write_run(tmp_path / "short", 20), write_run(tmp_path / "long", 500, last=3.0))
+    assert list(drawn) == ["loss, nats per token", "learning rate", "gradient norm", "tokens per second"]
+    loss = drawn["loss, nats per token"]
+    assert loss.get_xlabel() == "tokens"
+    named = [text for text in texts(loss) if "OpenAI" not in text]
+    assert named == ["short\nval 2.5000", "long\nval 3.0000"]
+    line = loss.lines[0].get_xydata()  # a step that was not finite has no point
+    assert np.array_equal(line, [(s * TOKENS, 2.5 + 1 / s) for s in range(1, 21) if s != 5])
+    assert loss.lines[1].get_xydata().tolist() == [[20 * TOKENS, 2.5]]
+    assert len(loss.lines[2].get_xdata()) == 499 > len(loss.lines[3].get_xdata())  # behind the smoothed one
+    assert texts(drawn["tokens per second"]) == ["400k", "400k"]
+
+
+def levels(axes):
+    return [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+
+
+def test_openai_is_drawn_beside_fineweb_where_the_curves_reach_and_beside_other_data_on_request(panels, tmp_path):
+    near = write_run(tmp_path / "near", 20, last=3.2)
+    assert levels(panels(near)["loss, nats per token"]) == [3.4250, 3.0831, 3.0006]
+    other = write_run(tmp_path / "other", 20, last=3.2, val="data/mytext/val_*.bin")
+    assert levels(panels(other, near)["loss, nats per token"]) == []
+    assert levels(panels(other, openai=True)["loss, nats per token"]) == [loss for loss, _ in OPENAI.values()]
+
+
+def test_hellaswag_has_a_panel_when_it_was_measured(panels, tmp_path):
+    axes = panels(write_run(tmp_path / "run", 20, hellaswag=0.3))["HellaSwag, %"]
+    assert axes.lines[0].get_ydata().tolist() == [30.0]
+    assert texts(axes) == ["GPT-2 124M: 29.45", "30.0"]
+
+
+def test_runs_without_tokens_are_drawn_over_steps(panels, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n')
+    loss = panels(tmp_path / "metrics.jsonl")["loss, nats per token"]
+    assert loss.get_xlabel() == "steps" and loss.lines[0].get_xdata().tolist() == [1, 2]
+
+
+def test_smoothing_keeps_straight_lines():
     """A symmetric window maps a straight line to itself; the tolerance is fp64 rounding of a sum over 1000 points."""
-    line = np.linspace(5, 3, 1000)
-    assert np.allclose(smoothed(line), line, rtol=0, atol=1e-9)
-    noise = np.random.default_rng(0).standard_normal(1000)
-    assert smoothed(noise)[0] == noise[0] and smoothed(noise)[-1] == pytest.approx(noise[-1])
-    assert smoothed(noise)[500] == pytest.approx(noise[490:511].mean())
+    line = np.stack([np.arange(1000.0), np.linspace(5, 3, 1000)], 1)
+    assert np.allclose(smoothed(line), line[10:-10], rtol=0, atol=1e-9)
+    noise = np.random.default_rng(0).standard_normal((1000, 2))
+    assert smoothed(noise)[500 - 10] == pytest.approx(noise[490:511].mean(0))
+
+
+def test_names_are_moved_apart_as_little_as_possible():
+    assert _apart([0.0, 50.0], 10) == [0.0, 50.0]
+    assert _apart([0.0, 4.0, 50.0], 10) == [-3.0, 7.0, 50.0]
+    moved = _apart([0.0, 1.0, 2.0, 11.0], 10)
+    assert np.diff(moved) == pytest.approx([10, 10, 10]) and np.mean(moved) == pytest.approx(3.5)
 
 
 def test_a_run_without_metrics_is_an_error_that_names_it(tmp_path):

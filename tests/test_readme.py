@@ -1,53 +1,140 @@
-"""Every command of README.md is accepted, every file it names is there."""
+"""Every command of README.md and docs/interop.md runs: whole where it takes seconds on a CPU, else as far as it comes
+without a GPU.
 
+What is left out of a command here has a test of its own: steps of training (tests/test_quickstart.py), wandb-export
+(test_mirror.py), verify and bench (test_verify.py, test_bench.py).
+"""
+
+import json
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+from gpt2_triton import checkpoint
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
+from gpt2_triton.commands.train import FLAGS, parse_overrides
 from gpt2_triton.commands.train import app as train_app
+from gpt2_triton.configfile import load_config
+from gpt2_triton.data.shards import open_shards
+from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", "")
+INTEROP = (ROOT / "docs" / "interop.md").read_text()
+SPANS = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", TEXT)
 COMMANDS = [
     line.split(" # ")[0].strip()
-    for block in re.findall(r"^```\n(.*?)^```", TEXT, re.M | re.S)
+    for block in [*re.findall(r"^```\n(.*?)^```", TEXT + INTEROP, re.M | re.S), *SPANS]
     for line in block.splitlines()
     if line.startswith(("python train.py", "python -m gpt2_triton"))
 ]
+TRAINING = [c for c in COMMANDS if "train.py configs/" in c]
+TOOLS = [c for c in COMMANDS if "-m gpt2_triton" in c]
+OPTIONS = [option for span in SPANS if span.startswith("--") for option in re.split(r" (?=--\w+\.)", span)]
+SHOWN_ONLY = ("verify", "bench", "wandb-export")  # --help; the commands themselves are tested elsewhere
+
+
+def _of_training(option):
+    return "." in option.split()[0] or option.split()[0][2:] in FLAGS
+
+
+def words_of(command):
+    return shlex.split(command)[3 if "-m gpt2_triton" in command else 2 :]
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) >= 6
+    assert len(TRAINING) >= 3 and len(TOOLS) >= 6 and len(OPTIONS) >= 6
+    assert len(TRAINING) + len(TOOLS) + COMMANDS.count("python train.py --help") == len(COMMANDS)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c])
-def test_training_commands(command, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = shlex.split(command)[2:]
-    planned = "--plan" in words
-    assert main(train_app, words if planned else [*words, "--print_config"]) == 0
-    assert ("\narena " if planned else "n_embd: 768") in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "-m gpt2_triton" in c])
-def test_tool_commands(command, capsys, monkeypatch, tmp_path):
-    """The words are understood (no exit code 2); the runs they name have metrics but no checkpoint (4)."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mytext.txt").write_text("To be, or not to be: that is the question.\n" * 50)
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A directory with what the commands name: a text, shards made of it as the README says, and two runs."""
+    directory = tmp_path_factory.mktemp("workplace")
+    (directory / "configs").symlink_to(ROOT / "configs")
+    (directory / "mytext.txt").write_text("To be, or not to be: that is the question.\n" * 2000)
+    question = dict(activity_label="a", ctx_a="To be", ctx_b="or", ctx="To be or", endings=[*"abcd"], label=1)
+    (directory / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    model, config = tiny_model(model=dict(vocab_size=50257), data=dict(tokenizer="gpt2"))
     for run in ("mine", "other"):
-        (tmp_path / "runs" / run).mkdir(parents=True)
-        (tmp_path / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
-    for download in ("dataset.prepare_dataset", "pretokenized.download"):  # tests/data/test_fineweb.py runs them
-        monkeypatch.setattr(f"gpt2_triton.data.{download}", lambda *arguments: None)
-    words = shlex.split(command)[3:]
-    if words[0] in ("verify", "bench"):
-        words.append("--help")  # the commands themselves are tests/test_verify.py and tests/test_bench.py
-    needs_weights = words[0] in ("sample", "hellaswag", "perplexity")
-    assert main(tools_app, words) == (4 if needs_weights else 0), capsys.readouterr().err
+        state = {"step": 1, "config": config.to_dict()}
+        checkpoint.save(directory / "runs" / run / "checkpoints", 1, model.persistent(), state, keep=1, major=0)
+        (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
+    nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        for download in ("dataset.prepare_dataset", "pretokenized.download"):  # tests/data/test_fineweb.py runs them
+            patch.setattr(f"gpt2_triton.data.{download}", lambda *arguments: None)
+        for command in TOOLS:
+            if words_of(command)[0] == "prepare":
+                assert main(tools_app, words_of(command)) == 0
+    return directory
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands_are_planned_and_find_their_data(command, capsys, monkeypatch, workplace):
+    monkeypatch.chdir(workplace)
+    path, *words = words_of(command)
+    planned = "--plan" in words
+    assert main(train_app, [path, *words] if planned else [path, *words, "--plan"]) == 0
+    assert "\narena " in capsys.readouterr().out
+    if "--data.train" in words:
+        config = load_config(path, parse_overrides(words))
+        for pattern in (config.data.train, config.data.val):
+            assert open_shards(pattern, config.model.vocab_size, config.train.seq_len)
+
+
+def test_training_lists_its_keys(capsys):
+    assert main(train_app, ["--help"]) == 0
+    assert "--optim.lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [c for c in TOOLS if not c.split()[3].startswith("prepare")])
+def test_tool_commands(command, capsys, monkeypatch, workplace, tmp_path):
+    monkeypatch.chdir(workplace)
+    words = words_of(command)
+    if words[0] == "export":  # one directory for all of them would be refused
+        words[words.index("--out") + 1] = str(tmp_path / "exported")
+    if words[0] in SHOWN_ONLY or "RUN" in words:
+        words.append("--help")
+    if words[0] in ("sample", "perplexity"):  # in the interpreter a forward pass takes half a second
+        words[words.index("--tokens") + 1] = "3" if words[0] == "sample" else "32"
+    if words[0] == "hellaswag":
+        words += ["--data", "questions.jsonl"]
+    assert main(tools_app, words) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    if words[0] == "sample":
+        assert "Once upon a time" in printed
+    if words[0] == "plot":
+        assert (workplace / words[words.index("-o") + 1]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if _of_training(o)])
+def test_options_in_the_text_are_accepted(option, capsys):
+    """`--key a|b` stands for each of its values."""
+    name, _, values = option.partition(" ")
+    for value in values.split("|"):
+        words = [name, *value.split()]
+        assert main(train_app, [str(ROOT / "configs/gpt2_124m.yaml"), *words, "--print_config"]) == 0, option
+        printed = yaml.safe_load(capsys.readouterr().out)
+        if "." in name:
+            section, _, key = name[2:].partition(".")
+            found = printed[section][key]
+            assert found == type(found)(value)
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if not _of_training(o)])
+def test_options_of_tools_in_the_text_are_known(option, capsys):
+    for command in TOOLS:
+        assert main(tools_app, [*words_of(command)[:1], "--help"]) == 0
+    assert re.search(rf"{option.split()[0]}\b", capsys.readouterr().out)
 
 
 LINKS = re.findall(r"\]\(([\w/.]+)\)", TEXT)
@@ -59,7 +146,14 @@ def test_files_exist(path):
     assert (ROOT / path).exists()
 
 
-def test_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text()
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_targets_run_commands_that_exist(capsys):
+    """`make -n` says what a target would run; its train.py and tools must accept their words."""
     for target in re.findall(r"^make (\w+)", TEXT, re.M):
-        assert re.search(rf"^{target}:", makefile, re.M), target
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        for line in done.stdout.splitlines():
+            if "train.py" in line:
+                assert main(train_app, [str(ROOT / shlex.split(line)[2]), "--print_config"]) == 0
+            elif "-m gpt2_triton" in line:
+                assert main(tools_app, [*words_of(line), "--help"]) == 0

@@ -16,7 +16,7 @@ SECONDS = {"minute": 60, "hours": 3600, "days": 86400}
 
 
 def test_the_recipes_are_there():
-    assert {path.stem for path in RECIPES} == {*SIZES, "quickstart", "overfit"}
+    assert {path.stem for path in RECIPES} == {*SIZES, "quickstart", "overfit", "finetune_shakespeare"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

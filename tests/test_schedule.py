@@ -118,16 +118,32 @@ def test_three_updates_equal_torch_adamw():
         assert max_error(ours[name], leaf.detach()) < 1e-6, name
 
 
-def test_evaluation_and_sampling_equal_the_training_forward():
-    """A smaller view of the same arena: losses of 1 x 5 tokens, and logits whose cross entropy is the loss."""
+def test_evaluation_equals_the_training_forward():
+    """A smaller view of the same arena: losses of 1 x 5 tokens."""
     model = exact_model()
     ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
     targets[0, 2], targets[0, 4] = -1, 7
     losses = model.evaluate(ids.numpy(), targets.numpy())
     want = torch_gpt2.gpt2_loss(torch_gpt2.leaves(model.state.params, model.dims), ids, targets, 300, 2, "none")
     assert max_error(losses, want.detach()) < 1e-12 and losses[2] == 0
-    logits = model.logits(ids.numpy(), row=4)
-    assert logits.shape == (300,) and abs(np.log(np.exp(logits).sum()) - logits[7] - losses[4]) < 1e-12
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_decoding_equals_the_training_forward(level):
+    """In the arena of a training run: 3 tokens into the cache and 2 decoded behind them; the cross entropy of each
+    step's logits is the loss of the forward pass.
+    """
+    model = exact_model(level, sample=dict(every=1))
+    ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
+    targets[0, 3], targets[0, 4] = 7, 9
+    losses, seq = model.evaluate(ids.numpy(), targets.numpy()), model.decoding.seq
+    model.prefill(ids[0, :3].tolist(), slice(0, 1))
+    for row in (3, 4):
+        seq.copy_(torch.tensor([[ids[0, row], row, 0, 0, 0]]))
+        model.decode(0.0, 0, 1.0)
+        logits = model.decoding.logits[0, :300]
+        assert seq[0].tolist() == [logits.argmax(), row + 1, 1, 0, 0]
+        assert abs(logits.logsumexp(0) - logits[targets[0, row]] - losses[row]) < 1e-12
 
 
 # ---- which kernel is wrong: each launch beside its reference in float64 ----
@@ -176,7 +192,7 @@ def recorded():
 def kernel_model(level: str = "none", dtype: str = "fp32") -> GPT2:
     """The tiny model in the real kernels: two micro-steps, padded vocabulary, head chunks of 20 and 12 rows."""
     train, memory = dict(dtype=dtype, total_batch_tokens=64), dict(recompute=level, head_rows=20)
-    model, _ = tiny_model(model=dict(vocab_size=300), train=train, memory=memory)
+    model, _ = tiny_model(model=dict(vocab_size=300), train=train, memory=memory, sample=dict(every=1))
     model.eager = True  # tests look at single launches, or put another K in
     randomise(model)
     return model
@@ -190,6 +206,10 @@ def test_every_launch_of_a_step_equals_its_reference(level, dtype, tolerance):
     model = kernel_model(level, dtype)
     model.K = SideBySide(tolerance)
     train_steps(model, 1)
+    model.K.tolerance *= 1.5  # one more rounding: decoding's products normalise their input
+    model.prefill([1, 2, 3, 4], slice(0, 1))
+    model.decoding.seq.copy_(torch.tensor([[5, 4, 0, 0, 0]]))
+    model.decode(0.0, 0, 1.0)
     no_step = {"compiling", "fill", "normal_init", "scratch_elements", "add"}  # add: ZeRO-2's
     no_step |= {"parameter_stats", "stats_parts", "tensor_stats"}  # tests/test_watch.py
     assert set(model.K.launched) >= set(gpt2_triton.kernels.__all__) - no_step

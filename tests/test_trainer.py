@@ -145,6 +145,27 @@ def test_a_step_is_reported_when_the_next_is_under_way_or_something_else_is_due(
     ]  # fmt: skip
 
 
+def test_an_exception_does_not_lose_the_line_of_the_step_in_flight(tmp_path, monkeypatch):
+    """Step 2 runs on the device while the host fails to fetch the batch of step 3."""
+    original = Trainer._train_step
+
+    def failing(self, index):
+        if index == 2:
+            raise OSError("the disk of the shards is gone")
+        original(self, index)
+
+    monkeypatch.setattr(Trainer, "_train_step", failing)
+    with pytest.raises(OSError, match="gone"):
+        train(run_config(eval=dict(every=0)), tmp_path, resume=False)
+    assert [r["step"] for r in metrics(tmp_path) if "loss" in r] == [1, 2]
+
+
+def test_run_json_tells_where_the_numbers_come_from(unbroken):
+    start = json.loads((unbroken / "run.json").read_text())["starts"][0]
+    assert start["after_step"] == 0 and start["plan"]["arena_bytes"] > 0
+    assert start["schedule"]["steps"] == STEPS and start["device"]
+
+
 def test_golden_losses():
     """Five steps against losses known beforehand: those of tests/reference.py in float64 from the same initial weights.
 

@@ -76,7 +76,7 @@ def test_parameter_stats_give_the_update_that_adamw_makes(rng, applied):
 
 
 def watched_config(**sections):
-    return tiny_config(**(dict(log=dict(stats_every=1)) | sections))
+    return tiny_config(**(dict(log=dict(stats_every=1), train=dict(steps=6)) | sections))
 
 
 def small_config(**sections):

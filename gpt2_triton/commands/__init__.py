@@ -3,12 +3,15 @@
 from gpt2_triton.cli import make_app
 from gpt2_triton.commands import prepare
 from gpt2_triton.commands.bench import bench, verify
+from gpt2_triton.commands.config_table import config_table
 from gpt2_triton.commands.evaluate import hellaswag, perplexity
+from gpt2_triton.commands.export import export
 from gpt2_triton.commands.plot import plot
 from gpt2_triton.commands.sample import sample
 from gpt2_triton.commands.stats import stats
+from gpt2_triton.commands.wandb_export import wandb_export
 
-app = make_app("gpt2_triton", "Data, samples, plots and checks; training is train.py.")
+app = make_app("gpt2_triton", "Data, samples, exports, plots and checks; training is train.py.")
 app.command(prepare.app)
-for command in (sample, hellaswag, perplexity, plot, stats, verify, bench):
+for command in (sample, export, hellaswag, perplexity, plot, stats, wandb_export, config_table, verify, bench):
     app.command(command)

@@ -24,7 +24,7 @@ def hellaswag(
     Parameters
     ----------
     checkpoint: str
-        A run, or one of its step directories.
+        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
     data: Path
         HellaSwag's .jsonl, or llm.c's .bin of it; by default the validation rows, downloaded once.
     limit: int
@@ -70,7 +70,7 @@ def perplexity(
     Parameters
     ----------
     checkpoint: str
-        A run, or one of its step directories.
+        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
     shards: str
         Shards, and quoted globs of them.
     tokens: int

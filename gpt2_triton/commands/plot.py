@@ -1,4 +1,4 @@
-"""`plot`: draw the losses of runs into one picture."""
+"""`plot`: draw the curves of runs into one picture."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,8 +8,10 @@ from cyclopts import Parameter
 from gpt2_triton.config import ConfigError
 
 
-def plot(*runs: Path, out: Annotated[Path, Parameter(name=("out", "-o"))] = Path("loss.png")) -> None:
-    """Draw the losses of runs into one PNG.
+def plot(
+    *runs: Path, out: Annotated[Path, Parameter(name=("out", "-o"))] = Path("loss.png"), openai: bool = False
+) -> None:
+    """Draw loss, learning rate, gradient norm, speed and HellaSwag of runs over tokens, into one PNG.
 
     Parameters
     ----------
@@ -17,10 +19,12 @@ def plot(*runs: Path, out: Annotated[Path, Parameter(name=("out", "-o"))] = Path
         Run directories.
     out: Path
         The picture.
+    openai: bool
+        Draw OpenAI's GPT-2 as lines, also where the validation data is not FineWeb.
     """
     if not runs:
         raise ConfigError("plot: expected one or more run directories")
     from gpt2_triton import plot as plotting
 
-    plotting.plot(runs, out)
+    plotting.plot(runs, out, openai)
     print(f"wrote {out}")

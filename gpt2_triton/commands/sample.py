@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gpt2_triton.cli import choose_device, require_least
+from gpt2_triton.config import ConfigError
 
 
 def sample(
@@ -13,15 +14,17 @@ def sample(
     tokens: int = 64,
     temperature: float = 1.0,
     top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 42,
     num: int = 1,
+    batch: int = 64,
 ) -> None:
     """Print texts that a model writes.
 
     Parameters
     ----------
     checkpoint: Path
-        A run, or one of its step directories.
+        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
     prompt: str
         Text to continue; empty starts at the end-of-text token.
     tokens: int
@@ -30,13 +33,26 @@ def sample(
         Softmax temperature of the draw; 0 takes the most likely token.
     top_k: int
         Draw among the k most likely tokens; 0 among all.
+    top_p: float
+        Draw among the most likely tokens that together have probability p (of those that top_k keeps); 1 among all.
     seed: int
         Seed of the first text; the next ones count on.
     num: int
-        Texts to write.
+        Texts to write; one alone appears as it is decoded, several one after the other.
+    batch: int
+        Texts decoded at once, at most.  It changes the speed, not the random numbers of a text.
     """
-    require_least(tokens=(tokens, 1), temperature=(temperature, 0), top_k=(top_k, 0), seed=(seed, 0), num=(num, 1))
+    require_least(
+        tokens=(tokens, 1),
+        temperature=(temperature, 0),
+        top_k=(top_k, 0),
+        seed=(seed, 0),
+        num=(num, 1),
+        batch=(batch, 1),
+    )
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top_p: must be above 0 and at most 1, got {top_p}; 1 keeps every token")
     choose_device()
     from gpt2_triton import sample as sampling
 
-    sampling.sample_text(checkpoint, prompt, tokens, temperature, top_k, seed, num)
+    sampling.sample_text(checkpoint, prompt, tokens, temperature, top_k, top_p, seed, num, batch)

@@ -18,7 +18,7 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     step: int
         The step; default the last one there is.
     """
-    from gpt2_triton.log import STATS, read_metrics
+    from gpt2_triton.metrics import STATS, read_metrics
     from gpt2_triton.watch import table
 
     path = run / STATS

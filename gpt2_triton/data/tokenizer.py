@@ -119,19 +119,22 @@ def _installed_merges() -> str:
     return data.decode()
 
 
-def _encoding_from_merges(merges: str) -> Any:
-    """tiktoken's gpt2 encoding built from vocab.bpe alone: the 256 bytes, then one token a merge, numbered in order.
-
-    vocab.bpe spells a byte as a character: a printable one as itself, the others as chr(256), chr(257), ...
+def byte_spelling() -> dict[int, str]:
+    """The character that GPT-2's files write for each byte, in the order of its first 256 tokens: a printable one is
+    itself, the others are chr(256), chr(257), ...
     """
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def _encoding_from_merges(merges: str) -> Any:
+    """tiktoken's gpt2 encoding built from vocab.bpe alone: the 256 bytes, then one token a merge, numbered in order."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    order = printable + [b for b in range(256) if b not in printable]
-    spelled = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
-    byte_of = dict(zip(spelled, order, strict=True))
-    ranks = {bytes([b]): rank for rank, b in enumerate(order)}
+    byte_of = {character: b for b, character in byte_spelling().items()}
+    ranks = {bytes([b]): rank for rank, b in enumerate(byte_spelling())}
     for line in merges.split("\n")[1:-1]:
         ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
     return tiktoken.Encoding(

@@ -10,6 +10,8 @@ from gpt2_triton.kernels.classifier import (
     classifier_target,
 )
 from gpt2_triton.kernels.compile import compiling
+from gpt2_triton.kernels.decode import cache_fill, decode_attention, decode_embed, decode_matmul
+from gpt2_triton.kernels.draw import draw
 from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch, encoder_fwd
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.matmul import (
@@ -32,12 +34,17 @@ __all__ = [
     "add",
     "attention_bwd",
     "attention_fwd",
+    "cache_fill",
     "classifier_dx",
     "classifier_fwd",
     "classifier_stats",
     "classifier_target",
     "clip_factor",
     "compiling",
+    "decode_attention",
+    "decode_embed",
+    "decode_matmul",
+    "draw",
     "encoder_bwd",
     "encoder_fwd",
     "fill",

@@ -14,6 +14,7 @@ from gpt2_triton.kernels.tuned import INTERPRET, next_power_of_2
 
 INIT = tl.constexpr(0)  # purposes: what a number is for
 ROUND = tl.constexpr(1)
+SAMPLE = tl.constexpr(2)
 
 
 @triton.jit

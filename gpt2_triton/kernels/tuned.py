@@ -24,6 +24,7 @@ Row = dict[str, int]
 _PRODUCT = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")
 _ATTENTION = ("BLOCK_M", "BLOCK_N")
 _LAYERNORM_BWD = ("ROWS", "STAGES", "PROGRAMS")
+_DECODE = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_S", "STAGES")
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "matmul": _PRODUCT,
     "matmul_dw": (*_PRODUCT, "WAVE"),
@@ -44,6 +45,11 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "layernorm_bwd": _LAYERNORM_BWD,
     "layernorm_bwd_wide": _LAYERNORM_BWD,
     "adamw": ("BLOCK",),
+    "decode_matmul": _DECODE,
+    "decode_matvec": ("ELEMENTS",),
+    "decode_attention": ("BLOCK_T", "STAGES"),
+    "cache_fill": ("BLOCK",),
+    "draw": ("BLOCK",),
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton's own; a GPU's row has the first at least
 DTYPES = ("bf16", "fp32")  # a table may say "any" for both

@@ -70,6 +70,14 @@ def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
         norm = (x(R, c), x(R, c), x(c), x(c), f(R), f(R), False)
         small.append((K.layernorm_fwd, (x(R, c), f(R), f(R), x(R, c), x(c), x(c))))
         small.append((K.layernorm_bwd, (x(R, c), f(c), f(c), f(c), x(R, c), scratch, *norm)))
+    for B in (1, 64):
+        w, cache, seq = (x(4 * C, C), x(4 * C), x(C), x(C), None, True), x(B, 1024, 2, C), i(B, 5)
+        small.append((K.decode_embed, (x(B, C), seq, x(VP, C), x(1024, C))))
+        small.append((K.decode_matmul, (x(B, 4 * C), x(B, C), *w)))
+        small.append((K.decode_matmul, (x(B, C), x(B, 4 * C), x(C, 4 * C), x(C), None, None, x(B, C))))
+        small.append((K.decode_attention, (x(B, C), cache, x(B, 3 * C), seq, NH)))
+        small.append((K.cache_fill, (cache, x(1024, 3 * C))))
+        small.append((K.draw, (seq, f(B, VP), 50257, 0.8, 50, 0.9)))
     return attention + large + small
 
 

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Scores of a model in lm-evaluation-harness, by way of an export.  Needs: pip install "lm-eval[hf]"
+#   benchmarks/lm_eval.sh SOURCE OUT [TASKS] [more arguments of lm_eval]
+# SOURCE is what `export` takes, OUT a new directory, or one that was exported before.  With HELLASWAG=hellaswag_val.jsonl, the task hellaswag_file reads that
+# file, so that nothing is downloaded; else the harness fetches its tasks' data from the Hugging Face hub.
+set -eu
+source=$1 out=$2 tasks=${3:-hellaswag}
+shift $(($# < 3 ? $# : 3))
+[ -f "$out/config.json" ] || python -m gpt2_triton export "$source" --out "$out"
+include=()
+if [ -n "${HELLASWAG:-}" ]; then
+    mkdir -p "$out/tasks"
+    cat > "$out/tasks/hellaswag_file.yaml" <<YAML
+include: $(python -c "import importlib.util as u; print(u.find_spec('lm_eval').submodule_search_locations[0])")/tasks/hellaswag/hellaswag.yaml
+task: hellaswag_file
+dataset_path: json
+dataset_kwargs: {data_files: {validation: $(realpath "$HELLASWAG")}}
+training_split: null
+YAML
+    include=(--include_path "$out/tasks")
+fi
+lm_eval run --model hf --model_args "pretrained=$out,dtype=float32" --tasks "$tasks" "${include[@]}" \
+    --batch_size 32 --output_path "$out/lm_eval" "$@"

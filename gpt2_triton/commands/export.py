@@ -1,0 +1,31 @@
+"""`export`: weights for other programs."""
+
+from pathlib import Path
+from typing import Literal
+
+
+def export(
+    source: str,
+    /,
+    *,
+    out: Path,
+    format: Literal["hf", "llmc"] = "hf",
+    dtype: Literal["fp32", "bf16"] = "fp32",
+) -> None:
+    """Write the weights of a model as transformers or llm.c reads them.
+
+    Parameters
+    ----------
+    source: str
+        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
+    out: Path
+        New directory for the model and its tokenizer.
+    format: str
+        hf for transformers and what builds on it, llmc for llm.c.
+    dtype: str
+        Storage of the weights; fp32 loses nothing, bf16 takes half the space.
+    """
+    from gpt2_triton import export as exporting
+
+    exporting.export(source, out, format, dtype)
+    print(f"wrote {out}")

@@ -1,0 +1,216 @@
+"""GPT-2 as Hugging Face keeps it: config.json, model.safetensors and the tokenizer's files, without transformers.
+
+Tensors are called as in weights.py, with or without "transformer." before; the four matrices of a layer are [in, out]
+there (Conv1D), [out, in] here.  The head is wte; a file may repeat it as lm_head.weight.
+"""
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.config import ModelConfig
+from gpt2_triton.data.tokenizer import Tokenizer, byte_spelling
+from gpt2_triton.weights import Weights, from_bf16, round_bf16, sized, tokenizer_of
+
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks that older files hold
+SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+SIZES = {  # our name, the key of config.json
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "vocab_size": "vocab_size",
+    "block_size": "n_positions",
+}
+
+# keys of config.json that change what a model computes: the values that ours computes, the first the default
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+
+
+# ---- reading ----
+
+
+def read(name: str) -> Weights:
+    """The GPT-2 in a directory, or of that name on the Hugging Face hub; CheckpointError if it is not one of ours."""
+    directory = Path(name) if Path(name).is_dir() else _download(name)
+    config = _read_config(directory / "config.json")
+    model = sized(f"hf:{name}", **{ours: config[theirs] for ours, theirs in SIZES.items()})
+    files = _files_by_tensor(directory)
+
+    def tensor(name: str) -> np.ndarray:
+        values = _load(*files[name])
+        return values.T if name.endswith(CONV1D) else values
+
+    weights = Weights(f"hf:{name}", model, tokenizer_of(model), tensor)
+    expected = weights.shapes().keys()
+    for missing in sorted(expected - files.keys()):
+        raise CheckpointError(f"{directory}: has no tensor {missing}; copy or download it again")
+    for unknown in sorted(files.keys() - expected - {"lm_head.weight"}):
+        raise CheckpointError(f"{files[unknown][0]}: {unknown} belongs to no GPT-2 of {model.n_layer} layers")
+    _check_head(directory, files, tied=config.get("tie_word_embeddings", True))
+    return weights
+
+
+def _download(name: str) -> Path:
+    """The directory of a model of the hub: from huggingface_hub's cache, or the network."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise CheckpointError(f"hf:{name}: no such directory; expected one with config.json and model.safetensors")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointError(
+            f'hf:{name}: no such directory, and no huggingface_hub to download it with; pip install "gpt2_triton[hf]"'
+        ) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors", "model-*.safetensors"]))
+    except Exception as error:  # the hub's, httpx's, the disk's: whoever failed, there is no model
+        got = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        raise CheckpointError(
+            f"hf:{name}: no such directory, and not to be had from the hub ({got}); name a directory, or try online"
+        ) from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """config.json; CheckpointError if it is of a model that computes something else."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); expected that of a GPT-2") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got a {type(config).__name__}")
+    for key, allowed in REQUIRED.items():
+        if (got := config.get(key, allowed[0])) not in allowed:
+            raise CheckpointError(f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported")
+    for key in SIZES.values():
+        if not isinstance(config.get(key), int):
+            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, expected a whole number, as a GPT-2 has")
+    if config.get("n_inner") not in (None, 4 * config["n_embd"]):
+        raise CheckpointError(f"{path}: n_inner is {config['n_inner']}, and only 4 * n_embd is supported")
+    return config
+
+
+def _files_by_tensor(directory: Path) -> dict[str, tuple[Path, str]]:
+    """(file, name in it) of each tensor by its plain name.  Shards are found by their own names: those that an index
+    lists could point anywhere.
+    """
+    whole = directory / "model.safetensors"
+    shards = [path for path in sorted(directory.iterdir()) if SHARD.fullmatch(path.name)]
+    paths = [whole] if whole.is_file() else shards
+    if not paths:
+        raise CheckpointError(f"{directory}: has no model.safetensors; other formats, being pickles, are not read")
+    if paths is shards and len(shards) != int(SHARD.fullmatch(shards[0].name)[1]):  # type: ignore[index]
+        raise CheckpointError(f"{directory}: {len(shards)} shards, {shards[0].name} says otherwise; copy it again")
+    found: dict[str, tuple[Path, str]] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= {stored.removeprefix("transformer."): (path, stored) for stored in file.keys()}
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: not safetensors ({error}); copy or download it again") from None
+    return {name: place for name, place in found.items() if not MASKS.fullmatch(name)}
+
+
+def _load(path: Path, stored: str) -> np.ndarray:
+    with safe_open(path, framework="pt") as file:
+        values = file.get_tensor(stored)
+    if values.dtype == torch.bfloat16:
+        return from_bf16(values.view(torch.int16).numpy())
+    if values.dtype not in (torch.float32, torch.float16):
+        raise CheckpointError(f"{path}: {stored} is {values.dtype}, expected float32, bfloat16 or float16")
+    return values.numpy().astype(np.float32, copy=False)
+
+
+def _check_head(directory: Path, files: dict[str, tuple[Path, str]], tied: bool) -> None:
+    if "lm_head.weight" in files:
+        head, wte = (_load(*files[name]) for name in ("lm_head.weight", "wte.weight"))
+        tied = head.shape == wte.shape and (head == wte).all()
+    if not tied:
+        raise CheckpointError(f"{directory}: its output head is not its token embedding; only tied ones are supported")
+
+
+# ---- writing ----
+
+
+def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> None:
+    """config.json, generation_config.json, model.safetensors in dtype "fp32" or "bf16", and the tokenizer's files."""
+    eot = {} if tokenizer is None else {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+    _write_json(directory / "config.json", _config(weights.model, dtype) | eot)
+    _write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
+    tensors = {
+        f"transformer.{name}": _tensor(weights.read(name, shape), name, dtype)
+        for name, shape in weights.shapes().items()
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # which safetensors makes private
+    if tokenizer is not None:
+        _write_tokenizer(directory, tokenizer, weights.model.block_size)
+
+
+def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """config.json; no dropout, since the model was trained without."""
+    sizes = {theirs: getattr(model, ours) for ours, theirs in SIZES.items()}
+    computes = {key: allowed[0] for key, allowed in REQUIRED.items()}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    stored = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    rest = {"n_inner": None, "tie_word_embeddings": True, "initializer_range": 0.02, "torch_dtype": stored}
+    return {"architectures": ["GPT2LMHeadModel"]} | computes | sizes | dropout | rest
+
+
+def _tensor(values: np.ndarray, name: str, dtype: str) -> Tensor:
+    values = np.ascontiguousarray(values.T if name.endswith(CONV1D) else values)
+    return torch.from_numpy(values) if dtype == "fp32" else torch.from_numpy(round_bf16(values)).view(torch.bfloat16)
+
+
+def _write_tokenizer(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
+    """vocab.json, merges.txt and tokenizer_config.json, from what each token stands for."""
+    tokens, spelling = tokenizer.token_bytes(), byte_spelling()
+
+    def spell(token: bytes) -> str:
+        return "".join(spelling[b] for b in token)
+
+    ordinary = [token for i, token in enumerate(tokens) if i != tokenizer.eot]
+    lines = ["#version: 0.2", *(f"{spell(left)} {spell(right)}" for left, right in merges(ordinary))]
+    _write_json(directory / "vocab.json", {spell(token): i for i, token in enumerate(tokens)})
+    (directory / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    end = spell(tokens[tokenizer.eot])
+    special = {"bos_token": end, "eos_token": end, "unk_token": end}
+    rest = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": block_size}
+    _write_json(directory / "tokenizer_config.json", rest | special)
+
+
+def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:
+    """The two parts that each token of several bytes was merged from: what the merges before it leave of its bytes.
+
+    `tokens` are in the order in which byte-pair encoding made them.
+    """
+    rank = {token: i for i, token in enumerate(tokens)}
+    for token in tokens:
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            pairs = [rank.get(left + right, len(tokens)) for left, right in itertools.pairwise(parts)]
+            first = pairs.index(min(pairs))
+            parts[first : first + 2] = [parts[first] + parts[first + 1]]
+        if len(parts) == 2:
+            yield parts
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,215 @@
+"""One more token for each of B sequences: the forward pass for one row a sequence, with keys and values from a cache.
+
+decode_embed      x = wte[token] + wpe[row]
+decode_matmul     out = [gelu]([layernorm](x) @ w.T + b) [+ res]
+decode_attention  cache[row] = k, v of qkv;  att = softmax(q @ cache.k[..row].T / sqrt(HS)) @ cache.v[..row]
+cache_fill        cache = k, v of a whole sequence, which the forward pass has left in qkv
+
+Where a sequence stands is read from `seq`, int32 [B, 5] on the device: the token to take in, its row in the cache, how
+many tokens have been drawn (draw.py), and its seed, 31 bits and 31 bits.  So the launches of every step are the same,
+and one CUDA graph replays them.  cache is [B, T, 2, C], one for each layer, C the heads one after the other.
+
+A step is bound by the reading of the weights, and with few sequences by the number of launches: five a layer.  Hence
+every program of a product normalises its rows anew, which come from L2.  Up to NARROW sequences, a program holds whole
+rows of the weights in registers and takes one sequence after the other, so that its numbers do not depend on how many
+there are; more sequences go through tensor cores.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.dot import dot
+from gpt2_triton.kernels.gelu import gelu as gelu_of
+from gpt2_triton.kernels.tuned import dtype_name, next_power_of_2, tuned
+
+NARROW = 16
+FIELDS = tl.constexpr(5)  # of a row of seq
+TOKEN, ROW, DRAWN, SEED_LOW, SEED_HIGH = (tl.constexpr(i) for i in range(5))
+
+
+@triton.jit
+def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    token = tl.load(seq_ptr + b * FIELDS + TOKEN).to(tl.int64)
+    row = tl.load(seq_ptr + b * FIELDS + ROW).to(tl.int64)
+    c = tl.arange(0, BLOCK_C)
+    wte = tl.load(wte_ptr + token * C + c, mask=c < C, other=0.0).to(tl.float32)
+    wpe = tl.load(wpe_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(x_ptr + b * C + c, wte + wpe, mask=c < C)
+
+
+@triton.jit
+def _decode_matvec_kernel(
+    out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps,
+    GELU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    w = tl.load(w_ptr + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    for m in range(B):
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        if lnw_ptr is not None:
+            centred = tl.where(k < K, x - tl.sum(x, 0) / K, 0.0)
+            rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / K + eps)
+            lnw = tl.load(lnw_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            lnb = tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            x = (centred * rstd * lnw + lnb).to(x_ptr.dtype.element_ty).to(tl.float32)
+        acc = tl.sum(w.to(tl.float32) * x[None, :], 1)
+        if b_ptr is not None:
+            acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if GELU:
+            acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # of the rounded value, as in training
+        if res_ptr is not None:
+            acc += tl.load(res_ptr + m * N + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(out_ptr + m * N + n, acc, mask=n < N)
+        x_ptr += K
+
+
+@triton.jit
+def _statistics(x_ptr, inside, K, eps, BLOCK_S: tl.constexpr):
+    """Mean and 1 / deviation of the rows at x_ptr [M, 1], BLOCK_S columns at once."""
+    total = tl.zeros((x_ptr.shape[0], BLOCK_S), tl.float32)
+    for first in range(0, K, BLOCK_S):
+        k = first + tl.arange(0, BLOCK_S)
+        total += tl.load(x_ptr + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+    mean = tl.sum(total, 1) / K
+    squares = tl.zeros((x_ptr.shape[0], BLOCK_S), tl.float32)
+    for first in range(0, K, BLOCK_S):
+        k = first + tl.arange(0, BLOCK_S)
+        mask = inside[:, None] & (k < K)[None, :]
+        x = tl.load(x_ptr + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        centred = tl.where(mask, x - mean[:, None], 0.0)
+        squares += centred * centred
+    return mean, 1.0 / tl.sqrt(tl.sum(squares, 1) / K + eps)
+
+
+@triton.jit
+def _decode_matmul_kernel(
+    out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps,
+    GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_ptr += m[:, None] * K
+    if lnw_ptr is not None:
+        mean, rstd = _statistics(x_ptr, m < B, K, eps, BLOCK_S)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        w = tl.load(w_ptr + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+        x = tl.load(x_ptr + k[None, :], mask=(m < B)[:, None] & (k < K)[None, :], other=0.0)
+        if lnw_ptr is not None:
+            lnw = tl.load(lnw_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            lnb = tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            xhat = (x.to(tl.float32) - mean[:, None]) * rstd[:, None]
+            x = (xhat * lnw[None, :] + lnb[None, :]).to(x_ptr.dtype.element_ty)
+        acc = dot(x, w.T, acc)
+    at = m[:, None] * N + n[None, :]
+    mask = (m < B)[:, None] & (n < N)[None, :]
+    if b_ptr is not None:
+        acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if GELU:
+        acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # of the rounded value, as in training
+    if res_ptr is not None:
+        acc += tl.load(res_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, acc, mask=mask)
+
+
+@triton.jit
+def _decode_attention_kernel(
+    att_ptr, cache_ptr, qkv_ptr, seq_ptr, T, NH, HS, factor,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence.  Each of BLOCK_T slots keeps a maximum, a sum and an output of its own (log2 domain),
+    which meet at the end; the new token is the first in slot 0.
+    """
+    b = tl.program_id(0).to(tl.int64) // NH
+    C = NH * HS
+    d = tl.arange(0, BLOCK_D)
+    inside = d < HS
+    column = tl.program_id(0) % NH * HS + d
+    row = tl.load(seq_ptr + b * FIELDS + ROW)
+    q = tl.load(qkv_ptr + b * 3 * C + column, mask=inside, other=0.0).to(tl.float32) * factor
+    k = tl.load(qkv_ptr + b * 3 * C + C + column, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(qkv_ptr + b * 3 * C + 2 * C + column, mask=inside, other=0.0).to(tl.float32)
+    cache_ptr += b * T * 2 * C + column
+    tl.store(cache_ptr + row.to(tl.int64) * 2 * C, k, mask=inside)
+    tl.store(cache_ptr + row.to(tl.int64) * 2 * C + C, v, mask=inside)
+    slot = tl.arange(0, BLOCK_T)
+    m = tl.where(slot == 0, tl.sum(q * k, 0), -1.0e30)  # finite, so that a slot is never inf - inf
+    total = tl.where(slot == 0, 1.0, 0.0)
+    acc = tl.where((slot == 0)[:, None], v[None, :], 0.0)
+    for first in tl.range(0, row, BLOCK_T, num_stages=STAGES):
+        t = first + slot
+        at = t.to(tl.int64)[:, None] * (2 * C)
+        mask = (t < row)[:, None] & inside[None, :]
+        ks = tl.load(cache_ptr[None, :] + at, mask=mask, other=0.0).to(tl.float32)
+        vs = tl.load(cache_ptr[None, :] + at + C, mask=mask, other=0.0).to(tl.float32)
+        s = tl.where(t < row, tl.sum(ks * q[None, :], 1), -1.0e30)
+        m_new = tl.maximum(m, s)
+        p = tl.exp2(s - m_new)
+        shrink = tl.exp2(m - m_new)
+        total = total * shrink + p
+        acc = acc * shrink[:, None] + p[:, None] * vs
+        m = m_new
+    share = tl.exp2(m - tl.max(m, 0))  # 0 for a slot that saw no key
+    out = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(att_ptr + b * C + column, out, mask=inside)
+
+
+@triton.jit
+def _cache_fill_kernel(cache_ptr, qkv_ptr, T, C, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.cast(T, tl.int64) * 2 * C
+    kv = tl.load(qkv_ptr + i // (2 * C) * (3 * C) + C + i % (2 * C), mask=i < n, other=0.0)
+    tl.store(cache_ptr + tl.program_id(1) * n + i, kv, mask=i < n)
+
+
+@contract("x[B,C] <- seq[B,5] wte[Vp,C] wpe[Tmax,C]")
+def decode_embed(x: Tensor, seq: Tensor, wte: Tensor, wpe: Tensor) -> None:
+    """x = wte[token] + wpe[row]."""
+    B, C = x.shape
+    _decode_embed_kernel[(B,)](x, seq, wte, wpe, C, BLOCK_C=next_power_of_2(C), num_warps=4)
+
+
+@contract("out[B,N] <- x[B,K] w[N,K] b[N]? lnw[K]? lnb[K]? res[B,N]?")
+def decode_matmul(
+    out: Tensor, x: Tensor, w: Tensor, b: Tensor | None, lnw: Tensor | None, lnb: Tensor | None, res: Tensor | None,
+    gelu: bool = False, eps: float = 1e-5,
+) -> None:  # fmt: skip
+    """out = res + gelu(layernorm(x) @ w.T + b), where b, the norm and res may be None and gelu False."""
+    (B, K), N = x.shape, w.shape[0]
+    if B <= NARROW:
+        row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)
+        block_n = min(max(1, row.pop("ELEMENTS") // block_k), next_power_of_2(N))
+        sizes = dict(GELU=gelu, BLOCK_N=block_n, BLOCK_K=block_k)
+        _decode_matvec_kernel[(triton.cdiv(N, block_n),)](out, x, w, b, lnw, lnb, res, B, N, K, eps, **sizes, **row)
+        return
+    row = tuned("decode_matmul", dtype_name(x), BLOCK_M=B, BLOCK_N=N, BLOCK_K=K, BLOCK_S=K)
+    row["BLOCK_S"] = min(row["BLOCK_S"], next_power_of_2(K))
+    grid = (triton.cdiv(B, row["BLOCK_M"]), triton.cdiv(N, row["BLOCK_N"]))
+    _decode_matmul_kernel[grid](out, x, w, b, lnw, lnb, res, B, N, K, eps, GELU=gelu, **row)
+
+
+@contract("att[B,C] cache[B,T,2,C]+ <- qkv[B,3*C] seq[B,5]")
+def decode_attention(att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int) -> None:
+    """cache[row] = k, v; att = attention of q over the cache up to there."""
+    (B, C), T = att.shape, cache.shape[1]
+    HS = C // NH
+    row = tuned("decode_attention", dtype_name(qkv), BLOCK_T=T)
+    _decode_attention_kernel[(B * NH,)](
+        att, cache, qkv, seq, T, NH, HS, math.log2(math.e) / math.sqrt(HS), BLOCK_D=next_power_of_2(HS), **row
+    )
+
+
+@contract("cache[B,T,2,C] <- qkv[T,3*C]")
+def cache_fill(cache: Tensor, qkv: Tensor) -> None:
+    """cache[b] = k, v of every row of qkv, the same for every b."""
+    B, T, _, C = cache.shape
+    row = tuned("cache_fill", dtype_name(qkv), BLOCK=T * 2 * C)
+    _cache_fill_kernel[(triton.cdiv(T * 2 * C, row["BLOCK"]), B)](cache, qkv, T, C, **row)

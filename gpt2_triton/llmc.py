@@ -1,0 +1,95 @@
+"""llm.c's files: a model (magic 20240326) in and out, a tokenizer (magic 20240328) out.
+
+A model is a header of 256 little-endian int32 (MODEL_MAGIC, version, block_size, vocab_size, n_layer, n_head, n_embd,
+rows of wte with padding, then zeros) and the parameters, matrices [out, in]: wte, wpe, then each kind of a layer's
+tensors for all layers, then the final norm.  Version 3 is fp32, version 5 bf16 throughout.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.data.tokenizer import Tokenizer
+from gpt2_triton.weights import Weights, count, from_bf16, round_bf16, sized, tokenizer_of
+
+MODEL_MAGIC, TOKENIZER_MAGIC, TOKENIZER_VERSION = 20240326, 20240328, 2
+VERSIONS = {3: "fp32", 5: "bf16"}
+STORAGE = {"fp32": "<f4", "bf16": "<i2"}
+HEADER_BYTES = 1024
+SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # header[2:7]
+MODEL, TOKENIZER = "model.bin", "gpt2_tokenizer.bin"  # llm.c looks for the second by this name
+
+
+def read(path: str) -> Weights:
+    """The GPT-2 in one of llm.c's model files, mapped into memory; CheckpointError if it is not a whole one."""
+    where = f"llmc:{path}"
+    try:
+        header, size = np.fromfile(path, "<i4", HEADER_BYTES // 4), Path(path).stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read ({error.strerror}); expected a model file of llm.c") from None
+    if len(header) < HEADER_BYTES // 4 or header[0] != MODEL_MAGIC:
+        raise CheckpointError(f"{where}: not a model of llm.c, which starts with {MODEL_MAGIC} in a header of 1 KiB")
+    if header[1] not in VERSIONS:
+        todo = "write it again with a newer llm.c"
+        raise CheckpointError(f"{where}: version {header[1]}, expected 3 (fp32) or 5 (bf16); {todo}")
+    model = sized(where, **dict(zip(SIZES, header[2:7].tolist())))
+    rows, storage = int(header[7]), STORAGE[VERSIONS[int(header[1])]]
+    elements = count(model) + (rows - model.padded_vocab) * model.n_embd
+    whole = HEADER_BYTES + elements * np.dtype(storage).itemsize
+    if rows < model.vocab_size or size != whole:
+        raise CheckpointError(f"{where}: {size:,} bytes, expected {whole:,} for the sizes in its header; copy it again")
+    stored = np.memmap(path, storage, mode="c", offset=HEADER_BYTES)  # "c", as torch warns of read-only memory
+    starts: dict[str, int] = {}
+
+    def tensor(name: str) -> np.ndarray:
+        shape = shapes[name]
+        values = stored[starts[name] : starts[name] + math.prod(shape)].reshape(shape)
+        return values if storage == "<f4" else from_bf16(values)
+
+    weights = Weights(where, model, tokenizer_of(model), tensor)
+    shapes, start = weights.shapes(), 0
+    for name in _order(shapes, model.n_layer):
+        starts[name] = start
+        start += rows * model.n_embd if name == "wte.weight" else math.prod(shapes[name])
+    return weights
+
+
+def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> None:
+    """model.bin in dtype "fp32" or "bf16", and gpt2_tokenizer.bin."""
+    model, shapes = weights.model, weights.shapes()
+    version = next(number for number, stored in VERSIONS.items() if stored == dtype)
+    sizes = [getattr(model, name) for name in SIZES]
+    with open(directory / MODEL, "wb") as file:
+        file.write(_header(MODEL_MAGIC, version, *sizes, model.padded_vocab))
+        for name in _order(shapes, model.n_layer):
+            values = weights.read(name, shapes[name])
+            if name == "wte.weight":
+                values = np.pad(values, ((0, model.padded_vocab - model.vocab_size), (0, 0)))
+            stored = values if dtype == "fp32" else round_bf16(values)
+            file.write(np.ascontiguousarray(stored, STORAGE[dtype]).data)
+    if tokenizer is not None:
+        _write_tokenizer(directory / TOKENIZER, tokenizer)
+
+
+def _order(shapes: dict[str, tuple[int, ...]], n_layer: int) -> list[str]:
+    """Names as llm.c orders them: a kind of tensor for all layers, then the next kind."""
+    kinds = [name.removeprefix("h.0.") for name in shapes if name.startswith("h.0.")]
+    layers = [f"h.{layer}.{kind}" for kind in kinds for layer in range(n_layer)]
+    return ["wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias"]
+
+
+def _header(*numbers: int) -> bytes:
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[: len(numbers)] = numbers
+    return header.tobytes()
+
+
+def _write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """A header (magic, version, number of tokens, end of text), then each token as its length in a byte and its
+    bytes.
+    """
+    tokens = tokenizer.token_bytes()
+    header = _header(TOKENIZER_MAGIC, TOKENIZER_VERSION, len(tokens), tokenizer.eot)
+    path.write_bytes(header + b"".join(bytes([len(token)]) + token for token in tokens))

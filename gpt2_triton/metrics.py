@@ -1,0 +1,69 @@
+"""metrics.jsonl, a run's only record of its numbers; llm.c's main.log, Weights & Biases and plots are made from it.
+
+One object a line, each with `step`, the number of finished steps:
+    {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
+    {"step": 250, "val_loss": ...}   {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
+    {"step": 250, "sample": ...}   {"step": 300, "rewound_from": 412, "sample": ...}
+A step has "loss_z" and "norm_z" besides once 128 steps are known, and "skipped": true when its update was skipped, as
+an outlier also "outlier": true.  Numbers that are not finite are null: JSON has no NaN.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+MAIN_LOG = "main.log"
+STATS = "stats.jsonl"  # of watch.py, a number a layer; kept and cut as metrics.jsonl is
+
+Record = dict[str, Any]
+
+
+def finite(record: Record) -> Record:
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a metrics file; a last line that a crash cut short is left out."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = [line for line in file if line.endswith("\n")]
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def truncate(path: Path, resume_step: int) -> list[Record]:
+    """Keep the records up to resume_step and return them; all go when the run starts afresh."""
+    if not path.exists():
+        return []
+    kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a whole file by one rename: a reader finds the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def llmc_line(record: Record) -> str:
+    """The record as a line of llm.c's main.log; empty for what that file does not have.
+
+    There a training step bears the number of updates before it, so the first is s:0; validation and HellaSwag bear
+    that of the updates done, as here.
+    """
+    step = record["step"]
+    if "loss" in record:
+        loss, lr, norm = (_number(record[key]) for key in ("loss", "lr", "norm"))
+        return f"s:{step - 1} trl:{loss:.4f} lr:{lr:.6f} norm:{norm:.2f}\n"
+    if "val_loss" in record:
+        return f"s:{step} tel:{_number(record['val_loss']):.4f}\n"
+    if "hellaswag" in record:
+        return f"s:{step} eval:{_number(record['hellaswag']):.4f}\n"
+    return ""
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

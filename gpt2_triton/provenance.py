@@ -1,0 +1,82 @@
+"""Where a run's numbers come from: code, packages, device, memory plan, schedule; kept in RUN/run.json.
+
+    {"wandb_id": "1a2b3c4d", "starts": [{"time": ..., "after_step": 0, "git": {"commit": ..., "dirty": false}, ...}]}
+Each start of the run adds an entry, so that what was resumed under another commit or on another GPU says so.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gpt2_triton import __version__
+from gpt2_triton.config import Config
+from gpt2_triton.metrics import replace_text
+
+RUN = "run.json"
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tiktoken")
+
+
+def describe(config: Config, arena_bytes: int, device: str, after_step: int) -> dict[str, Any]:
+    """One start of a run; `config` has the recompute level that was chosen, `device` the GPU's name."""
+    o, tokens = config.optim, config.total_batch_tokens
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "after_step": after_step,
+        "command": sys.argv,
+        "git": git_state(Path(__file__).parent),
+        "packages": {"python": sys.version.split()[0], "gpt2_triton": __version__, **_versions()},
+        "device": device,
+        "plan": {"arena_bytes": arena_bytes, "recompute": config.memory.recompute, "parameters": config.n_params},
+        "schedule": {
+            "steps": config.train.steps,
+            "tokens": config.train.steps * tokens,
+            "tokens_per_step": tokens,
+            "micro_batch": config.micro_batch,
+            "accumulation": config.accumulation,
+            "learning_rate": o.schedule,
+            "peak_lr": o.lr,
+            "warmup": o.warmup,
+            "final_lr": o.lr if o.schedule == "constant" else o.lr * o.final_frac,
+        },
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """{"commit", "dirty"} of the checkout that `directory` is a tracked part of; None when installed without one."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(directory), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # a package in a venv inside another project's checkout
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """run.json of a run; empty when it has none, or none that can be read."""
+    try:
+        found = json.loads((run_dir / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:
+    replace_text(run_dir / RUN, json.dumps({"wandb_id": wandb_id, "starts": starts}, indent=1) + "\n")

@@ -1,0 +1,72 @@
+"""Models of other projects to read, checkpoints of ours to write, and what both compute."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpt2_triton import checkpoint, decoding
+from gpt2_triton.config import Config
+from gpt2_triton.model import GPT2
+from gpt2_triton.weights import by_name
+from tests.conftest import DEVICE
+from tests.tiny import tiny_config
+
+
+def config_of(n_layer=2, n_head=1, n_embd=64, vocab_size=300, block_size=16, seq_len=16, **sections) -> Config:
+    sizes = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=vocab_size, block_size=block_size)
+    train = dict(seq_len=seq_len) | sections.pop("train", {})
+    return tiny_config(model=sizes, train=train, **sections)
+
+
+def random_params(config: Config, seed: int = 0) -> torch.Tensor:
+    """fp32 parameters, none of them special, the padding of wte zero."""
+    flat = torch.zeros(config.n_params)
+    generator = torch.Generator().manual_seed(seed)
+    for name, view in by_name(flat, config.model).items():
+        view.copy_(torch.randn(view.shape, generator=generator) * 0.1 + (("ln" in name) and name.endswith("weight")))
+    return flat
+
+
+def checkpoint_of(run: Path, config: Config, tensors: dict[str, torch.Tensor]) -> Path:
+    """The step directory of a run that holds these tensors and nothing else."""
+    state = {"step": 1, "config": config.to_dict(), "data": []}
+    return checkpoint.save(run / "checkpoints", 1, tensors, state, keep=0, major=0)
+
+
+def token_ids(config: Config, seed: int = 0) -> np.ndarray:
+    shape = (1, config.train.seq_len)
+    return np.random.default_rng(seed).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+
+
+def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndarray:
+    """Logits [V] after the last token, in this project's kernels."""
+    import gpt2_triton.kernels as K
+
+    model = GPT2(config, K, DEVICE, batch=1, training=False, texts=1)
+    model.state.params.copy_(params)
+    decoding.begin(model, ids.tolist(), 0, [0])
+    model.decode(0.0, 0, 1.0)
+    return model.decoding.logits[0, : config.model.vocab_size].cpu().numpy()
+
+
+def nanogpt_content(params: torch.Tensor, prefix: str = "", bias: bool = True) -> dict:
+    """What nanoGPT saves of the model that has our flat parameters: its state dict, and more that we leave alone."""
+    state = {f"{prefix}transformer.{name}": view.clone() for name, view in by_name(params, config_of().model).items()}
+    state[f"{prefix}lm_head.weight"] = state[f"{prefix}transformer.wte.weight"]
+    if not bias:
+        state = {name: t for name, t in state.items() if not name.endswith(".bias")}
+    arguments = dict(n_layer=2, n_head=1, n_embd=64, block_size=16, bias=bias, vocab_size=300, dropout=0.0)
+    return {
+        "model": state,
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}]},
+        "model_args": arguments,
+        "iter_num": 5000,
+        "best_val_loss": torch.tensor(2.9),
+        "config": {"dataset": "openwebtext", "compile": True},
+    }
+
+
+def nanogpt_checkpoint(directory: Path, saved: dict) -> str:
+    torch.save(saved, directory / "ckpt.pt")
+    return str(directory / "ckpt.pt")

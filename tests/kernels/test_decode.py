@@ -1,0 +1,101 @@
+"""Decoding's kernels against float64: one row a sequence, keys and values from the cache."""
+
+import itertools
+
+import pytest
+import torch
+
+from gpt2_triton import kernels
+from gpt2_triton.kernels.tuned import INTERPRET
+from tests import reference
+from tests.conftest import DEVICE
+from tests.helpers import EPS, error, poisoned
+
+DTYPES = [torch.float32, torch.bfloat16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+
+
+def tolerance(dtype):
+    """fp32: sums of up to 3072 products in another order.  bf16: norm, gelu's argument and result are rounded; the
+    interpreter truncates: twice that.
+    """
+    return 1e-6 if dtype == torch.float32 else 3 * EPS[dtype] * (2 if INTERPRET else 1)
+
+
+def sequences(rows):
+    """seq of one sequence for each of `rows`, with a token of its own."""
+    fields = [[7 * b % 50, row, 3, 11, 0] for b, row in enumerate(rows)]
+    return torch.tensor(fields, dtype=torch.int32, device=DEVICE)
+
+
+@dtypes
+def test_embedding_of_each_sequences_token_and_row(rng, dtype):
+    wte, wpe, seq = rng(50, 48, dtype=dtype), rng(9, 48, dtype=dtype), sequences([0, 8, 3])
+    x, want = poisoned(3, 48, dtype=dtype), poisoned(3, 48, dtype=torch.float64)
+    kernels.decode_embed(x, seq, wte, wpe)
+    reference.decode_embed(want, seq, wte.double(), wpe.double())
+    assert error(x, want) < tolerance(dtype)
+
+
+# B, N, K: one sequence; the most of narrow blocks; the fewest of wide ones; two wide blocks; GPT-2's widths
+SHAPES = [(1, 48, 64), (16, 48, 80), (17, 48, 64), (70, 16, 48), (2, 768, 1600)]
+
+
+@dtypes
+@pytest.mark.parametrize("B,N,K", SHAPES)
+@pytest.mark.parametrize("norm,bias,gelu,res", [(1, 1, 0, 0), (0, 1, 0, 1), (1, 1, 1, 0), (1, 0, 0, 0)])
+def test_products_with_norm_bias_gelu_residual(rng, dtype, B, N, K, norm, bias, gelu, res):
+    x, w = (rng(B, K) * 2 + rng(B, 1)).to(dtype), (rng(N, K) / K**0.5).to(dtype)
+    b, lnw, lnb, added = (rng(*shape, dtype=dtype) for shape in ((N,), (K,), (K,), (B, N)))
+    given = [b if bias else None, lnw if norm else None, lnb if norm else None, added if res else None]
+    out, want = poisoned(B, N, dtype=dtype), poisoned(B, N, dtype=torch.float64)
+    kernels.decode_matmul(out, x, w, *given, gelu=bool(gelu))
+    exact = [None if t is None else t.double() for t in given]
+    reference.decode_matmul(want, x.double(), w.double(), *exact, gelu=bool(gelu))
+    assert error(out, want) < tolerance(dtype)
+
+
+def test_logits_are_fp32_of_bf16_weights(rng):
+    x, w = rng(2, 64, dtype=torch.bfloat16), rng(128, 64, dtype=torch.bfloat16)
+    out = poisoned(2, 128)
+    kernels.decode_matmul(out, x, w, None, None, None, None)
+    assert error(out, x.double() @ w.double().T) < 1e-6  # bf16 would be 1e-3
+
+
+@dtypes
+@pytest.mark.parametrize("HS", [64, 80, 128])
+def test_attention_over_the_cache(rng, dtype, HS):
+    """Rows before, at and after a block's end; the new row is stored, and rows after it (NaN) are not read."""
+    NH, T, rows = 2, 150, [0, 1, 63, 64, 65, 149]
+    B, C, seq = len(rows), NH * HS, sequences(rows)
+    qkv, cache = rng(B, 3 * C, dtype=dtype), rng(B, T, 2, C, dtype=dtype)
+    for b, row in enumerate(rows):
+        cache[b, row:] = float("nan")
+    att, want, exact = poisoned(B, C, dtype=dtype), poisoned(B, C, dtype=torch.float64), cache.double()
+    kernels.decode_attention(att, cache, qkv, seq, NH)
+    reference.decode_attention(want, exact, qkv.double(), seq, NH)
+    assert error(att, want) < tolerance(dtype)
+    assert torch.equal(cache.double().nan_to_num(9), exact.nan_to_num(9))
+
+
+@dtypes
+def test_the_cache_takes_keys_and_values_of_a_whole_sequence(rng, dtype):
+    qkv, cache = rng(6, 3 * 48, dtype=dtype), poisoned(3, 6, 2, 48, dtype=dtype)
+    kernels.cache_fill(cache[1:], qkv)
+    assert cache[0].isnan().all()
+    for b in (1, 2):
+        assert torch.equal(cache[b].flatten(1), qkv[:, 48:])
+
+
+def test_a_sequence_has_the_same_bits_in_any_place_of_a_batch(rng):
+    """What makes draws independent of the batch, up to 16 sequences: a row's sums do not depend on the other rows."""
+    x, w, lnw, lnb = rng(16, 64), rng(48, 64), rng(64), rng(64)
+    whole = poisoned(16, 48)
+    kernels.decode_matmul(whole, x, w, None, lnw, lnb, None)
+    for n, first in itertools.product((1, 5), (0, 11)):
+        part = poisoned(n, 48)
+        kernels.decode_matmul(part, x[first : first + n].contiguous(), w, None, lnw, lnb, None)
+        if INTERPRET:  # numpy's products of different shapes may sum in different orders
+            assert error(part, whole[first : first + n]) < 1e-6
+        else:
+            assert torch.equal(part, whole[first : first + n])

@@ -1,0 +1,114 @@
+"""The draw of the next token against numpy: exact sets of top-k and top-p, the Gumbel noise, the distribution."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2_triton.kernels import draw
+from tests.conftest import DEVICE
+from tests.kernels.test_random import philox
+
+SAMPLE = 2  # the purpose of the numbers, in Philox's counter
+
+
+def state(seeds, drawn=0):
+    fields = [[0, 4, drawn, seed & 0x7FFFFFFF, seed >> 31] for seed in seeds]
+    return torch.tensor(fields, dtype=torch.int32, device=DEVICE)
+
+
+def drawn_tokens(z, seeds, temperature=1.0, top_k=0, top_p=1.0, drawn=0):
+    """One draw for each seed from logits z [V] (or [B, V]), behind which stands padding that must not be drawn."""
+    z = np.broadcast_to(np.asarray(z, np.float32), (len(seeds), np.shape(z)[-1]))
+    V = z.shape[1]
+    logits = np.full((len(seeds), -(-V // 128) * 128), 1e4, np.float32)
+    logits[:, :V] = z
+    seq = state(seeds, drawn)
+    draw(seq, torch.from_numpy(logits).to(DEVICE), V, temperature, top_k, top_p)
+    return seq[:, 0].tolist()
+
+
+def kept(z, temperature, top_k, top_p):
+    """The set that may be drawn, by sorting in float64."""
+    z = np.asarray(z, np.float64)
+    inside = np.ones(len(z), bool)
+    if 0 < top_k < len(z):
+        inside = z >= np.sort(z)[-top_k]
+    if top_p < 1:
+        p = np.where(inside, np.exp((z - z.max()) / temperature), 0)
+        order = np.argsort(-p, kind="stable")
+        mass = np.cumsum(p[order]) / p.sum()
+        last = order[min(np.searchsorted(mass, top_p), inside.sum() - 1)]
+        inside &= z >= z[last]
+    return inside
+
+
+def scores(z, seed, drawn, temperature):
+    """z / temperature plus Gumbel noise in float64, from Philox's words."""
+    u = (philox(seed, 0, len(z), drawn, SAMPLE) + 0.5) / 2**32
+    return np.asarray(z, np.float64) / temperature - np.log(-np.log1p(-u))
+
+
+LOGITS = np.random.default_rng(3).normal(size=1000) * 3
+SEEDS = [0, 1, 5 << 40, (1 << 62) - 1]
+
+
+def test_temperature_0_takes_the_first_of_the_largest():
+    z = np.zeros((2, 300))
+    z[0, [17, 120]], z[1, 299] = 3, 1
+    assert drawn_tokens(z, [1, 2], temperature=0) == [17, 299]
+
+
+def test_a_draw_moves_the_sequence_on():
+    seq = state([5, 6], drawn=9)
+    draw(seq, torch.zeros(2, 128, device=DEVICE), 100, 1.0, 0, 1.0)
+    assert seq[:, 1:].tolist() == [[5, 10, 5, 0], [5, 10, 6, 0]]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("top_k,top_p", [(0, 1.0), (1, 1.0), (50, 1.0), (0, 0.1), (0, 0.9), (40, 0.8), (5000, 1.0)])
+def test_draws_are_numpys(temperature, top_k, top_p):
+    """The largest score of the kept set, for every seed and number of draws."""
+    inside = kept(LOGITS, temperature, top_k, top_p)
+    want = [int(np.where(inside, scores(LOGITS, s, 7, temperature), -np.inf).argmax()) for s in SEEDS]
+    assert drawn_tokens(LOGITS, SEEDS, temperature, top_k, top_p, drawn=7) == want
+
+
+@pytest.mark.parametrize("top_k,top_p", [(1, 1.0), (2, 1.0), (299, 1.0), (0, 0.01), (0, 0.5), (0, 0.99), (9, 0.7)])
+def test_sets_are_exact(top_k, top_p):
+    """Of two seeds, one would draw the first token outside the set, one draws the last token inside."""
+    z, temperature = np.random.default_rng(top_k).permutation(np.linspace(-4, 4, 300)), 3.0
+    inside = kept(z, temperature, top_k, top_p)
+    last, outside = np.flatnonzero(inside)[z[inside].argmin()], np.flatnonzero(~inside)[z[~inside].argmax()]
+    wider = inside.copy()
+    wider[outside] = True
+    noisy = [scores(z, seed, 0, temperature) for seed in range(3000)]
+    winners = [int(np.where(wider, s, -np.inf).argmax()) for s in noisy]
+    for seed in (winners.index(outside), winners.index(last)):
+        want = int(np.where(inside, noisy[seed], -np.inf).argmax())
+        assert drawn_tokens(z, [seed], temperature, top_k, top_p) == [want]
+
+
+def test_equal_logits_at_the_bound_stay_together():
+    """Three that a draw at this temperature cannot tell apart, and no more."""
+    assert set(drawn_tokens([5.0, 3.0, 3.0, 1.0], range(8), 1e4, top_k=2)) == {0, 1, 2}
+    assert set(drawn_tokens(np.zeros(4), range(8), 1.0, top_k=3)) == {0, 1, 2, 3}
+
+
+def test_the_distribution_is_the_softmax():
+    """Of the scores that the kernel's draws equal: 4000 draws from 12 tokens; chi-square with 11 degrees of freedom,
+    whose 99.9% point is 31.3.
+    """
+    z, temperature = np.linspace(-2, 2, 12), 1.5
+    p = np.exp(z / temperature) / np.exp(z / temperature).sum()
+    counts = np.bincount([scores(z, seed, 0, temperature).argmax() for seed in range(4000)], minlength=12)
+    assert ((counts - 4000 * p) ** 2 / (4000 * p)).sum() < 31.3
+
+
+def test_a_draw_does_not_depend_on_the_batch():
+    z = np.random.default_rng(0).normal(size=(6, 200))
+    together = drawn_tokens(z, range(6), 0.8, 20, 0.9)
+    assert together == [drawn_tokens(z[i : i + 1], [i], 0.8, 20, 0.9)[0] for i in range(6)]
+
+
+def test_a_temperature_near_0_is_greedy():
+    assert drawn_tokens(LOGITS, SEEDS, temperature=1e-40) == [int(LOGITS.argmax())] * 4

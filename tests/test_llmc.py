@@ -1,0 +1,138 @@
+"""llm.c's model and tokenizer files: ours are byte for byte what its format says, and both ways keep every bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2_triton import llmc
+from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.cli import main
+from gpt2_triton.commands import app
+from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.export import export
+from gpt2_triton.sources import initial_weights
+from gpt2_triton.tables import named
+from gpt2_triton.weights import pack
+from tests.foreign import checkpoint_of, config_of, random_params
+
+L, C, V, VP, T = 2, 64, 300, 384, 16
+
+
+def file_bytes(params: torch.Tensor, config, dtype: torch.dtype, rows: int = VP) -> bytes:
+    """A model file written out tensor by tensor, as llm.c's train_gpt2.py does and its C programs read."""
+    dims = dict(C=C, L=L, S=2 * L + 1, V=V, Vp=VP, Tmax=T)
+    p = named(params, dims)
+    wte = torch.zeros(rows, C)
+    wte[:V] = p.wte[:V]
+    tensors = [
+        wte, p.wpe, p.lnw[0:-1:2], p.lnb[0:-1:2], *p.qkvw, p.qkvb, *p.attprojw, p.attprojb,
+        p.lnw[1::2], p.lnb[1::2], *p.fcw, p.fcb, *p.fcprojw, p.fcprojb, p.lnw[-1], p.lnb[-1],
+    ]  # fmt: skip
+    header = torch.zeros(256, dtype=torch.int32)
+    header[:8] = torch.tensor([20240326, 3 if dtype == torch.float32 else 5, T, V, L, 1, C, rows])
+    words = torch.int32 if dtype == torch.float32 else torch.int16
+    body = [t.contiguous().to(dtype).view(words).numpy().tobytes() for t in tensors]
+    return header.numpy().tobytes() + b"".join(body)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """(configuration, parameters, a run that has them)."""
+    config = config_of()
+    params = random_params(config)
+    checkpoint_of(tmp_path / "run", config, {"params": params})
+    return config, params, tmp_path / "run"
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_model_is_written_as_llm_c_writes_it(model, tmp_path, dtype, torch_dtype):
+    config, params, run = model
+    out = tmp_path / "out"
+    assert main(app, ["export", str(run), "--out", str(out), "--format", "llmc", "--dtype", dtype]) == 0
+    assert (out / "model.bin").read_bytes() == file_bytes(params, config, torch_dtype)
+
+
+@pytest.mark.parametrize("rows", [VP, V, 512])  # llm.c pads as we do; any other padding is as good
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_read_exactly(model, tmp_path, dtype, rows):
+    config, params, _ = model
+    (tmp_path / "model.bin").write_bytes(file_bytes(params, config, dtype, rows))
+    assert torch.equal(initial_weights(config_of(init_from=f"llmc:{tmp_path}/model.bin"))["params"], params.to(dtype))
+
+
+def test_bf16_files_give_a_bf16_run_their_own_bits(model, tmp_path):
+    config, params, _ = model
+    (tmp_path / "model.bin").write_bytes(file_bytes(params, config, torch.bfloat16))
+    packed = pack(llmc.read(str(tmp_path / "model.bin")), config_of(train=dict(dtype="bf16")))
+    assert torch.equal(packed["params"], params.bfloat16())
+
+
+def test_padding_is_left_out(model, tmp_path):
+    config, params, _ = model
+    data = np.frombuffer(bytearray(file_bytes(params, config, torch.float32)), np.float32)
+    data[256 + V * C : 256 + VP * C] = np.nan
+    (tmp_path / "model.bin").write_bytes(data.tobytes())
+    assert torch.equal(pack(llmc.read(str(tmp_path / "model.bin")), config)["params"], params)
+
+
+def test_one_format_becomes_another_without_a_run(model, tmp_path):
+    _, _, run = model
+    export(str(run), tmp_path / "a", "llmc", "fp32")
+    export(f"llmc:{tmp_path}/a/model.bin", tmp_path / "b", "hf", "fp32")
+    export(f"hf:{tmp_path}/b", tmp_path / "c", "llmc", "fp32")
+    assert (tmp_path / "a" / "model.bin").read_bytes() == (tmp_path / "c" / "model.bin").read_bytes()
+
+
+def with_header(data: bytes, **words: int) -> bytes:
+    """`data` with header[i] set for each i=value, given as w1=3."""
+    words_of = np.frombuffer(bytearray(data), np.int32)
+    for index, value in words.items():
+        words_of[int(index[1:])] = value
+    return words_of.tobytes()
+
+
+REFUSED = [
+    (lambda data: data[:1000], "not a model of llm.c, which starts with 20240326"),
+    (lambda data: with_header(data, w0=20240520), "not a model of llm.c"),
+    (lambda data: with_header(data, w1=2), r"version 2, expected 3 \(fp32\) or 5 \(bf16\); write it again"),
+    (lambda data: with_header(data, w6=60), "not a GPT-2 that fits here: block_size 16, vocab_size 300.* n_embd 60"),
+    (lambda data: with_header(data, w4=0), "not a GPT-2 that fits here"),
+    (lambda data: with_header(data, w4=3), "bytes, expected [0-9,]+ for the sizes in its header"),
+    (lambda data: with_header(data, w7=299), "for the sizes in its header; copy it again"),
+    (lambda data: data[:-4], "for the sizes in its header; copy it again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSED)
+def test_other_files_are_refused(model, tmp_path, damage, message):
+    config, params, _ = model
+    (tmp_path / "model.bin").write_bytes(damage(file_bytes(params, config, torch.float32)))
+    with pytest.raises(CheckpointError, match=message) as error:
+        llmc.read(str(tmp_path / "model.bin"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_and_another_model_are_refused(model, tmp_path):
+    config, params, _ = model
+    with pytest.raises(CheckpointError, match="cannot be read .No such file"):
+        llmc.read(str(tmp_path / "none.bin"))
+    (tmp_path / "model.bin").write_bytes(file_bytes(params, config, torch.float32))
+    with pytest.raises(CheckpointError, match="has n_layer 2, this run n_layer 3; set model.n_layer to 2"):
+        pack(llmc.read(str(tmp_path / "model.bin")), config_of(n_layer=3))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_the_tokenizer_file_holds_each_token_as_its_length_and_bytes(tmp_path, name):
+    tokenizer = get_tokenizer(name)
+    config = config_of(vocab_size=tokenizer.vocab_size, data=dict(tokenizer=name))
+    step_dir = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
+    export(str(step_dir), tmp_path / "out", "llmc", "bf16")
+    data = (tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()
+    header, at, tokens = np.frombuffer(data[:1024], np.uint32), 1024, []
+    while at < len(data):
+        tokens.append(data[at + 1 : at + 1 + data[at]])
+        at += 1 + data[at]
+    assert header[:4].tolist() == [20240328, 2, tokenizer.vocab_size, tokenizer.eot] and not header[4:].any()
+    assert len(tokens) == tokenizer.vocab_size and all(tokens)
+    assert b"".join(tokens[i] for i in tokenizer.encode("hello wörld")).decode() == "hello wörld"
+    assert name == "bytes" or tokens[50256] == b"<|endoftext|>"

@@ -1,0 +1,122 @@
+"""nanoGPT's checkpoints in: whole, compiled, without biases; nothing in them is executed."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt2_triton import nanogpt
+from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.sources import initial_weights
+from gpt2_triton.weights import by_name, pack
+from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, our_logits, random_params, token_ids
+
+
+@pytest.fixture
+def params():
+    return random_params(config_of())
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_a_checkpoint_is_read_exactly(params, tmp_path, prefix):
+    path = nanogpt_checkpoint(tmp_path, nanogpt_content(params, prefix))
+    assert torch.equal(initial_weights(config_of(init_from=f"nanogpt:{path}"))["params"], params)
+
+
+def test_without_biases_ours_are_zero(params, tmp_path):
+    read = by_name(
+        pack(nanogpt.read(nanogpt_checkpoint(tmp_path, nanogpt_content(params, bias=False))), config_of())["params"],
+        config_of().model,
+    )
+    original = by_name(params, config_of().model)
+    for name, view in read.items():
+        assert not view.any() if name.endswith(".bias") else torch.equal(view, original[name])
+
+
+def test_causal_masks_are_ignored_and_bf16_is_read_exactly(params, tmp_path):
+    saved = nanogpt_content(params)
+    saved["model"] = {name: t.bfloat16() for name, t in saved["model"].items()}
+    saved["model"]["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    assert torch.equal(
+        pack(nanogpt.read(nanogpt_checkpoint(tmp_path, saved)), config_of())["params"], params.bfloat16().float()
+    )
+
+
+def nanogpt_logits(state, ids, approximate):
+    """Logits after the last token, by nanoGPT's own formulas and names; one head."""
+    w = {name.removeprefix("transformer."): t for name, t in state.items()}
+
+    def norm(x, name):
+        return F.layer_norm(x, (64,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def linear(x, name):
+        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    x = w["wte.weight"][ids] + w["wpe.weight"]
+    for block in ("h.0", "h.1"):
+        q, k, v = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn").split(64, dim=-1)
+        x = x + linear(F.scaled_dot_product_attention(q, k, v, is_causal=True), f"{block}.attn.c_proj")
+        h = F.gelu(linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc"), approximate=approximate)
+        x = x + linear(h, f"{block}.mlp.c_proj")
+    return F.linear(norm(x, "ln_f"), w["lm_head.weight"])[0, -1].numpy()
+
+
+def test_its_logits_are_ours_up_to_the_other_gelu(params, tmp_path):
+    """1e-4 with GPT-2's GELU: two orders of summation, which came out 1e-6 apart.  2e-3 with erf: the two functions are
+    at most 5e-4 apart, and so were the logits.
+    """
+    saved, ids = nanogpt_content(params), token_ids(config_of())
+    ours = our_logits(config_of(), pack(nanogpt.read(nanogpt_checkpoint(tmp_path, saved)), config_of())["params"], ids)
+    for approximate, tolerance in (("tanh", 1e-4), ("none", 2e-3)):
+        theirs = nanogpt_logits(saved["model"], torch.from_numpy(ids.astype(np.int64)), approximate)
+        assert np.abs(ours - theirs).max() < tolerance and np.abs(theirs).max() > 1
+
+
+def drop(name):
+    return lambda saved: saved["model"].pop(name)
+
+
+REFUSED = [
+    (lambda saved: saved.pop("model_args"), "has no model and model_args"),
+    (lambda saved: saved["model_args"].pop("n_head"), "model_args have no n_head"),
+    (lambda saved: saved["model_args"].update(n_embd=60), "not a GPT-2 that fits here"),
+    (lambda saved: saved["model_args"].update(n_layer=3), "has no tensor h.2.attn.c_attn.bias"),
+    (lambda saved: saved["model_args"].update(n_layer=1), "h.1.attn.c_attn.bias belongs to no nanoGPT of 1 layers"),
+    (lambda saved: saved["model_args"].update(bias=False), None),  # biases that are there are taken
+    (drop("transformer.h.0.ln_1.bias"), "has no tensor h.0.ln_1.bias"),
+    (lambda saved: saved["model"]["transformer.ln_f.bias"].fill_(float("inf")), "ln_f.bias has numbers that are not"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSED)
+def test_other_content_is_refused(params, tmp_path, damage, message):
+    saved = nanogpt_content(params)
+    damage(saved)
+    path = nanogpt_checkpoint(tmp_path, saved)
+    if message is None:
+        assert torch.equal(pack(nanogpt.read(path), config_of())["params"], params)
+        return
+    with pytest.raises(CheckpointError, match=message) as error:
+        pack(nanogpt.read(path), config_of())
+    assert "\n" not in str(error.value)
+
+
+class Malice:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_a_pickle_that_would_run_something_is_refused_unrun(params, tmp_path, capsys):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        nanogpt.read(nanogpt_checkpoint(tmp_path, nanogpt_content(params) | {"config": Malice()}))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("data", [b"", b"not a pickle", b"PK\x03\x04 half a zip"])
+def test_files_that_are_no_checkpoint_are_refused(tmp_path, data):
+    (tmp_path / "ckpt.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match="cannot be read .*expected nanoGPT's ckpt.pt") as error:
+        nanogpt.read(str(tmp_path / "ckpt.pt"))
+    assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError, match="cannot be read .*No such file"):
+        nanogpt.read(str(tmp_path / "none.pt"))

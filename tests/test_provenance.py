@@ -1,0 +1,36 @@
+"""run.json says which code, packages, device, plan and schedule a run's numbers come from."""
+
+import subprocess
+
+from gpt2_triton.provenance import describe, git_state
+from tests.tiny import tiny_config
+
+
+def git(directory, *words):
+    subprocess.run(["git", "-C", directory, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+
+
+def test_the_commit_and_whether_tracked_files_differ_from_it(tmp_path):
+    assert git_state(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    (tmp_path / "__init__.py").write_text("")
+    assert git_state(tmp_path) is None  # not tracked: somebody else's checkout around an installed package
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    (tmp_path / "notes.txt").write_text("untracked files do not count")
+    assert git_state(tmp_path) == {"commit": head, "dirty": False}
+    (tmp_path / "__init__.py").write_text("1")
+    assert git_state(tmp_path) == {"commit": head, "dirty": True}
+
+
+def test_a_start_is_described():
+    config = tiny_config(train=dict(steps=10, total_batch_tokens=64), optim=dict(schedule="cosine", final_frac=0.1))
+    about = describe(config, arena_bytes=1234, device="a GPU", after_step=5)
+    assert about["plan"] == {"arena_bytes": 1234, "recompute": "gelu", "parameters": config.n_params}
+    assert {"torch", "triton", "numpy", "python", "gpt2_triton"} <= about["packages"].keys()
+    assert (about["device"], about["after_step"]) == ("a GPU", 5)
+    assert about["schedule"] == {
+        "steps": 10, "tokens": 640, "tokens_per_step": 64, "micro_batch": 2, "accumulation": 2,
+        "learning_rate": "cosine", "peak_lr": 1e-3, "warmup": 0, "final_lr": 1e-4,
+    }  # fmt: skip

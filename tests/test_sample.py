@@ -1,0 +1,161 @@
+"""Texts: the same tokens as a full forward pass for every token, windows that slide, batches, seeds, streaming."""
+
+import io
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gpt2_triton.kernels as K
+from gpt2_triton import checkpoint, decoding, sample, schedule
+from gpt2_triton.data.tokenizer import ByteTokenizer
+from gpt2_triton.model import GPT2
+from tests.conftest import DEVICE
+from tests.kernels.test_draw import kept, scores
+from tests.tiny import tiny_config, tiny_model
+
+PROMPT = [72, 101, 108, 108, 111]
+GREEDY, PLAIN, CUT = (0.0, 0, 1.0), (1.0, 0, 1.0), (0.8, 20, 0.9)  # temperature, top_k, top_p
+
+
+def randomised(model: GPT2) -> GPT2:
+    """Weights with which no token is certain, nor all alike, and the layers say more than the last token does."""
+    generator = torch.Generator().manual_seed(0)
+    model.state.params.copy_(0.2 * torch.randn(model.state.params.shape, generator=generator))
+    model.full.w.wte.mul_(0.5)
+    model.full.w.lnw.fill_(1.0)
+    return model
+
+
+def decoder(texts: int = 1, **sections) -> GPT2:
+    batch = -(-texts // 16)
+    return randomised(GPT2(tiny_config(**sections), K, DEVICE, batch=batch, training=False, texts=texts))
+
+
+def generated(model: GPT2, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:
+    """Tokens of each text."""
+    return [list(text) for text in zip(*decoding.generate(model, prompt, count, seeds, *how))]
+
+
+def window(text: list[int], prompt: int, T: int) -> list[int]:
+    """What the model sees of a text by the rule in decoding.py: all, until it is T + 1 long; then the newest T // 2
+    and what follows, until that is T + 1 long.
+    """
+    begin = 0
+    for length in range(prompt, len(text) + 1):
+        if length - begin > T:
+            begin = length - T // 2
+    return text[begin:]
+
+
+def by_full_forward(model: GPT2, count: int, how: tuple, seed: int, prompt=PROMPT) -> list[int]:
+    """Every token from the training kernels' forward pass over its whole window, and numpy's draw."""
+    text, (temperature, top_k, top_p) = list(prompt), how
+    v = model.view(1, model.T)
+    for drawn in range(count):
+        seen = window(text, len(prompt), model.T)
+        ids = np.zeros((1, model.T), np.int32)
+        ids[0, : len(seen)] = seen
+        v.ids.copy_(torch.from_numpy(ids))
+        for phase in (schedule.embed, schedule.block, schedule.final_norm):
+            phase(K, v)
+        z = (v.a.lnf[len(seen) - 1].double() @ v.w.wte.double().T)[: v.V].cpu().numpy()
+        if temperature:
+            z = np.where(kept(z, temperature, top_k, top_p), scores(z, seed, drawn, temperature), -np.inf)
+        text.append(int(z.argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("how,count", [(GREEDY, 15), (PLAIN, 14), (CUT, 13)], ids=["greedy", "plain", "cut"])
+def test_tokens_are_those_of_a_full_forward_pass(how, count):
+    """In fp32, from the cache, and across the beginning of a new window, at the 13th token."""
+    model = decoder()
+    got = generated(model, count, how, seeds=[5])
+    assert got == [by_full_forward(model, count, how, seed=5)]
+    assert len(set(got[0])) > 3  # a rule that repeats the last token would not pass
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_prompts_of_any_length(length):
+    """One token, which needs no prompt pass; up to, at and beyond the window of 16."""
+    model, prompt = decoder(), [7 * i % 256 for i in range(length)]
+    assert generated(model, 4, GREEDY, prompt=prompt) == [by_full_forward(model, 4, GREEDY, 0, prompt)]
+
+
+def test_a_text_depends_on_its_seed_and_not_on_its_batch():
+    """14 tokens: past the point where each text begins a window of its own."""
+    together = generated(decoder(3), 14, PLAIN, seeds=[1, 2, 3])
+    assert together[1:] == [generated(decoder(), 14, PLAIN, seeds=[seed])[0] for seed in (2, 3)]
+    assert all(a != b for a, b in itertools.combinations(together, 2))
+
+
+def test_more_texts_than_the_window_is_long():
+    """Rows of a step are sequences, those of a prompt tokens: neither bounds the other."""
+    texts = generated(decoder(18), 2, PLAIN, seeds=range(18))
+    assert len(texts) == 18 and texts[:1] == generated(decoder(), 2, PLAIN, seeds=[0])
+
+
+def test_a_sample_in_a_training_run_is_that_of_its_weights_and_harms_nothing():
+    """In the arena of training, over what the backward pass uses: the same text, and the next step the same bits."""
+    from tests.test_schedule import train_steps
+
+    sampling, plain = tiny_model(sample=dict(every=1))[0], tiny_model()[0]
+    assert train_steps(sampling, 1) == train_steps(plain, 1)
+    alone = decoder()
+    alone.state.params.copy_(sampling.state.params)
+    assert generated(sampling, 5, GREEDY) == generated(alone, 5, GREEDY)
+    assert train_steps(sampling, 1) == train_steps(plain, 1)
+    assert torch.equal(sampling.state.params, plain.state.params)
+
+
+def test_a_cache_costs_training_nothing_where_the_backward_pass_needs_more():
+    """16 KiB of cache in the 2 x 16 x 4 x 64 floats of dfch, which die when the step ends."""
+    model, without = tiny_model(sample=dict(every=1))[0], tiny_model()[0]
+    assert model.plan.by_kind()["decoding"] > 16_384
+    assert model.plan.total - without.plan.total < 4096
+
+
+# ---- text ----
+
+
+def test_pieces_end_between_characters_and_add_up():
+    tokenizer, text = ByteTokenizer(), "a–é\N{GRINNING FACE}z"
+    got = list(sample.pieces(tokenizer, tokenizer.encode(text).tolist()))
+    assert got == ["a", "–", "é", "\N{GRINNING FACE}", "z", ""]
+    cut = tokenizer.encode(text).tolist()[:-2]
+    assert "".join(sample.pieces(tokenizer, cut)) == tokenizer.decode(cut)  # half a character at the end
+    noise = np.random.default_rng(0).integers(0, 256, 300).tolist()
+    assert "".join(sample.pieces(tokenizer, noise)) == tokenizer.decode(noise)
+
+
+@pytest.fixture(scope="module")
+def step_dir(tmp_path_factory) -> Path:
+    model = decoder()
+    state = dict(config=model.config.to_dict(), data="", step=1, sample=0)
+    return checkpoint.save(tmp_path_factory.mktemp("run"), 1, dict(params=model.state.params.cpu()), state, 1, 0)
+
+
+def test_one_text_appears_as_it_is_decoded(step_dir, monkeypatch):
+    """Each piece is written before the steps after the ones in flight have been launched."""
+    written, launched = [], []
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "write", lambda s: written.append((len(launched), s)))
+    launch = GPT2.decode
+    monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
+    sample.sample_text(step_dir, "Hello", 12, *GREEDY, seed=3, num=1, batch=64)
+    pieces = [(at, s) for at, s in written if s]
+    assert pieces[0] == (0, "Hello") and pieces[1][0] <= decoding.LATE + 3 and pieces[-1][1] == "\n"
+    assert len(pieces) > 4
+
+
+def test_texts_of_several_batches_are_in_order_and_those_printed_alone(step_dir, capsys):
+    """5 texts, 2 at once: text i is the one that seed + i writes alone; the rate is on stderr."""
+    sample.sample_text(step_dir, "Hello", 3, *PLAIN, seed=3, num=5, batch=2)
+    out, err = capsys.readouterr()
+    assert err.startswith("15 tokens in ")
+    for seed in range(3, 8):
+        sample.sample_text(step_dir, "Hello", 3, *PLAIN, seed=seed, num=1, batch=64)
+    assert out == capsys.readouterr().out

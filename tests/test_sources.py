@@ -1,0 +1,51 @@
+"""Every kind of source gives a configuration and weights that run."""
+
+import pytest
+import torch
+
+from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.cli import main
+from gpt2_triton.commands import app
+from gpt2_triton.export import export
+from gpt2_triton.sources import load_weights
+from tests.foreign import checkpoint_of, config_of, nanogpt_checkpoint, nanogpt_content, random_params
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """The same weights as a run, a step, Hugging Face's and llm.c's files."""
+    config = config_of(vocab_size=256)
+    step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
+    for kind in ("hf", "llmc"):
+        export(str(step), tmp_path / kind, kind, "fp32")
+    return [tmp_path / "run", step, tmp_path / "hf", f"hf:{tmp_path}/hf", f"llmc:{tmp_path}/llmc/model.bin"]
+
+
+def test_each_has_the_same_weights_and_a_fitting_configuration(sources):
+    for source, dtype in zip(map(str, sources), ["fp32", "fp32", "bf16", "bf16", "bf16"]):
+        config, tensors = load_weights(source)
+        assert config.train.dtype == dtype
+        assert config.model == config_of(vocab_size=256).model
+        assert config.data.tokenizer == "bytes" and config.train.seq_len == 16
+        assert torch.equal(tensors["params"], random_params(config_of(vocab_size=256)))
+
+
+def test_samples_come_from_each(sources, capsys):
+    texts = []
+    for source in map(str, sources[2:]):
+        assert main(app, ["sample", source, "--prompt", "qz", "--tokens", "2", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out.rpartition("qz")[2])
+    assert texts[0].strip("\n") and texts == texts[:1] * 3
+
+
+def test_what_cannot_run_is_refused(tmp_path):
+    path = nanogpt_checkpoint(tmp_path, nanogpt_content(random_params(config_of())))
+    with pytest.raises(CheckpointError, match="no tokenizer is known for 300 tokens"):
+        load_weights(f"nanogpt:{path}")
+    config = config_of(vocab_size=256, n_embd=192, n_head=3)
+    step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
+    export(str(step), tmp_path / "hf", "hf", "bf16")
+    text = (tmp_path / "hf" / "config.json").read_text()
+    (tmp_path / "hf" / "config.json").write_text(text.replace('"n_head": 3', '"n_head": 6'))
+    with pytest.raises(CheckpointError, match="does not run here: .*head size n_embd / n_head is 32"):
+        load_weights(f"hf:{tmp_path}/hf")

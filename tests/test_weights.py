@@ -1,0 +1,61 @@
+"""Bits of weights: the integer split is that of the kernels, the table of names covers every parameter once."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gpt2_triton.kernels.master import join_master, split_master
+from gpt2_triton.weights import by_name
+from gpt2_triton.weights import from_bf16 as host_from_bf16
+from gpt2_triton.weights import join_master as host_join
+from gpt2_triton.weights import round_bf16 as host_round
+from gpt2_triton.weights import split_master as host_split
+from tests.conftest import DEVICE
+from tests.foreign import config_of
+
+
+@triton.jit
+def _split_and_join(w_ptr, high_ptr, low_ptr, again_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    high, low = split_master(tl.load(w_ptr + at))
+    tl.store(high_ptr + at, high)
+    tl.store(low_ptr + at, low)
+    tl.store(again_ptr + at, join_master(high, low))
+
+
+@pytest.fixture
+def values():
+    """1024 numbers of both signs: every ending of the lower half that matters, and any other."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 1024, np.uint64).astype(np.uint32) & 0xBFFFFFFF
+    bits[:256] = (
+        bits[:256] & 0xFFFF0000 | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)[np.arange(256) % 6]
+    )
+    return bits.view(np.float32)
+
+
+def test_the_split_is_that_of_the_kernels(values):
+    w = torch.from_numpy(values).to(DEVICE)
+    high, low, again = (torch.empty(1024, dtype=d, device=DEVICE) for d in (torch.bfloat16, torch.int16, torch.float32))
+    _split_and_join[(1,)](w, high, low, again, N=1024)
+    ours_high, ours_low = host_split(values)
+    assert np.array_equal(ours_high, high.cpu().view(torch.int16).numpy())
+    assert np.array_equal(ours_low, low.cpu().numpy())
+    assert np.array_equal(host_join(ours_high, ours_low).view(np.int32), again.cpu().view(torch.int32).numpy())
+    assert np.array_equal(host_join(ours_high, ours_low).view(np.int32), values.view(np.int32))
+
+
+def test_rounding_is_that_of_torch(values):
+    expected = torch.from_numpy(values).bfloat16()
+    assert np.array_equal(host_round(values), expected.view(torch.int16).numpy())
+    assert np.array_equal(host_from_bf16(host_round(values)), expected.float().numpy())
+
+
+def test_names_cover_every_parameter_once():
+    config = config_of()
+    flat = torch.zeros(config.n_params)
+    for view in by_name(flat, config.model).values():
+        view.add_(1)
+    start, end = 300 * 64, config.padded_vocab * 64
+    assert (flat[:start] == 1).all() and (flat[start:end] == 0).all() and (flat[end:] == 1).all()
