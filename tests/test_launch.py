@@ -1,4 +1,4 @@
-"""How several ranks are started: torchrun's and SLURM's environments, two torchrun agents as two nodes, the batch script."""
+"""How several ranks are started: torchrun's and SLURM's environments, two agents as two nodes, the batch script."""
 
 import json
 import os
