@@ -6,8 +6,8 @@ N GPUs, each bucket of b bytes, ring algorithms: reduce-scatter of fp32 gradient
     (N - 1) / N * b / link + (N - 1) * hop    each
 Of that the backward pass hides what is sent before its end, the forward pass what arrives before its layer is due:
     exposed = max(scatter of all - backward, scatter of layer 0)  + max(gather of the layers - forward, 0)
-with two thirds of a step on one GPU for the backward and one for the forward pass.  Computation is taken as proportional
-to the tokens, which flatters small batches.
+with two thirds of a step on one GPU for the backward and one for the forward pass.  Computation is taken as
+proportional to the tokens, which flatters small batches.
 """
 
 import argparse
@@ -27,8 +27,8 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size("124M", 12, 7_077_888, 39_419_904, 624e3, 64 * 1024, 524_288),
-    Size("1558M", 48, 30_720_000, 82_124_800, 51e3, 16 * 1024, 1_048_576),
+    Size("124M", 12, 7_077_888, 39_419_904, 631e3, 64 * 1024, 524_288),
+    Size("1558M", 48, 30_720_000, 82_124_800, 52.8e3, 16 * 1024, 1_048_576),
 )
 
 

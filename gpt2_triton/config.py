@@ -37,12 +37,42 @@ class Section(BaseModel):
         return value
 
 
+# llm.c's descriptors: layers, channels, heads, longest sequence.  GPT-3's are dense here, as in llm.c.
+_GPT2 = {
+    6: (384, 6), 12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25), 60: (1920, 30), 72: (2880, 30),
+    84: (3456, 36),
+}  # fmt: skip
+_GPT3 = {
+    384: (6, 6), 768: (12, 12), 1024: (24, 16), 1536: (24, 16), 2048: (24, 16), 2560: (32, 32), 4096: (32, 32),
+    12288: (96, 96),
+}  # fmt: skip
+SIZES = {f"d{layers}": (layers, width, heads, 1024) for layers, (width, heads) in _GPT2.items()}
+SIZES |= {f"gpt3:c{width}": (layers, width, heads, 2048) for width, (layers, heads) in _GPT3.items()}
+SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
+
+
 class ModelConfig(Section):
+    size: str | None = Field(None, exclude=True, description="d6 to d84 or gpt3:c384 to gpt3:c12288, for four of these")
     n_layer: int = Field(12, ge=1, description="transformer layers")
     n_head: int = Field(12, ge=1, description="attention heads; n_embd / n_head is 64, 80, 96 or 128")
     n_embd: int = Field(768, ge=1, multiple_of=16, description="channels of the residual stream")
     vocab_size: int = Field(50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens")
     block_size: int = Field(1024, ge=1, description="longest sequence: rows of the position embedding")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_size(cls, values: Any) -> Any:
+        """`size` becomes the keys it stands for; block_size alone may say otherwise."""
+        if not isinstance(values, dict) or values.get("size") in (None, "null"):
+            return values
+        size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
+        if size not in SIZES:
+            raise ValueError(f"unknown size {size}; known are {', '.join(SIZES)}")
+        known = dict(zip(SIZE_KEYS, SIZES[size], strict=True))
+        for key in SIZE_KEYS[:3]:
+            if str(given.get(key, known[key])) != str(known[key]):
+                raise ValueError(f"size {size} has {key} {known[key]}, and {key} says {given[key]}; remove one")
+        return known | given
 
     @property
     def padded_vocab(self) -> int:
@@ -51,9 +81,9 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train: str = Field(
-        "data/fineweb10B/fineweb_train_*.bin", min_length=1, description="training shards: path, pattern or builtin"
+        "data/fineweb10B/train_*.bin", min_length=1, description="training shards: path, pattern or builtin"
     )
-    val: str = Field("data/fineweb10B/fineweb_val_*.bin", min_length=1, description="validation shards: the same")
+    val: str = Field("data/fineweb10B/val_*.bin", min_length=1, description="validation shards: the same")
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
 

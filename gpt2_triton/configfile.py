@@ -13,13 +13,15 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from gpt2_triton.config import Config, ConfigError, Disagreement, options
+from gpt2_triton.config import SIZE_KEYS, Config, ConfigError, Disagreement, options
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top."""
     tree, lines = _read_yaml(Path(path))
     given = dict(overrides or {})
+    if "model.size" in given and isinstance(tree.get("model"), dict):
+        tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}
     for key, value in given.items():
         section, dot, name = key.partition(".")
         if not dot:

@@ -45,7 +45,8 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     """
     device = device_name()
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local % torch.cuda.device_count())  # SLURM may show each process its own GPU only
     world = World(device, config.parallel.timeout)
     crew = world.crew("trainer")
     run_dir = Path(crew.first(lambda: str(run_dir)))
@@ -81,13 +82,14 @@ class Trainer:
         self.context_bytes = self._used_bytes()
         self.stopped_by, self.signalled, self.stop_agreed = 0, 0.0, False
         self.notes: list[str] = []
-        train_shards, val_shards = self._open_data()
-        self.data = fingerprint(train_shards)
-        self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
-        tensors = self._load(found) if found else initial_weights(config)
-        if config.sample.every:
-            get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
-        self.questions = hellaswag.questions_of_run(config)
+        with self.pulse.during("loading"):
+            train_shards, val_shards = self._open_data()
+            self.data = fingerprint(train_shards)
+            self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
+            tensors = self._load(found) if found else initial_weights(config)
+            if config.sample.every:
+                get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
+            self.questions = hellaswag.questions_of_run(config)
         self.loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
         self.validation = (
             ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None

@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from gpt2_triton import configfile
-from gpt2_triton.config import Config, ConfigError, MemoryConfig, options
+from gpt2_triton.config import SIZES, Config, ConfigError, MemoryConfig, options
 from gpt2_triton.configfile import load_config
 from gpt2_triton.tables import LEVELS
 
@@ -138,7 +138,7 @@ def test_merge_keys_are_not_duplicates(tmp_path):
 
 
 def test_the_keys_are_those_that_users_have_in_their_files():
-    assert [key for key, _ in options()] == KEYS
+    assert [key for key, field in options() if not field.exclude] == KEYS
     assert all(field.description for _, field in options())
 
 
@@ -184,3 +184,42 @@ def _empty(directory):
     path = directory / "empty.yaml"
     path.write_text("")
     return path
+
+
+@pytest.mark.parametrize("size", sorted(SIZES))
+def test_a_size_stands_for_its_keys(size, tmp_path):
+    (tmp_path / "x.yaml").write_text(f"model:\n  size: {size}\n")
+    config = load_config(tmp_path / "x.yaml")
+    m = config.model
+    assert (m.n_layer, m.n_embd, m.n_head, m.block_size) == SIZES[size]
+    assert "size" not in config.to_dict()["model"]
+    (tmp_path / "resolved.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_sizes_have_gpt2s_parameters():
+    """llm.c counts 124.5M, 354.9M, 774.7M and 1558.9M with the vocabulary padded to 50304."""
+    found = [Config.model_validate({"model": {"size": f"d{d}"}}).n_params for d in (12, 24, 36, 48)]
+    assert [round(n / 1e6, 1) for n in found] == [124.5, 354.9, 774.1, 1557.7]
+
+
+def test_a_size_on_the_command_line_replaces_the_files_keys(tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        "model:\n  n_layer: 2\n  n_head: 1\n  n_embd: 64\n  vocab_size: 300\ndata: {tokenizer: bytes}\n"
+    )
+    m = load_config(tmp_path / "x.yaml", {"model.size": "d12", "model.block_size": "2048"}).model
+    assert (m.n_layer, m.n_embd, m.n_head, m.block_size, m.vocab_size) == (12, 768, 12, 2048, 300)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("size: d13", "unknown size d13; known are d6, d12"),
+        ("size: d12\n  n_layer: 3", "size d12 has n_layer 12, and n_layer says 3; remove one"),
+    ],
+)
+def test_a_wrong_size_is_one_line(tmp_path, model, message):
+    (tmp_path / "x.yaml").write_text(f"model:\n  {model}\n")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(tmp_path / "x.yaml")
+    assert len(str(error.value).splitlines()) == 1

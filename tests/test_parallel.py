@@ -82,8 +82,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("n, zero, sections", [
-    (2, 0, {}), (2, 1, {}), (2, 2, {}), (4, 1, {}), (3, 2, dict(train=dict(batch_size=2))),
-    (2, 1, dict(train=dict(batch_size=3))),
+    (2, 0, {}), (2, 2, {}), (4, 1, {}), (3, 2, dict(train=dict(batch_size=2))), (2, 1, dict(train=dict(batch_size=3))),
 ])  # fmt: skip
 def test_any_number_of_ranks_at_any_stage_is_the_run_of_one(alone, tmp_path, n, zero, sections):
     """Also where ranks divide no tensor, where micro-steps add up, and where a layer is computed again; hash_state

@@ -79,8 +79,12 @@ def test_candidates_begin_with_the_current_row_and_leave_alone_what_all_gpus_sha
         assert set(row) <= {*PARAMETERS[op], *tuned.OPTIONS}
 
 
-def test_every_row_of_bf16_is_tuned_but_those_of_wide_heads():
-    assert set(candidates.SPACE) == {op for op in PARAMETERS if not (op.startswith("attention") and "wide" in op)}
+DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "draw"}  # no part of a training step
+TRAINING = [op for op in PARAMETERS if op not in DECODING]
+
+
+def test_every_row_of_bf16_is_tuned_but_those_of_wide_heads_and_of_decoding():
+    assert set(candidates.SPACE) == {op for op in TRAINING if not (op.startswith("attention") and "wide" in op)}
 
 
 def test_only_chooses_operations_and_families(monkeypatch):
@@ -230,14 +234,14 @@ def test_a_step_that_is_stopped_at_gives_the_bytes_of_one_that_is_not(tiny):
 
     calls.model_of = model_of  # `tiny` puts it back
     with calls.asked_rows() as rows:
-        tries = {op: [rows[op, "bf16"], dict(rows[op, "bf16"])] for op in PARAMETERS}
+        tries = {op: [rows[op, "bf16"], dict(rows[op, "bf16"])] for op in TRAINING}
 
         def step(size, on_call):
             calls.stopped_step(size, 2, rows, on_call)
 
         search = tune.Search(rows, tries, 1, tune.Progress()).run(["d12"], step)
     assert not search.dropped
-    assert {op for op, times in search.times.items() if not times} == {op for op in PARAMETERS if "wide" in op}
+    assert {op for op, times in search.times.items() if not times} == {op for op in TRAINING if "wide" in op}
     for name, flat in model.persistent().items():
         assert torch.equal(flat, stopped["model"].persistent()[name]), name
     assert torch.equal(model.state.stats, stopped["model"].state.stats)

@@ -1,0 +1,100 @@
+"""Kernels bound by memory move 16 bytes a thread and instruction (what llm.c's Packed128 is for), read from SASS.
+
+python -m tests.kernels.test_wide_accesses       kernel, accesses of global memory by their bits
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.test_tables_compile import Device, calls
+
+KERNELS = {
+    "adamw": "_adamw_kernel",
+    "encoder_fwd": "_encoder_fwd_kernel",
+    "layernorm_fwd": "_layernorm_fwd_kernel",
+    "layernorm_bwd": "_layernorm_bwd_kernel",
+    "sum_squares": "_sum_squares_kernel",
+}
+
+
+def accesses(cubin: bytes) -> Counter[int]:
+    """Global loads, stores and copies to shared memory in a kernel, by bits."""
+    import triton
+
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cubin)
+        file.flush()
+        sass = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    found = Counter[int]()
+    for words in re.findall(r"\b(?:LDGSTS|LDG|STG)\b((?:\.\w+)*)", sass):
+        bits = re.findall(r"\.[US]?(8|16|64|128)\b", words)
+        found[int(bits[-1]) if bits else 32] += 1
+    return found
+
+
+def print_accesses() -> None:
+    """One JSON object: kernel -> bits -> accesses, of every form that is launched at C 768 and 1600."""
+    from types import SimpleNamespace
+
+    import torch
+    from triton import knobs
+    from triton.runtime import driver
+
+    from gpt2_triton import kernels as K
+    from gpt2_triton.kernels import compiling, tuned
+
+    found: dict[str, list[Counter[int]]] = {}
+
+    class Recorder(Device):
+        def load_binary(self, name, kernel, shared, device):
+            found.setdefault(name, []).append(accesses(kernel))
+            return super().load_binary(name, kernel, shared, device)
+
+    driver.set_active(Recorder("h200"))
+    torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    tuned.table_name = lambda: "h200"
+    knobs.compilation.always_compile = True
+    with compiling():
+        for launcher, arguments in calls("bf16", False):
+            if launcher.__name__ in KERNELS:
+                launcher(*arguments)
+        K.sum_squares(torch.empty(1), torch.empty(4096), torch.empty(1 << 22))
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found():
+    """In a process of its own, as this one's kernels may belong to the interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_wide_accesses"],
+        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("launcher", KERNELS)
+def test_bytes_move_16_at_a_time(found, launcher):
+    """All but numbers of a row (mean, rstd, token) or of a step (rate, clip factor), which are 4 bytes: at most 8 such
+    accesses in a kernel, a seventh of the bits.
+    """
+    assert found[KERNELS[launcher]]
+    for form in found[KERNELS[launcher]]:
+        bits = {int(width): int(width) * n for width, n in form.items()}
+        assert bits[128] / sum(bits.values()) > 0.85, form
+        assert sum(form.values()) - form["128"] <= 8, form
+
+
+if __name__ == "__main__":
+    print_accesses()
