@@ -106,7 +106,8 @@ def test_numbers_pass_between_ranks_as_they_are():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two agents would each take GPU 0")
 def test_two_torchrun_agents_are_two_nodes(tmp_path):
     """One process each, as on two hosts; the losses are those of the recipe on one rank."""
-    options = "--train.steps 2 --optim.warmup 1 --train.seq_len 32 --model.block_size 32 --eval.every 0"
+    options = "--train.steps 2 --train.seq_len 32 --model.block_size 32 --optim.warmup 1 --eval.every 0"
+    options += " --sample.every 0"
     train = ["train.py", "configs/quickstart.yaml", *options.split(), "--run_dir"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "test"]
@@ -115,7 +116,7 @@ def test_two_torchrun_agents_are_two_nodes(tmp_path):
     agents = [subprocess.Popen(c, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) for c in commands]
     assert [agent.wait(60) for agent in agents] == [0, 0], [agent.stderr.read() for agent in agents]
     subprocess.run([sys.executable, *train, str(tmp_path / "one")], cwd=ROOT, env=env, check=True)
-    one, two = ([json.loads(line)["loss"] for line in open(tmp_path / run / "metrics.jsonl")] for run in ("one", "two"))
+    one, two = ([r["loss"] for r in read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("one", "two"))
     assert len(one) == 2 and two == pytest.approx(one, rel=2e-6)
 
 
