@@ -1,5 +1,8 @@
 """Checkpoints that survive any crash: RUN/checkpoints/step_NNNNNNNN/ with one safetensors file a rank and a manifest.
 
+Each rank writes its share of every tensor, rank 0 the rest, once all shares are on disk; state.json says which stretch
+of the flat order lies where, so that any number of ranks can read what any other number wrote.
+
 A checkpoint is written into a hidden directory beside its place, every file synced, and then put in place by one
 rename: it is there whole or not at all.  manifest.json holds the size and sha256 of the other files, so a flipped bit
 is noticed; safetensors itself would load it.  Older checkpoints go only after the new one is in place.  Nothing is ever
@@ -23,15 +26,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt2_triton.checks import lack_of_room, not_finite
+from gpt2_triton.crew import ALONE, Crew
+from gpt2_triton.shares import join, tile
 
 FORMAT = 2  # 1 had no window of losses and norms
-TENSORS, STATE, MANIFEST = "rank_00000.safetensors", "state.json", "manifest.json"
+STATE, MANIFEST = "state.json", "manifest.json"
+TENSORS = "rank_00000.safetensors"  # those of a run on one GPU
 _STEP = re.compile(r"step_([0-9]{8,})")
+_RANK = re.compile(r"rank_[0-9]{5}\.safetensors")
 _HIDDEN = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # being written or deleted by that process
 
 # What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
 # compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.
-FREE_SECTIONS = {"optim", "memory", "eval", "sample", "checkpoint", "log"}
+FREE_SECTIONS = {"optim", "memory", "eval", "sample", "checkpoint", "log", "parallel", "debug"}
 FREE_KEYS = {"data.train", "data.val", "train.steps", "train.batch_size", "init_from"}
 FREE_KEYS |= {"train.skip_limit", "train.skip_loss_z", "train.skip_norm_z", "train.rewind_after"}
 FATAL_KEYS = {"optim.master"}  # what its section does not free: it decides which tensors there are
@@ -47,42 +54,82 @@ class CheckpointError(ValueError):
 
 
 def save(
-    directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int, major: int, back: int = 0
+    directory: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    keep: int,
+    major: int,
+    back: int = 0,
+    crew: Crew = ALONE,
 ) -> Path:
     """Write the checkpoint of `step` under `directory`; then keep the `keep` newest (0: all), multiples of `major`, and
     the last two multiples of `back` (0: none), which a rewind may go back to.
 
-    Returns its path; if it is there already and verifies, nothing is written.  A failure is OSError or SafetensorError.
+    All ranks of the crew call it, each with its share in `tensors` and, if there are several, with the share's spans
+    in state["shares"].  Returns its path; if it is there already and verifies, nothing is written.  A failure is
+    OSError or SafetensorError, on every rank.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(directory)
     target = directory / f"step_{step:08d}"
-    if not target.exists() or verify(target):
-        _write(target, tensors, state)
-        _prune(directory, step, keep, major, back)
+    temporary = crew.first(lambda: _begin(directory, target, tensors, crew.size))
+    if temporary:
+        _write(target, Path(temporary), tensors, state, crew)
+        crew.first(lambda: _prune(directory, step, keep, major, back))
     return target
 
 
-def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    if lack := lack_of_room(target.parent, tensors):
+def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], shares: int) -> str | None:
+    """The directory to write into; None if the checkpoint is there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(directory)
+    if target.exists() and not verify(target):
+        return None
+    if lack := lack_of_room(directory, tensors, shares):
         raise OSError(errno.ENOSPC, lack)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     temporary.mkdir()
+    return str(temporary)
+
+
+def _write(target: Path, temporary: Path, tensors: dict[str, Tensor], state: dict[str, Any], crew: Crew) -> None:
     try:
-        save_file(tensors, temporary / TENSORS)
-        (temporary / STATE).write_text(json.dumps({"format": FORMAT} | state, indent=1), encoding="utf-8")
-        manifest = {name: _fingerprint(temporary / name) for name in (TENSORS, STATE)}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            sync(path)
-        if target.exists():
-            _discard(target)  # it does not verify
-        os.rename(temporary, target)
+        name, error = tensors_name(crew.rank), None
+        written: dict[str, Any] = {"spans": state.get("shares")}
+        try:
+            save_file(tensors, temporary / name)
+            sync(temporary / name)
+            written |= _fingerprint(temporary / name)
+        except (OSError, SafetensorError) as raised:
+            error, written["error"] = raised, f"rank {crew.rank}: {raised}"
+        everyone = crew.all(written)
+        if failed := [entry["error"] for entry in everyone if "error" in entry]:
+            raise error or OSError(failed[0])
+        crew.first(lambda: _finish(target, temporary, state, everyone))
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if crew.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _finish(target: Path, temporary: Path, state: dict[str, Any], written: list[dict[str, Any]]) -> None:
+    """Rank 0's part: the other two files, and the rename."""
+    spans = [entry.pop("spans") for entry in written]
+    state = {"format": FORMAT} | state | ({"shares": spans} if len(spans) > 1 else {})
+    (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    manifest = {tensors_name(rank): entry for rank, entry in enumerate(written)}
+    manifest[STATE] = _fingerprint(temporary / STATE)
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in (temporary / STATE, temporary / MANIFEST, temporary):
+        sync(path)
+    if target.exists():
+        _discard(target)  # it does not verify
+    os.rename(temporary, target)
     sync(target.parent)
     sync(target.parent.parent)  # the first save of a run made target.parent
+
+
+def tensors_name(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
 
 
 def require_room(directory: Path, tensors: dict[str, Tensor]) -> None:
@@ -142,8 +189,8 @@ def discard_after(directory: Path, step: int) -> None:
 class Saver:
     """Writes checkpoints in a thread.  If one cannot be written, the run goes on, with a warning."""
 
-    def __init__(self, directory: Path, keep: int, major: int, back: int = 0):
-        self._directory, self._keep, self._major, self._back = directory, keep, major, back
+    def __init__(self, directory: Path, keep: int, major: int, back: int = 0, crew: Crew = ALONE):
+        self._directory, self._keep, self._major, self._back, self._crew = directory, keep, major, back, crew
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -155,7 +202,7 @@ class Saver:
 
     def _save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         try:
-            save(self._directory, step, tensors, state, self._keep, self._major, self._back)
+            save(self._directory, step, tensors, state, self._keep, self._major, self._back, self._crew)
         except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
 
@@ -190,23 +237,26 @@ def _problems(step_dir: Path) -> Iterator[str]:
     if step_dir.is_symlink() or not step_dir.is_dir():
         yield "is missing or not a directory"
         return
-    for extra in sorted({path.name for path in step_dir.iterdir()} - {TENSORS, STATE, MANIFEST}):
+    found = {path.name for path in step_dir.iterdir()}
+    ranks = sum(_RANK.fullmatch(name) is not None for name in found)
+    files = [*(tensors_name(rank) for rank in range(max(ranks, 1))), STATE]
+    for extra in sorted(found - {*files, MANIFEST}):
         yield f"{extra}: does not belong there"
-    irregular = [n for n in (TENSORS, STATE, MANIFEST) if (step_dir / n).is_symlink() or not (step_dir / n).is_file()]
+    irregular = [n for n in (*files, MANIFEST) if (step_dir / n).is_symlink() or not (step_dir / n).is_file()]
     yield from (f"{name}: is missing or not a regular file" for name in irregular)
     if not irregular:
-        yield from _differences_from_manifest(step_dir)
+        yield from _differences_from_manifest(step_dir, files)
 
 
-def _differences_from_manifest(step_dir: Path) -> Iterator[str]:
+def _differences_from_manifest(step_dir: Path, files: list[str]) -> Iterator[str]:
     try:
         manifest = _read_json(step_dir / MANIFEST)
     except CheckpointError:
         manifest = {}
-    if manifest.keys() != {TENSORS, STATE} or not all(isinstance(entry, dict) for entry in manifest.values()):
-        yield f"{MANIFEST}: is not a JSON object about {TENSORS} and {STATE} and nothing else"
+    if manifest.keys() != set(files) or not all(isinstance(entry, dict) for entry in manifest.values()):
+        yield f"{MANIFEST}: is not a JSON object about {' and '.join(files)} and nothing else"
         return
-    for name in (TENSORS, STATE):
+    for name in files:
         for key, found in _fingerprint(step_dir / name).items():
             if found != manifest[name].get(key):
                 yield f"{name}: its {key} is {found!r}, {MANIFEST} says {manifest[name].get(key)!r}"
@@ -262,18 +312,27 @@ def find(path: Path) -> Path:
 
 
 def load(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(state, host tensors by name) of a checkpoint that verifies; the tensors are finite and mapped from the file."""
+    """(state, host tensors by name) of a checkpoint that verifies; the tensors are finite and mapped from the
+    file, or joined in memory from those of several ranks."""
     state = _read_json(step_dir / STATE)
     if state.get("format") != FORMAT:
         wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
         raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
+    shares = state.pop("shares", None)
+    parts = [_read_tensors(step_dir / tensors_name(rank)) for rank in range(len(shares) if shares else 1)]
+    if shares and tile(shares) is None:
+        raise CheckpointError(f"{step_dir / STATE}: its shares do not cover the parameters; choose another step")
+    return state, join(parts, shares) if shares else parts[0]
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        tensors = load_file(step_dir / TENSORS)
+        tensors = load_file(path)
     except SafetensorError as error:
-        raise CheckpointError(f"{step_dir / TENSORS}: not safetensors ({error}); choose another step") from error
+        raise CheckpointError(f"{path}: not safetensors ({error}); choose another step") from error
     if number := not_finite(tensors):
-        raise CheckpointError(f"{step_dir / TENSORS}: {number}; remove this step and use an older one")
-    return state, tensors
+        raise CheckpointError(f"{path}: {number}; remove this step and use an older one")
+    return tensors
 
 
 # ---- does it belong to this run? ----

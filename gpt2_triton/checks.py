@@ -13,10 +13,12 @@ SCAN = 1 << 20  # elements looked at together: they stay in the cache, and a cor
 EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F800000)}
 
 
-def lack_of_room(directory: Path, tensors: dict[str, Tensor]) -> str | None:
-    """What is missing for a checkpoint of these tensors under `directory`, which need not be there yet."""
+def lack_of_room(directory: Path, tensors: dict[str, Tensor], shares: int = 1) -> str | None:
+    """What is missing for a checkpoint of `shares` times these tensors under `directory`, which need not be there
+    yet.
+    """
     there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    needed, free = sum(t.nbytes for t in tensors.values()) + FILES_BYTES, shutil.disk_usage(there).free
+    needed, free = shares * sum(t.nbytes for t in tensors.values()) + FILES_BYTES, shutil.disk_usage(there).free
     return f"{needed:,} bytes needed, {free:,} free" if free < needed else None
 
 

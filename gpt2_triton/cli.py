@@ -1,13 +1,16 @@
 """What every command shares: the call, exit codes, the choice of the device.  The commands are in commands/.
 
 A user's mistake is a line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint, 5 memory,
-6 not finite; 0 is done, 130 and 143 are a run stopped by a signal.  Anything else is our bug and keeps its traceback.
+6 not finite, 1 trouble among several GPUs; 0 is done, 130 and 143 are a run stopped by a signal.  Anything else is our
+bug and keeps its traceback.
 Kernels are imported inside the commands: TRITON_INTERPRET must be set before one is decorated.
 """
 
 import os
 import re
 import sys
+import time
+import traceback
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +22,7 @@ from gpt2_triton.config import ConfigError
 
 # by name, so that no command imports the kernels for the sake of an exception
 EXIT_CODES = {"ConfigError": 2, "DataError": 3, "CheckpointError": 4, "OutOfMemory": 5, "NonFinite": 6, "TableError": 2}
+EXIT_CODES |= {"PeerLost": 1, "Diverged": 1}
 
 
 def make_app(name: str, help: str) -> App:
@@ -38,14 +42,33 @@ def main(app: App, argv: list[str]) -> int:
         return _fail("interrupted", 130)
     except Exception as error:
         code = next((EXIT_CODES[c.__name__] for c in type(error).__mro__ if c.__name__ in EXIT_CODES), None)
-        if code is None:
+        if code is None and not _several_ranks():
             raise
-        return _fail(str(error), code)
+        if code is None:
+            traceback.print_exc()
+            code, error = 1, RuntimeError(f"{type(error).__name__}: {error}")
+        return _leave(_fail(str(error), code))
+
+
+def _several_ranks() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _leave(code: int) -> int:
+    """Of several ranks one that fails ends at once, whatever its threads wait for: so the launcher ends the others."""
+    if _several_ranks():
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _fail(message: str, code: int) -> int:
-    if code != 2 or os.environ.get("RANK", "0") == "0":  # under torchrun every rank sees the same mistake
-        print("\n".join(f"error: {line}" for line in message.splitlines()), file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK", "0")
+    if code == 2 and rank != "0":  # every rank sees the same mistake: rank 0 speaks, before the launcher ends it
+        time.sleep(2)
+        return code
+    name = f"rank {rank}: " if _several_ranks() and code != 2 else ""
+    print("\n".join(f"error: {name}{line}" for line in message.splitlines()), file=sys.stderr, flush=True)
     return code
 
 

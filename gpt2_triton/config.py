@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
@@ -166,6 +166,16 @@ class LogConfig(Section):
     wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
 
 
+class ParallelConfig(Section):
+    gpus: OptionalInt = Field(None, ge=1, description="GPUs of the run; null is as many as torchrun starts, or 1")
+    zero: int = Field(1, ge=0, le=2, description="what GPUs share out: 0 nothing, 1 AdamW's moments, 2 gradients too")
+    timeout: float = Field(100, gt=0, description="seconds without progress after which a hung run ends; at first 3x")
+
+
+class DebugConfig(Section):
+    hash_state: int = Field(0, ge=0, description="compare the weights of all GPUs every so many steps; 0 never")
+
+
 class Config(Section):
     """All of a run.  Derived sizes are properties, so that each formula stands once."""
 
@@ -178,6 +188,8 @@ class Config(Section):
     sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    debug: DebugConfig = DebugConfig()
     init_from: str = Field(
         "scratch", description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
     )
@@ -203,14 +215,27 @@ class Config(Section):
     def total_batch_tokens(self) -> int:
         return self.train.total_batch_tokens or self.train.batch_size * self.train.seq_len
 
+    _started: int = PrivateAttr(
+        1
+    )  # processes of this run, each with a GPU; no key, so that a run may go on with others
+
+    @property
+    def gpus(self) -> int:
+        return self.parallel.gpus or self._started
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage in use: one GPU has nothing to share."""
+        return self.parallel.zero if self.gpus > 1 else 0
+
     @property
     def micro_batch(self) -> int:
-        """Sequences of one forward and backward pass: batch_size, or all of the step's when they are fewer."""
-        return min(self.train.batch_size, self.total_batch_tokens // self.train.seq_len)
+        """Sequences of one forward and backward pass: batch_size, or all of a GPU's share of the step when fewer."""
+        return min(self.train.batch_size, self.total_batch_tokens // self.train.seq_len // self.gpus)
 
     @property
     def accumulation(self) -> int:
-        return self.total_batch_tokens // (self.micro_batch * self.train.seq_len)
+        return self.total_batch_tokens // (self.gpus * self.micro_batch * self.train.seq_len)
 
     @property
     def n_params(self) -> int:
@@ -221,6 +246,21 @@ class Config(Section):
 
     def with_recompute(self, level: str) -> "Config":
         return self.model_copy(update={"memory": self.memory.model_copy(update={"recompute": level})})
+
+    def with_gpus(self, gpus: int) -> "Config":
+        """The configuration of a run on so many GPUs; ConfigError if it says another number or does not divide."""
+        if self.parallel.gpus not in (None, gpus):
+            raise ConfigError(
+                f"parallel.gpus: {self.parallel.gpus}, but {gpus} started; start as many, or leave it out"
+            )
+        out = self.model_copy()
+        out._started = gpus
+        if problems := list(disagreements(out)):
+            raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
+        return out
+
+    def with_zero(self, stage: int) -> "Config":
+        return self.model_copy(update={"parallel": self.parallel.model_copy(update={"zero": stage})})
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
@@ -282,20 +322,24 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
             "train.rewind_after",
             f"{t.rewind_after} is more than checkpoint.every {config.checkpoint.every}; lower it",
         )
-    yield from _batch_disagreements(t)
+    if config.log.stats_every and config.gpus > 1:
+        yield "log.stats_every", "statistics are of one GPU's tensors; set it to 0, or run on one GPU"
+    yield from _batch_disagreements(t, config.gpus)
 
 
-def _batch_disagreements(t: TrainConfig) -> Iterator[tuple[str, str]]:
-    total = t.total_batch_tokens or t.batch_size * t.seq_len
-    rows, rest = divmod(total, t.seq_len)
+def _batch_disagreements(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
+    total, several = t.total_batch_tokens or t.batch_size * t.seq_len, f" on {gpus} GPUs" if gpus > 1 else ""
+    rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
+    unit = f"train.seq_len {t.seq_len}" + (f" times {gpus} GPUs" if gpus > 1 else "")
     if rest:
-        fitting = " or ".join(str(n * t.seq_len) for n in (rows, rows + 1) if n)
-        yield "train.total_batch_tokens", f"{total} is no multiple of train.seq_len {t.seq_len}; set it to {fitting}"
+        fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
+        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; set it to {fitting}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
-        below = rows // t.batch_size * t.batch_size * t.seq_len
+        below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
         wrong = (
-            f"a step of {rows} sequences (total_batch_tokens {total}) does not divide into batches of {t.batch_size}"
+            f"a step of {rows * gpus} sequences{several} (total_batch_tokens {total}) does not divide into batches of "
+            f"{t.batch_size}"
         )
         yield "train.batch_size", f"{wrong}; set it to {best}, or total_batch_tokens to {below}"
 

@@ -6,6 +6,7 @@ as long as its longest, in multiples of 32 tokens (all of them then run through 
 many as the arena holds.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2_triton.config import Config
+from gpt2_triton.crew import ALONE, Crew
 from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
 from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.shards import bad_data
@@ -44,12 +46,13 @@ class Scores(NamedTuple):
     acc_norm_stderr: float
 
 
-def evaluate(model: GPT2, questions: Questions) -> Scores:
-    """The accuracies of `model` on `questions`."""
-    return scores(questions, ending_losses(model, questions))
+def evaluate(model: GPT2, questions: Questions, crew: Crew = ALONE) -> Scores:
+    """The accuracies of `model` on `questions`, which the ranks of a crew divide among themselves."""
+    own = ending_losses(model, questions, turn=(crew.rank, crew.size))
+    return scores(questions, np.array(crew.all(own.tolist())).sum(0))  # all but one rank's addends are 0
 
 
-def ending_losses(model: GPT2, questions: Questions, style: str = "") -> np.ndarray:
+def ending_losses(model: GPT2, questions: Questions, style: str = "", turn: tuple[int, int] = (0, 1)) -> np.ndarray:
     """The summed loss of each ending's tokens given its context, float64 [rows, 4].
 
     A context loses its beginning where the model, or its arena, is too short for it, as in lm-evaluation-harness.
@@ -61,8 +64,8 @@ def ending_losses(model: GPT2, questions: Questions, style: str = "") -> np.ndar
     lengths = np.array([min(len(sequence) - 1, longest) for sequence in sequences])  # of the inputs: the last is none
     _refuse_longer(questions, longest)
     progress = Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens")
-    losses = np.empty(len(sequences), np.float64)
-    for chosen, T in batches(lengths, model.B * model.T, longest):
+    losses = np.zeros(len(sequences), np.float64)
+    for chosen, T in itertools.islice(batches(lengths, model.B * model.T, longest), turn[0], None, turn[1]):
         ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
         for row, i in enumerate(chosen.tolist()):
             n, tokens, ending = lengths[i], sequences[i][-lengths[i] - 1 :], questions.endings[i]

@@ -6,6 +6,7 @@ hold the lines of an unbroken run, the times (ms, tok_s, mfu) aside.
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,7 +46,7 @@ class Logger:
         self._first = True
         self._seconds: float | None = None
         peak = gpus.peak_flops() if config.train.dtype == "bf16" else None  # the table's peaks are bf16
-        self._mfu_of_tok_s = gpus.flops_per_token(config) / peak if peak else None
+        self._mfu_of_tok_s = gpus.flops_per_token(config) / (peak * config.gpus) if peak else None
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         self._run_dir, self._about = run_dir, about
@@ -166,6 +167,15 @@ class Logger:
         if self._main_log:
             self._main_log.write(llmc_line(record))
         self._mirror.log(record)
+
+
+class Silent:
+    """The Logger of every rank but the first."""
+
+    wandb_id = None
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *args, **keywords: None
 
 
 def _open_main_log(path: Path, before: list[Record]) -> TextIO:

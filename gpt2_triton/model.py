@@ -8,21 +8,36 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2_triton import schedule
+from gpt2_triton import layout, schedule
 from gpt2_triton.arena import PHASES, carve, phases
 from gpt2_triton.config import Config
+from gpt2_triton.link import Exchange, Link
+from gpt2_triton.parallel import World
 from gpt2_triton.planning import make_plan, refuse_if_too_large
 from gpt2_triton.stream import STEPS, Replay, Step
 from gpt2_triton.tables import Acts, Decoding, Params, Recompute, State, entries, named
 from gpt2_triton.watch import Watch, first_nonfinite
 
 INIT_STD = 0.02
+
+
+class Update(NamedTuple):
+    """A stretch of the flat buffers that AdamW takes at once; `first` is its flat index."""
+
+    bucket: int
+    w: Tensor
+    m: Tensor
+    v: Tensor
+    low: Tensor | None
+    g: Tensor
+    first: int
+    decay: float
 
 
 @dataclasses.dataclass
@@ -46,8 +61,11 @@ class View:
     R: int
     Rc: int
     recompute: Recompute
-    ranges: list[tuple[slice, float]]
     betas_eps: tuple[float, float, float]
+    link: Link  # to the other ranks
+    squared: list[Tensor]  # the gradients whose squares this rank adds up
+    updates: list[Update]
+    grads_leave: bool  # ZeRO-2: a layer's gradients are not kept from one micro-step to the next
 
     def head_chunks(self) -> Iterator[slice]:
         for start in range(0, self.R, self.Rc):
@@ -68,7 +86,9 @@ class GPT2:
         texts: int = 0,
         poison: bool = False,
         dtypes: dict[str, torch.dtype] | None = None,
+        world: World | None = None,
     ):
+        """`world` are the ranks that train it together; without one it is on its own, whatever started the process."""
         self.config, self.K, self.poison = config, K, poison
         self.B, self.T = batch or config.micro_batch, config.train.seq_len
         self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes, texts)
@@ -78,6 +98,8 @@ class GPT2:
         self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.rows, self.arena, self.dims)
         self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
+        self.rank = world.rank if world else 0
+        self.link = Exchange(world, K, self.state, self.dims) if world and world.size > 1 else Link()
         self._replay = Replay()
         self._views: dict[tuple[int, int], View] = {}
         self.full = self.view(self.B, self.T)
@@ -98,27 +120,47 @@ class GPT2:
         acts = carve(Acts, self.plan.rows, self.arena, d | dict(Rc=min(d["Rc"], B * T)))
         R, Ns, Nh, packed = B * T, d["Ns"], d["Nh"], self.state.packed
         order_end = 4 * R + 4 * Ns
-        w = named(self.state.params, d)
-        g = None if self.state.grads is None else named(self.state.grads, d)
+        starts = [b.start for b in layout.buckets(d)]
+        w, training = named(self.state.params, d, starts), self.state.grads is not None
+        g = named(self.state.grads, d, layout.gradient_starts(d)) if training else None
         bias = [] if g is None else [b for pair in zip(g.attprojb, g.fcprojb) for b in pair]
-        undecayed = next(e.offset for e in entries(d) if not e.decay)
         o = self.config.optim
         return View(
             w=w, g=g, a=acts, s=self.state,
             ids=packed[:R].view(B, T), targets=packed[R : 2 * R], order=packed[2 * R : 4 * R],
             segments=packed[4 * R : order_end].view(Ns, 4), hot=packed[order_end : order_end + 4 * Nh].view(Nh, 4),
             gb=[None, *bias], L=d["L"], NH=d["NH"], V=d["V"], T=T, R=R, Rc=d["Rc"], recompute=self.recompute,
-            ranges=[(slice(0, undecayed), o.weight_decay), (slice(undecayed, d["N"]), 0.0)],
-            betas_eps=(o.beta1, o.beta2, o.eps),
+            betas_eps=(o.beta1, o.beta2, o.eps), link=self.link, grads_leave=d["zero"] == 2,
+            squared=self._squared() if training else [], updates=list(self._updates()) if training else [],
         )  # fmt: skip
+
+    def _squared(self) -> list[Tensor]:
+        """This rank's share of the gradients, in as few stretches as there can be."""
+        spans = layout.merged((p.grad, p.length) for p in layout.share(self.dims, self.rank))
+        return [self._reduced()[start : start + n] for start, n in spans]
+
+    def _updates(self) -> Iterator[Update]:
+        s, decay = self.state, self.config.optim.weight_decay
+        for p in self._pieces():
+            own = slice(p.moment, p.moment + p.length)
+            low = None if s.low is None else s.low[own]
+            w, g = s.params[p.param : p.param + p.length], self._reduced()[p.grad : p.grad + p.length]
+            yield Update(p.bucket, w, s.m[own], s.v[own], low, g, p.first, decay if p.decay else 0.0)
+
+    def _pieces(self) -> list[layout.Piece]:
+        return layout.updated(self.dims, self.rank)
+
+    def _reduced(self) -> Tensor:
+        return self.state.grads if self.state.reduced is None else self.state.reduced
 
     def compile(self) -> Any:
         """Compile the kernels of a whole run on all cores: its calls without the launches (kernels/compile.py)."""
+        self.full.link = Link()
         with self.K.compiling() as compiled:
             self.initialise(self.config.train.seed)
             for watched in (False, True) if self.watch else (False,):
                 for acc in (False, True):
-                    self._forward_backward(acc, watched)
+                    self._forward_backward(acc, watched, True)
                 self._update(watched)
             if self.config.eval.every or self.config.eval.hellaswag_every:
                 self.evaluate(*np.zeros((2, self.B, self.T), np.int32))
@@ -126,6 +168,7 @@ class GPT2:
                 s = self.config.sample
                 self.prefill([0], slice(0, 1))
                 self._decode(s.temperature, s.top_k, 1.0)
+        self.full.link = self.link
         return compiled
 
     def compile_decoding(self, temperature: float, top_k: int, top_p: float) -> Any:
@@ -140,14 +183,18 @@ class GPT2:
         std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * self.dims["L"]))
         for flat in self.persistent().values():
             self.K.fill(flat, 0.0)
-        for e in entries(self.dims):
+        for p, e in itertools.product(self._pieces(), entries(self.dims)):
             n = (self.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:])
-            span = slice(e.offset, e.offset + n)
+            first, stop = max(p.first, e.offset), min(p.first + p.length, e.offset + n)
+            if first >= stop:
+                continue
+            w = self.state.params[p.param :][first - p.first : stop - p.first]
             if e.init in std:
-                low = None if self.state.low is None else self.state.low[span]
-                self.K.normal_init(self.state.params[span], low, seed, e.offset, std[e.init])
+                low = None if self.state.low is None else self.state.low[p.moment :][first - p.first : stop - p.first]
+                self.K.normal_init(w, low, seed, first, std[e.init])
             elif e.init == "one":
-                self.K.fill(self.state.params[span], 1.0)
+                self.K.fill(w, 1.0)
+        self.full.link.gather()
 
     # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----
 
@@ -160,12 +207,15 @@ class GPT2:
         previous, self._step = self._step, next(self._steps)
         self._step.begin(previous, hyper, [step, seed & 0x7FFFFFFF, seed >> 31, 0])
         self.state.hyper.copy_(self._step.hyper, non_blocking=True)
+        self.state.stats[5:].copy_(self._step.hyper[7:], non_blocking=True)
         self.state.rng.copy_(self._step.rng, non_blocking=True)
 
-    def micro_step(self, packed: Tensor, first: bool) -> None:
-        """Forward and backward of one micro-batch, packed by data.loader; gradients start over if `first`, else add."""
+    def micro_step(self, packed: Tensor, first: bool, last: bool = True) -> None:
+        """Forward and backward of one micro-batch, packed by data.loader; gradients start over if `first`, else add,
+        and those of the step's `last` one go to the other ranks.
+        """
         self.state.packed.copy_(packed, non_blocking=True)
-        self._run(self._forward_backward, not first, self._watched)
+        self._run(self._forward_backward, not first, self._watched, last)
 
     def end_step(self) -> Step:
         """Update the parameters; result() of what this returns waits for the step's loss, gradient norm and time."""
@@ -198,13 +248,15 @@ class GPT2:
         self._launchers = self.watch.over(self.K, False) if self.watch and watched else self.K
         self._phase("update")
 
-    def _forward_backward(self, acc: bool, watched: bool) -> None:
+    def _forward_backward(self, acc: bool, watched: bool, last: bool) -> None:
         self._launchers = self.watch.over(self.K, acc) if self.watch and watched else self.K
+        self.full.link.begin(acc, last)
         self._phase("embed")
         self._phase("block")
         self._phase("head", acc)
         self._phase("block_bwd", acc)
         self._phase("embed_bwd", acc)
+        self.full.link.end()
 
     def _phase(self, name: str, *acc: bool) -> None:
         getattr(schedule, name)(self._launchers, self.full, *acc)
@@ -249,10 +301,49 @@ class GPT2:
         v = self.view(len(self.decoding.seq), 1)
         schedule.decode(self.K, v, self.decoding, temperature, top_k, top_p)
 
+    def forget_graphs(self) -> None:
+        """Before the process group ends: NCCL waits for graphs that hold collectives of its."""
+        self._replay.forget()
+
     # ---- checkpoints ----
 
     def persistent(self) -> dict[str, Tensor]:
-        """The flat device buffers that a checkpoint holds, by name."""
+        """The flat device buffers that live from step to step, by name."""
         s = self.state
         rows = dict(params=s.params, m=s.m, v=s.v, low=s.low, window=s.window)
         return {name: flat for name, flat in rows.items() if flat is not None}
+
+    def whole(self) -> dict[str, Tensor]:
+        """Shapes and dtypes of a checkpoint's tensors, whatever the ranks; they have no memory."""
+        shapes = {name: (self.dims["N"],) for name in self.persistent()} | {"window": self.state.window.shape}
+        return {n: torch.empty(shapes[n], dtype=t.dtype, device="meta") for n, t in self.persistent().items()}
+
+    def share(self) -> dict[str, list[Tensor]]:
+        """What this rank saves: stretches of the buffers, in the order of `spans`.  On one rank that is all of them."""
+        pieces, flats = layout.share(self.dims, self.rank), self.persistent()
+        window = flats.pop("window")
+        out = {"window": [window]} if self.rank == 0 else {}
+        for name, flat in flats.items():
+            out[name] = [flat[at : at + n] for at, n in layout.merged((_place(name, p), p.length) for p in pieces)]
+        return out
+
+    def spans(self) -> dict[str, list[list[int]]]:
+        """For the state of a checkpoint: [flat index, elements] of each stretch of the share; one rank needs none."""
+        pieces = layout.share(self.dims, self.rank)
+        return {"shares": [[p.first, p.length] for p in pieces]} if self.dims["ranks"] > 1 else {}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Fill the buffers from a checkpoint's whole tensors, of which each rank takes what it holds."""
+        held, flats = layout.updated(self.dims, self.rank), self.persistent()
+        every = layout.updated(self.dims | dict(zero=0), self.rank)
+        for name, tensor in tensors.items():
+            if name == "window":
+                flats[name].copy_(tensor)
+                continue
+            for p in every if name == "params" else held:
+                at = _place(name, p)
+                flats[name][at : at + p.length].copy_(tensor[p.first : p.first + p.length])
+
+
+def _place(name: str, p: layout.Piece) -> int:
+    return p.param if name == "params" else p.moment

@@ -36,7 +36,7 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
 
 def hyper_row(step: int, config: Config, loss_scale: float) -> np.ndarray:
     """float32[8], with t = step + 1: lr, 1 / (1 - beta1^t), 1 / (1 - beta2^t), loss scale, clip, the limits of the
-    loss's and of the norm's z-score, 0.
+    loss's and of the norm's z-score, 0 (the trainer's: 1 when this rank was asked to stop).
     """
     o, limits, t = config.optim, config.train, step + 1
     lr = learning_rate(step, o, config.train.steps)

@@ -10,6 +10,7 @@ import torch
 from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
 from gpt2_triton.config import Config, ModelConfig
 from gpt2_triton.data.loader import packed_size, scatter_bounds
+from gpt2_triton.layout import flat_sizes
 from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries
 from gpt2_triton.watch import slots
 
@@ -33,9 +34,10 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, te
     d["Np"] = packed_size(d["R"], d["V"])
     d["N"] = sum(math.prod(e.shape) for e in entries(d))
     d["Bd"] = texts or int(training and config.sample.every > 0)
-    d["Nt"] = d["N"] if training else 0
     d["Nw"] = WINDOW + 1 if training else 0
-    d["Nm"] = d["N"] if training and config.optim.master == "fp32" and config.train.dtype == "bf16" else 0
+    master = config.optim.master == "fp32" and config.train.dtype == "bf16"
+    d["ranks"], d["zero"] = (config.gpus, config.zero) if training else (1, 0)
+    d |= flat_sizes(d, training, master, config.accumulation > 1)
     watched = training and config.log.stats_every > 0
     d["Sa"], d["Sp"], d["P"] = (len(slots(d)), len(list(entries(d))), K.stats_parts()) if watched else (0, 0, 0)
     d["W"] = K.scratch_elements(d, config.train.dtype)
@@ -89,12 +91,18 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
         total, best = _total_and_largest(config.with_recompute(level), K, budget)
         mark = "  <-" if level == chosen.memory.recompute else ""
         lines.append(f"{level:<16}{total / GIB:>8.2f}{best:>28}{mark}")
+    if chosen.gpus > 1:
+        lines += ["", f"{'parallel.zero':<16}{'GiB':>8}   on each of {chosen.gpus} GPUs"]
+        for stage in (0, 1, 2):
+            total = make_plan(chosen.with_zero(stage), K, config.micro_batch, T)[0].total
+            lines.append(f"{stage:<16}{total / GIB:>8.2f}{'  <-' if stage == chosen.zero else ''}")
     fits = "fits" if made.total <= budget else "does not fit"
     return "\n".join(
         [
             made.show(),
             f"parameters {dims['N']:,}",
-            f"micro-batch {config.micro_batch} x {T} tokens, recompute {config.memory.recompute}",
+            f"micro-batch {config.micro_batch} x {T} tokens, {config.accumulation} in a step, "
+            f"recompute {config.memory.recompute}",
             f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB beside "
             f"{(CONTEXT_BYTES + MODULE_BYTES) / GIB:.2f} GiB for the CUDA context, kernels and graphs",
             "",

@@ -3,9 +3,13 @@
 K is the kernel package (or tests/reference, to check the mathematics), m a model view: w parameters, g gradients, a
 activations, s state, ids/targets/order/segments/hot the batch.  Names are explained in tables.py.  `acc` is False in
 a step's first micro-step, which overwrites the gradients, and True in the later ones, which add to them.
+m.link is told when a layer's parameters are needed and when its gradients are done, to exchange them with other ranks;
+on one rank it does nothing (link.py).
 """
 
 from typing import Any
+
+EMBED = -1  # m.link's name for wte, wpe and everything that belongs to no layer
 
 
 def embed(K: Any, m: Any) -> None:
@@ -29,6 +33,7 @@ def layer(K: Any, m: Any, l: int) -> None:
 def block(K: Any, m: Any) -> None:
     w, a = m.w, m.a
     for l in range(m.L):
+        m.link.params(l)
         layer(K, m, l)
         # x[i+2] = x[i+1] + fcproj(fcg)
         K.matmul_add(a.x[2 * l + 2], a.x[2 * l + 1], a.fcg[l], w.fcprojw[l], w.fcprojb[l])
@@ -112,10 +117,11 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """dx holds the gradient of the residual stream throughout; gb[i] is the bias whose branch ends at x[i], the
-    column sums of dx there.
+    column sums of dx there.  Layer 0's last product is left to embed_bwd.
     """
-    w, g, a, redo = m.w, m.g, m.a, m.recompute
+    w, g, a, redo, acc_layer = m.w, m.g, m.a, m.recompute, acc and not m.grads_leave
     for l in reversed(range(m.L)):
+        m.link.grads_begin(l)
         i = 2 * l
         if redo.block:
             layer(K, m, l)
@@ -123,15 +129,15 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         K.matmul_dx_dgelu(
             a.dfch, g.fcb[l], a.fcg[l] if redo.gelu else None, a.scratch, a.dx, w.fcprojw[l], a.fch[l], acc
         )
-        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx, a.fcg[l], acc)
+        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx, a.fcg[l], acc_layer)
         K.matmul_dx(a.dln, a.dfch, w.fcw[l])
         ln = a.ln[i + 1] if redo.ln else None
         norm = (a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1], a.mean[i + 1], a.rstd[i + 1])
         K.layernorm_bwd(a.dx, g.lnw[i + 1], g.lnb[i + 1], m.gb[i + 1], ln, a.scratch, a.dln, *norm, acc)
-        K.matmul_dw(g.fcw[l], a.scratch, a.dfch, a.ln[i + 1], acc)
+        K.matmul_dw(g.fcw[l], a.scratch, a.dfch, a.ln[i + 1], acc_layer)
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, a.dx, w.attprojw[l])
-        K.matmul_dw(g.attprojw[l], a.scratch, a.dx, a.att[l], acc)
+        K.matmul_dw(g.attprojw[l], a.scratch, a.dx, a.att[l], acc_layer)
         if redo.qkv:
             K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
             K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
@@ -140,21 +146,31 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         ln = a.ln[i] if redo.ln and not redo.qkv else None
         norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
         K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.gb[i], ln, a.scratch, a.dln, *norm, acc)
-        K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv, a.ln[i], acc)
+        if l:
+            K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv, a.ln[i], acc_layer)
+            m.link.grads_done(l)
 
 
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
-    a = m.a
-    K.encoder_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
+    g, a = m.g, m.a
+    K.encoder_bwd(g.wte, g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
+    m.link.grads_done(EMBED)
+    # the last product of layer 0 runs while the largest gradient of all, that of wte, is on its way to other ranks
+    K.matmul_dw(g.qkvw[0], a.scratch, a.dqkv, a.ln[0], acc and not m.grads_leave)
+    m.link.grads_done(0)
 
 
 def update(K: Any, m: Any) -> None:
     s, a = m.s, m.a
-    K.loss_sum(s.stats[:1], a.losses, s.hyper)
-    K.sum_squares(s.sumsq, a.scratch, s.grads)
-    K.clip_factor(s.stats, s.sumsq, s.hyper)
-    K.skip_outliers(s.stats, s.window, s.z, s.hyper)
-    for r, decay in m.ranges:
-        low = None if s.low is None else s.low[r]
-        K.adamw(s.params[r], s.m[r], s.v[r], low, s.grads[r], s.stats, s.hyper, s.rng, r.start, decay, *m.betas_eps)
+    stats, squares = s.stats[:4], s.stats[4:5]
+    K.loss_sum(stats[:1], a.losses, s.hyper)
+    for i, g in enumerate(m.squared):
+        K.sum_squares(squares, a.scratch, g, i > 0)
+    m.link.total(s.stats)
+    K.clip_factor(stats, squares, s.hyper)
+    K.skip_outliers(stats, s.window, s.z, s.hyper)
+    for p in m.updates:
+        if len(p.w):  # of many ranks the last ones have nothing of a small bucket
+            K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.hyper, s.rng, p.first, p.decay, *m.betas_eps)
+        m.link.updated(p.bucket)

@@ -5,6 +5,7 @@ The host learns of it one step late.  docs/stability.md has the whole.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from gpt2_triton import checkpoint
 from gpt2_triton.config import Config
+from gpt2_triton.crew import Crew
 from gpt2_triton.stream import StepResult
 
 MAX_REWINDS = 10  # to one checkpoint; what the data of so many rewinds did not cure is no matter of data
@@ -79,12 +81,13 @@ def rewind_target(state: dict[str, Any], config: Config) -> int:
     return (state["step"] - state["without_update"]) // every * every
 
 
-def go_back(state: dict[str, Any], target: int, directory: Path, buffers: dict[str, Tensor]) -> None:
-    """Fill the device's buffers from the checkpoint of step `target`, delete later ones, and set the step back in
-    `state`, whose place in the data stays.  CheckpointError if it is not there or damaged.
+def go_back(state: dict[str, Any], target: int, directory: Path, load: Callable[[dict[str, Tensor]], None],
+            crew: Crew) -> None:  # fmt: skip
+    """Give the checkpoint of step `target` to `load`, delete later ones, and set the step back in `state`, whose place
+    in the data stays.  CheckpointError if it is not there or damaged.
     """
     _, tensors = checkpoint.load(checkpoint.find(directory / f"step_{target:08d}"))
-    checkpoint.discard_after(directory, target)
-    for name, tensor in tensors.items():
-        buffers[name].copy_(tensor)
+    load(tensors)
+    crew.all(None)  # nothing is deleted while another rank looks for what is there
+    crew.first(lambda: checkpoint.discard_after(directory, target))
     state |= {"step": target, "skipped_in_a_row": 0, "without_update": 0, "rewinds": state["rewinds"] + 1}

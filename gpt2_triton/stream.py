@@ -4,9 +4,10 @@ The host never waits for the step it has just launched.  It launches step s + 1 
 so the device always has work.  On a CPU the same calls run at once.
 """
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,12 +40,44 @@ class Mark:
         return earlier._event.elapsed_time(self._event) / 1e3
 
 
+class Side:
+    """A second stream, for work that the first one's need not wait for; on a CPU everything is done in order."""
+
+    def __init__(self, device: str):
+        self._stream = None if device == "cpu" else torch.cuda.Stream()
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        """Inside, launches go to this stream, behind all that the current one has so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """This point of this stream; to be called inside `behind`."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        """The current stream goes on behind the mark."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
+    def join(self) -> None:
+        """The current stream goes on behind all that this one has so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
 class StepResult(NamedTuple):
     loss: float
     norm: float
     applied: bool  # False: loss or norm was not finite, or an outlier, and AdamW changed nothing
     seconds: float  # from the end of the step before to the end of this one
     z: tuple[float, float]  # z-scores of loss and norm among the last 128; 0 until there are so many
+    stop: bool = False  # a rank was asked to stop before this step began
 
 
 class Step:
@@ -58,7 +91,7 @@ class Step:
         self.watched = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in watched]  # copies of statistics
         self.hyper = torch.empty(8, dtype=torch.float32, pin_memory=pinned)
         self.rng = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
-        self.stats = torch.empty(4, dtype=torch.float32, pin_memory=pinned)
+        self.stats = torch.empty(6, dtype=torch.float32, pin_memory=pinned)
         self.z = torch.empty(2, dtype=torch.float32, pin_memory=pinned)
         self.in_flight = False
         self.ended = self._began = Mark(device)
@@ -78,9 +111,10 @@ class Step:
         assert self.in_flight, "result() of a step that was not launched or has been read"
         self.ended.wait()
         self.in_flight = False
-        loss, norm, _, apply = self.stats.tolist()
+        loss, norm, _, apply, _, stop = self.stats.tolist()
         z_loss, z_norm = self.z.tolist()
-        return StepResult(loss, norm, apply == 1.0, self.ended.seconds_since(self._began), (z_loss, z_norm))
+        seconds = self.ended.seconds_since(self._began)
+        return StepResult(loss, norm, apply == 1.0, seconds, (z_loss, z_norm), stop > 0)
 
 
 class Replay:
@@ -101,6 +135,12 @@ class Replay:
         else:
             function(*args)
             self._graphs[key] = capture(function, *args)
+
+    def forget(self) -> None:
+        """Destroy the captures."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
 
 
 def capture(function: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:

@@ -3,15 +3,15 @@
 B batch, T sequence, C channels, NH heads, HS head size, L layers, V vocabulary, Vp padded vocabulary, Tmax longest
 sequence, R = B*T rows, Rc rows of one head chunk, S = 2L + 1 points of the residual stream: x[2l] enters layer l,
 x[2l+1] leaves its attention, x[2L] is the last.  ln[i] is the norm of point x[i]; its weights are lnw[i], lnb[i], so
-the final norm is an ordinary row. N is the number of parameters, Nt and Nm are N in training and with fp32 masters,
-else 0; Np the elements of a packed batch, W of the scratch; Nw is WINDOW + 1 in training; Tmax is model.block_size;
-Sa activations and Sp parameters have statistics, in P partial results each.  Bd sequences are decoded at once, 0
-without decoding.
+the final norm is an ordinary row. N is the number of parameters; Nf, Nt, Nm, Ng, Nr, Nx are elements of flat buffers,
+N or 0 on one rank (layout.py); Np the elements of a packed batch, W of the scratch; Nw is WINDOW + 1 in training; Tmax
+is model.block_size; Sa activations and Sp parameters have statistics, in P partial results each.  Bd sequences are
+decoded at once, 0 without decoding.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -73,15 +73,17 @@ class Params:
 class State:
     """What lives from step to step, flat in the order of Params."""
 
-    params: Tensor = buf("N",  "act", "embed..between",   "parameters")
+    params: Tensor = buf("Nf", "act", "embed..between",   "parameters")
     low:    Tensor = buf("Nm", "i16", "embed..between",   "optimizer")  # the 16 lower bits of fp32 masters
     m:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
     v:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
-    grads:  Tensor = buf("Nt", "f32", "embed..update",    "gradients")
+    grads:  Tensor = buf("Ng", "f32", "embed..update",    "gradients")  # of this rank's batches; summed in place
+    reduced:  Tensor = buf("Nr", "f32", "embed..update",  "gradients")  # ZeRO-2: this rank's share of the sums
+    received: Tensor = buf("Nx", "f32", "block_bwd..embed_bwd", "gradients")  # ZeRO-2: what is added to it
     window: Tensor = buf("2 Nw", "f32", "embed..between", "optimizer")  # recent losses, norms: kernels/outlier.py
-    stats:  Tensor = buf("4",  "f32", "embed..between",   "inputs")  # loss, gradient norm, clip factor, apply
+    # loss, gradient norm, clip factor, apply, squared norm, ranks that were asked to stop
+    stats:  Tensor = buf("6",  "f32", "embed..between",   "inputs")
     z:      Tensor = buf("2",  "f32", "update..between",  "inputs")  # z-scores of loss and gradient norm
-    sumsq:  Tensor = buf("1",  "f32", "update",           "inputs")
     act_stats: Tensor = buf("Sa 3 P", "f32", "embed..between", "statistics")  # of watched steps: watch.py
     par_stats: Tensor = buf("Sp 5 P", "f32", "embed..between", "statistics")
     hyper:  Tensor = buf("8",  "f32", "embed..update",    "inputs")  # optim.hyper_row
@@ -93,7 +95,7 @@ class State:
 class Acts:
     # `drop` names the recompute level from which on the list is one buffer, computed again in the backward pass
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
-    ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln")
+    ln:      Tensors = buf("2*L | R C",  "act", "block..embed_bwd", "activations", drop="gelu+ln")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     rstd:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     qkv:     Tensors = buf("L | R 3*C",  "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
@@ -111,8 +113,8 @@ class Acts:
     dx:      Tensor  = buf("R C",        "act", "head..embed_bwd",  "backward")  # gradient of the residual stream
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
-    dfch:    Tensor  = buf("R 4*C",      "act", "block_bwd",        "backward")
-    dqkv:    Tensor  = buf("R 3*C",      "act", "block_bwd",        "backward",    within="dfch")
+    dfch:    Tensor  = buf("R 4*C",      "act", "block_bwd..embed_bwd", "backward")
+    dqkv:    Tensor  = buf("R 3*C",      "act", "block_bwd..embed_bwd", "backward", within="dfch")
     delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")  # rowsum(dout * out) of attention
     scratch: Tensor  = buf("W",          "f32", "head..update",     "scratch")  # partial sums of one launch
 
@@ -134,7 +136,9 @@ class Entry(NamedTuple):
 
     name: str
     layer: int | None
-    offset: int
+    bucket: int  # 0 embed, 1 + l layer l, L + 1 rest
+    inside: int  # where it begins in its bucket
+    offset: int  # its flat index: where it begins among all parameters, the same on any number of ranks
     shape: tuple[int, ...]
     init: str
     decay: bool
@@ -145,18 +149,22 @@ def entries(dims: dict[str, int]) -> Iterator[Entry]:
     fields = dataclasses.fields(Params)
     groups = [("embed", None), *(("layer", layer) for layer in range(dims["L"])), ("rest", None)]
     offset = 0
-    for group, layer in groups:
+    for bucket, (group, layer) in enumerate(groups):
+        first = offset
         for field in (f for f in fields if f.metadata["group"] == group):
-            shape = sizes(field.metadata["shape"], dims)
-            yield Entry(field.name, layer, offset, shape, field.metadata["init"], field.metadata["decay"])
+            m, shape = field.metadata, sizes(field.metadata["shape"], dims)
+            yield Entry(field.name, layer, bucket, offset - first, offset, shape, m["init"], m["decay"])
             offset += math.prod(shape)
 
 
-def named(flat: Tensor, dims: dict[str, int]) -> Params:
-    """Params whose tensors are views of a flat buffer (parameters or gradients alike)."""
+def named(flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = None) -> Params:
+    """Params whose tensors are views of a flat buffer (parameters or gradients alike); `starts` says where in it each
+    bucket begins, if they do not simply follow one another.
+    """
     views: dict[str, Any] = {}
     for e in entries(dims):
-        view = flat[e.offset : e.offset + math.prod(e.shape)].view(e.shape)
+        at = e.offset if starts is None else starts[e.bucket] + e.inside
+        view = flat[at : at + math.prod(e.shape)].view(e.shape)
         if e.layer is None:
             views[e.name] = view
         else:

@@ -6,9 +6,11 @@ checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint, hellaswag, stability, watch
+from gpt2_triton import checkpoint, hellaswag, replicas, stability, watch
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -24,41 +26,60 @@ from gpt2_triton.data.prepare import builtin_shards
 from gpt2_triton.data.shards import fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.gpus import device_name
-from gpt2_triton.log import Logger
+from gpt2_triton.log import Logger, Silent
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
+from gpt2_triton.parallel import World
 from gpt2_triton.planning import MODULE_BYTES, choose_recompute
 from gpt2_triton.provenance import describe
+from gpt2_triton.pulse import Pulse
 from gpt2_triton.sample import continuations
 from gpt2_triton.sources import initial_weights
 from gpt2_triton.stability import NonFinite, Rewind
 from gpt2_triton.stream import Step
 
 
-def train(config: Config, run_dir: Path, resume: bool) -> int:
+def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped; the checkpoint of
-    the last finished step is saved).
+    the last finished step is saved).  Every rank calls it; rank 0's run_dir counts.
     """
-    found = checkpoint.latest(run_dir) if resume else None
-    trainer = Trainer(config, run_dir, found)
-    code = 1
+    device = device_name()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    world = World(device, config.parallel.timeout)
+    crew = world.crew("trainer")
+    run_dir = Path(crew.first(lambda: str(run_dir)))
+    found = crew.first(lambda: str(checkpoint.latest(run_dir) or "")) if resume else ""
+    trainer = Trainer(config, run_dir, Path(found) if found else None, world)
     try:
         code = trainer.run()
-        return code
     except NonFinite:
         trainer.in_flight = None  # the run ends with the step that the message names
+        trainer.close(failed=True)
         raise
-    finally:
-        trainer.close(failed=code == 1)
+    except BaseException:
+        if world.size == 1:  # of several, others may wait for this one, and this one must not wait for them
+            trainer.close(failed=True)
+        raise
+    trainer.close()
+    world.close()
+    return code
+
+
+PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
+ECHO = 5  # seconds in which a signal that comes again is the same one: launchers pass on what a whole group got
 
 
 class Trainer:
     """Everything one run holds; `run` is the loop."""
 
-    def __init__(self, config: Config, run_dir: Path, found: Path | None):
+    def __init__(self, config: Config, run_dir: Path, found: Path | None, world: World | None = None):
         self.config, self.run_dir, self.device = config, run_dir, device_name()
+        self.world = world or World(self.device, config.parallel.timeout)
+        self.crew, self.first_rank = self.world.crew("loop"), self.world.rank == 0
+        self.pulse = Pulse(self.world, config.parallel.timeout)
         self.context_bytes = self._used_bytes()
-        self.stopped_by = 0
+        self.stopped_by, self.signalled, self.stop_agreed = 0, 0.0, False
         self.notes: list[str] = []
         train_shards, val_shards = self._open_data()
         self.data = fingerprint(train_shards)
@@ -71,40 +92,55 @@ class Trainer:
         self.validation = (
             ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
         )
-        fitting = choose_recompute(config, K, self._budget())
-        if fitting is not config:
+        self.model = self._make_model(found, tensors)
+        self.batches = self._prefetch()
+        c, back = config.checkpoint, config.checkpoint.every if config.train.rewind_after else 0
+        self.saver = checkpoint.Saver(run_dir / "checkpoints", c.keep, c.major, back, self.world.crew("saver"))
+        self.host: dict[str, torch.Tensor] = {}
+        self.in_flight: Step | None = None
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
+        step, wandb_id, planned = self.state["step"], self.state["wandb_id"], self.model.plan.total
+        about = describe(self.model.config, planned, where, step)
+        self.log: Logger | Silent = Logger(run_dir, config, step, wandb_id, about) if self.first_rank else Silent()
+        self.state["wandb_id"] = self.log.wandb_id
+        for note in self.notes:
+            self.log.note(note)
+        each = f" each on {self.world.size} ranks, ZeRO-{config.zero}," if self.world.size > 1 else ""
+        self.log.note(f"{self.model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB{each} on {where}")
+
+    # ---- setting up ----
+
+    def _make_model(self, found: Path | None, tensors: dict[str, torch.Tensor]) -> GPT2:
+        """The model with its weights: new ones, then whatever `tensors` has."""
+        fitting = choose_recompute(self.config, K, min(self.crew.all(self._budget())))
+        if fitting is not self.config:
             self.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
-        self.model = GPT2(fitting, K, self.device)
-        checkpoint.require_room(run_dir / "checkpoints", self.model.persistent())
+        model = GPT2(fitting, K, self.device, world=self.world)
+        if self.first_rank:
+            checkpoint.require_room(self.run_dir / "checkpoints", model.whole())
         if self.device == "cuda":
-            made = self.model.compile()
+            made = self._compile(model)
             self.notes.append(
                 f"{made.kernels} kernels ready in {made.seconds:.1f} s, {made.from_cache} from Triton's cache"
             )
         if not found:
-            self.model.initialise(config.train.seed)
+            model.initialise(self.config.train.seed)
         else:
-            checkpoint.check_tensors(found, tensors, self.model.persistent())
-        for name, tensor in tensors.items():
-            self.model.persistent()[name].copy_(tensor)
-        self.batches = self._prefetch()
-        c, back = config.checkpoint, config.checkpoint.every if config.train.rewind_after else 0
-        self.saver = checkpoint.Saver(run_dir / "checkpoints", c.keep, c.major, back)
-        self.host: dict[str, torch.Tensor] = {}
-        self.in_flight: Step | None = None
-        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
-        about = describe(fitting, self.model.plan.total, where, self.state["step"])
-        self.log = Logger(run_dir, config, self.state["step"], self.state["wandb_id"], about)
-        self.state["wandb_id"] = self.log.wandb_id
-        for note in self.notes:
-            self.log.note(note)
-        self.log.note(f"{self.model.dims['N']:,} parameters; arena {self.model.plan.total / GIB:.2f} GiB on {where}")
+            checkpoint.check_tensors(found, tensors, model.whole())
+        model.load(tensors)
+        return model
 
-    # ---- setting up ----
+    def _compile(self, model: GPT2) -> Any:
+        """One rank of a host compiles; the others then find all kernels in Triton's cache."""
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        made = model.compile() if first else None
+        self.crew.all(None)
+        return made or model.compile()
 
     def _prefetch(self) -> Prefetcher:
         c, first, pinned = self.config, self.state["sample"], self.device != "cpu"
-        return Prefetcher(self.loader, c.micro_batch, c.accumulation, c.model.vocab_size, first, pinned)
+        ranks = dict(rank=self.world.rank, ranks=self.world.size)
+        return Prefetcher(self.loader, c.micro_batch, c.accumulation, c.model.vocab_size, first, pinned, **ranks)
 
     def _open_data(self) -> tuple[list, list]:
         d, T, V = self.config.data, self.config.train.seq_len, self.config.model.vocab_size
@@ -167,34 +203,57 @@ class Trainer:
             signal.signal(number, self._stop)
         first = step = self.state["step"]
         last = self.config.train.steps
+        if self.first_rank:
+            (self.run_dir / PREEMPTED).unlink(missing_ok=True)
         if step == 0:
             self._evaluate_if_due(step)
-        while step < last and not self.stopped_by:
+        while step < last and not self._stopping():
             try:
                 self._train_step(step)
                 step += 1
                 if step == first + 3:
                     self._report_memory()
-                self._evaluate_if_due(step)
-                self._hellaswag_if_due(step)
-                self._sample_if_due(step)
-                if self._due(step, self.config.checkpoint.every) or step == last:
-                    self._save(step)
+                self._between_steps(step)
             except Rewind:
                 step = self._rewind()
-        if self.stopped_by and step > 0:
+        stopping = self._stopping()
+        if stopping and step > 0:
             with contextlib.suppress(Rewind):  # resumed, the run comes to this step again, and goes back then
                 self._save(step)
-        self.saver.wait(raise_errors=True)
-        return 128 + self.stopped_by if self.stopped_by and step < last else 0
+        with self.pulse.during("saving"):
+            self.saver.wait(raise_errors=True)
+        if not stopping or step >= last:
+            return 0
+        if self.first_rank:
+            (self.run_dir / PREEMPTED).touch()
+        return 128 + (self.stopped_by or signal.SIGTERM)
+
+    def _stopping(self) -> bool:
+        """On several ranks only what they know alike: the sum over ranks, which comes with a step's loss."""
+        return self.stop_agreed if self.world.size > 1 else bool(self.stopped_by)
+
+    def _between_steps(self, step: int) -> None:
+        """What is due now that `step` steps are launched."""
+        self._evaluate_if_due(step)
+        self._hellaswag_if_due(step)
+        self._sample_if_due(step)
+        if self._due(step, self.config.debug.hash_state):
+            self._settle()
+            self.log.note(f"step {step}: weights {replicas.compare(self.model, self.crew, step)} on every rank")
+        if self._due(step, self.config.checkpoint.every) or step == self.config.train.steps:
+            self._save(step)
 
     def _train_step(self, step: int) -> None:
         """Launch step `step`; then, while the device is at it, report the step before."""
         hyper = hyper_row(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
+        hyper[7] = self.stopped_by > 0
         watched = self._due(step + 1, self.config.log.stats_every)
         self.model.begin_step(hyper, step, self.config.train.seed, watched)
-        for micro in range(self.config.accumulation):
-            self.model.micro_step(next(self.batches), first=micro == 0)
+        micro_steps = self.config.accumulation
+        for micro in range(micro_steps):
+            packed = next(self.batches)
+            self.pulse.beat(step + 1)
+            self.model.micro_step(packed, first=micro == 0, last=micro == micro_steps - 1)
         launched = self.model.end_step()
         try:
             self._report_step()
@@ -215,12 +274,18 @@ class Trainer:
             cause = self.model.first_nonfinite(self.batches.step(self.state["sample"])) or "nothing when computed again"
         self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
         stability.count(self.state, result)
-        loss, norm, applied, seconds, z = result
+        loss, norm, applied, seconds, z, self.stop_agreed = result
+        self.pulse.begin_steps()
         self.log.step(step, loss=loss, norm=norm, seconds=seconds, skipped=not applied, z=z, cause=cause)
         if self.model.watch and self._due(step, self.config.log.stats_every):
             record = self.model.watch.read(launched.watched, self.config.accumulation)
             self.log.statistics(step, record, watch.summary(record))
         stability.check(self.state, self.config)
+
+    def _settle(self) -> None:
+        """The step in flight is over and reported, and the weights are up to date on this rank."""
+        self._report_step()
+        self.model.link.gather()
 
     def _rewind(self) -> int:
         """Back to an earlier step, which it returns, and on with the data after the present one."""
@@ -229,7 +294,7 @@ class Trainer:
             self.in_flight = None
         self.saver.wait()
         failed, target = self.state["step"], stability.rewind_target(self.state, self.config)
-        stability.go_back(self.state, target, self.run_dir / "checkpoints", self.model.persistent())
+        stability.go_back(self.state, target, self.run_dir / "checkpoints", self.model.load, self.crew)
         self.log.rewind(failed, target, self.state["sample"])
         self.batches.close()
         self.batches = self._prefetch()
@@ -241,52 +306,68 @@ class Trainer:
     def _evaluate_if_due(self, step: int) -> None:
         if self.validation is None or not self._due(step, self.config.eval.every):
             return
-        self._report_step()
-        total, B = 0.0, self.config.micro_batch
-        for ids, targets in self.validation.batches(B):
-            total += float(self.model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
+        self._settle()
+        total, batches = 0.0, self.validation.batches(self.config.micro_batch)
+        with self.pulse.during("validating"):
+            for ids, targets in itertools.islice(batches, self.world.rank, None, self.world.size):
+                total += float(self.model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
+            total = sum(self.crew.all(total))
         self.log.validation(step, total / self.validation.tokens)
 
     def _hellaswag_if_due(self, step: int) -> None:
         if self.questions is not None and self._due(step, self.config.eval.hellaswag_every):
-            self._report_step()
-            scores = hellaswag.evaluate(self.model, self.questions)
+            self._settle()
+            with self.pulse.during("answering HellaSwag"):
+                scores = hellaswag.evaluate(self.model, self.questions, self.crew)
             self.log.hellaswag(step, scores.acc, scores.acc_norm)
 
     def _sample_if_due(self, step: int) -> None:
         s = self.config.sample
-        if self._due(step, s.every):
-            self._report_step()
-            texts = continuations(
-                self.model,
-                get_tokenizer(self.config.data.tokenizer),
-                s.prompt,
-                s.tokens,
-                s.temperature,
-                s.top_k,
-                1.0,
-                self.config.train.seed,
-                1,
-            )
-            self.log.sample(step, next(texts))
+        if not self._due(step, s.every):
+            return
+        self._settle()
+        if self.first_rank:
+            with self.pulse.during("sampling"):
+                texts = continuations(
+                    self.model,
+                    get_tokenizer(self.config.data.tokenizer),
+                    s.prompt,
+                    s.tokens,
+                    s.temperature,
+                    s.top_k,
+                    1.0,
+                    self.config.train.seed,
+                    1,
+                )
+                self.log.sample(step, next(texts))
 
     def _save(self, step: int) -> None:
-        """Copy the persistent buffers to the host and let the saver write them while training goes on."""
+        """Copy this rank's share to the host and let the saver write it while training goes on."""
         self._report_step()
         if self._due(step, self.config.checkpoint.every):
             self.state["rewinds"] = 0
-        self.saver.wait()
-        for name, flat in self.model.persistent().items():
-            if name not in self.host:
-                self.host[name] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=self.device != "cpu")
-            self.host[name].copy_(flat)
-        self.saver.submit(step, self.host, self.state | {"config": self._resolved_config(), "data": self.data})
+        with self.pulse.during("saving"):
+            self.saver.wait()
+            for name, parts in self.model.share().items():
+                self._copy_to_host(name, parts)
+        state = self.state | {"config": self._resolved_config(), "data": self.data}
+        self.saver.submit(step, self.host, state | self.model.spans())
+
+    def _copy_to_host(self, name: str, parts: list[torch.Tensor]) -> None:
+        if name not in self.host:
+            shape = parts[0].shape if len(parts) == 1 else (sum(part.numel() for part in parts),)
+            self.host[name] = torch.empty(shape, dtype=parts[0].dtype, pin_memory=self.device != "cpu")
+        at, flat = 0, self.host[name].view(-1)
+        for part in parts:
+            flat[at : at + part.numel()].copy_(part.view(-1))
+            at += part.numel()
 
     def _stop(self, number: int, _frame: Any) -> None:
         """First signal: finish the step, save, leave.  Second: leave at once; half a checkpoint stays hidden."""
-        if self.stopped_by:
+        again = time.monotonic() - self.signalled > ECHO if self.world.size > 1 else True
+        if self.stopped_by and again:
             os._exit(128 + number)
-        self.stopped_by = number
+        self.stopped_by, self.signalled = number, time.monotonic()
 
     def close(self, failed: bool = False) -> None:
         with contextlib.suppress(
@@ -294,5 +375,7 @@ class Trainer:
         ):  # after an exception the step in flight may have finished, or be lost with the device
             self._report_step()
         self.saver.wait()
+        self.pulse.stop()
+        self.model.forget_graphs()
         self.batches.close()
         self.log.close(failed)

@@ -229,8 +229,12 @@ def loss_sum(out, losses, hyper):
     out.copy_(losses.sum() * hyper[3])
 
 
-def sum_squares(out, scratch, g):
-    out.copy_((g * g).sum())
+def sum_squares(out, scratch, g, acc=False):
+    _give(out, (g * g).sum(), acc)
+
+
+def add(out, x):
+    out.add_(x)
 
 
 def clip_factor(stats, sumsq, hyper):

@@ -307,8 +307,8 @@ def test_a_damaged_file_is_noticed(newest, tmp_path, capsys, name, damage):
 
 
 def test_an_extra_file_is_noticed(newest, capsys):
-    (newest / "rank_00001.safetensors").write_bytes(b"")
-    assert_refused(newest, "rank_00001.safetensors: does not belong there", capsys)
+    (newest / "rank_00003.safetensors").write_bytes(b"")
+    assert_refused(newest, "rank_00003.safetensors: does not belong there", capsys)
 
 
 def test_a_file_that_cannot_be_read_is_damage(newest, capsys, monkeypatch):
@@ -450,7 +450,7 @@ def test_tensors_that_do_not_fit_are_a_table_of_the_differences():
 
 FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size data.tokenizer data.seed
     train.seq_len train.total_batch_tokens train.dtype train.seed optim.master""".split()
-UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "parallel", "logs.every"]
+UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]
 
 
 @pytest.mark.parametrize("key", [key for key, field in options() if not field.exclude] + UNKNOWN)

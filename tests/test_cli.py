@@ -113,12 +113,12 @@ def test_errors_have_their_exit_codes(here, module, capsys, name, base, code):
 
 def test_the_errors_of_the_package_are_those_that_have_codes():
     """The codes go by name: a renamed error would lose its code."""
-    from gpt2_triton import arena, checkpoint, config, stability
+    from gpt2_triton import arena, checkpoint, config, parallel, replicas, stability
     from gpt2_triton.data import shards
     from gpt2_triton.kernels import tuned
 
     errors = [config.ConfigError, shards.DataError, checkpoint.CheckpointError, arena.OutOfMemory, stability.NonFinite]
-    errors.append(tuned.TableError)
+    errors += [tuned.TableError, parallel.PeerLost, replicas.Diverged]
     assert [error.__name__ for error in errors] == list(cli.EXIT_CODES)
 
 

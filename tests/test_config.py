@@ -23,6 +23,7 @@ eval.every eval.tokens eval.hellaswag_every eval.hellaswag_data eval.hellaswag_l
 sample.every sample.tokens sample.prompt sample.temperature sample.top_k
 checkpoint.every checkpoint.keep checkpoint.major
 log.every log.main_log log.stats_every log.wandb log.wandb_project
+parallel.gpus parallel.zero parallel.timeout debug.hash_state
 init_from
 """.split()
 

@@ -140,8 +140,8 @@ def bad_data():
         tokens = batch(self, first, count)
         return np.full_like(tokens, 255) if first == 4 else tokens
 
-    def poisoned(self, packed, first):
-        micro_step(self, packed, first)
+    def poisoned(self, packed, **which):
+        micro_step(self, packed, **which)
         if (packed[: self.B * self.T] == 255).all():
             self.K.fill(self.state.grads[:1], math.nan)
 

@@ -1,6 +1,7 @@
 """train.py: train a GPT-2 from a YAML file."""
 
 import os
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from gpt2_triton.cli import choose_device, make_app
+from gpt2_triton.cli import choose_device, make_app, require_least
 from gpt2_triton.config import Config, ConfigError, options
 from gpt2_triton.configfile import load_config, suggestion
+from gpt2_triton.ranks import rank_and_size, read_environment
 
-FLAGS = ("plan", "gpu", "print_config", "run_dir", "resume")
+FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 config_app = make_app("train.py", "Train a GPT-2 from a YAML file; every key below can be overridden.")
 app = config_app.meta
@@ -31,6 +33,7 @@ def train(
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     plan: bool = False,
     gpu: str | None = None,
+    gpus: int | None = None,
     print_config: bool = False,
     run_dir: Path | None = None,
     resume: bool = False,
@@ -46,6 +49,8 @@ def train(
     gpu: str
         GPU that --plan is for: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s;
         default the present one, else h200.
+    gpus: int
+        Number of GPUs that --plan is for; default parallel.gpus, else 1.
     print_config: bool
         Print the whole configuration as YAML and stop.
     run_dir: Path
@@ -58,21 +63,26 @@ def train(
         print(settings.to_yaml(), end="")
         return 0
     if plan:
-        print(_plan(settings, gpu))
+        require_least(gpus=(gpus or 1, 1))
+        print(_plan(settings if gpus is None else settings.with_gpus(gpus), gpu))
         return 0
-    if gpu:
-        raise ConfigError("--gpu: goes with --plan only; a run uses the GPU it finds")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("torchrun: training on several GPUs is not there yet; start train.py by itself")
-    directory = choose_run_dir(config, run_dir, resume)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--run_dir: cannot make {directory}: {error.strerror}; choose another") from error
+    if gpu or gpus:
+        raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
+    read_environment()
+    rank, ranks = rank_and_size()
+    settings = settings.with_gpus(ranks)
+    if rank == 0:
+        run_dir = choose_run_dir(config, run_dir, resume)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--run_dir: cannot make {run_dir}: {error.strerror}; choose another") from error
+    else:
+        sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     choose_device()
     from gpt2_triton import trainer
 
-    return trainer.train(settings, directory, resume)
+    return trainer.train(settings, run_dir, resume)
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:

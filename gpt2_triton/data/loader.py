@@ -178,8 +178,8 @@ def pack_batch(buffer: torch.Tensor | None, ids: np.ndarray, targets: np.ndarray
 class Prefetcher:
     """Iterator over packed micro-batches that a thread prepares ahead in a ring of `depth` host buffers.
 
-    With b = micro_batch and G = b * accumulation samples a step, micro-step k of step s takes global samples
-    [s*G + k*b, s*G + (k+1)*b).
+    With b = micro_batch and G = b * accumulation * ranks samples a step, micro-step k of step s takes global samples
+    [s*G + k*b*ranks, s*G + (k+1)*b*ranks), of which rank r has b from the r*b-th on.
 
     A buffer may be read until the next call of next().  By then its copy to the device has been issued, but may lie
     behind the host: an event is recorded, and the thread, not the caller, waits for it before it fills the buffer
@@ -195,10 +195,12 @@ class Prefetcher:
         first_sample: int = 0,
         pinned: bool = False,
         depth: int = 3,
+        rank: int = 0,
+        ranks: int = 1,
     ):
         assert depth >= 3, depth
         self._loader, self._vocab_size = loader, vocab_size
-        self._micro_batch, self._accumulation = micro_batch, accumulation
+        self._micro_batch, self._accumulation, self._rank, self._ranks = micro_batch, accumulation, rank, ranks
         size = packed_size(micro_batch * loader.windows.seq_len, vocab_size)
         self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(depth)]
         self._copied = [torch.cuda.Event(blocking=True) for _ in range(depth)] if pinned else []
@@ -242,10 +244,9 @@ class Prefetcher:
         self._thread.join()
 
     def _first_samples(self, first_sample: int) -> Iterator[int]:
-        while True:
-            for k in range(self._accumulation):
-                yield first_sample + k * self._micro_batch
-            first_sample += self._accumulation * self._micro_batch
+        together = self._ranks * self._micro_batch
+        for first in itertools.count(first_sample, together):
+            yield first + self._rank * self._micro_batch
 
     def _run(self, first_sample: int) -> None:
         try:

@@ -1,5 +1,6 @@
 """Lines on stderr about long work: how much is done, how fast it goes, how long it will take."""
 
+import os
 import sys
 import time
 from datetime import timedelta
@@ -18,7 +19,7 @@ class Progress:
         """`count` more of `total` units are done."""
         self.done += count
         now = time.monotonic()
-        if now - self.reported >= REPORT_SECONDS:
+        if now - self.reported >= REPORT_SECONDS and os.environ.get("RANK", "0") == "0":  # one rank speaks for all
             self.reported = now
             rate = self.done / (now - self.start)
             left = timedelta(seconds=round((self.total - self.done) / rate))

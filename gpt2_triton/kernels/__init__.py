@@ -26,11 +26,12 @@ from gpt2_triton.kernels.matmul import (
 )
 from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.kernels.random import fill, normal_init
-from gpt2_triton.kernels.reduce import clip_factor, loss_sum, sum_squares, sum_squares_scratch
+from gpt2_triton.kernels.reduce import add, clip_factor, loss_sum, sum_squares, sum_squares_scratch
 from gpt2_triton.kernels.statistics import parameter_stats, stats_parts, tensor_stats
 
 __all__ = [
     "adamw",
+    "add",
     "attention_bwd",
     "attention_fwd",
     "cache_fill",

@@ -1,9 +1,10 @@
 """Reductions in a fixed order: partial sums per program, then one more kernel; two runs agree bit for bit.
 
 column_sums  out[n] (+)= sum_p part[p, n]        finishes split-K products, bias and layernorm gradients
-sum_squares  out = sum_i g[i]^2                  the square of the gradient norm over a flat range
+sum_squares  out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range
 clip_factor  norm, min(1, clip / norm), finite   what AdamW multiplies gradients with
 loss_sum     out = loss_scale * sum_r losses[r]
+add          out += x
 """
 
 import triton
@@ -53,7 +54,7 @@ def _sum_squares_kernel(part_ptr, g_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sum_kernel(out_ptr, x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
+def _sum_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, BLOCK: tl.constexpr):
     """One program adds n numbers, BLOCK lanes wide, in a fixed order."""
     lanes = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, n, BLOCK):
@@ -62,6 +63,8 @@ def _sum_kernel(out_ptr, x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
     total = tl.sum(lanes, 0)
     if scale_ptr is not None:
         total *= tl.load(scale_ptr)
+    if ACC:
+        total += tl.load(out_ptr)
     tl.store(out_ptr, total)
 
 
@@ -77,13 +80,13 @@ def _clip_factor_kernel(stats_ptr, sumsq_ptr, hyper_ptr):
     tl.store(stats_ptr + 3, tl.where(finite, 1.0, 0.0))
 
 
-@contract("out[1] scratch[*] <- g[n]")
-def sum_squares(out: Tensor, scratch: Tensor, g: Tensor) -> None:
-    """out = sum of g^2, over fixed blocks in a fixed order."""
+@contract("out[1]+ scratch[*] <- g[n]")
+def sum_squares(out: Tensor, scratch: Tensor, g: Tensor, acc: bool = False) -> None:
+    """out (+)= sum of g^2, over fixed blocks in a fixed order."""
     n, block = g.numel(), _sum_block(g.numel())
     blocks = triton.cdiv(n, block)
     _sum_squares_kernel[(blocks,)](scratch, g, n, BLOCK=block, num_warps=8)
-    _sum_kernel[(1,)](out, scratch, None, blocks, BLOCK=min(next_power_of_2(blocks), 8192), num_warps=8)
+    _sum_kernel[(1,)](out, scratch, None, blocks, ACC=acc, BLOCK=min(next_power_of_2(blocks), 8192), num_warps=8)
 
 
 def sum_squares_scratch(n: int) -> int:
@@ -99,7 +102,7 @@ def _sum_block(n: int) -> int:
 def loss_sum(out: Tensor, losses: Tensor, hyper: Tensor) -> None:
     """out = loss scale * sum of losses."""
     R = losses.numel()
-    _sum_kernel[(1,)](out, losses, hyper[3:], R, BLOCK=min(next_power_of_2(R), 8192), num_warps=8)
+    _sum_kernel[(1,)](out, losses, hyper[3:], R, ACC=False, BLOCK=min(next_power_of_2(R), 8192), num_warps=8)
 
 
 @contract("stats[4] <- sumsq[1] hyper[8]")
@@ -108,3 +111,19 @@ def clip_factor(stats: Tensor, sumsq: Tensor, hyper: Tensor) -> None:
     loss are finite, else 0.
     """
     _clip_factor_kernel[(1,)](stats, sumsq, hyper)
+
+
+@triton.jit
+def _add_kernel(out_ptr, x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    total = tl.load(out_ptr + i, mask=mask, other=0.0) + tl.load(x_ptr + i, mask=mask, other=0.0)
+    tl.store(out_ptr + i, total, mask=mask)
+
+
+@contract("out[n]+ <- x[n]")
+def add(out: Tensor, x: Tensor) -> None:
+    """out += x, fp32."""
+    n = out.numel()
+    block = min(next_power_of_2(n), 1 << 18) if INTERPRET else 4096
+    _add_kernel[(triton.cdiv(n, block),)](out, x, n, BLOCK=block)

@@ -241,6 +241,17 @@ def test_batches_come_in_order_from_any_sample(prefetch, depth):
         assert torch.equal(next(batches), expected_batch(6 + 3 * k))
 
 
+def test_ranks_take_the_micro_batches_of_one_rank_in_turn(prefetch):
+    """Of the global batch of 12 each of two ranks has 3 + 3: samples 0-2 and 6-8, and 3-5 and 9-11."""
+    for rank in (0, 1):
+        batches = prefetch(first_sample=24, rank=rank, ranks=2)
+        for k in range(4):
+            assert torch.equal(next(batches), expected_batch(24 + 6 * k + 3 * rank))
+        assert [b.tolist() for b in batches.step(24)] == [
+            expected_batch(24 + 6 * k + 3 * rank).tolist() for k in (0, 1)
+        ]
+
+
 def test_a_buffer_is_left_alone_until_the_next_batch_is_asked_for(prefetch):
     batches = prefetch()
     first = next(batches)

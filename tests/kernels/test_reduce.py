@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpt2_triton.kernels.reduce import clip_factor, column_sums, loss_sum, sum_squares, sum_squares_scratch
+from gpt2_triton.kernels.reduce import add, clip_factor, column_sums, loss_sum, sum_squares, sum_squares_scratch
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import error, poisoned
@@ -87,6 +87,22 @@ def test_a_step_that_is_not_finite_is_flagged(loss, sumsq, clip):
     assert stats[3] == 0
     norm = torch.tensor(sumsq, device=DEVICE).sqrt()
     assert torch.allclose(stats[1], norm, equal_nan=True)  # as it was, for the log
+
+
+def test_sums_of_squares_of_several_ranges_add_up():
+    """As of a rank's shares of several buckets; 2^-24 a sum, and there are two."""
+    g, out = torch.linspace(-1, 2, 5000, device=DEVICE), poisoned(1)
+    for i, part in enumerate((g[:4000], g[4000:])):
+        sum_squares(out, poisoned(sum_squares_scratch(5000)), part, i > 0)
+    assert abs(out.item() - g.double().square().sum().item()) < 1e-6 * out.item()
+
+
+@pytest.mark.parametrize("n", [1, 4096, 5001])
+def test_add_is_one_rounded_sum(n):
+    x, y = torch.linspace(-1, 2, n, device=DEVICE), torch.linspace(3, -5, n, device=DEVICE)
+    want = x + y
+    add(x, y)
+    assert torch.equal(x, want)
 
 
 def run_all(outputs):

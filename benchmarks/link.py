@@ -1,0 +1,68 @@
+"""How fast the collectives of a step are between these GPUs, for the buckets of GPT-2 124M and 1558M.
+
+torchrun --standalone --nproc_per_node 4 -m benchmarks.link
+
+GB/s are what each GPU sends: (n - 1) / n of the bucket, of all_reduce twice that.
+"""
+
+import os
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+
+from gpt2_triton.parallel import World
+from gpt2_triton.ranks import read_environment
+
+BUCKETS = {
+    "124M layer": 7_077_888,
+    "124M wte, wpe": 39_419_904,
+    "1558M layer": 30_720_000,
+    "1558M wte, wpe": 82_124_800,
+}
+WARM, TIMED = 5, 20
+
+
+def main() -> None:
+    read_environment()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    world = World("cuda", 100)
+    if world.rank == 0:
+        print(f"{'bucket':<16}{'collective':<16}{'MB':>8}{'us':>9}{'GB/s':>8}", flush=True)
+    for name, n in BUCKETS.items():
+        for line in lines(world, name, n - n % (world.size * 64)):
+            if world.rank == 0:
+                print(line, flush=True)
+    world.close()
+
+
+def lines(world: World, name: str, n: int) -> Iterator[str]:
+    """Every collective of a step over a bucket of n elements."""
+    grads, params = (torch.zeros(n, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16))
+    own = slice(world.rank * n // world.size, (world.rank + 1) * n // world.size)
+    for what, times, whole, function, arguments in (
+        ("all_reduce", 2, grads, world.all_reduce, (grads,)),
+        ("reduce_scatter", 1, grads, world.reduce_scatter, (grads[own], grads)),
+        ("all_gather", 1, params, world.all_gather, (params, params[own])),
+    ):
+        seconds = measure(function, *arguments)
+        rate = times * whole.nbytes * (world.size - 1) / world.size / seconds / 1e9
+        yield f"{name:<16}{what:<16}{whole.nbytes / 1e6:>8.1f}{seconds * 1e6:>9.1f}{rate:>8.1f}"
+
+
+def measure(function: Callable[..., None], *arguments: torch.Tensor) -> float:
+    """Median seconds of a call on the device."""
+    times = []
+    for i in range(WARM + TIMED):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function(*arguments)
+        end.record()
+        end.synchronize()
+        if i >= WARM:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What the hosts of a run tell each other: values through a key-value store, in an order that all ranks share.
+
+The store is that of torch.distributed (set, check, get, delete_key).  No kernel waits for it, and any thread may use
+it: it is asked again and again whether a key is there, since a blocking question would hold up the other threads'.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+POLL = 0.02  # seconds between two looks at the store
+
+
+class Crew:
+    """Values that all ranks exchange in the same order; JSON, so that numbers arrive as they are."""
+
+    def __init__(self, name: str, rank: int = 0, size: int = 1, store: Any = None):
+        self.rank, self.size = rank, size
+        self._name, self._store, self._calls = name, store, 0
+
+    def all(self, value: Any) -> list[Any]:
+        """Everyone's value, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        self._calls += 1
+        key = f"{self._name}/{self._calls}"
+        self._store.set(f"{key}/{self.rank}", json.dumps(value))
+        if self.rank != 0:
+            return self._wait(key)
+        values = [self._take(f"{key}/{rank}") for rank in range(self.size)]
+        self._store.set(key, json.dumps(values))
+        if self._calls > 1:  # every rank has read the list before, or it would not have come to this one
+            self._store.delete_key(f"{self._name}/{self._calls - 1}")
+        return values
+
+    def first(self, function: Callable[[], Any]) -> Any:
+        """What rank 0 gets from `function`, on every rank; its OSError is raised on every rank."""
+        result: dict[str, Any] = {}
+        error: OSError | None = None
+        if self.rank == 0:
+            try:
+                result["value"] = function()
+            except OSError as raised:
+                error, result["errno"], result["error"] = raised, raised.errno, str(raised)
+        found = self.all(result)[0]
+        if "error" in found:
+            raise error or OSError(found["errno"], found["error"])
+        return found["value"]
+
+    def _wait(self, key: str) -> Any:
+        while not self._store.check([key]):
+            time.sleep(POLL)
+        return json.loads(self._store.get(key))
+
+    def _take(self, key: str) -> Any:
+        value = self._wait(key)
+        self._store.delete_key(key)
+        return value
+
+
+ALONE = Crew("alone")

@@ -1,0 +1,87 @@
+"""The process group: several processes as one run, and the collectives of a step.
+
+NCCL carries device tensors, gloo those of a run on the CPU.  What hosts tell each other goes through the key-value
+store that started the group (crew.py).
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpt2_triton.crew import Crew
+from gpt2_triton.ranks import rank_and_size
+
+
+class PeerLost(RuntimeError):
+    """A collective failed, most likely because another rank has ended."""
+
+
+class World:
+    """The ranks of a run.  One rank alone is a World too, which agrees with itself at once."""
+
+    def __init__(self, device: str, timeout: float):
+        """Join the group; device is "cuda" or "cpu", timeout that of pulse.py, in seconds, which sees more and speaks
+        first: joining may take three times, a collective twelve times as long.
+        """
+        self.rank, self.size = rank_and_size()
+        self.device = device
+        self.store: Any = None
+        if self.size == 1:
+            return
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast sums in an order that NCCL does not promise
+        limit = timedelta(seconds=3 * timeout)
+        self.store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+        gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            store=self.store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=4 * limit,
+            device_id=gpu,
+        )
+
+    # ---- collectives, in the order of the current stream ----
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """tensor = the sum over ranks, on every rank the same bits."""
+        self._collective(dist.all_reduce, tensor)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
+        """out = this rank's part of the sum of `whole` over ranks; it may be that part of `whole`."""
+        self._collective(_named("reduce_scatter_single", "reduce_scatter_tensor"), out, whole)
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> None:
+        """whole = the ranks' parts one behind the other; `part` may be this rank's place in it."""
+        self._collective(_named("all_gather_single", "all_gather_into_tensor"), whole, part)
+
+    def _collective(self, function: Callable[..., Any], *tensors: Tensor) -> None:
+        try:
+            function(*tensors)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise PeerLost(
+                f"lost the other ranks in {function.__name__} ({reason}); another rank's message, above, says why"
+            ) from error
+
+    # ---- words between hosts ----
+
+    def crew(self, name: str) -> Crew:
+        """A conversation of all ranks; threads that talk at the same time need one each."""
+        return Crew(name, self.rank, self.size, self.store)
+
+    def close(self) -> None:
+        """Wait for the other ranks and leave the group: without both, ranks that end first break those behind."""
+        if self.size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def _named(new: str, old: str) -> Callable[..., Any]:
+    """torch 2.13 renamed two collectives and warns about the names that 2.11 has."""
+    return getattr(dist, new, None) or getattr(dist, old)

@@ -1,0 +1,106 @@
+"""Who hangs: every rank tells the others once a second where it is, and ends the job when nothing moves any more.
+
+NCCL's own timeout sees neither collectives that a CUDA graph replays nor a host that sleeps, and does not know what it
+waits for.  Here a thread of each rank compares: of ranks that wait for each other, the one that has done least is at
+fault, or the one that no longer answers.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from gpt2_triton.parallel import World
+
+STARTING, STEPPING = "starting", "training"
+PATIENCE = {STARTING: 3, STEPPING: 1}  # times the timeout; evaluations, samples and checkpoints have OTHER
+OTHER = 10
+
+
+class Pulse:
+    """This rank's pulse, and its ear for those of the others; a rank alone has none."""
+
+    def __init__(self, world: World, timeout: float):
+        self._world, self._timeout, self._interval = world, timeout, min(1.0, timeout / 20)
+        self._step, self._done, self._phase, self._tick = 0, 0, STARTING, 0
+        self._moved, self._over = time.monotonic(), False
+        if world.size > 1:
+            threading.Thread(target=self._run, name="pulse", daemon=True).start()
+
+    def beat(self, step: int) -> None:
+        """Something was done for `step`, the number of the step that is being made."""
+        self._step, self._done, self._moved = step, self._done + 1, time.monotonic()
+
+    def begin_steps(self) -> None:
+        """The first step is over: from here on a step has the timeout, and no compiler to wait for."""
+        self._phase = STEPPING
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Something that other ranks may have to wait for longer than for a step."""
+        before, self._phase = self._phase, phase
+        self.beat(self._step)
+        try:
+            yield
+        finally:
+            self._phase = before
+            self.beat(self._step)
+
+    def stop(self) -> None:
+        """The run is over."""
+        self._over = True
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store went with rank 0: the collectives tell of it
+            while not self._over:
+                self._publish()
+                if time.monotonic() - self._moved > self._timeout:
+                    self._look_around()
+
+    def _publish(self) -> None:
+        self._tick += 1
+        state = (self._tick, self._done, self._step, self._phase)
+        self._world.store.set(f"pulse/{self._world.rank}", json.dumps(state))
+        time.sleep(self._interval)
+
+    def _look_around(self) -> None:
+        earlier = self._others()
+        if time.monotonic() - self._moved < self._timeout * max(PATIENCE.get(s[3], OTHER) for s in earlier):
+            return
+        still = [rank for rank, state in enumerate(earlier) if rank != self._world.rank]
+        for _ in range(5):  # this thread says meanwhile that this rank is alive
+            self._publish()
+        later = self._others()
+        silent = [rank for rank in still if later[rank][0] == earlier[rank][0]]
+        self._end(silent, later)
+
+    def _others(self) -> list[list[Any]]:
+        store, keys = self._world.store, [f"pulse/{rank}" for rank in range(self._world.size)]
+        return [json.loads(store.get(key)) if store.check([key]) else [0, 0, 0, STARTING] for key in keys]
+
+    def _end(self, silent: list[int], states: list[list[Any]]) -> None:
+        """Say who hangs, one rank for all, and leave; the launcher ends the others."""
+        least = min(state[1] for state in states)
+        behind = [rank for rank, state in enumerate(states) if state[1] == least]
+        if silent:
+            what = f"{_ranks(silent)} no longer answering"
+        elif len(behind) < len(states):
+            what = f"{_ranks(behind)} behind the others, {states[behind[0]][3]} at step {states[behind[0]][2]}"
+        else:
+            what = "all ranks at the same point: the network, or a GPU"
+        speakers = [rank for rank in range(len(states)) if rank not in (silent or behind)] or [0]
+        if self._world.rank == speakers[0]:
+            waited = time.monotonic() - self._moved
+            message = f"error: rank {self._world.rank}: nothing moved for {waited:.0f} s at step {self._step}: {what}"
+            print(f"{message}; restart the job, with --resume", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2 * self._interval)  # let it speak before the launcher sees that a rank has ended
+        os._exit(1)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"

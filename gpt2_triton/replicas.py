@@ -1,0 +1,31 @@
+"""Do all ranks hold the same weights, bit for bit?  debug.hash_state asks it of a run."""
+
+import hashlib
+
+import torch
+
+from gpt2_triton import layout
+from gpt2_triton.crew import Crew
+from gpt2_triton.model import GPT2
+
+
+class Diverged(RuntimeError):
+    """Weights that have to be equal on all ranks are not."""
+
+
+def digest(model: GPT2) -> str:
+    """sha256 of the weights in the flat order, and of the moments where every rank has all of them."""
+    out, flats = hashlib.sha256(), model.persistent()
+    names = ["params"] if model.dims["zero"] else ["params", "m", "v", "low"]
+    for name in (n for n in names if n in flats):
+        for b in layout.buckets(model.dims):
+            out.update(flats[name][b.start : b.start + b.length].cpu().view(torch.uint8).numpy().data)
+    return out.hexdigest()
+
+
+def compare(model: GPT2, crew: Crew, step: int) -> str:
+    """The digest that all ranks have; Diverged, with the ranks that differ from rank 0, if they do not agree."""
+    found = crew.all(digest(model))
+    if others := [rank for rank, value in enumerate(found) if value != found[0]]:
+        raise Diverged(f"step {step}: the weights of ranks {others} are not those of rank 0")
+    return found[0]

@@ -1,0 +1,63 @@
+"""The arithmetic of shares: every parameter belongs to one rank, whatever the number of ranks and the stage."""
+
+import pytest
+
+from gpt2_triton import layout
+from gpt2_triton.shares import tile
+from gpt2_triton.tables import entries
+
+SIZES = dict(L=3, C=48, Vp=128, Tmax=10, S=7)  # a bucket of 27,648, one of 6,624, of 1,968: few ranks divide them
+RANKS = (1, 2, 3, 4, 7, 64, 1000)
+
+
+def dims_of(ranks, zero):
+    dims = SIZES | dict(ranks=ranks, zero=zero)
+    return dims | layout.flat_sizes(dims, True, True, True)
+
+
+def total():
+    last = list(entries(SIZES))[-1]
+    return last.offset + last.shape[0] * last.shape[1]
+
+
+@pytest.mark.parametrize("zero", (0, 1, 2))
+@pytest.mark.parametrize("ranks", RANKS)
+def test_shares_cover_every_parameter_once_within_the_buffers(ranks, zero):
+    dims = dims_of(ranks, zero)
+    shares = [layout.share(dims, rank) for rank in range(ranks)]
+    assert tile([[[p.first, p.length] for p in pieces] for pieces in shares]) == total()
+    for p in (p for pieces in shares for p in pieces):
+        assert p.param + p.length <= dims["Nf"] and p.moment + p.length <= dims["Nt"]
+        assert p.grad + p.length <= (dims["Nr"] if zero == 2 else dims["Ng"])
+        assert p.first % 4 == 0 or not p.length  # whole Philox calls: kernels/random.py
+
+
+@pytest.mark.parametrize("zero", (0, 1, 2))
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_a_rank_updates_is_all_or_its_share(ranks, zero):
+    dims = dims_of(ranks, zero)
+    own = [p for rank in range(1 if zero == 0 else ranks) for p in layout.updated(dims, rank)]
+    assert tile([[[p.first, p.length] for p in own]]) == total()
+
+
+def test_one_rank_has_no_padding_and_two_launches():
+    dims = dims_of(1, 0)
+    assert dims["Nf"] == dims["Nt"] == dims["Ng"] == total() and dims["Nr"] == dims["Nx"] == 0
+    matrices, rest = layout.updated(dims, 0)
+    assert (matrices.decay, rest.decay) == (True, False) and matrices.length == rest.first == rest.param
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_stages_share_out_moments_and_then_gradients(ranks):
+    zero0, zero1, zero2 = (dims_of(ranks, zero) for zero in (0, 1, 2))
+    assert zero0["Nt"] == zero0["Nf"] == zero1["Nt"] * ranks and zero1["Ng"] == zero1["Nf"]
+    embed, layer, *_, rest = layout.buckets(zero2)
+    assert zero2["Ng"] == embed.padded + rest.padded + 2 * layer.padded and zero2["Nr"] * ranks == zero2["Nf"]
+    starts = layout.gradient_starts(zero2)
+    assert starts[1] == starts[3] != starts[2]  # layers take two places in turn
+    assert all(b.padded % (ranks * layout.QUANTUM) == 0 for b in layout.buckets(zero2))
+
+
+def test_spans_that_overlap_or_leave_gaps_do_not_tile():
+    assert tile([[[0, 4]], [[4, 4], [8, 0]]]) == 8
+    assert tile([[[0, 4]], [[3, 5]]]) is None and tile([[[0, 4]], [[5, 3]]]) is None

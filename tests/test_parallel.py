@@ -1,0 +1,253 @@
+"""The promises of several ranks: the run of one rank, whatever their number and the ZeRO stage; the same weights on
+all; a checkpoint for any number; one bad rank ends the job and is named.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpt2_triton import checkpoint, pulse
+from gpt2_triton.config import ConfigError
+from gpt2_triton.link import Exchange
+from gpt2_triton.schedule import EMBED
+from gpt2_triton.trainer import Trainer, train
+from tests import ranks
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
+# 12 sequences a step divide among 1, 2, 3 and 4 ranks; fp32, so that what differs is the order of sums alone
+STEPS = 2
+
+
+def config_of(zero=1, **sections):
+    base = dict(train=dict(steps=STEPS, batch_size=12, total_batch_tokens=192), parallel=dict(zero=zero))
+    base |= dict(debug=dict(hash_state=1), checkpoint=dict(every=0, keep=0))
+    return tiny_config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+
+
+def job(config, run, resume=False):
+    """What train.py does on each rank."""
+    return train(config.with_gpus(int(os.environ.get("WORLD_SIZE", "1"))), run, resume)
+
+
+def run_job(n, config, run, resume=False):
+    """Exit codes by rank; all ranks agree on them."""
+    run.mkdir(exist_ok=True)
+    codes = ranks.run(n, run / "stderr", job, config, run, resume)
+    assert len(set(codes)) == 1
+    return codes[0]
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    return [r["loss"] for r in records(run) if "loss" in r]
+
+
+def tensors(run):
+    return checkpoint.load(checkpoint.find(run))[1]
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+def assert_close(one, other):
+    """Sums of a gradient over 12 sequences in another order: fp32 keeps 1e-7 of the largest, AdamW's first steps divide
+    by the root of their square, so that a weight differs by a fraction of lr = 1e-3 where its gradient is about 0.
+    """
+    for name, bound in (("params", 5e-5), ("m", 1e-6), ("v", 1e-7)):
+        assert (one[name] - other[name]).abs().max().item() < bound, name
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    run = tmp_path_factory.mktemp("alone")
+    assert job(config_of(eval=dict(every=1, tokens=80)), run) == 0
+    return run
+
+
+# ---- the run of one rank ----
+
+
+@pytest.mark.parametrize("n, zero, sections", [
+    (2, 0, {}), (2, 1, {}), (2, 2, {}), (4, 1, {}), (3, 2, dict(train=dict(batch_size=2))),
+    (2, 1, dict(train=dict(batch_size=3))),
+])  # fmt: skip
+def test_any_number_of_ranks_at_any_stage_is_the_run_of_one(alone, tmp_path, n, zero, sections):
+    """Also where ranks divide no tensor, where micro-steps add up, and where a layer is computed again; hash_state
+    compares the ranks' weights after every step, and a difference would end the run.
+    """
+    assert run_job(n, config_of(zero, eval=dict(every=1, tokens=80), **sections), tmp_path) == 0
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=2e-6)
+    values = [[r["val_loss"] for r in records(run) if "val_loss" in r] for run in (tmp_path, alone)]
+    assert values[0] == pytest.approx(values[1], rel=2e-6)
+    assert_close(tensors(tmp_path), tensors(alone))
+    assert len(list(checkpoint.find(tmp_path).glob("rank_*"))) == n
+
+
+@pytest.mark.parametrize("master, zeros", [("none", (1, 0)), ("fp32", (1, 1))])
+def test_as_many_ranks_give_the_same_bytes(tmp_path, master, zeros):
+    """bf16 with noise, keyed by the flat index, and with master weights.  gloo adds two numbers alike at every stage,
+    so here even two stages agree.
+    """
+    config = dict(train=dict(dtype="bf16", steps=1), optim=dict(master=master))
+    runs = [tmp_path / name for name in ("one", "other")]
+    for run, zero in zip(runs, zeros, strict=True):
+        assert run_job(2, config_of(zero, **config), run) == 0
+    assert_equal(*map(tensors, runs))
+
+
+# ---- signals, numbers that are not finite, checkpoints for any number ----
+
+
+def signal_rank_1(config, run, resume=False):
+    """SIGTERM reaches one rank only, in the first step."""
+    original = Trainer._train_step
+
+    def signalled(self, step):
+        if step == 0 and self.world.rank == 1:
+            self._stop(signal.SIGTERM, None)
+        original(self, step)
+
+    Trainer._train_step = signalled
+    return job(config, run, resume)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    run = tmp_path_factory.mktemp("stopped")
+    config = config_of(train=dict(steps=4), debug=dict(hash_state=0))
+    assert ranks.run(2, run / "stderr", signal_rank_1, config, run) == [128 + signal.SIGTERM] * 2
+    return run
+
+
+def test_a_signal_to_one_rank_saves_one_checkpoint_and_ends_all(stopped):
+    """The step that carries the word is the first; ranks read of it when the second is under way, and save that."""
+    assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    run = tmp_path_factory.mktemp("unbroken")
+    assert job(config_of(train=dict(steps=4)), run) == 0
+    return run
+
+
+@pytest.mark.parametrize("n, zero", [(1, 0), (3, 2)])
+def test_a_checkpoint_goes_on_with_any_number_of_ranks(stopped, unbroken, tmp_path, n, zero):
+    """The same samples follow: the losses are those of an unbroken run on one rank."""
+    shutil.copytree(stopped / "checkpoints", tmp_path / "checkpoints")
+    config = config_of(zero, train=dict(steps=4))
+    assert (job(config, tmp_path, True) if n == 1 else run_job(n, config, tmp_path, True)) == 0
+    assert losses(tmp_path) == pytest.approx(losses(unbroken)[2:], rel=1e-5)
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_step_is_refused():
+    with pytest.raises(ConfigError, match="train.total_batch_tokens: 192 is no multiple of train.seq_len 16 times 5"):
+        config_of().with_gpus(5)
+    with pytest.raises(ConfigError, match="parallel.gpus: 2, but 3 started"):
+        config_of(parallel=dict(gpus=2)).with_gpus(3)
+
+
+def nan_on_rank_1(config, run):
+    """A gradient that is not finite on one rank, in the first step."""
+    original = Exchange.grads_done
+
+    def grads_done(self, layer):
+        if layer == EMBED and self._world.rank == 1 and not hasattr(self, "poisoned"):
+            self._K.fill(self._s.grads[:1], math.nan)
+            self.poisoned = True
+        original(self, layer)
+
+    Exchange.grads_done = grads_done
+    return job(config, run)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(tmp_path):
+    config = config_of(train=dict(steps=1))
+    assert ranks.run(2, tmp_path / "stderr", nan_on_rank_1, config, tmp_path) == [0, 0]
+    assert records(tmp_path)[0]["skipped"]
+    assert not tensors(tmp_path)["m"].any()
+
+
+def test_weights_that_differ_end_the_run(tmp_path):
+    """As if a bit of rank 1's memory had flipped."""
+    processes, _ = ranks.start(2, tmp_path / "stderr", flip_on_rank_1, config_of(0), tmp_path)
+    assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
+    assert "Diverged: step 1: the weights of ranks [1] are not those of rank 0" in (tmp_path / "stderr").read_text()
+
+
+def flip_on_rank_1(config, run):
+    original = Trainer._settle
+
+    def settle(self):
+        original(self)
+        if self.world.rank == 1:
+            self.model.K.fill(self.model.full.w.lnb[0][:1], 1.0)
+
+    Trainer._settle = settle
+    return job(config, run)
+
+
+# ---- one bad rank ----
+
+
+def bad_rank_1(config, run, how):
+    """Rank 1 does `how` to itself when its second step is due."""
+    original = Trainer._train_step
+
+    def bad(self, step):
+        if step == 1 and self.world.rank == 1:
+            os.kill(os.getpid(), how)
+        original(self, step)
+
+    Trainer._train_step = bad
+    return job(config, run)
+
+
+def test_a_killed_rank_ends_the_others_and_a_restart_gives_the_unbroken_bytes(tmp_path):
+    """A launcher starts all ranks again with --resume; they find no checkpoint here, or that of a step, alike."""
+    config, run = config_of(train=dict(steps=3), checkpoint=dict(every=1)), tmp_path / "run"
+    run.mkdir()
+    processes, _ = ranks.start(2, run / "stderr", bad_rank_1, config, run, signal.SIGKILL)
+    began = time.monotonic()
+    assert [process.join(60) or process.exitcode for process in processes] == [1, -signal.SIGKILL]
+    assert time.monotonic() - began < 60 and "PeerLost" in (run / "stderr").read_text()
+    assert run_job(2, config, run, resume=True) == 0
+    whole = tmp_path / "whole"
+    assert run_job(2, config, whole) == 0
+    assert_equal(tensors(run), tensors(whole))
+    assert losses(run) == losses(whole)
+
+
+def test_a_rank_that_hangs_is_named(tmp_path):
+    config = config_of(parallel=dict(timeout=2))
+    processes, _ = ranks.start(2, tmp_path / "stderr", bad_rank_1, config, tmp_path, signal.SIGSTOP)
+    processes[0].join(60)
+    processes[1].kill()
+    assert processes[0].exitcode == 1
+    message = (tmp_path / "stderr").read_text()
+    assert "error: rank 0: nothing moved for" in message and "rank 1 is no longer answering" in message
+
+
+def test_who_is_behind_is_named(capsys, monkeypatch):
+    """All answer, and one has done less than the others."""
+    speaker = object.__new__(pulse.Pulse)
+    speaker._world, speaker._moved, speaker._step, speaker._interval = SimpleNamespace(rank=0), 0.0, 7, 0.0
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    speaker._end([], [[9, 40, 7, "training"], [9, 40, 7, "training"], [9, 39, 6, "training"]])
+    assert "rank 2 is behind the others, training at step 6" in capsys.readouterr().err
+    speaker._end([], [[9, 40, 7, "training"]] * 2)
+    assert "all ranks at the same point" in capsys.readouterr().err
