@@ -4,11 +4,10 @@
 plain torch.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,55 +20,11 @@ from gpt2_triton.link import Exchange, Link
 from gpt2_triton.parallel import World
 from gpt2_triton.planning import make_plan, refuse_if_too_large
 from gpt2_triton.stream import STEPS, Replay, Step
-from gpt2_triton.tables import Acts, Decoding, Params, Recompute, State, entries, named
+from gpt2_triton.tables import Acts, Decoding, Recompute, State, entries, named
+from gpt2_triton.view import Update, View
 from gpt2_triton.watch import Watch, first_nonfinite
 
 INIT_STD = 0.02
-
-
-class Update(NamedTuple):
-    """A stretch of the flat buffers that AdamW takes at once; `first` is its flat index."""
-
-    bucket: int
-    w: Tensor
-    m: Tensor
-    v: Tensor
-    low: Tensor | None
-    g: Tensor
-    first: int
-    decay: float
-
-
-@dataclasses.dataclass
-class View:
-    """What the schedule sees: the buffers cut for one (B, T), and the constants of the run."""
-
-    w: Params
-    g: Params | None
-    a: Acts
-    s: State
-    ids: Tensor
-    targets: Tensor
-    order: Tensor
-    segments: Tensor
-    hot: Tensor
-    gb: list[Tensor | None]
-    L: int
-    NH: int
-    V: int
-    T: int
-    R: int
-    Rc: int
-    recompute: Recompute
-    betas_eps: tuple[float, float, float]
-    link: Link  # to the other ranks
-    squared: list[Tensor]  # the gradients whose squares this rank adds up
-    updates: list[Update]
-    grads_leave: bool  # ZeRO-2: a layer's gradients are not kept from one micro-step to the next
-
-    def head_chunks(self) -> Iterator[slice]:
-        for start in range(0, self.R, self.Rc):
-            yield slice(start, min(start + self.Rc, self.R))
 
 
 class GPT2:

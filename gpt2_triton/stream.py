@@ -44,7 +44,8 @@ class Side:
     """A second stream, for work that the first one's need not wait for; on a CPU everything is done in order."""
 
     def __init__(self, device: str):
-        self._stream = None if device == "cpu" else torch.cuda.Stream()
+        # of high priority: between two kernels that fill the GPU, what is to travel starts first, and is there in time
+        self._stream = None if device == "cpu" else torch.cuda.Stream(priority=-1)
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:

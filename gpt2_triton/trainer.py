@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint, hellaswag, replicas, stability, watch
+from gpt2_triton import checkpoint, compatible, hellaswag, replicas, stability, watch
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -128,7 +128,7 @@ class Trainer:
         if not found:
             model.initialise(self.config.train.seed)
         else:
-            checkpoint.check_tensors(found, tensors, model.whole())
+            compatible.check_tensors(found, tensors, model.whole())
         model.load(tensors)
         return model
 
@@ -158,7 +158,7 @@ class Trainer:
     def _load(self, found: Path) -> dict[str, torch.Tensor]:
         """Everything of the checkpoint to go on from, once it is known to be of this run."""
         saved, tensors = checkpoint.load(found)
-        changed = checkpoint.check_config(saved["config"], self._resolved_config())
+        changed = compatible.check_config(saved["config"], self._resolved_config())
         if saved["data"] != self.data:
             raise checkpoint.CheckpointError(
                 f"{found}: written with other training data than {self.config.data.train}; "

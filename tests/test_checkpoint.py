@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint, checks
+from gpt2_triton import checkpoint, checks, compatible
 from gpt2_triton.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, Saver
 from gpt2_triton.config import options
 
@@ -435,10 +435,10 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path, monkeypatch, name, val
 
 def test_tensors_that_do_not_fit_are_a_table_of_the_differences():
     expected = {"params": torch.empty(4), "m": torch.empty(4), "low": torch.empty(4, dtype=torch.int16)}
-    checkpoint.check_tensors(Path("step"), {name: t.clone() for name, t in expected.items()}, expected)
+    compatible.check_tensors(Path("step"), {name: t.clone() for name, t in expected.items()}, expected)
     saved = {"params": torch.empty(4, dtype=torch.bfloat16), "m": torch.empty(4), "v": torch.empty(2, 2)}
     with pytest.raises(CheckpointError) as error:
-        checkpoint.check_tensors(Path("step"), saved, expected)
+        compatible.check_tensors(Path("step"), saved, expected)
     assert str(error.value).splitlines() == [
         "step does not fit this model",
         "        checkpoint      now",
@@ -459,17 +459,17 @@ def test_every_key_of_the_configuration_is_fatal_or_free_and_others_are_fatal(ke
     saved, current = ({section: {name: value}} if section else {name: value} for value in ("a", "b"))
     change, none = {key: ("a", "b")}, {}
     expected = (change, none) if key in FATAL + UNKNOWN else (none, change)
-    assert checkpoint.config_differences(saved, current) == expected
-    assert checkpoint.config_differences(saved, saved) == (none, none)
+    assert compatible.config_differences(saved, current) == expected
+    assert compatible.config_differences(saved, saved) == (none, none)
 
 
 def test_another_run_is_an_error_with_a_table_and_free_changes_are_returned():
     saved = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 6e-4, "master": "none"}, "train": {"steps": 100}}
     current = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 3e-4, "master": "none"}, "train": {"steps": 200}}
-    assert checkpoint.check_config(saved, current) == {"optim.lr": (6e-4, 3e-4), "train.steps": (100, 200)}
+    assert compatible.check_config(saved, current) == {"optim.lr": (6e-4, 3e-4), "train.steps": (100, 200)}
     current["model"]["n_layer"], current["optim"]["master"] = 24, "fp32"
     with pytest.raises(CheckpointError) as error:
-        checkpoint.check_config(saved, current)
+        compatible.check_config(saved, current)
     assert str(error.value).splitlines()[1:] == [
         "               checkpoint  now",
         "model.n_layer  12          24",

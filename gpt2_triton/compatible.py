@@ -1,0 +1,66 @@
+"""Does a checkpoint belong to this run?  Its tensors and its configuration beside those of now."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gpt2_triton.checkpoint import CheckpointError
+
+# What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
+# compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.
+FREE_SECTIONS = {"optim", "memory", "eval", "sample", "checkpoint", "log", "parallel", "debug"}
+FREE_KEYS = {"data.train", "data.val", "train.steps", "train.batch_size", "init_from"}
+FREE_KEYS |= {"train.skip_limit", "train.skip_loss_z", "train.skip_norm_z", "train.rewind_after"}
+FATAL_KEYS = {"optim.master"}  # what its section does not free: it decides which tensors there are
+
+Change = tuple[Any, Any]  # the value in the checkpoint, the value now
+
+
+def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """CheckpointError with a table of differences unless names, shapes and dtypes are exactly the expected ones."""
+    wrong = _changes(_describe(tensors), _describe(expected))
+    if wrong:
+        raise CheckpointError(_table(f"{step_dir} does not fit this model", wrong))
+
+
+def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors.items()}
+
+
+def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
+    """(fatal, free) differences between two configurations, by dotted key."""
+    changes = _changes(_flatten(saved), _flatten(current))
+    free = {key: changes[key] for key in changes if may_change(key)}
+    return {key: changes[key] for key in changes if key not in free}, free
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may go on with another value of this key, dotted."""
+    return (key in FREE_KEYS or key.partition(".")[0] in FREE_SECTIONS) and key not in FATAL_KEYS
+
+
+def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:
+    """CheckpointError with a table if this would not be the same run; else the free differences, by dotted key."""
+    fatal, free = config_differences(saved, current)
+    if fatal:
+        raise CheckpointError(_table("the checkpoint is of another run; restore these keys or start afresh", fatal))
+    return free
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+def _changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Change]:
+    return {k: (then.get(k), now.get(k)) for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)}
+
+
+def _table(title: str, changes: dict[str, Change]) -> str:
+    rows = [("", "checkpoint", "now"), *((key, str(then), str(now)) for key, (then, now) in changes.items())]
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in rows]
+    return "\n".join([title, *lines])
