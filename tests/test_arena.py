@@ -91,8 +91,8 @@ def test_phases_reads_uses_and_spans():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_list_has_one_view_an_entry_and_shares_what_its_level_drops(level):
-    dims = dict(B=2, T=8, R=16, C=32, NH=1, L=3, S=7, Vp=128, Rc=16, N=100, Nf=100, Nt=100, Nm=0, Np=64, W=1000)
-    dims |= dict(Ng=100, Nr=0, Nx=0, Nw=129, Sa=0, Sp=0, P=0)
+    dims = dict(B=2, T=8, R=16, C=32, NH=1, L=3, S=7, Vp=128, Rc=16, N=100, Nt=100, Nm=0, Np=64, W=1000)
+    dims |= dict(Nw=129, Sa=0, Sp=0, P=0, Nf=100, Ng=100, Nr=0, Nx=0)
     rows = {r.name: r for table in (State, Acts) for r in resolve(table, dims, DTYPES, level, LEVELS)}
     made = plan(list(rows.values()))
     acts = carve(Acts, rows, torch.empty(made.total, dtype=torch.uint8), dims)

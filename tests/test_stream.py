@@ -27,8 +27,8 @@ def begin(step, previous):
     step.begin(previous, np.zeros(8, np.float32), [0, 0, 0, 0])
 
 
-def end(step, stats=(2.0, 3.0, 1.0, 1.0)):
-    step.stats.numpy()[:] = (*stats, 0.0, 0.0)  # and the squared norm and the ranks asked to stop
+def end(step, stats=(2.0, 3.0, 1.0, 1.0, 9.0, 0.0)):
+    step.stats.numpy()[:] = stats
     step.z.numpy()[:] = 0.5, 0.25
     step.ended.record()
 
@@ -41,10 +41,10 @@ def test_a_step_launched_behind_another_takes_from_end_to_end(clock):
     begin(b, a)
     clock[0] = 7.0
     end(b)
-    assert a.result()[:5] == (2.0, 3.0, True, 5.0, (0.5, 0.25))
+    assert a.result() == (2.0, 3.0, True, 5.0, (0.5, 0.25), False)
     begin(c, b)
     clock[0] = 10.0
-    end(c, (2.0, float("nan"), 1.0, 0.0))
+    end(c, (2.0, float("nan"), 1.0, 0.0, 9.0, 0.0))
     assert b.result().seconds == 2.0
     assert c.result().seconds == 3.0 and not c.stats[3]
 
