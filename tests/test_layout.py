@@ -2,9 +2,12 @@
 
 import pytest
 
+import gpt2_triton.kernels as kernels
 from gpt2_triton import layout
+from gpt2_triton.planning import make_plan, plan_report
 from gpt2_triton.shares import tile
 from gpt2_triton.tables import entries
+from tests.tiny import tiny_config
 
 SIZES = dict(L=3, C=48, Vp=128, Tmax=10, S=7)  # a bucket of 27,648, one of 6,624, of 1,968: few ranks divide them
 RANKS = (1, 2, 3, 4, 7, 64, 1000)
@@ -61,3 +64,13 @@ def test_stages_share_out_moments_and_then_gradients(ranks):
 def test_spans_that_overlap_or_leave_gaps_do_not_tile():
     assert tile([[[0, 4]], [[4, 4], [8, 0]]]) == 8
     assert tile([[[0, 4]], [[3, 5]]]) is None and tile([[[0, 4]], [[5, 3]]]) is None
+
+
+def test_the_plan_of_several_gpus_is_smaller_at_every_stage_and_the_report_lists_them():
+    config = tiny_config(model=dict(n_layer=8), train=dict(batch_size=4, total_batch_tokens=64)).with_gpus(2)
+    assert (config.micro_batch, config.accumulation, config.zero) == (2, 1, 1)
+    totals = [make_plan(config.with_zero(zero), kernels, 2, 16)[0].total for zero in (0, 1, 2)]
+    assert totals[0] > totals[1] > totals[2]
+    report = plan_report(config, kernels, 2**30)
+    assert "on each of 2 GPUs" in report
+    assert sum(line.startswith(("0 ", "1 ", "2 ")) for line in report.splitlines()) == 3
