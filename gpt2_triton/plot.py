@@ -166,16 +166,17 @@ def _draw_curve(axes: Any, points: np.ndarray, i: int, width: float = 1.3, smoot
     if smooth and len(points) >= SMOOTH_FROM:
         axes.plot(*points.T, color=_color(i), alpha=0.22, lw=0.7, zorder=1)
         points = smoothed(points)
-    axes.plot(*points.T, color=_color(i), lw=width, linestyle=_dash(i), zorder=3)
+    marker = "o" if len(points) == 1 else None  # of one point there is no line
+    axes.plot(*points.T, color=_color(i), lw=width, linestyle=_dash(i), marker=marker, ms=4, zorder=3)
     return points
 
 
 def _draw_levels(axes: Any, levels: dict[str, float]) -> None:
-    """Horizontal lines, named at the left, where a falling loss and a rising score leave room below."""
-    for label, level in levels.items():
+    """Horizontal lines, named from the left on, one beside the other, so that lines near each other stay readable."""
+    for i, (label, level) in enumerate(levels.items()):
         axes.axhline(level, color=GREY, lw=0.9, linestyle=(0, (5, 4)), zorder=2)
         axes.annotate(
-            label, (0, level), xycoords=("axes fraction", "data"), xytext=(4, 2.5), textcoords="offset points",
+            label, (0.25 * i, level), xycoords=("axes fraction", "data"), xytext=(4, 2.5), textcoords="offset points",
             color="0.3", fontsize=7.5, zorder=5, bbox=dict(facecolor="white", edgecolor="none", alpha=0.75, pad=0.6),
         )  # fmt: skip
 
