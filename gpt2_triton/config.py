@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
@@ -269,7 +278,10 @@ class Config(Section):
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> "Config":
+    def _fields_agree(self, info: ValidationInfo) -> "Config":
+        """On as many GPUs as the context says: a batch that divides on 8 need not on one."""
+        if info.context:
+            self._started = info.context["gpus"]
         problems = list(disagreements(self))
         if problems:
             raise Disagreement(problems)

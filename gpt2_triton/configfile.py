@@ -16,8 +16,10 @@ from pydantic import ValidationError
 from gpt2_triton.config import SIZE_KEYS, Config, ConfigError, Disagreement, options
 
 
-def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top."""
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> Config:
+    """The configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top, for a run on so
+    many GPUs where it does not say itself.
+    """
     tree, lines = _read_yaml(Path(path))
     given = dict(overrides or {})
     if "model.size" in given and isinstance(tree.get("model"), dict):
@@ -29,7 +31,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         elif isinstance(tree.setdefault(section, {}), dict):  # else the file's own mistake is reported below
             tree[section][name] = value
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(tree, context=dict(gpus=gpus))
     except ValidationError as error:
         places = {key: f"{path}:{line}" for key, line in lines.items()} | {key: f"--{key}" for key in given}
         raise ConfigError("\n".join(_describe(error, places, str(path)))) from None

@@ -170,7 +170,8 @@ class GPT2:
         and those of the step's `last` one go to the other ranks.
         """
         self.state.packed.copy_(packed, non_blocking=True)
-        self._run(self._forward_backward, not first, self._watched, last)
+        alone = self.dims["ranks"] == 1  # then nothing is sent, and one graph does for the last one too
+        self._run(self._forward_backward, not first, self._watched, last or alone)
 
     def end_step(self) -> Step:
         """Update the parameters; result() of what this returns waits for the step's loss, gradient norm and time."""
@@ -185,7 +186,7 @@ class GPT2:
 
     def first_nonfinite(self, batches: Iterable[Tensor]) -> str:
         """Compute the gradients of these packed micro-batches, watched, and say which tensor is the first with
-        non-finite elements; empty if none has.  To be called between steps.
+        non-finite elements; empty if none has.  To be called between steps; with the weights as they then are.
         """
         assert self.watch, "statistics have no memory: log.stats_every is 0"
         self._watched, n = True, 0

@@ -372,12 +372,12 @@ class Trainer:
         self.stopped_by, self.signalled = number, time.monotonic()
 
     def close(self, failed: bool = False) -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # after an exception the step in flight may have finished, or be lost with the device
+        with contextlib.suppress(Exception):  # the step in flight may have finished, or be lost with the device
             self._report_step()
-        self.saver.wait()
-        self.pulse.stop()
-        self.model.forget_graphs()
-        self.batches.close()
-        self.log.close(failed)
+        with contextlib.ExitStack() as closing:  # each of them, also when one before it fails
+            if self.world.size > 1:  # NCCL's graphs have to go before its communicator
+                closing.callback(self.model.forget_graphs)
+            closing.callback(self.log.close, failed)
+            closing.callback(self.batches.close)
+            closing.callback(self.pulse.stop)
+            closing.callback(self.saver.wait)

@@ -223,3 +223,14 @@ def test_a_wrong_size_is_one_line(tmp_path, model, message):
     with pytest.raises(ConfigError, match=message) as error:
         load_config(tmp_path / "x.yaml")
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_batch_need_only_divide_on_the_gpus_that_are_there(tmp_path):
+    """96 sequences do not divide into batches of 64, on 8 GPUs they are 12 each."""
+    (tmp_path / "x.yaml").write_text("train: {batch_size: 64, seq_len: 128, total_batch_tokens: 12288}\n")
+    with pytest.raises(ConfigError, match="a step of 96 sequences"):
+        load_config(tmp_path / "x.yaml")
+    config = load_config(tmp_path / "x.yaml", gpus=8).with_gpus(8)
+    assert (config.micro_batch, config.accumulation) == (12, 1)
+    with pytest.raises(ConfigError, match="5 GPUs"):
+        load_config(tmp_path / "x.yaml", gpus=5)

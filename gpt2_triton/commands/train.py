@@ -58,19 +58,18 @@ def train(
     resume: bool
         Go on from the newest checkpoint in --run_dir that verifies; a fresh start when there is none.
     """
-    settings = load_config(config, parse_overrides(keys))
-    if print_config:
-        print(settings.to_yaml(), end="")
-        return 0
-    if plan:
-        require_least(gpus=(gpus or 1, 1))
-        print(_plan(settings if gpus is None else settings.with_gpus(gpus), gpu))
-        return 0
-    if gpu or gpus:
+    require_least(gpus=(gpus or 1, 1))
+    if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
+    if plan or print_config:
+        settings = load_config(config, parse_overrides(keys), gpus or 1)
+        print(
+            _plan(settings if gpus is None else settings.with_gpus(gpus), gpu) if plan else settings.to_yaml().rstrip()
+        )
+        return 0
     read_environment()
     rank, ranks = rank_and_size()
-    settings = settings.with_gpus(ranks)
+    settings = load_config(config, parse_overrides(keys), ranks).with_gpus(ranks)
     if rank == 0:
         run_dir = choose_run_dir(config, run_dir, resume)
         try:
