@@ -116,7 +116,7 @@ def _dw_kernel(out_ptr, part_ptr, dout_desc, inp_desc, N, K, whole, items, steps
     )
 
 
-def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, cut: Cut, acc: bool, row: dict) -> None:
+def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, cut: Cut, acc: bool) -> None:
     """dw (+)= dout.T @ inp for the tiles that are whole; the pieces of the others into scratch."""
     N, K = dw.shape
     items = cut.whole + cut.rest * cut.pieces

@@ -222,8 +222,10 @@ def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool)
     cut, block_m, block_n = cut_tiles(N, K, R, row), row["BLOCK_M"], row["BLOCK_N"]
     needed = cut.rest * cut.pieces * block_m * block_n
     assert scratch.numel() >= needed, f"matmul_dw: scratch holds {scratch.numel()}, needs {needed}"
-    launch = hopper_dw.matmul_dw if is_hopper() and dtype_name(dout) == "bf16" else _launch_dw
-    launch(dw, scratch, dout, inp, cut, acc, row)
+    if is_hopper() and dtype_name(dout) == "bf16":
+        hopper_dw.matmul_dw(dw, scratch, dout, inp, cut, acc)
+    else:
+        _launch_dw(dw, scratch, dout, inp, cut, acc, row)
     if cut.rest:
         rows = block_m if INTERPRET else 8
         _add_pieces_kernel[(cut.rest * block_m // rows,)](
