@@ -1,13 +1,18 @@
 """What ranks exchange in a step, each bucket as soon as it can go, on a stream beside the one that computes.
 
-gradients   a layer's leave when its backward pass is done, under that of the layers below; wte's under the last product
-parameters  (ZeRO-1 and 2) a layer's are gathered under the forward pass of those before, at the beginning of the next
-            step; the embedding's, needed first, under the update of the layers
+gradients   a layer's leave under the attention of the layer below; wte's under the last product
+parameters  (ZeRO-1 and 2) a layer's are gathered under the attention of the layer before, in the next step; the
+            embedding's and layer 0's, needed first, under the update of the other layers
+
+NCCL's kernels need multiprocessors of their own.  A product has one program on each for as long as it takes, so those
+that find theirs taken would begin when the transfer ends, and the product end that much later.  Attention's programs
+are short and many: the same transfer costs it only its share of the multiprocessors.
 
 Streams wait for each other through events, which a CUDA graph captures with the collectives.  On a CPU every call is
 finished when it returns.
 """
 
+from collections import deque
 from typing import Any
 
 from torch import Tensor
@@ -26,11 +31,14 @@ class Link:
     def params(self, layer: int) -> None:
         """The layer's parameters are needed."""
 
+    def transfer(self) -> None:
+        """Attention is next: what waits to travel sets out."""
+
     def grads_begin(self, layer: int) -> None:
         """The layer's gradients are about to be written."""
 
     def grads_done(self, layer: int) -> None:
-        """The layer's gradients are complete; schedule.EMBED stands for those of no layer."""
+        """The layer's gradients are complete; schedule.EMBED stands for those of no layer, which leave at once."""
 
     def end(self) -> None:
         """The micro-step ends: what was sent has to be there for what follows."""
@@ -55,39 +63,46 @@ class Exchange(Link):
         self._side = Side(world.device)
         self._arrived: dict[int, Any] = {}
         self._sent: dict[int, Any] = {}
+        self._to_gather: deque[int] = deque()  # layers
+        self._to_send: deque[int] = deque()
         self._acc = self._last = False
 
     def begin(self, acc: bool, last: bool) -> None:
         self._acc, self._last = acc, last
         if self._zero and not acc:
-            with self._side.behind():
-                for layer in self._layers:
-                    self._gather(1 + layer)
-                    self._arrived[layer] = self._side.mark()
+            self._to_gather.extend(self._layers[1:])
 
     def params(self, layer: int) -> None:
         if layer in self._arrived:
             self._side.wait(self._arrived.pop(layer))
 
+    def transfer(self) -> None:
+        if self._to_gather:
+            layer = self._to_gather.popleft()
+            with self._side.behind():
+                self._gather(1 + layer)
+                self._arrived[layer] = self._side.mark()
+        elif self._to_send:
+            layer = self._to_send.popleft()
+            with self._side.behind():
+                self._send(1 + layer, self._acc and self._zero == 2)
+                self._sent[layer] = self._side.mark()
+
     def grads_begin(self, layer: int) -> None:
-        if layer + 2 in self._sent:  # ZeRO-2: that layer's gradients had the same place
+        if self._zero == 2 and layer + 2 in self._sent:  # that layer's gradients had the same place
             self._side.wait(self._sent.pop(layer + 2))
 
     def grads_done(self, layer: int) -> None:
-        leaving = self._zero == 2 and layer >= 0  # they have no place to wait in
-        if not (self._last or leaving):
-            return
-        with self._side.behind():
-            if leaving:
-                self._send(1 + layer, self._acc)
-                self._sent[layer] = self._side.mark()
-            elif layer >= 0:
-                self._send(1 + layer)
-            else:
+        if layer >= 0 and (self._last or self._zero == 2):  # at stage 2 they have no place to wait in
+            self._to_send.append(layer)
+        elif self._last:
+            with self._side.behind():
                 self._send(len(self._buckets) - 1)
                 self._send(0)
 
     def end(self) -> None:
+        while self._to_send:
+            self.transfer()
         self._sent.clear()
         self._side.join()
 
@@ -96,10 +111,10 @@ class Exchange(Link):
 
     def updated(self, bucket: int) -> None:
         last = len(self._buckets) - 1
-        if self._zero and bucket in (0, last):
+        if self._zero and bucket in (0, last, 1):  # embedding, norms and biases, layer 0
             with self._side.behind():
                 self._gather(bucket)
-        elif self._zero and bucket == last - 1:
+        if self._zero and bucket == last - 1:
             self._side.join()
 
     def gather(self) -> None:

@@ -3,8 +3,8 @@
 K is the kernel package (or tests/reference, to check the mathematics), m a model view: w parameters, g gradients, a
 activations, s state, ids/targets/order/segments/hot the batch.  Names are explained in tables.py.  `acc` is False in
 a step's first micro-step, which overwrites the gradients, and True in the later ones, which add to them.
-m.link is told when a layer's parameters are needed and when its gradients are done, to exchange them with other ranks;
-on one rank it does nothing (link.py).
+m.link is told when a layer's parameters are needed, when its gradients are done, and when there is room for transfers,
+to exchange both with other ranks; on one rank it does nothing (link.py).
 """
 
 from typing import Any
@@ -23,6 +23,7 @@ def layer(K: Any, m: Any, l: int) -> None:
     # x[i+1] = x[i] + attproj(attention(qkv(ln[i])))
     K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
     K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
+    m.link.transfer()
     K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
     K.matmul_add(a.x[i + 1], a.x[i], a.att[l], w.attprojw[l], w.attprojb[l])
     # fcg = gelu(fch), fch = fc(ln[i+1])
@@ -141,6 +142,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         if redo.qkv:
             K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
             K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
+        m.link.transfer()
         K.attention_bwd(a.dqkv, g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc)
         K.matmul_dx(a.dln, a.dqkv, w.qkvw[l])
         ln = a.ln[i] if redo.ln and not redo.qkv else None

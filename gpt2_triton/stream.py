@@ -46,6 +46,7 @@ class Side:
     def __init__(self, device: str):
         # of high priority: between two kernels that fill the GPU, what is to travel starts first, and is there in time
         self._stream = None if device == "cpu" else torch.cuda.Stream(priority=-1)
+        self._ahead = False  # a capture may only wait for a stream that it has work on
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
@@ -53,6 +54,7 @@ class Side:
         if self._stream is None:
             yield
             return
+        self._ahead = True
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
@@ -68,8 +70,9 @@ class Side:
 
     def join(self) -> None:
         """The current stream goes on behind all that this one has so far."""
-        if self._stream is not None:
+        if self._stream is not None and self._ahead:
             torch.cuda.current_stream().wait_stream(self._stream)
+            self._ahead = False
 
 
 class StepResult(NamedTuple):

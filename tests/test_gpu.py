@@ -14,7 +14,7 @@ import triton
 
 import gpt2_triton.kernels
 from gpt2_triton.data.loader import pack_batch
-from gpt2_triton.decoding import generate
+from gpt2_triton.decoding import begin, generate
 from gpt2_triton.kernels.tuned import is_hopper
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
@@ -207,7 +207,7 @@ def test_a_run_compiles_nothing_after_compile():
         model.initialise(seed=1)
         train_steps(model, 2)
         model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
-        model.prefill([1, 2, 3], slice(0, 1))
+        begin(model, [[1, 2, 3]], 0, seeds=[7])
         model.decode(1.0, 0, 1.0)
     assert late == []
 

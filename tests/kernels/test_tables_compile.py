@@ -125,6 +125,7 @@ def compile_for(name: str, only: str | None) -> None:
     from gpt2_triton.kernels import compiling, tuned
 
     driver.set_active(Device(name))
+    torch.cuda.is_available = lambda: False  # even beside a GPU: the Gluon kernels stay out
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
     tuned.table_name = lambda: name
