@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,14 +20,19 @@ from gpt2_triton.optim import hyper_row
 from gpt2_triton.stream import StepResult
 
 
-def run_steps(model: GPT2, packed: torch.Tensor, numbers: range) -> Iterator[StepResult]:
-    """Steps of one micro-batch; each is read when the next has been launched, so that the device never waits."""
+def run_steps(
+    model: GPT2, packed: torch.Tensor, numbers: range, between: Callable[[], None] = lambda: None
+) -> Iterator[StepResult]:
+    """Steps of one micro-batch, with what `between` launches behind each; each is read when the next has been
+    launched, so that the device never waits.
+    """
     config, in_flight = model.config, None
     hyper = hyper_row(0, config, 1.0 / config.total_batch_tokens)
     for number in numbers:
         model.begin_step(hyper, number, config.train.seed)
         model.micro_step(packed, first=True)
         launched = model.end_step()
+        between()
         if in_flight is not None:
             yield in_flight.result()
         in_flight = launched

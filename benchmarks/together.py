@@ -1,0 +1,242 @@
+"""What the exchange costs: the same GPUs train each for itself and all together, in turn, and a picture of a step.
+
+torchrun --standalone --nproc_per_node 4 -m benchmarks.together SIZE [--zero 1] [--rounds 2] [--trace OUT.json]
+python -m benchmarks.together --draw OUT.json PICTURE.png
+
+GPUs of one machine differ by some percent, and at its power limit each one's clock goes up and down as it likes.  A
+common step takes as long as the slowest GPU does just then, whatever is exchanged.  So three kinds of steps are timed:
+
+alone      each GPU for itself, at the same time
+in step    the same, but each step waits for the other GPUs' last one: what they lose even if nothing is exchanged
+together   one model on all of them
+
+A collective's time contains the wait for the slowest rank; of the exposed time, when nothing is computed, the least of
+all ranks is the exchange's own.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import gpt2_triton.kernels as K
+from benchmarks.our_gpt2 import run_steps
+from benchmarks.sizes import SIZES, T, config_of, tokens_of
+from gpt2_triton.arena import GIB
+from gpt2_triton.config import Config
+from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.model import GPT2
+from gpt2_triton.parallel import World
+from gpt2_triton.ranks import read_environment
+
+SETTLE = 12  # steps at the beginning of a stretch that do not count: ranks meet, graphs are captured, clocks go down
+TRACED = 3  # steps in a trace, of which the second is kept
+
+
+class Kernel(NamedTuple):
+    """When a kernel ran, in milliseconds; collectives among them wait for other ranks."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def collective(self) -> bool:
+        return "nccl" in self.name
+
+
+class Pair:
+    """A model of its own and one of all ranks, on the same tokens."""
+
+    def __init__(self, world: World, size: str, batch: int, recompute: str, zero: int):
+        config, one = config_of(size, batch, recompute), torch.zeros(1, device="cuda")
+        self.alone = GPT2(config, K, "cuda")
+        self.together = GPT2(shared(config, world.size, zero), K, "cuda", world=world)
+        self.packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
+        for model in (self.alone, self.together):
+            model.compile()
+            model.initialise(config.train.seed)
+
+        self.kinds: list[tuple[str, GPT2, Callable[[], None]]] = [
+            ("alone", self.alone, lambda: None),
+            ("in step", self.alone, lambda: world.all_reduce(one)),
+            ("together", self.together, lambda: None),
+        ]
+
+    def times(self, steps: int, rounds: int) -> dict[str, list[float]]:
+        """Milliseconds of steps of each kind, so many at a stretch."""
+        out: dict[str, list[float]] = {name: [] for name, _, _ in self.kinds}
+        for _ in range(rounds):
+            for name, model, between in self.kinds:
+                results = list(run_steps(model, self.packed, range(SETTLE + steps), between))
+                out[name] += [result.seconds * 1e3 for result in results[SETTLE:]]
+        return out
+
+
+def shared(config: Config, ranks: int, zero: int) -> Config:
+    """The same work for each of several GPUs."""
+    train = config.train.model_copy(update={"total_batch_tokens": ranks * config.total_batch_tokens})
+    return config.model_copy(update={"train": train}).with_zero(zero).with_gpus(ranks)
+
+
+def trace(pair: Pair) -> list[Kernel]:
+    """The kernels of one common step on this rank."""
+    list(run_steps(pair.together, pair.packed, range(SETTLE)))
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        list(run_steps(pair.together, pair.packed, range(TRACED)))
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return one_step(json.loads(path.read_text())["traceEvents"])
+
+
+def one_step(events: Iterable[dict[str, Any]]) -> list[Kernel]:
+    """The second step's kernels, from one embedding to the next."""
+    found = [
+        Kernel(e["name"].split("(")[0], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
+        for e in events
+        if e.get("cat") == "kernel"
+    ]
+    found.sort(key=lambda kernel: kernel.start)
+    _, begin, end = (kernel.start for kernel in found if kernel.name.startswith("_encoder_fwd"))
+    return [kernel for kernel in found if begin <= kernel.start < end]
+
+
+def exposed(kernels: list[Kernel]) -> dict[str, tuple[int, float, float]]:
+    """Of each collective: calls, milliseconds, and those of them in which this rank computes nothing."""
+    busy, out = union((k.start, k.end) for k in kernels if not k.collective), dict[str, tuple[int, float, float]]()
+    for k in kernels:
+        if k.collective:
+            covered = sum(max(0.0, min(k.end, end) - max(k.start, start)) for start, end in busy)
+            calls, ms, bare = out.get(k.name, (0, 0.0, 0.0))
+            out[k.name] = calls + 1, ms + k.end - k.start, bare + k.end - k.start - covered
+    return out
+
+
+def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans that overlap joined into one, sorted."""
+    out: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((start, end))
+    return out
+
+
+def exposure_table(steps: list[list[Kernel]]) -> str:
+    """A line a collective: calls, and of all ranks the least milliseconds and the least exposed ones."""
+    ranks = [exposed(kernels) for kernels in steps]
+    lines = [f"{'collective':<44}{'a step':>8}{'ms':>9}{'exposed ms':>12}"]
+    for name in sorted(ranks[0]):
+        calls = ranks[0][name][0]
+        ms, bare = (min(rank[name][i] for rank in ranks) for i in (1, 2))
+        lines.append(f"{name[:43]:<44}{calls:>8}{ms:>9.3f}{bare:>12.3f}")
+    total = min(sum(bare for _, _, bare in rank.values()) for rank in ranks)
+    lines.append(f"exposed in all, on the rank that waits least: {total:.3f} ms")
+    return "\n".join(lines)
+
+
+def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
+    """A line a rank, medians in milliseconds; then the tokens/s of a GPU in a common step, over those without."""
+    ranks = [{kind: statistics.median(times) for kind, times in rank.items()} for rank in everyone]
+    lines = [f"{'rank':>4}" + "".join(f"{kind + ' ms':>14}" for kind in ranks[0])]
+    lines += [f"{i:>4}" + "".join(f"{ms:>14.2f}" for ms in rank.values()) for i, rank in enumerate(ranks)]
+    alone, in_step, step = ([rank[kind] for rank in ranks] for kind in ("alone", "in step", "together"))
+    ms, mean = statistics.median(step), statistics.fmean(1 / a for a in alone)
+    lines.append(
+        f"together {tokens / ms * 1e3:,.0f} tokens/s on each GPU: {statistics.median(in_step) / ms:.1%} of in step, "
+        f"{max(alone) / ms:.1%} of the slowest alone, {1 / ms / mean:.1%} of the mean alone"
+    )
+    return "\n".join(lines)
+
+
+KINDS = {  # a part of the kernel's name: what the picture calls it, its colour
+    "attention": ("attention", "#c44e52"),
+    "matmul": ("products", "#9db7d5"),
+    "dw_kernel": ("weight gradients", "#5b83b0"),
+    "add_pieces": ("weight gradients", "#5b83b0"),
+    "classifier": ("classifier", "#8172b3"),
+    "layernorm": ("layernorm", "#55a868"),
+    "adamw": ("AdamW", "#dd8452"),
+    "AllGather": ("gather parameters", "#2f2f2f"),
+    "Reduce": ("sum gradients", "#d4a017"),
+}
+
+
+def draw(steps: list[list[Kernel]], title: str, out: Path) -> None:
+    """Two lanes a rank, computation and exchange: a whole step, and below it some layers of its backward pass."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    begin = min(kernels[0].start for kernels in steps)
+    scatters = [k.start - begin for k in steps[0] if "Reduce" in k.name]
+    middle = scatters[len(scatters) // 2]
+    length = max(k.end for kernels in steps for k in kernels) - begin
+    figure = Figure(figsize=(12, 1.6 + 1.1 * len(steps)), layout="constrained")
+    seen = dict[str, str]()
+    for axes, (first, last) in zip(figure.subplots(2), ((0, length), (middle - length / 40, middle + length / 40))):
+        for row, kernels in enumerate(steps):
+            for k in kernels:
+                name, colour = next((v for part, v in KINDS.items() if part in k.name), ("other", "#bbbbbb"))
+                seen[name] = colour
+                at = -row - (0.38 if k.collective else 0.0)
+                axes.barh(at, k.end - k.start, left=k.start - begin, height=0.36, color=colour, linewidth=0)
+        axes.set(xlim=(first, last), yticks=[-row - 0.19 for row in range(len(steps))])
+        axes.set_yticklabels([f"GPU {row}" for row in range(len(steps))])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_xlabel("ms")
+    figure.suptitle(title)
+    patches = [Patch(color=colour, label=name) for name, colour in seen.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(out, dpi=150)
+
+
+def main(size: str, batch: int | None, recompute: str | None, zero: int, steps: int, rounds: int, out: Path | None):
+    """Measure on the ranks that torchrun started; rank 0 prints."""
+    read_environment()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    world = World("cuda", 300)
+    crew, B, level = world.crew("together"), batch or SIZES[size].batch, recompute or SIZES[size].recompute
+    pair = Pair(world, size, B, level, zero)
+    times = crew.all(pair.times(steps, rounds))
+    used = crew.all((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
+    traces = [[Kernel(*k) for k in kernels] for kernels in crew.all(trace(pair) if out else [])]
+    if world.rank == 0:
+        title = f"{size}, B {B}, recompute {level}, {world.size} GPUs, ZeRO-{zero}"
+        print(
+            f"{title}; arenas {pair.together.plan.total / GIB:.2f} and {pair.alone.plan.total / GIB:.2f} GiB, ", end=""
+        )
+        print(f"in use {max(used):.2f} GiB")
+        print(speed_table(times, tokens=B * T))
+        if out:
+            print(exposure_table(traces))
+            out.write_text(json.dumps(dict(title=title, steps=traces)) + "\n")
+    pair.together.forget_graphs()
+    world.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
+    parser.add_argument("--batch", type=int, help="sequences of 1024 tokens on each GPU")
+    parser.add_argument("--recompute", help="what the backward pass computes again")
+    parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2), help="what the GPUs share out")
+    parser.add_argument("--steps", type=int, default=30, help="that are timed at a stretch")
+    parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
+    parser.add_argument("--trace", type=Path, metavar="JSON", help="write the kernels of one step on every rank")
+    parser.add_argument("--draw", nargs=2, type=Path, metavar=("JSON", "PNG"), help="only draw such a file")
+    given = parser.parse_args()
+    if given.draw:
+        drawn = json.loads(given.draw[0].read_text())
+        draw([[Kernel(*k) for k in kernels] for kernels in drawn["steps"]], drawn["title"], given.draw[1])
+    else:
+        main(given.size, given.batch, given.recompute, given.zero, given.steps, given.rounds, given.trace)

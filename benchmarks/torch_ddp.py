@@ -1,0 +1,56 @@
+"""PyTorch's DistributedDataParallel beside the same GPUs each for itself, as benchmarks.together does it for ours.
+
+torchrun --standalone --nproc_per_node 4 -m benchmarks.torch_ddp SIZE [--steps 30] [--rounds 2]
+
+The model is that of torch_gpt2.py.  Its gradients are bf16, so that DDP sends half the bytes that ours does.
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.sizes import SIZES, T
+from benchmarks.together import SETTLE, speed_table
+from benchmarks.torch_gpt2 import batch_of, build, run_steps
+from gpt2_triton.parallel import World
+from gpt2_triton.ranks import read_environment
+
+
+def main(size: str, steps: int, rounds: int) -> None:
+    """Measure on the ranks that torchrun started; rank 0 prints."""
+    read_environment()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    world = World("cuda", 300)
+    crew, B = world.crew("ddp"), SIZES[size].batch
+    batch, one = batch_of(B), torch.zeros(1, device="cuda")
+    (alone, alone_optimizer), (module, optimizer) = build(size), build(size)
+    together = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    kinds = [
+        ("alone", torch.compile(alone), alone_optimizer, lambda: None),
+        ("in step", torch.compile(alone), alone_optimizer, lambda: world.all_reduce(one)),
+        ("together", torch.compile(together), optimizer, lambda: None),
+    ]
+    times: dict[str, list[float]] = {name: [] for name, *_ in kinds}
+    for _, model, its, between in kinds:  # compile
+        run_steps(model, its, batch, 2, between)
+    dist.barrier()
+    for _ in range(rounds):
+        for name, model, its, between in kinds:
+            times[name] += run_steps(model, its, batch, SETTLE + steps, between)[0][SETTLE:]
+    everyone = crew.all(times)
+    if world.rank == 0:
+        print(f"PyTorch DDP, {size}, B {B}, {world.size} GPUs")
+        print(speed_table(everyone, tokens=B * T))
+    world.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
+    parser.add_argument("--steps", type=int, default=30, help="that are timed at a stretch")
+    parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
+    given = parser.parse_args()
+    main(given.size, given.steps, given.rounds)
