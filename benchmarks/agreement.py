@@ -140,7 +140,9 @@ def train_ours(config: Config, minutes: float = math.inf) -> tuple[History, Tens
     return History(losses, norms, pace.seconds()), initial, model.dims
 
 
-def train_torch(config: Config, initial: Tensor, dims: dict[str, int], autocast: bool) -> History:
+def train_torch(
+    config: Config, initial: Tensor, dims: dict[str, int], autocast: bool, compiled: bool = False
+) -> History:
     """PyTorch's run from the same weights."""
     o, steps, device = config.optim, config.train.steps, device_name()
     params = torch_gpt2.leaves(initial.to(device), dims)
@@ -151,7 +153,7 @@ def train_torch(config: Config, initial: Tensor, dims: dict[str, int], autocast:
     losses, norms = torch_gpt2.train(
         params, dims, pairs, lrs,
         betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip, autocast=autocast,
-        report=pace.advance,
+        compiled=compiled, report=pace.advance,
     )  # fmt: skip
     return History(losses, norms, pace.seconds())
 
