@@ -5,6 +5,7 @@ it: it is asked again and again whether a key is there, since a blocking questio
 """
 
 import json
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,3 +61,34 @@ class Crew:
 
 
 ALONE = Crew("alone")
+
+
+def muster(store: Any, rank: int, size: int, seconds: float) -> str:
+    """A name that all ranks of this start share, and no start before had; TimeoutError, on rank 0 with the ranks that
+    are missing, after so many seconds.
+
+    torchrun gives ranks that it starts again the store of those before, keys and all, and no number that all nodes
+    agree on.  So each rank draws a word: rank 0's is the name, and whoever gets it back with its own knows it as new.
+    """
+    word, end = secrets.token_hex(8), time.monotonic() + seconds
+    store.set(f"word/{rank}", json.dumps(word))
+    waiting = set(range(1, size)) if rank == 0 else {0}
+    while True:
+        for other in tuple(waiting):
+            if rank == 0 and _read(store, f"agreed/{other}") == word:
+                waiting.remove(other)
+            elif rank == 0:
+                store.set(f"answer/{other}", json.dumps([_read(store, f"word/{other}"), word]))
+            elif (found := _read(store, f"answer/{rank}")) and found[0] == word:
+                store.set(f"agreed/{rank}", json.dumps(found[1]))
+                return found[1]
+        if not waiting:
+            return word
+        if time.monotonic() > end:
+            missing = "rank 0" if rank else f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))}"
+            raise TimeoutError(f"{missing} did not join within {seconds:.0f} s")
+        time.sleep(POLL)
+
+
+def _read(store: Any, key: str) -> Any:
+    return json.loads(store.get(key)) if store.check([key]) else None

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt2_triton.crew import Crew
+from gpt2_triton.crew import Crew, muster
 from gpt2_triton.ranks import rank_and_size
 
 
 class PeerLost(RuntimeError):
-    """A collective failed, most likely because another rank has ended."""
+    """Ranks did not come together, or a collective failed, most likely because another rank has ended."""
 
 
 class World:
@@ -35,7 +35,12 @@ class World:
             return
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast sums in an order that NCCL does not promise
         limit = timedelta(seconds=3 * timeout)
-        self.store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+            self.store = dist.PrefixStore(muster(store, self.rank, self.size, 3 * timeout), store)
+        except (RuntimeError, TimeoutError) as error:
+            reason = str(error).splitlines()[0]
+            raise PeerLost(f"the {self.size} ranks did not come together ({reason}); start all of them") from error
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
         dist.init_process_group(
             "nccl" if gpu else "gloo",

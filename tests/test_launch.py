@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from gpt2_triton.config import ConfigError
-from gpt2_triton.crew import Crew
+from gpt2_triton.crew import Crew, muster
 from gpt2_triton.metrics import read_metrics
 from gpt2_triton.ranks import NAMES, first_host, rank_and_size, read_environment
 from tests.ranks import free_port
@@ -101,6 +102,55 @@ def test_numbers_pass_between_ranks_as_they_are():
     store, value = Store(), 0.1 + 0.2
     store["talk/1/1"] = json.dumps(value)
     assert Crew("talk", 0, 2, store).all(1 / 3) == [1 / 3, value] == Crew("talk", 1, 2, store).all(value)
+
+
+def test_ranks_that_start_again_take_no_word_of_those_before():
+    """torchrun keeps its store: here it holds what a start of three ranks left, whose rank 2 died on the way."""
+    store, names = Store(), []
+    for size in (3, 3):
+        with ThreadPoolExecutor(size) as pool:
+            found = {*pool.map(lambda rank: muster(store, rank, 3, 10), range(size))}
+        assert len(found) == 1
+        names += found
+        del store["agreed/2"]
+    assert names[0] != names[1]
+
+
+def test_ranks_that_do_not_come_are_named():
+    with pytest.raises(TimeoutError, match="ranks 1, 2 did not join within 0 s"):
+        muster(Store(), 0, 3, 0.05)
+    with pytest.raises(TimeoutError, match="rank 0 did not join"):
+        muster(Store({"answer/1": '["of before", "name"]'}), 1, 3, 0.05)
+
+
+DYING = """
+import os, sys
+from gpt2_triton.cli import main
+from gpt2_triton.commands.train import app
+from gpt2_triton.trainer import Trainer
+original = Trainer._train_step
+def train_step(self, step):
+    if step == 3 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), 9)
+    original(self, step)
+Trainer._train_step = train_step
+sys.exit(main(app, sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where the bytes of a small run take seconds")
+def test_torchrun_starts_a_broken_job_again_and_the_bytes_are_those_of_an_unbroken_one(tmp_path):
+    options = "--train.steps 5 --train.seq_len 16 --model.block_size 16 --model.n_layer 1 --optim.warmup 1"
+    options += " --eval.every 0 --sample.every 0 --checkpoint.every 2"
+    (tmp_path / "dying.py").write_text(DYING)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    env = {k: v for k, v in os.environ.items() if k not in NAMES} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for run, words in (("whole", ["train.py"]), ("broken", ["--max-restarts", "1", str(tmp_path / "dying.py")])):
+        command = [*torchrun, *words, "configs/quickstart.yaml", *options.split(), "--run_dir", str(tmp_path / run)]
+        subprocess.run([*command, "--resume"], cwd=ROOT, env=env, check=True, timeout=100)
+    assert len(json.loads((tmp_path / "broken" / "run.json").read_text())["starts"]) == 2
+    shares = [sorted((tmp_path / run / "checkpoints").glob("step_00000005/rank_*")) for run in ("whole", "broken")]
+    assert [p.read_bytes() for p in shares[0]] == [p.read_bytes() for p in shares[1]] and len(shares[0]) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two agents would each take GPU 0")
