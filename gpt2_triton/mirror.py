@@ -148,12 +148,13 @@ def export(run_dir: Path, project: str | None = None, afresh: bool = False) -> t
     path = run_dir / METRICS
     if not path.is_file() or not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: no {METRICS} and config.yaml there; expected a run directory, as train.py makes")
-    config, records, found = load_config(run_dir / "config.yaml"), read_metrics(path), read_run(run_dir)
+    records, found = read_metrics(path), read_run(run_dir)
     starts, run_id = found.get("starts") or [], found.get("wandb_id")
+    about = starts[-1] if starts else None
+    config = load_config(run_dir / "config.yaml", gpus=(about or {}).get("gpus", 1))
     if afresh or not run_id:
         run_id = new_id()
         write_run(run_dir, run_id, starts)
-    about = starts[-1] if starts else None
     try:
         run = connect(run_dir, config, run_id, about, "online", project or config.log.wandb_project, 0)
         rows, sent = Rows(), 0

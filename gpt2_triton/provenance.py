@@ -30,6 +30,8 @@ def describe(config: Config, arena_bytes: int, device: str, after_step: int) -> 
         "git": git_state(Path(__file__).parent),
         "packages": {"python": sys.version.split()[0], "gpt2_triton": __version__, **_versions()},
         "device": device,
+        "gpus": config.gpus,
+        "zero": config.zero,
         "plan": {"arena_bytes": arena_bytes, "recompute": config.memory.recompute, "parameters": config.n_params},
         "schedule": {
             "steps": config.train.steps,

@@ -69,8 +69,9 @@ def _foreign(source: str) -> Weights | None:
 
 def _load_checkpoint(step_dir: Path) -> tuple[Config, dict[str, Tensor]]:
     state, tensors = checkpoint.load(step_dir)
+    ranks = len([*step_dir.glob("rank_*")])  # a batch that divides on these GPUs need not on one
     try:
-        return Config.model_validate(state["config"]), tensors
+        return Config.model_validate(state["config"], context=dict(gpus=ranks)), tensors
     except ValidationError as error:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton"
         raise checkpoint.CheckpointError(wrong) from error

@@ -2,6 +2,7 @@
 all; a checkpoint for any number; one bad rank ends the job and is named.
 """
 
+import itertools
 import json
 import math
 import os
@@ -13,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint, pulse
-from gpt2_triton.config import ConfigError
+from gpt2_triton import checkpoint, mirror, pulse
+from gpt2_triton.config import Config, ConfigError
 from gpt2_triton.link import Exchange
 from gpt2_triton.schedule import EMBED
+from gpt2_triton.sources import load_weights
 from gpt2_triton.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import tiny_config
@@ -160,14 +162,26 @@ def test_a_number_of_ranks_that_does_not_divide_the_step_is_refused():
         config_of(parallel=dict(gpus=2)).with_gpus(3)
 
 
-def nan_on_rank_1(config, run):
+def test_a_batch_that_divides_on_its_ranks_alone_is_no_hindrance_afterwards(tmp_path, monkeypatch):
+    """Three ranks take 4 sequences each; on one, the 12 of a step do not divide into batches of 5."""
+    tree = config_of(train=dict(steps=1)).to_dict()
+    tree["train"]["batch_size"] = 5
+    assert run_job(3, Config.model_validate(tree, context=dict(gpus=3)), tmp_path) == 0
+    assert load_weights(str(tmp_path))[0].train.batch_size == 5
+    sent: list = []
+    there = SimpleNamespace(starting_step=0, url="", finish=lambda: None, log=lambda record, step: sent.append(record))
+    monkeypatch.setattr(mirror, "connect", lambda *arguments: there)
+    assert mirror.export(tmp_path)[0] == len(sent) == 1
+
+
+def nan_on_rank_1(config, run, micro_steps=(0,)):
     """A gradient that is not finite on one rank, in the first step."""
     original = Exchange.grads_done
+    seen = itertools.count()
 
     def grads_done(self, layer):
-        if layer == EMBED and self._world.rank == 1 and not hasattr(self, "poisoned"):
+        if layer == EMBED and self._world.rank == 1 and next(seen) in micro_steps:
             self._K.fill(self._s.grads[:1], math.nan)
-            self.poisoned = True
         original(self, layer)
 
     Exchange.grads_done = grads_done
@@ -179,6 +193,22 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(tmp_p
     assert ranks.run(2, tmp_path / "stderr", nan_on_rank_1, config, tmp_path) == [0, 0]
     assert records(tmp_path)[0]["skipped"]
     assert not tensors(tmp_path)["m"].any()
+
+
+def test_ranks_rewind_together(tmp_path):
+    """The third step fails: all go back to the second's checkpoint, and take the fourth's samples."""
+    config = config_of(train=dict(steps=3, rewind_after=1), checkpoint=dict(every=2))
+    assert ranks.run(2, tmp_path / "stderr", nan_on_rank_1, config, tmp_path, (2,)) == [0, 0]
+    assert records(tmp_path)[2] == {"step": 2, "rewound_from": 3, "sample": 36}
+    assert len(losses(tmp_path)) == 3 and checkpoint.load(checkpoint.find(tmp_path))[0]["sample"] == 48
+
+
+def test_steps_that_stay_not_finite_end_all_ranks(tmp_path):
+    config = config_of(train=dict(steps=4, skip_limit=2), debug=dict(hash_state=0))
+    processes, _ = ranks.start(2, tmp_path / "stderr", nan_on_rank_1, config, tmp_path, range(4))
+    assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
+    message = "NonFinite: step 2: loss or gradient norm was not finite for 2 steps in a row"
+    assert (tmp_path / "stderr").read_text().count(message) == 2
 
 
 def test_weights_that_differ_end_the_run(tmp_path):

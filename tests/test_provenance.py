@@ -29,7 +29,7 @@ def test_a_start_is_described():
     about = describe(config, arena_bytes=1234, device="a GPU", after_step=5)
     assert about["plan"] == {"arena_bytes": 1234, "recompute": "gelu", "parameters": config.n_params}
     assert {"torch", "triton", "numpy", "python", "gpt2_triton"} <= about["packages"].keys()
-    assert (about["device"], about["after_step"]) == ("a GPU", 5)
+    assert (about["device"], about["gpus"], about["zero"], about["after_step"]) == ("a GPU", 1, 0, 5)
     assert about["schedule"] == {
         "steps": 10, "tokens": 640, "tokens_per_step": 64, "micro_batch": 2, "accumulation": 2,
         "learning_rate": "cosine", "peak_lr": 1e-3, "warmup": 0, "final_lr": 1e-4,
