@@ -122,7 +122,7 @@ def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: 
         )
     if made.total > free:
         _, best = _total_and_largest(config, K, free)
-        rows = config.total_batch_tokens // config.train.seq_len
+        rows = config.total_batch_tokens // config.train.seq_len // config.gpus
         best = max((B for B in range(1, best + 1) if rows % B == 0), default=0)  # a step's rows must be whole batches
         advice = (
             f"set train.batch_size to {best} and train.total_batch_tokens to {config.total_batch_tokens}, or"

@@ -140,6 +140,17 @@ def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
         gpt2_triton.model.GPT2(config, reference, "cuda", batch=57, training=False, texts=900)
 
 
+def test_the_batch_that_would_fit_divides_a_gpus_share_of_the_step(monkeypatch):
+    """12 sequences a step on 4 GPUs: batches of 2 would fit, and do not divide the 3 of each."""
+    config = tiny_config(train=dict(batch_size=3, total_batch_tokens=192)).with_gpus(4)
+    fits, _ = gpt2_triton.planning.make_plan(config, reference, 2, config.train.seq_len)
+    made, _ = gpt2_triton.planning.make_plan(config, reference, 3, config.train.seq_len)
+    assert made.total > fits.total
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (fits.total, 2 * arena.GIB))
+    with pytest.raises(OutOfMemory, match="set train.batch_size to 1 and train.total_batch_tokens to 192"):
+        gpt2_triton.planning.refuse_if_too_large(made, config, reference, "cuda")
+
+
 def test_recompute_auto_is_the_first_level_whose_plan_fits():
     config = tiny_config(memory=dict(recompute="auto"))
 
