@@ -345,7 +345,8 @@ def _batch_disagreements(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]
     unit = f"train.seq_len {t.seq_len}" + (f" times {gpus} GPUs" if gpus > 1 else "")
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
-        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; set it to {fitting}"
+        todo = f"start {_fitting_gpus(t, gpus)} GPUs, or " if gpus > 1 and total % t.seq_len == 0 else ""
+        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
         below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
@@ -354,6 +355,14 @@ def _batch_disagreements(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]
             f"{t.batch_size}"
         )
         yield "train.batch_size", f"{wrong}; set it to {best}, or total_batch_tokens to {below}"
+
+
+def _fitting_gpus(t: TrainConfig, gpus: int) -> str:
+    """The numbers next to this one that share out the step: of a run that goes on, its tokens may not change."""
+    rows = (t.total_batch_tokens or t.batch_size * t.seq_len) // t.seq_len
+    fits = [n for n in range(1, rows + 1) if rows % n == 0 and rows // n % min(t.batch_size, rows // n) == 0]
+    near = [max((n for n in fits if n < gpus), default=0), min((n for n in fits if n > gpus), default=0)]
+    return " or ".join(str(n) for n in near if n)
 
 
 def _fitting_heads(n_embd: int) -> str:

@@ -156,8 +156,10 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(stopped, unbroken, tmp_pa
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_step_is_refused():
-    with pytest.raises(ConfigError, match="train.total_batch_tokens: 192 is no multiple of train.seq_len 16 times 5"):
+    with pytest.raises(ConfigError, match="192 is no multiple of train.seq_len 16 times 5 GPUs; start 4 or 6 GPUs, or"):
         config_of().with_gpus(5)
+    with pytest.raises(ConfigError, match="192 is no multiple of train.seq_len 16 times 16 GPUs; start 12 GPUs, or"):
+        config_of().with_gpus(16)
     with pytest.raises(ConfigError, match="parallel.gpus: 2, but 3 started"):
         config_of(parallel=dict(gpus=2)).with_gpus(3)
 

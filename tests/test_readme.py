@@ -1,4 +1,4 @@
-"""Every command of README.md and docs/interop.md runs: whole where it takes seconds on a CPU, else as far as it comes
+"""Every command of README.md, docs/interop.md and docs/scaling.md runs: whole where it takes seconds on a CPU, else as far as it comes
 without a GPU.
 
 What is left out of a command here has a test of its own: steps of training (tests/test_quickstart.py), wandb-export
@@ -29,14 +29,16 @@ from tests.tiny import tiny_model
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", "")
 INTEROP = (ROOT / "docs" / "interop.md").read_text()
+SCALING = (ROOT / "docs" / "scaling.md").read_text()
 SPANS = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", TEXT)
 COMMANDS = [
     line.split(" # ")[0].strip()
-    for block in [*re.findall(r"^```\n(.*?)^```", TEXT + INTEROP, re.M | re.S), *SPANS]
+    for block in [*re.findall(r"^```\n(.*?)^```", TEXT + INTEROP + SCALING, re.M | re.S), *SPANS]
     for line in block.splitlines()
-    if line.startswith(("python train.py", "python -m gpt2_triton"))
+    if line.startswith(("python train.py", "python -m gpt2_triton", "torchrun", "srun"))
 ]
 TRAINING = [c for c in COMMANDS if "train.py configs/" in c]
+RANKS = re.compile(r"--(?:nproc_per_node|ntasks-per-node) (\d+)")
 TOOLS = [c for c in COMMANDS if "-m gpt2_triton" in c]
 OPTIONS = [option for span in SPANS if span.startswith("--") for option in re.split(r" (?=--\w+\.)", span)]
 SHOWN_ONLY = ("verify", "bench", "wandb-export")  # --help; the commands themselves are tested elsewhere
@@ -47,7 +49,12 @@ def _of_training(option):
 
 
 def words_of(command):
-    return shlex.split(command)[3 if "-m gpt2_triton" in command else 2 :]
+    """The words behind the program; the ranks that a launcher starts as --gpus, for a plan."""
+    words = shlex.split(command)
+    if "-m gpt2_triton" in command:
+        return words[3:]
+    ranks = RANKS.search(command)
+    return words[words.index("train.py") + 1 :] + (["--gpus", ranks[1]] if ranks else [])
 
 
 def test_there_are_commands():
