@@ -210,7 +210,8 @@ class Saver:
         failure = f"{self._directory}: a checkpoint could not be written ({error}); older ones stay; free some space"
         if raise_errors:
             raise CheckpointError(f"{failure} and resume") from error
-        print(f"warning: {failure}", file=sys.stderr, flush=True)
+        if self._crew.rank == 0:
+            print(f"warning: {failure}", file=sys.stderr, flush=True)
 
 
 # ---- reading ----

@@ -37,7 +37,8 @@ class World:
         limit = timedelta(seconds=3 * timeout)
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-            self.store = dist.PrefixStore(muster(store, self.rank, self.size, 3 * timeout), store)
+            name = muster(store, self.rank, self.size, 3 * timeout)
+            self.store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
             raise PeerLost(f"the {self.size} ranks did not come together ({reason}); start all of them") from error

@@ -1,16 +1,32 @@
-"""Do all ranks hold the same weights, bit for bit?  debug.hash_state asks it of a run."""
+"""Are all ranks alike?  Of data and configuration every run asks it once, of the weights debug.hash_state does, bit for
+bit.
+"""
 
 import hashlib
+import json
+from typing import Any
 
 import torch
 
 from gpt2_triton import layout
+from gpt2_triton.config import ConfigError
 from gpt2_triton.crew import Crew
 from gpt2_triton.model import GPT2
 
 
 class Diverged(RuntimeError):
     """Weights that have to be equal on all ranks are not."""
+
+
+def require_alike(crew: Crew, **values: Any) -> None:
+    """ConfigError with the ranks that differ from rank 0, unless each value, of JSON, is the same on all.
+
+    A node with an older configuration or a shard too few would train on, and nobody would know.
+    """
+    for what, value in values.items():
+        found = crew.all(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
+        if others := [rank for rank, other in enumerate(found) if other != found[0]]:
+            raise ConfigError(f"{what}: not the same on ranks {others} as on rank 0; copy the same files to every node")
 
 
 def digest(model: GPT2) -> str:

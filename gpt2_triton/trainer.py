@@ -85,6 +85,7 @@ class Trainer:
         with self.pulse.during("loading"):
             train_shards, val_shards = self._open_data()
             self.data = fingerprint(train_shards)
+            replicas.require_alike(self.crew, configuration=config.to_dict(), data=[self.data, fingerprint(val_shards)])
             self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
             tensors = self._load(found) if found else initial_weights(config)
             if config.sample.every:

@@ -64,7 +64,7 @@ ALLOWED_IMPORTS = {
     "pulse": {"parallel"},
     "layout": {"tables"},
     "link": {"layout", "parallel", "stream"},
-    "replicas": {"crew", "layout", "model"},
+    "replicas": {"config", "crew", "layout", "model"},
     "checks": set(),
     "configfile": {"config"},
     "configtable": {"compatible", "config"},

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint, mirror, pulse
+from gpt2_triton import checkpoint, mirror, pulse, replicas
 from gpt2_triton.config import Config, ConfigError
 from gpt2_triton.link import Exchange
 from gpt2_triton.schedule import EMBED
@@ -176,6 +176,27 @@ def test_a_batch_that_divides_on_its_ranks_alone_is_no_hindrance_afterwards(tmp_
     assert mirror.export(tmp_path)[0] == len(sent) == 1
 
 
+def full_disk_on_rank_1(config, run):
+    """The first share that rank 1 writes does not fit."""
+    original, left = checkpoint.save_file, [OSError(28, "No space left on device")]
+
+    def save_file(tensors, path):
+        if left and os.environ["RANK"] == "1":
+            raise left.pop()
+        original(tensors, path)
+
+    checkpoint.save_file = save_file
+    return job(config, run)
+
+
+def test_a_share_that_cannot_be_written_costs_one_warning_and_no_older_checkpoint(tmp_path):
+    config = config_of(checkpoint=dict(every=1))
+    assert ranks.run(2, tmp_path / "stderr", full_disk_on_rank_1, config, tmp_path) == [0, 0]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+    [warning] = [line for line in (tmp_path / "stderr").read_text().splitlines() if "warning: " in line]
+    assert "could not be written (rank 1: [Errno 28] No space left on device)" in warning
+
+
 def nan_on_rank_1(config, run, micro_steps=(0,)):
     """A gradient that is not finite on one rank, in the first step."""
     original = Exchange.grads_done
@@ -211,6 +232,21 @@ def test_steps_that_stay_not_finite_end_all_ranks(tmp_path):
     assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
     message = "NonFinite: step 2: loss or gradient norm was not finite for 2 steps in a row"
     assert (tmp_path / "stderr").read_text().count(message) == 2
+
+
+def other_lr_on_rank_1(config, run):
+    rate = 2e-3 if os.environ["RANK"] == "1" else 1e-3
+    return job(config.model_copy(update={"optim": config.optim.model_copy(update={"lr": rate})}), run)
+
+
+def test_ranks_with_another_configuration_or_other_data_are_refused(tmp_path):
+    """A node with another config.yaml; data is told apart by its fingerprint in the same way."""
+    processes, _ = ranks.start(3, tmp_path / "stderr", other_lr_on_rank_1, config_of(), tmp_path)
+    assert [process.join(60) or process.exitcode for process in processes] == [1, 1, 1]
+    message = "ConfigError: configuration: not the same on ranks [1] as on rank 0; copy the same files to every node"
+    assert message in (tmp_path / "stderr").read_text()
+    with pytest.raises(ConfigError, match=r"data: not the same on ranks \[1, 2\]"):
+        replicas.require_alike(SimpleNamespace(all=lambda value: [value, "other", "other"]), data=[])
 
 
 def test_weights_that_differ_end_the_run(tmp_path):
