@@ -49,7 +49,11 @@ class Scores(NamedTuple):
 def evaluate(model: GPT2, questions: Questions, crew: Crew = ALONE) -> Scores:
     """The accuracies of `model` on `questions`, which the ranks of a crew divide among themselves."""
     own = ending_losses(model, questions, turn=(crew.rank, crew.size))
-    return scores(questions, np.array(crew.all(own.tolist())).sum(0))  # all but one rank's addends are 0
+    answered = np.flatnonzero(own)  # only these travel: the answer of all ranks is then as long for any number of them
+    losses = np.zeros(own.size)
+    for places, values in crew.all([answered.tolist(), own.flat[answered].tolist()]):
+        losses[places] = values
+    return scores(questions, losses.reshape(own.shape))
 
 
 def ending_losses(model: GPT2, questions: Questions, style: str = "", turn: tuple[int, int] = (0, 1)) -> np.ndarray:

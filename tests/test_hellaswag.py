@@ -287,6 +287,29 @@ def test_a_damaged_bin_is_one_line(tmp_path, rows_file):
 # ---- in training ----
 
 
+class Pair:
+    """The crew of two ranks that run one after the other; the second gets what both said."""
+
+    size = 2
+
+    def __init__(self):
+        self.rank, self.said = 0, []
+
+    def all(self, value):
+        self.said.append(json.loads(json.dumps(value)))
+        return self.said
+
+
+def test_ranks_divide_the_questions_and_score_as_one(model, rows_file):
+    questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
+    pair = Pair()
+    hellaswag.evaluate(model, questions, pair)
+    pair.rank = 1
+    assert hellaswag.evaluate(model, questions, pair) == hellaswag.evaluate(model, questions)
+    places = [set(said[0]) for said in pair.said]
+    assert all(places) and not places[0] & places[1] and len(places[0] | places[1]) == len(questions.endings)
+
+
 def test_training_asks_when_due_logs_accuracies_and_changes_no_bit_by_it(tmp_path, rows_file, capsys):
     asked = dict(every=0, hellaswag_every=1, hellaswag_data=str(rows_file), hellaswag_limit=2)
     sizes = dict(model=dict(block_size=192), train=dict(steps=2, batch_size=2, seq_len=128))
