@@ -3,11 +3,15 @@
 NCCL's own timeout sees neither collectives that a CUDA graph replays nor a host that sleeps, and does not know what it
 waits for.  Here a thread of each rank compares: of ranks that wait for each other, the one that has done least is at
 fault, or the one that no longer answers.
+
+A rank that waits on the device hears no signal either: Python's handlers run between two lines of the main thread.  So
+when a rank has died and the launcher tells the others to stop, it is this thread that does.
 """
 
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,6 +23,7 @@ from gpt2_triton.parallel import World
 STARTING, STEPPING = "starting", "training"
 PATIENCE = {STARTING: 3, STEPPING: 1}  # times the timeout; evaluations, samples and checkpoints have OTHER
 OTHER = 10
+SILENT = 10  # intervals, seconds as a rule, after which a rank that says nothing is taken for dead
 
 
 class Pulse:
@@ -27,8 +32,12 @@ class Pulse:
     def __init__(self, world: World, timeout: float):
         self._world, self._timeout, self._interval = world, timeout, min(1.0, timeout / 20)
         self._step, self._done, self._phase, self._tick = 0, 0, STARTING, 0
-        self._moved, self._over = time.monotonic(), False
+        self._moved, self._over, self._told = time.monotonic(), False, False
         if world.size > 1:
+            self._signals, heard = os.pipe()
+            os.set_blocking(self._signals, False)
+            os.set_blocking(heard, False)
+            signal.set_wakeup_fd(heard)
             threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
     def beat(self, step: int) -> None:
@@ -58,6 +67,8 @@ class Pulse:
         with contextlib.suppress(RuntimeError):  # the store went with rank 0: the collectives tell of it
             while not self._over:
                 self._publish()
+                if self._signalled():
+                    self._leave_the_dead()
                 if time.monotonic() - self._moved > self._timeout:
                     self._look_around()
 
@@ -66,6 +77,19 @@ class Pulse:
         state = (self._tick, self._done, self._step, self._phase)
         self._world.store.set(f"pulse/{self._world.rank}", json.dumps(state))
         time.sleep(self._interval)
+
+    def _signalled(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            self._told = self._told or bool(os.read(self._signals, 1))
+        return self._told
+
+    def _leave_the_dead(self) -> None:
+        """All were told to stop; with a rank that has died there is no step to finish, and no checkpoint to make."""
+        earlier = self._others()
+        for _ in range(SILENT):
+            self._publish()
+        if not self._over and any(now[0] == then[0] for now, then in zip(self._others(), earlier, strict=True)):
+            os._exit(128 + signal.SIGTERM)
 
     def _look_around(self) -> None:
         earlier = self._others()
