@@ -64,13 +64,22 @@ class Pulse:
         self._over = True
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store went with rank 0: the collectives tell of it
-            while not self._over:
-                self._publish()
-                if self._signalled():
-                    self._leave_the_dead()
-                if time.monotonic() - self._moved > self._timeout:
-                    self._look_around()
+        try:
+            self._watch()
+        except RuntimeError:  # the store is gone, and with it the process that has it
+            time.sleep(5 * self._interval)  # collectives outside of CUDA graphs tell of it themselves
+            if not self._over:
+                lost = "the first rank, or the launcher, has ended; restart the job, with --resume"
+                print(f"error: rank {self._world.rank}: {lost}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _watch(self) -> None:
+        while not self._over:
+            self._publish()
+            if self._signalled():
+                self._leave_the_dead()
+            if time.monotonic() - self._moved > self._timeout:
+                self._look_around()
 
     def _publish(self) -> None:
         self._tick += 1

@@ -310,12 +310,12 @@ def test_a_rank_that_hangs_is_named(tmp_path):
     assert "error: rank 0: nothing moved for" in message and "rank 1 is no longer answering" in message
 
 
-def waiting_for_the_dead(config, run):
-    """Rank 1 dies; rank 0 waits as for a device: in C, where Python hears no signal, for minutes."""
+def waiting_for_the_dead(config, run, rank):
+    """A rank dies; the other waits as for a device: in C, where Python hears no signal, for minutes."""
     original = Trainer._train_step
 
     def train_step(self, step):
-        if step == 1 and self.world.rank == 1:
+        if step == 1 and self.world.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 1:
             hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -328,12 +328,21 @@ def waiting_for_the_dead(config, run):
 def test_a_rank_that_waits_for_a_dead_one_stops_when_told_to(tmp_path):
     """Before the timeout of 10 s, which would end it with code 1."""
     config = config_of(parallel=dict(timeout=10), debug=dict(hash_state=0))
-    processes, _ = ranks.start(2, tmp_path / "stderr", waiting_for_the_dead, config, tmp_path)
+    processes, _ = ranks.start(2, tmp_path / "stderr", waiting_for_the_dead, config, tmp_path, 1)
     processes[1].join(60)
     time.sleep(0.5)
     processes[0].terminate()
     processes[0].join(60)
     assert processes[0].exitcode == 128 + signal.SIGTERM
+
+
+def test_when_the_first_rank_dies_the_others_end_without_a_launcher(tmp_path):
+    """As under srun, where rank 0 holds the store; before the timeout of 20 s."""
+    config = config_of(parallel=dict(timeout=20), debug=dict(hash_state=0))
+    processes, _ = ranks.start(2, tmp_path / "stderr", waiting_for_the_dead, config, tmp_path, 0)
+    processes[1].join(60)
+    assert processes[1].exitcode == 1
+    assert "error: rank 1: the first rank, or the launcher, has ended" in (tmp_path / "stderr").read_text()
 
 
 def test_who_is_behind_is_named(capsys, monkeypatch):
