@@ -16,6 +16,7 @@ import torch
 from gpt2_triton.config import ConfigError
 from gpt2_triton.crew import Crew, muster
 from gpt2_triton.metrics import read_metrics
+from gpt2_triton.parallel import PeerLost, World
 from gpt2_triton.ranks import NAMES, first_host, rank_and_size, read_environment
 from tests.ranks import free_port
 
@@ -121,6 +122,12 @@ def test_ranks_that_do_not_come_are_named():
         muster(Store(), 0, 3, 0.05)
     with pytest.raises(TimeoutError, match="rank 0 did not join"):
         muster(Store({"answer/1": '["of before", "name"]'}), 1, 3, 0.05)
+
+
+def test_a_rank_that_waits_in_vain_says_so(environment):
+    environment(**dict(zip(NAMES, ("0", "2", "0", "127.0.0.1", str(free_port())), strict=True)))
+    with pytest.raises(PeerLost, match=r"the 2 ranks did not come together \(.*\); start all of them"):
+        World("cpu", 0.3)
 
 
 DYING = """
