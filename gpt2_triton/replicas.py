@@ -1,9 +1,12 @@
-"""Are all ranks alike?  Of data and configuration every run asks it once, of the weights debug.hash_state does, bit for
-bit.
+"""Are all ranks alike?  Of files, data and configuration every run asks it once, of the weights debug.hash_state does,
+bit for bit.
 """
 
 import hashlib
 import json
+import secrets
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,22 @@ from gpt2_triton.model import GPT2
 
 class Diverged(RuntimeError):
     """Weights that have to be equal on all ranks are not."""
+
+
+def require_shared(run_dir: Path, crew: Crew, seconds: float = 5.0) -> None:
+    """ConfigError with the ranks that do not see rank 0's run directory: else the first checkpoint would tell, or fail
+    to.  A network's file system has so many seconds to show a new file.
+    """
+    if crew.size == 1:
+        return
+    name, end = crew.first(lambda: f".{secrets.token_hex(8)}.seen"), time.monotonic() + seconds
+    crew.first(lambda: (run_dir / name).touch())
+    while not (seen := (run_dir / name).exists()) and time.monotonic() < end:
+        time.sleep(0.1)
+    blind = [rank for rank, there in enumerate(crew.all(seen)) if not there]
+    crew.first(lambda: (run_dir / name).unlink())
+    if blind:
+        raise ConfigError(f"--run_dir: ranks {blind} do not see {run_dir}; give one on a file system of all nodes")
 
 
 def require_alike(crew: Crew, **values: Any) -> None:

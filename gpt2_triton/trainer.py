@@ -50,6 +50,7 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     world = World(device, config.parallel.timeout)
     crew = world.crew("trainer")
     run_dir = Path(crew.first(lambda: str(run_dir)))
+    replicas.require_shared(run_dir, crew)
     found = crew.first(lambda: str(checkpoint.latest(run_dir) or "")) if resume else ""
     trainer = Trainer(config, run_dir, Path(found) if found else None, world)
     try:

@@ -250,6 +250,15 @@ def test_ranks_with_another_configuration_or_other_data_are_refused(tmp_path):
         replicas.require_alike(SimpleNamespace(all=lambda value: [value, "other", "other"]), data=[])
 
 
+def test_a_run_directory_that_not_all_ranks_see_is_refused_at_the_start(tmp_path):
+    """Rank 1 looks into a directory of the same name on a disk of its own."""
+    crew = SimpleNamespace(size=2, first=lambda function: "name", all=lambda seen: [True, seen])
+    with pytest.raises(ConfigError, match=r"--run_dir: ranks \[1\] do not see .*; give one on a file system of all"):
+        replicas.require_shared(tmp_path, crew, seconds=0.2)
+    (tmp_path / "name").touch()
+    replicas.require_shared(tmp_path, crew, seconds=0.2)
+
+
 def test_weights_that_differ_end_the_run(tmp_path):
     """As if a bit of rank 1's memory had flipped."""
     processes, _ = ranks.start(2, tmp_path / "stderr", flip_on_rank_1, config_of(0), tmp_path)
