@@ -346,8 +346,8 @@ def test_a_rank_that_waits_for_a_dead_one_stops_when_told_to(tmp_path):
 
 
 def test_when_the_first_rank_dies_the_others_end_without_a_launcher(tmp_path):
-    """As under srun, where rank 0 holds the store; before the timeout of 20 s."""
-    config = config_of(parallel=dict(timeout=20), debug=dict(hash_state=0))
+    """As under srun, where rank 0 holds the store; before the timeout of 8 s, which would name it otherwise."""
+    config = config_of(parallel=dict(timeout=8), debug=dict(hash_state=0))
     processes, _ = ranks.start(2, tmp_path / "stderr", waiting_for_the_dead, config, tmp_path, 0)
     processes[1].join(60)
     assert processes[1].exitcode == 1
