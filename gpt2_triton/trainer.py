@@ -34,6 +34,7 @@ from gpt2_triton.planning import MODULE_BYTES, choose_recompute
 from gpt2_triton.provenance import describe
 from gpt2_triton.pulse import Pulse
 from gpt2_triton.sample import continuations
+from gpt2_triton.saver import Saver
 from gpt2_triton.sources import initial_weights
 from gpt2_triton.stability import NonFinite, Rewind
 from gpt2_triton.stream import Step
@@ -97,8 +98,7 @@ class Trainer:
         self.model = self._make_model(found, tensors)
         self.batches = self._prefetch()
         c, back = config.checkpoint, config.checkpoint.every if config.train.rewind_after else 0
-        self.saver = checkpoint.Saver(run_dir / "checkpoints", c.keep, c.major, back, self.world.crew("saver"))
-        self.host: dict[str, torch.Tensor] = {}
+        self.saver = Saver(run_dir / "checkpoints", c.keep, c.major, back, self.world.crew("saver"))
         self.in_flight: Step | None = None
         where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
         step, wandb_id, planned = self.state["step"], self.state["wandb_id"], self.model.plan.total
@@ -348,21 +348,9 @@ class Trainer:
         self._report_step()
         if self._due(step, self.config.checkpoint.every):
             self.state["rewinds"] = 0
+        state = self.state | {"config": self._resolved_config(), "data": self.data} | self.model.spans()
         with self.pulse.during("saving"):
-            self.saver.wait()
-            for name, parts in self.model.share().items():
-                self._copy_to_host(name, parts)
-        state = self.state | {"config": self._resolved_config(), "data": self.data}
-        self.saver.submit(step, self.host, state | self.model.spans())
-
-    def _copy_to_host(self, name: str, parts: list[torch.Tensor]) -> None:
-        if name not in self.host:
-            shape = parts[0].shape if len(parts) == 1 else (sum(part.numel() for part in parts),)
-            self.host[name] = torch.empty(shape, dtype=parts[0].dtype, pin_memory=self.device != "cpu")
-        at, flat = 0, self.host[name].view(-1)
-        for part in parts:
-            flat[at : at + part.numel()].copy_(part.view(-1))
-            at += part.numel()
+            self.saver.submit(step, self.model.share(), state)
 
     def _stop(self, number: int, _frame: Any) -> None:
         """First signal: finish the step, save, leave.  Second: leave at once; half a checkpoint stays hidden."""

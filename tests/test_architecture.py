@@ -56,6 +56,7 @@ ALLOWED_IMPORTS = {
     "config": set(),
     "data/": {"data"},
     "checkpoint": {"checks", "crew", "shares"},
+    "saver": {"checkpoint", "crew"},
     "compatible": {"checkpoint"},
     "crew": set(),
     "shares": set(),

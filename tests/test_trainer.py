@@ -15,6 +15,7 @@ from gpt2_triton import checkpoint
 from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
+from gpt2_triton.saver import Saver
 from gpt2_triton.stability import NonFinite
 from gpt2_triton.trainer import Trainer, train
 from tests.tiny import packed_batch, tiny_config, tiny_model
@@ -133,7 +134,7 @@ def test_a_step_is_reported_when_the_next_is_under_way_or_something_else_is_due(
         monkeypatch.setattr(owner, method, watched)
 
     for owner, method in (
-        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (checkpoint.Saver, "submit"),
+        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (Saver, "submit"),
     ):  # fmt: skip
         watch(owner, method)
     train_section = dict(steps=4, total_batch_tokens=32)
