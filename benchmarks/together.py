@@ -82,8 +82,8 @@ class Pair:
 
 def shared(config: Config, ranks: int, zero: int) -> Config:
     """The same work for each of several GPUs."""
-    train = config.train.model_copy(update={"total_batch_tokens": ranks * config.total_batch_tokens})
-    return config.model_copy(update={"train": train}).with_zero(zero).with_gpus(ranks)
+    tokens = ranks * config.total_batch_tokens
+    return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero}).with_gpus(ranks)
 
 
 def trace(pair: Pair) -> list[Kernel]:

@@ -204,14 +204,6 @@ class Config(Section):
     )
 
     @property
-    def padded_vocab(self) -> int:
-        return self.model.padded_vocab
-
-    @property
-    def head_size(self) -> int:
-        return self.model.n_embd // self.model.n_head
-
-    @property
     def head_rows(self) -> int:
         """Rows of logits at once.  By default a buffer of 0.8 to 1.6 GiB at GPT-2's vocabulary, and tiles of dX that
         fill 132 multiprocessors two (n_embd 768) or almost four times (1024).
@@ -224,9 +216,7 @@ class Config(Section):
     def total_batch_tokens(self) -> int:
         return self.train.total_batch_tokens or self.train.batch_size * self.train.seq_len
 
-    _started: int = PrivateAttr(
-        1
-    )  # processes of this run, each with a GPU; no key, so that a run may go on with others
+    _started: int = PrivateAttr(1)  # processes, each with a GPU; no key, so that a run may go on with others
 
     @property
     def gpus(self) -> int:
@@ -251,10 +241,12 @@ class Config(Section):
         """All parameters as llm.c counts them: padded vocabulary and wpe included, the head once, since it is wte."""
         c, layers = self.model.n_embd, self.model.n_layer
         layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
-        return (self.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
+        return (self.model.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
 
-    def with_recompute(self, level: str) -> "Config":
-        return self.model_copy(update={"memory": self.memory.model_copy(update={"recompute": level})})
+    def replace(self, **sections: dict[str, Any]) -> "Config":
+        """A copy with other values, which are not checked: replace(memory={"recompute": "gelu"})."""
+        copies = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=copies)
 
     def with_gpus(self, gpus: int) -> "Config":
         """The configuration of a run on so many GPUs; ConfigError if it says another number or does not divide."""
@@ -268,9 +260,6 @@ class Config(Section):
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
         return out
 
-    def with_zero(self, stage: int) -> "Config":
-        return self.model_copy(update={"parallel": self.parallel.model_copy(update={"zero": stage})})
-
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
 
@@ -282,8 +271,7 @@ class Config(Section):
         """On as many GPUs as the context says: a batch that divides on 8 need not on one."""
         if info.context:
             self._started = info.context["gpus"]
-        problems = list(disagreements(self))
-        if problems:
+        if problems := list(disagreements(self)):
             raise Disagreement(problems)
         return self
 
@@ -298,17 +286,15 @@ class Disagreement(ValueError):
 
 def disagreements(config: Config) -> Iterator[tuple[str, str]]:
     """Every rule between fields that this configuration breaks, as (key, message)."""
-    m, d, t, o = config.model, config.data, config.train, config.optim
+    m, d, t, o, e = config.model, config.data, config.train, config.optim, config.eval
     if m.n_embd % m.n_head:
         yield "model.n_head", f"{m.n_head} heads do not divide n_embd {m.n_embd}; {_fitting_heads(m.n_embd)}"
-    elif config.head_size not in HEAD_SIZES:
-        wrong = f"head size n_embd / n_head is {config.head_size}, not one of {HEAD_SIZES}"
+    elif m.n_embd // m.n_head not in HEAD_SIZES:
+        wrong = f"head size n_embd / n_head is {m.n_embd // m.n_head}, not one of {HEAD_SIZES}"
         yield "model.n_head", f"{wrong}; {_fitting_heads(m.n_embd)}"
     if t.seq_len > m.block_size:
-        yield (
-            "train.seq_len",
-            f"{t.seq_len} is longer than model.block_size {m.block_size}; lower it or raise the other",
-        )
+        longer = f"{t.seq_len} is longer than model.block_size {m.block_size}"
+        yield "train.seq_len", f"{longer}; lower it or raise the other"
     if m.vocab_size < TOKENIZER_SIZES[d.tokenizer]:
         expected = f"the {d.tokenizer} tokenizer has {TOKENIZER_SIZES[d.tokenizer]} tokens"
         yield "model.vocab_size", f"{expected}, got {m.vocab_size}; set model.vocab_size or data.tokenizer"
@@ -318,41 +304,34 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
         yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
     if o.warmup > t.steps:
         yield "optim.warmup", f"{o.warmup} steps of warmup are more than train.steps {t.steps}; lower it"
-    if config.eval.every and config.eval.tokens < t.seq_len:
-        yield (
-            "eval.tokens",
-            f"{config.eval.tokens} is less than train.seq_len {t.seq_len}; raise it or set eval.every to 0",
-        )
+    if e.every and e.tokens < t.seq_len:
+        yield "eval.tokens", f"{e.tokens} is less than train.seq_len {t.seq_len}; raise it or set eval.every to 0"
     source, _, path = config.init_from.partition(":")
     if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
         known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
         yield "init_from", f"expected scratch or one of {known}; got {config.init_from}"
-    if t.rewind_after and not config.checkpoint.every:
+    saved = config.checkpoint.every
+    if t.rewind_after and not saved:
         yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
-    elif t.rewind_after > config.checkpoint.every:
-        yield (
-            "train.rewind_after",
-            f"{t.rewind_after} is more than checkpoint.every {config.checkpoint.every}; lower it",
-        )
+    elif t.rewind_after > saved:
+        yield "train.rewind_after", f"{t.rewind_after} is more than checkpoint.every {saved}; lower it"
     if config.log.stats_every and config.gpus > 1:
         yield "log.stats_every", "statistics are of one GPU's tensors; set it to 0, or run on one GPU"
     yield from _batch_disagreements(t, config.gpus)
 
 
 def _batch_disagreements(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
-    total, several = t.total_batch_tokens or t.batch_size * t.seq_len, f" on {gpus} GPUs" if gpus > 1 else ""
+    total, several = t.total_batch_tokens or t.batch_size * t.seq_len, f"{gpus} GPUs" if gpus > 1 else ""
     rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
-    unit = f"train.seq_len {t.seq_len}" + (f" times {gpus} GPUs" if gpus > 1 else "")
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
+        unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
         yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; set it to {fitting}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
         below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
-        wrong = (
-            f"a step of {rows * gpus} sequences{several} (total_batch_tokens {total}) does not divide into batches of "
-            f"{t.batch_size}"
-        )
+        step = f"a step of {rows * gpus} sequences{several and ' on '}{several} (total_batch_tokens {total})"
+        wrong = f"{step} does not divide into batches of {t.batch_size}"
         yield "train.batch_size", f"{wrong}; set it to {best}, or total_batch_tokens to {below}"
 
 

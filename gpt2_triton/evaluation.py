@@ -27,8 +27,7 @@ def inference_model(config: Config, tensors: dict[str, Tensor], tokens: int, dty
     With a `dtype`, bf16 or fp32, it computes in that one.
     """
     if dtype:
-        train = config.train.model_copy(update={"dtype": dtype})
-        config = config.model_copy(update={"train": train, "optim": config.optim.model_copy(update={"master": "none"})})
+        config = config.replace(train={"dtype": dtype}, optim={"master": "none"})
     device, T = device_name(), config.train.seq_len
     batch, least = tokens // T, -(-config.model.block_size // T)
     if device == "cuda":

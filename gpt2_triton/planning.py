@@ -65,7 +65,7 @@ def choose_recompute(config: Config, K: Any, budget: int) -> Config:
     """
     if config.memory.recompute != "auto":
         return config
-    choices = [config.with_recompute(level) for level in LEVELS]
+    choices = [config.replace(memory={"recompute": level}) for level in LEVELS]
     fitting = (c for c in choices if make_plan(c, K, c.micro_batch, c.train.seq_len)[0].total <= budget)
     return next(fitting, choices[-1])
 
@@ -88,13 +88,13 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     made, dims = make_plan(chosen, K, config.micro_batch, T)
     lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
     for level in LEVELS:
-        total, best = _total_and_largest(config.with_recompute(level), K, budget)
+        total, best = _total_and_largest(config.replace(memory={"recompute": level}), K, budget)
         mark = "  <-" if level == chosen.memory.recompute else ""
         lines.append(f"{level:<16}{total / GIB:>8.2f}{best:>28}{mark}")
     if chosen.gpus > 1:
         lines += ["", f"{'parallel.zero':<16}{'GiB':>8}   on each of {chosen.gpus} GPUs"]
         for stage in (0, 1, 2):
-            total = make_plan(chosen.with_zero(stage), K, config.micro_batch, T)[0].total
+            total = make_plan(chosen.replace(parallel={"zero": stage}), K, config.micro_batch, T)[0].total
             lines.append(f"{stage:<16}{total / GIB:>8.2f}{'  <-' if stage == chosen.zero else ''}")
     fits = "fits" if made.total <= budget else "does not fit"
     return "\n".join(

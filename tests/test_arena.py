@@ -144,12 +144,13 @@ def test_recompute_auto_is_the_first_level_whose_plan_fits():
     config = tiny_config(memory=dict(recompute="auto"))
 
     def total(level):
-        return gpt2_triton.planning.make_plan(config.with_recompute(level), reference, 2, config.train.seq_len)[0].total
+        at_level = config.replace(memory={"recompute": level})
+        return gpt2_triton.planning.make_plan(at_level, reference, 2, config.train.seq_len)[0].total
 
     totals = [total(level) for level in LEVELS]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(LEVELS)
     for level, budget in zip(LEVELS, totals, strict=True):
         assert choose_recompute(config, reference, budget).memory.recompute == level
     assert choose_recompute(config, reference, totals[-1] - 1).memory.recompute == LEVELS[-1]
-    named = config.with_recompute("gelu")
+    named = config.replace(memory={"recompute": "gelu"})
     assert choose_recompute(named, reference, 0) is named

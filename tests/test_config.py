@@ -160,7 +160,7 @@ def test_a_configuration_cannot_change():
 def test_derived_sizes():
     config = Config.model_validate(dict(train=dict(total_batch_tokens=524_288)))
     assert config.n_params == 124_475_904  # what llm.c prints for 124M
-    assert (config.padded_vocab, config.head_size, config.head_rows) == (50304, 64, 11264)
+    assert (config.model.padded_vocab, config.head_rows) == (50304, 11264)
     assert (config.micro_batch, config.accumulation, config.total_batch_tokens) == (64, 8, 524_288)
     small = Config.model_validate(dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20)))
     assert (small.micro_batch, small.accumulation, small.head_rows) == (4, 1, 8192)
