@@ -3,6 +3,7 @@ fits.  Nothing here touches a GPU, but for asking how much of it is free.
 """
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ def choose_recompute(config: Config, K: Any, budget: int) -> Config:
     choices = [config.replace(memory={"recompute": level}) for level in LEVELS]
     fitting = (c for c in choices if make_plan(c, K, c.micro_batch, c.train.seq_len)[0].total <= budget)
     return next(fitting, choices[-1])
+
+
+def free_bytes(device: str) -> int:
+    """Bytes that a plan may have on this GPU; no bound on a CPU."""
+    return sys.maxsize if device == "cpu" else torch.cuda.mem_get_info()[0] - MODULE_BYTES
 
 
 def _total_and_largest(config: Config, K: Any, budget: int) -> tuple[int, int]:

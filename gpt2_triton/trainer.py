@@ -6,15 +6,12 @@ checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
-import itertools
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
@@ -23,14 +20,15 @@ from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare import builtin_shards
-from gpt2_triton.data.shards import fingerprint, open_shards
+from gpt2_triton.data.shards import Shard, fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
-from gpt2_triton.gpus import device_name
+from gpt2_triton.evaluation import validation_loss
+from gpt2_triton.gpus import device_name, used_bytes
 from gpt2_triton.log import Logger, Silent
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.parallel import World
-from gpt2_triton.planning import MODULE_BYTES, choose_recompute
+from gpt2_triton.planning import choose_recompute, free_bytes
 from gpt2_triton.provenance import describe
 from gpt2_triton.pulse import Pulse
 from gpt2_triton.sample import continuations
@@ -39,16 +37,15 @@ from gpt2_triton.sources import initial_weights
 from gpt2_triton.stability import NonFinite, Rewind
 from gpt2_triton.stream import Step
 
+PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
+ECHO = 5  # seconds in which a signal that comes again is the same one: launchers pass on what a whole group got
+
 
 def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped; the checkpoint of
     the last finished step is saved).  Every rank calls it; rank 0's run_dir counts.
     """
-    device = device_name()
-    if device == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(local % torch.cuda.device_count())  # SLURM may show each process its own GPU only
-    world = World(device, config.parallel.timeout)
+    world = World(device_name(), config.parallel.timeout)
     crew = world.crew("trainer")
     run_dir = Path(crew.first(lambda: str(run_dir)))
     found = crew.first(lambda: str(checkpoint.latest(run_dir) or "")) if resume else ""
@@ -68,63 +65,71 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     return code
 
 
-PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
-ECHO = 5  # seconds in which a signal that comes again is the same one: launchers pass on what a whole group got
-
-
 class Trainer:
     """Everything one run holds; `run` is the loop."""
 
     def __init__(self, config: Config, run_dir: Path, found: Path | None, world: World | None = None):
-        self.config, self.run_dir, self.device = config, run_dir, device_name()
-        self.world = world or World(self.device, config.parallel.timeout)
-        self.crew, self.first_rank = self.world.crew("loop"), self.world.rank == 0
+        self.config, self.run_dir = config, run_dir
+        self.world = world or World(device_name(), config.parallel.timeout)
+        self.device, self.first_rank, self.crew = self.world.device, self.world.rank == 0, self.world.crew("loop")
         self.pulse = Pulse(self.world, config.parallel.timeout)
-        self.context_bytes = self._used_bytes()
+        self.bytes_before = used_bytes()
         self.stopped_by, self.signalled, self.stop_agreed = 0, 0.0, False
+        self.in_flight: Step | None = None
         self.notes: list[str] = []
+        # what checkpoints keep: the tokens of a step also where a default gave them, which a resume may not change
+        self.resolved = config.replace(train={"total_batch_tokens": config.total_batch_tokens}).to_dict()
         with self.pulse.during("loading"):
-            train_shards, val_shards = self._open_data()
+            train_shards = self._open_shards("train")
+            val_shards = self._open_shards("val") if config.eval.every else []
             self.data = fingerprint(train_shards)
             self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
             tensors = self._load(found) if found else initial_weights(config)
             if config.sample.every:
                 get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
             self.questions = hellaswag.questions_of_run(config)
-        self.loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
-        self.validation = (
-            ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
-        )
+        T, c = config.train.seq_len, config.checkpoint
+        self.loader = TrainLoader(train_shards, T, config.data.seed)
+        self.validation = ValidationLoader(val_shards, T, config.eval.tokens) if config.eval.every else None
         self.model = self._make_model(found, tensors)
         self.batches = self._prefetch()
-        c, back = config.checkpoint, config.checkpoint.every if config.train.rewind_after else 0
+        back = c.every if config.train.rewind_after else 0
         self.saver = Saver(run_dir / "checkpoints", c.keep, c.major, back, self.world.crew("saver"))
-        self.in_flight: Step | None = None
-        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
-        step, wandb_id, planned = self.state["step"], self.state["wandb_id"], self.model.plan.total
-        about = describe(self.model.config, planned, where, step)
-        self.log: Logger | Silent = Logger(run_dir, config, step, wandb_id, about) if self.first_rank else Silent()
+        self.log = self._open_log()
         self.state["wandb_id"] = self.log.wandb_id
-        for note in self.notes:
-            self.log.note(note)
-        each = f" each on {self.world.size} ranks, ZeRO-{config.zero}," if self.world.size > 1 else ""
-        self.log.note(f"{self.model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB{each} on {where}")
 
     # ---- setting up ----
 
+    def _open_shards(self, split: str) -> list[Shard]:
+        """Those of data.train or data.val; `builtin` is made on first use."""
+        d, given = self.config.data, getattr(self.config.data, split)
+        pattern = str(builtin_shards(d.tokenizer) / f"{split}_*.bin") if given == "builtin" else given
+        return open_shards(pattern, self.config.model.vocab_size, self.config.train.seq_len)
+
+    def _load(self, found: Path) -> dict[str, torch.Tensor]:
+        """Everything of the checkpoint to go on from, once it is known to be of this run."""
+        saved, tensors = checkpoint.load(found)
+        changed = compatible.check_config(saved["config"], self.resolved)
+        compatible.check_data(found, saved["data"], self.data, self.config.data.train)
+        self.state = {name: saved[name] for name in self.state}
+        self.notes.append(f"resuming after step {saved['step']} from {found}")
+        self.notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()]
+        return tensors
+
     def _make_model(self, found: Path | None, tensors: dict[str, torch.Tensor]) -> GPT2:
         """The model with its weights: new ones, then whatever `tensors` has."""
-        fitting = choose_recompute(self.config, K, min(self.crew.all(self._budget())))
+        fitting = choose_recompute(self.config, K, min(self.crew.all(free_bytes(self.device))))
         if fitting is not self.config:
             self.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
         model = GPT2(fitting, K, self.device, world=self.world)
         if self.first_rank:
             checkpoint.require_room(self.run_dir / "checkpoints", model.whole())
         if self.device == "cuda":
-            made = self._compile(model)
-            self.notes.append(
-                f"{made.kernels} kernels ready in {made.seconds:.1f} s, {made.from_cache} from Triton's cache"
-            )
+            made = model.compile() if self.world.local == 0 else None
+            self.crew.all(None)  # the other ranks of a host then find all kernels in Triton's cache
+            made = made or model.compile()
+            ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
+            self.notes.append(f"{ready}, {made.from_cache} from Triton's cache")
         if not found:
             model.initialise(self.config.train.seed)
         else:
@@ -132,71 +137,27 @@ class Trainer:
         model.load(tensors)
         return model
 
-    def _compile(self, model: GPT2) -> Any:
-        """One rank of a host compiles; the others then find all kernels in Triton's cache."""
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
-        made = model.compile() if first else None
-        self.crew.all(None)
-        return made or model.compile()
-
     def _prefetch(self) -> Prefetcher:
         c, first, pinned = self.config, self.state["sample"], self.device != "cpu"
         ranks = dict(rank=self.world.rank, ranks=self.world.size)
         return Prefetcher(self.loader, c.micro_batch, c.accumulation, c.model.vocab_size, first, pinned, **ranks)
 
-    def _open_data(self) -> tuple[list, list]:
-        d, T, V = self.config.data, self.config.train.seq_len, self.config.model.vocab_size
-        if "builtin" in (d.train, d.val):
-            directory = builtin_shards(d.tokenizer)
-        patterns = [
-            str(directory / f"{split}_*.bin") if given == "builtin" else given
-            for split, given in (("train", d.train), ("val", d.val))
-        ]
-        train_shards = open_shards(patterns[0], V, T)
-        return train_shards, open_shards(patterns[1], V, T) if self.config.eval.every else []
-
-    def _load(self, found: Path) -> dict[str, torch.Tensor]:
-        """Everything of the checkpoint to go on from, once it is known to be of this run."""
-        saved, tensors = checkpoint.load(found)
-        changed = compatible.check_config(saved["config"], self._resolved_config())
-        if saved["data"] != self.data:
-            raise checkpoint.CheckpointError(
-                f"{found}: written with other training data than {self.config.data.train}; "
-                "restore it or start another run"
-            )
-        self.state = {name: saved[name] for name in self.state}
-        self.notes = [
-            f"resuming after step {saved['step']} from {found}",
-            *(f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()),
-        ]
-        return tensors
-
-    def _resolved_config(self) -> dict[str, Any]:
-        """The configuration as a checkpoint keeps it: with the number of tokens a step takes, also where it was left
-        to the default.
-        """
-        out = self.config.to_dict()
-        out["train"]["total_batch_tokens"] = self.config.total_batch_tokens
-        return out
-
-    def _used_bytes(self) -> int:
-        """Bytes in use on the GPU; the first call creates the CUDA context and so returns its size."""
-        if self.device == "cpu":
-            return 0
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-
-    def _budget(self) -> int:
-        """Bytes that a plan may have here; no bound on a CPU."""
-        return sys.maxsize if self.device == "cpu" else torch.cuda.mem_get_info()[0] - MODULE_BYTES
+    def _open_log(self) -> Logger | Silent:
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
+        step, wandb_id, planned = self.state["step"], self.state["wandb_id"], self.model.plan.total
+        about = describe(self.model.config, planned, where, step)
+        log = Logger(self.run_dir, self.config, step, wandb_id, about) if self.first_rank else Silent()
+        each = f" each on {self.world.size} ranks, ZeRO-{self.config.zero}," if self.world.size > 1 else ""
+        size = f"{self.model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB"
+        for note in (*self.notes, f"{size}{each} on {where}"):
+            log.note(note)
+        return log
 
     def _report_memory(self) -> None:
         if self.device == "cuda":
-            grown = self._used_bytes() - self.context_bytes
-            self.log.note(
-                f"memory: planned {self.model.plan.total / GIB:.3f} GiB, in use {grown / GIB:.3f} GiB, "
-                f"before the run {self.context_bytes / GIB:.3f} GiB (CUDA context, other processes)"
-            )
+            planned, before = self.model.plan.total / GIB, self.bytes_before / GIB
+            use = f"planned {planned:.3f} GiB, in use {used_bytes() / GIB - before:.3f} GiB"
+            self.log.note(f"memory: {use}, before the run {before:.3f} GiB (CUDA context, other processes)")
 
     # ---- the loop ----
 
@@ -208,7 +169,7 @@ class Trainer:
         if self.first_rank:
             (self.run_dir / PREEMPTED).unlink(missing_ok=True)
         if step == 0:
-            self._evaluate_if_due(step)
+            self._validate_if_due(step)
         while step < last and not self._stopping():
             try:
                 self._train_step(step)
@@ -236,13 +197,19 @@ class Trainer:
 
     def _between_steps(self, step: int) -> None:
         """What is due now that `step` steps are launched."""
-        self._evaluate_if_due(step)
-        self._hellaswag_if_due(step)
-        self._sample_if_due(step)
-        if self._due(step, self.config.debug.hash_state):
+        c = self.config
+        self._validate_if_due(step)
+        if self.questions is not None and self._due(step, c.eval.hellaswag_every):
+            self._settle()
+            with self.pulse.during("answering HellaSwag"):
+                scores = hellaswag.evaluate(self.model, self.questions, self.crew)
+            self.log.hellaswag(step, scores.acc, scores.acc_norm)
+        if self._due(step, c.sample.every):
+            self._sample(step)
+        if self._due(step, c.debug.hash_state):
             self._settle()
             self.log.note(f"step {step}: weights {replicas.compare(self.model, self.crew, step)} on every rank")
-        if self._due(step, self.config.checkpoint.every) or step == self.config.train.steps:
+        if self._due(step, c.checkpoint.every) or step == c.train.steps:
             self._save(step)
 
     def _train_step(self, step: int) -> None:
@@ -305,42 +272,22 @@ class Trainer:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
-    def _evaluate_if_due(self, step: int) -> None:
-        if self.validation is None or not self._due(step, self.config.eval.every):
-            return
-        self._settle()
-        total, batches = 0.0, self.validation.batches(self.config.micro_batch)
-        with self.pulse.during("validating"):
-            for ids, targets in itertools.islice(batches, self.world.rank, None, self.world.size):
-                total += float(self.model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
-            total = sum(self.crew.all(total))
-        self.log.validation(step, total / self.validation.tokens)
-
-    def _hellaswag_if_due(self, step: int) -> None:
-        if self.questions is not None and self._due(step, self.config.eval.hellaswag_every):
+    def _validate_if_due(self, step: int) -> None:
+        if self.validation is not None and self._due(step, self.config.eval.every):
             self._settle()
-            with self.pulse.during("answering HellaSwag"):
-                scores = hellaswag.evaluate(self.model, self.questions, self.crew)
-            self.log.hellaswag(step, scores.acc, scores.acc_norm)
+            with self.pulse.during("validating"):
+                loss = validation_loss(self.model, self.validation, self.crew)
+            self.log.validation(step, loss)
 
-    def _sample_if_due(self, step: int) -> None:
-        s = self.config.sample
-        if not self._due(step, s.every):
-            return
+    def _sample(self, step: int) -> None:
+        s, tokenizer = self.config.sample, get_tokenizer(self.config.data.tokenizer)
         self._settle()
         if self.first_rank:
             with self.pulse.during("sampling"):
                 texts = continuations(
-                    self.model,
-                    get_tokenizer(self.config.data.tokenizer),
-                    s.prompt,
-                    s.tokens,
-                    s.temperature,
-                    s.top_k,
-                    1.0,
-                    self.config.train.seed,
-                    1,
-                )
+                    self.model, tokenizer, s.prompt, s.tokens, s.temperature, s.top_k,
+                    top_p=1.0, seed=self.config.train.seed, num=1,
+                )  # fmt: skip
                 self.log.sample(step, next(texts))
 
     def _save(self, step: int) -> None:
@@ -348,14 +295,13 @@ class Trainer:
         self._report_step()
         if self._due(step, self.config.checkpoint.every):
             self.state["rewinds"] = 0
-        state = self.state | {"config": self._resolved_config(), "data": self.data} | self.model.spans()
+        state = self.state | {"config": self.resolved, "data": self.data} | self.model.spans()
         with self.pulse.during("saving"):
             self.saver.submit(step, self.model.share(), state)
 
     def _stop(self, number: int, _frame: Any) -> None:
         """First signal: finish the step, save, leave.  Second: leave at once; half a checkpoint stays hidden."""
-        again = time.monotonic() - self.signalled > ECHO if self.world.size > 1 else True
-        if self.stopped_by and again:
+        if self.stopped_by and (self.world.size == 1 or time.monotonic() - self.signalled > ECHO):
             os._exit(128 + number)
         self.stopped_by, self.signalled = number, time.monotonic()
 

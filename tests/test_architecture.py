@@ -88,7 +88,7 @@ ALLOWED_IMPORTS = {
     "watch": {"tables"},
     "stability": {"checkpoint", "config", "crew", "stream"},
     "hellaswag": {"config", "crew", "data", "model"},
-    "evaluation": {"kernels", "arena", "config", "data", "gpus", "model", "planning"},
+    "evaluation": {"kernels", "arena", "config", "crew", "data", "gpus", "model", "planning"},
     "planning": {"tables", "arena", "config", "data.loader", "layout", "watch"},
     "model": {
         "schedule",

@@ -398,3 +398,10 @@ def test_another_run_is_an_error_with_a_table_and_free_changes_are_returned():
         "model.n_layer  12          24",
         "optim.master   none        fp32",
     ]
+
+
+def test_other_training_data_is_an_error():
+    now = [{"name": "train_000000.bin", "bytes": 1024, "sha256": "ab"}]
+    compatible.check_data(Path("step"), [dict(row) for row in now], now, "data/*.bin")
+    with pytest.raises(CheckpointError, match=r"step: written with other training data than data/\*.bin; restore it"):
+        compatible.check_data(Path("step"), [now[0] | {"sha256": "cd"}], now, "data/*.bin")

@@ -49,7 +49,7 @@ def stop_after(monkeypatch, step):
     def interrupted(self, index):
         original(self, index)
         if index + 1 == step:
-            self._stop(signal.SIGTERM, None)
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(Trainer, "_train_step", interrupted)
 
