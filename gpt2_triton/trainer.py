@@ -6,9 +6,6 @@ checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +30,12 @@ from gpt2_triton.provenance import describe
 from gpt2_triton.pulse import Pulse
 from gpt2_triton.sample import continuations
 from gpt2_triton.saver import Saver
+from gpt2_triton.signals import Signals
 from gpt2_triton.sources import initial_weights
 from gpt2_triton.stability import NonFinite, Rewind
 from gpt2_triton.stream import Step
 
 PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
-ECHO = 5  # seconds in which a signal that comes again is the same one: launchers pass on what a whole group got
 
 
 def train(config: Config, run_dir: Path | None, resume: bool) -> int:
@@ -74,7 +71,7 @@ class Trainer:
         self.device, self.first_rank, self.crew = self.world.device, self.world.rank == 0, self.world.crew("loop")
         self.pulse = Pulse(self.world, config.parallel.timeout)
         self.bytes_before = used_bytes()
-        self.stopped_by, self.signalled, self.stop_agreed = 0, 0.0, False
+        self.signals = Signals(self.world.size)
         self.in_flight: Step | None = None
         self.notes: list[str] = []
         # what checkpoints keep: the tokens of a step also where a default gave them, which a resume may not change
@@ -162,15 +159,14 @@ class Trainer:
     # ---- the loop ----
 
     def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
+        self.signals.listen()
         first = step = self.state["step"]
         last = self.config.train.steps
         if self.first_rank:
             (self.run_dir / PREEMPTED).unlink(missing_ok=True)
         if step == 0:
             self._validate_if_due(step)
-        while step < last and not self._stopping():
+        while step < last and not self.signals.stop:
             try:
                 self._train_step(step)
                 step += 1
@@ -179,7 +175,7 @@ class Trainer:
                 self._between_steps(step)
             except Rewind:
                 step = self._rewind()
-        stopping = self._stopping()
+        stopping = self.signals.stop
         if stopping and step > 0:
             with contextlib.suppress(Rewind):  # resumed, the run comes to this step again, and goes back then
                 self._save(step)
@@ -189,11 +185,7 @@ class Trainer:
             return 0
         if self.first_rank:
             (self.run_dir / PREEMPTED).touch()
-        return 128 + (self.stopped_by or signal.SIGTERM)
-
-    def _stopping(self) -> bool:
-        """On several ranks only what they know alike: the sum over ranks, which comes with a step's loss."""
-        return self.stop_agreed if self.world.size > 1 else bool(self.stopped_by)
+        return self.signals.exit_code
 
     def _between_steps(self, step: int) -> None:
         """What is due now that `step` steps are launched."""
@@ -215,7 +207,7 @@ class Trainer:
     def _train_step(self, step: int) -> None:
         """Launch step `step`; then, while the device is at it, report the step before."""
         hyper = hyper_row(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-        hyper[7] = self.stopped_by > 0
+        hyper[7] = self.signals.heard > 0
         watched = self._due(step + 1, self.config.log.stats_every)
         self.model.begin_step(hyper, step, self.config.train.seed, watched)
         micro_steps = self.config.accumulation
@@ -239,13 +231,13 @@ class Trainer:
         result = launched.result()
         step = self.state["step"] = self.state["step"] + 1
         cause = ""
-        if self.model.watch and stability.is_nonfinite(result):
+        if self.model.watch and not (result.applied or result.outlier):
             cause = self.model.first_nonfinite(self.batches.step(self.state["sample"])) or "nothing when computed again"
         self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
         stability.count(self.state, result)
-        loss, norm, applied, seconds, z, self.stop_agreed = result
+        self.signals.agreed = result.stop
         self.pulse.begin_steps()
-        self.log.step(step, loss=loss, norm=norm, seconds=seconds, skipped=not applied, z=z, cause=cause)
+        self.log.step(step, result, cause)
         if self.model.watch and self._due(step, self.config.log.stats_every):
             record = self.model.watch.read(launched.watched, self.config.accumulation)
             self.log.statistics(step, record, watch.summary(record))
@@ -298,12 +290,6 @@ class Trainer:
         state = self.state | {"config": self.resolved, "data": self.data} | self.model.spans()
         with self.pulse.during("saving"):
             self.saver.submit(step, self.model.share(), state)
-
-    def _stop(self, number: int, _frame: Any) -> None:
-        """First signal: finish the step, save, leave.  Second: leave at once; half a checkpoint stays hidden."""
-        if self.stopped_by and (self.world.size == 1 or time.monotonic() - self.signalled > ECHO):
-            os._exit(128 + number)
-        self.stopped_by, self.signalled = number, time.monotonic()
 
     def close(self, failed: bool = False) -> None:
         with contextlib.suppress(Exception):  # the step in flight may have finished, or be lost with the device

@@ -60,6 +60,7 @@ ALLOWED_IMPORTS = {
     "compatible": {"checkpoint"},
     "crew": set(),
     "shares": set(),
+    "signals": set(),
     "ranks": {"config"},
     "parallel": {"crew", "ranks"},
     "pulse": {"parallel"},
@@ -70,7 +71,7 @@ ALLOWED_IMPORTS = {
     "configfile": {"config"},
     "configtable": {"compatible", "config"},
     "gpus": {"arena", "config"},
-    "log": {"config", "gpus", "metrics", "mirror", "optim", "provenance"},
+    "log": {"config", "gpus", "metrics", "mirror", "optim", "provenance", "stream"},
     "metrics": set(),
     "mirror": {"config", "configfile", "metrics", "provenance"},
     "provenance": {"", "config", "metrics"},  # "" is the version of the package
