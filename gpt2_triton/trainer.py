@@ -28,7 +28,7 @@ from gpt2_triton.parallel import World
 from gpt2_triton.planning import choose_recompute, free_bytes
 from gpt2_triton.provenance import describe
 from gpt2_triton.pulse import Pulse
-from gpt2_triton.sample import continuations
+from gpt2_triton.sample import text_of_run
 from gpt2_triton.saver import Saver
 from gpt2_triton.signals import Signals
 from gpt2_triton.sources import initial_weights
@@ -197,7 +197,10 @@ class Trainer:
                 scores = hellaswag.evaluate(self.model, self.questions, self.crew)
             self.log.hellaswag(step, scores.acc, scores.acc_norm)
         if self._due(step, c.sample.every):
-            self._sample(step)
+            self._settle()
+            if self.first_rank:
+                with self.pulse.during("sampling"):
+                    self.log.sample(step, text_of_run(self.model, c))
         if self._due(step, c.debug.hash_state):
             self._settle()
             self.log.note(f"step {step}: weights {replicas.compare(self.model, self.crew, step)} on every rank")
@@ -270,17 +273,6 @@ class Trainer:
             with self.pulse.during("validating"):
                 loss = validation_loss(self.model, self.validation, self.crew)
             self.log.validation(step, loss)
-
-    def _sample(self, step: int) -> None:
-        s, tokenizer = self.config.sample, get_tokenizer(self.config.data.tokenizer)
-        self._settle()
-        if self.first_rank:
-            with self.pulse.during("sampling"):
-                texts = continuations(
-                    self.model, tokenizer, s.prompt, s.tokens, s.temperature, s.top_k,
-                    top_p=1.0, seed=self.config.train.seed, num=1,
-                )  # fmt: skip
-                self.log.sample(step, next(texts))
 
     def _save(self, step: int) -> None:
         """Copy this rank's share to the host and let the saver write it while training goes on."""
