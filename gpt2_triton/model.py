@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton import layout, schedule
-from gpt2_triton.arena import PHASES, carve, phases
+from gpt2_triton.arena import carve
 from gpt2_triton.config import Config
 from gpt2_triton.link import Exchange, Link
 from gpt2_triton.parallel import World
@@ -39,12 +39,11 @@ class GPT2:
         batch: int | None = None,
         training: bool = True,
         texts: int = 0,
-        poison: bool = False,
         dtypes: dict[str, torch.dtype] | None = None,
         world: World | None = None,
     ):
         """`world` are the ranks that train it together; without one it is on its own, whatever started the process."""
-        self.config, self.K, self.poison = config, K, poison
+        self.config, self.K = config, K
         self.B, self.T = batch or config.micro_batch, config.train.seq_len
         self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes, texts)
         self.recompute = Recompute.at(config.memory.recompute if training else "block")
@@ -195,7 +194,7 @@ class GPT2:
         return first_nonfinite(self.watch.read([self.watch.buffers[0].cpu()], n))
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
-        if self.eager or self.poison:
+        if self.eager:
             function(*args)
         else:
             self._replay(function, *args)
@@ -216,18 +215,6 @@ class GPT2:
 
     def _phase(self, name: str, *acc: bool) -> None:
         getattr(schedule, name)(self._launchers, self.full, *acc)
-        if self.poison:
-            self._poison_after(name)
-
-    def _poison_after(self, phase: str) -> None:
-        """Fill with NaN what no later phase may read: a wrong lifetime in tables.py becomes a NaN loss."""
-        after = PHASES[PHASES.index(phase) + 1]
-        survivors = {"embed", "update"} if phase == "embed_bwd" else {after}  # the next micro-step, or the update
-        for row in self.plan.rows.values():
-            live = phases(row.live)
-            if row.dtype.is_floating_point and not row.within and phase in live and not live & survivors:
-                flat = self.arena[row.offset : row.offset + row.nbytes].view(row.dtype)
-                self.K.fill(flat, float("nan"))
 
     # ---- evaluation and decoding, between steps ----
 
