@@ -50,14 +50,6 @@ def memory_bytes(name: str | None) -> int:
     return int(GPUS[name or "h200"].memory * GIB)
 
 
-def used_bytes() -> int:
-    """Bytes in use on the GPU, none without one; the first call creates the CUDA context and so returns its size."""
-    if not present():
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
 def flops_per_token(config: Config) -> int:
     """6N + 6*L*C*T, as llm.c counts, so that figures compare.
 

@@ -76,6 +76,14 @@ def free_bytes(device: str) -> int:
     return sys.maxsize if device == "cpu" else torch.cuda.mem_get_info()[0] - MODULE_BYTES
 
 
+def used_bytes(device: str) -> int:
+    """Bytes in use on this GPU, 0 on a CPU; the first call creates the CUDA context and so returns its size."""
+    if device == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def _total_and_largest(config: Config, K: Any, budget: int) -> tuple[int, int]:
     """Bytes of the plan, and the largest micro-batch whose plan fits the budget."""
 

@@ -20,12 +20,12 @@ from gpt2_triton.data.prepare import builtin_shards
 from gpt2_triton.data.shards import Shard, fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.evaluation import validation_loss
-from gpt2_triton.gpus import device_name, used_bytes
+from gpt2_triton.gpus import device_name
 from gpt2_triton.log import Logger, Silent
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.parallel import World
-from gpt2_triton.planning import choose_recompute, free_bytes
+from gpt2_triton.planning import choose_recompute, free_bytes, used_bytes
 from gpt2_triton.provenance import describe
 from gpt2_triton.pulse import Pulse
 from gpt2_triton.sample import text_of_run
@@ -70,7 +70,7 @@ class Trainer:
         self.world = world or World(device_name(), config.parallel.timeout)
         self.device, self.first_rank, self.crew = self.world.device, self.world.rank == 0, self.world.crew("loop")
         self.pulse = Pulse(self.world, config.parallel.timeout)
-        self.bytes_before = used_bytes()
+        self.bytes_before = used_bytes(self.device)
         self.signals = Signals(self.world.size)
         self.in_flight: Step | None = None
         self.notes: list[str] = []
@@ -122,9 +122,7 @@ class Trainer:
         if self.first_rank:
             checkpoint.require_room(self.run_dir / "checkpoints", model.whole())
         if self.device == "cuda":
-            made = model.compile() if self.world.local == 0 else None
-            self.crew.all(None)  # the other ranks of a host then find all kernels in Triton's cache
-            made = made or model.compile()
+            made = self._compile(model)
             ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
             self.notes.append(f"{ready}, {made.from_cache} from Triton's cache")
         if not found:
@@ -133,6 +131,14 @@ class Trainer:
             compatible.check_tensors(found, tensors, model.whole())
         model.load(tensors)
         return model
+
+    def _compile(self, model: GPT2) -> Any:
+        """One rank of a host compiles; the others then find all kernels in Triton's cache."""
+        evaluated = self.validation.shapes(model.B) if self.validation else set()
+        evaluated |= hellaswag.shapes(model, self.questions) if self.questions else set()
+        made = model.compile(evaluated) if self.world.local == 0 else None
+        self.crew.all(None)
+        return made or model.compile(evaluated)
 
     def _prefetch(self) -> Prefetcher:
         c, first, pinned = self.config, self.state["sample"], self.device != "cpu"
@@ -153,7 +159,7 @@ class Trainer:
     def _report_memory(self) -> None:
         if self.device == "cuda":
             planned, before = self.model.plan.total / GIB, self.bytes_before / GIB
-            use = f"planned {planned:.3f} GiB, in use {used_bytes() / GIB - before:.3f} GiB"
+            use = f"planned {planned:.3f} GiB, in use {used_bytes(self.device) / GIB - before:.3f} GiB"
             self.log.note(f"memory: {use}, before the run {before:.3f} GiB (CUDA context, other processes)")
 
     # ---- the loop ----
