@@ -84,6 +84,12 @@ def used_bytes(device: str) -> int:
     return total - free
 
 
+def use_report(made: Plan, before: int) -> str:
+    """The plan beside what is in use on this GPU, of which `before` bytes were before the run."""
+    use = f"planned {made.total / GIB:.3f} GiB, in use {(used_bytes('cuda') - before) / GIB:.3f} GiB"
+    return f"memory: {use}, before the run {before / GIB:.3f} GiB (CUDA context, other processes)"
+
+
 def _total_and_largest(config: Config, K: Any, budget: int) -> tuple[int, int]:
     """Bytes of the plan, and the largest micro-batch whose plan fits the budget."""
 

@@ -25,7 +25,7 @@ from gpt2_triton.log import Logger, Silent
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.parallel import World
-from gpt2_triton.planning import choose_recompute, free_bytes, used_bytes
+from gpt2_triton.planning import choose_recompute, free_bytes, use_report, used_bytes
 from gpt2_triton.provenance import describe
 from gpt2_triton.pulse import Pulse
 from gpt2_triton.sample import text_of_run
@@ -156,12 +156,6 @@ class Trainer:
             log.note(note)
         return log
 
-    def _report_memory(self) -> None:
-        if self.device == "cuda":
-            planned, before = self.model.plan.total / GIB, self.bytes_before / GIB
-            use = f"planned {planned:.3f} GiB, in use {used_bytes(self.device) / GIB - before:.3f} GiB"
-            self.log.note(f"memory: {use}, before the run {before:.3f} GiB (CUDA context, other processes)")
-
     # ---- the loop ----
 
     def run(self) -> int:
@@ -176,8 +170,8 @@ class Trainer:
             try:
                 self._train_step(step)
                 step += 1
-                if step == first + 3:
-                    self._report_memory()
+                if step == first + 3 and self.device == "cuda":
+                    self.log.note(use_report(self.model.plan, self.bytes_before))
                 self._between_steps(step)
             except Rewind:
                 step = self._rewind()
