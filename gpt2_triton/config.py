@@ -76,11 +76,12 @@ class ModelConfig(Section):
             return values
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
         if size not in SIZES:
-            raise ValueError(f"unknown size {size}; known are {', '.join(SIZES)}")
+            raise Disagreement([("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")])
         known = dict(zip(SIZE_KEYS, SIZES[size], strict=True))
         for key in SIZE_KEYS[:3]:
             if str(given.get(key, known[key])) != str(known[key]):
-                raise ValueError(f"size {size} has {key} {known[key]}, and {key} says {given[key]}; remove one")
+                wrong = f"{size} has {key} {known[key]}, and {key} says {given[key]}; remove one"
+                raise Disagreement([("model.size", wrong)])
         return known | given
 
     @property
@@ -224,9 +225,8 @@ class Config(Section):
     def total_batch_tokens(self) -> int:
         return self.train.total_batch_tokens or self.train.batch_size * self.train.seq_len
 
-    _started: int = PrivateAttr(
-        1
-    )  # processes of this run, each with a GPU; no key, so that a run may go on with others
+    # processes of this run, each with a GPU; no key, so that a run may go on with others
+    _started: int = PrivateAttr(1)
 
     @property
     def gpus(self) -> int:

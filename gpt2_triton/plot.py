@@ -46,6 +46,8 @@ def plot(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
     `openai` adds OpenAI's GPT-2 as horizontal lines; they come by themselves when every run's validation data is
     FineWeb in GPT-2's tokens, as far as the curves reach them.
     """
+    if out.suffix != ".png":
+        raise ConfigError(f"plot: {out} does not end in .png; choose another -o")
     runs = [read_run(path) for path in paths]
     try:
         from matplotlib.figure import Figure

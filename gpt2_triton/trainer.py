@@ -108,6 +108,7 @@ class Trainer:
         for note in self.notes:
             self.log.note(note)
         each = f" each on {self.world.size} ranks, ZeRO-{config.zero}," if self.world.size > 1 else ""
+        self.log.note(f"run directory {run_dir}")
         self.log.note(f"{self.model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB{each} on {where}")
 
     # ---- setting up ----
