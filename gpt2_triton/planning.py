@@ -101,7 +101,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     return "\n".join(
         [
             made.show(),
-            "shapes are in the letters of gpt2_triton/tables.py; live: the phases of a step in which the bytes matter",
+            "the letters of shapes are those of gpt2_triton/tables.py; live are the phases of a step that need the bytes",
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {T} tokens, {config.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
