@@ -101,7 +101,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     return "\n".join(
         [
             made.show(),
-            "the letters of shapes are those of gpt2_triton/tables.py; live are the phases of a step that need the bytes",
+            "the letters of shapes are those of gpt2_triton/tables.py; live are the phases of a step that need them",
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {T} tokens, {config.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
