@@ -1,19 +1,29 @@
-"""A model of the step on 8 to 1024 GPUs: arithmetic from a step on one GPU and the speed of the links, no measurement.
+"""A model of the step on 4 to 1024 GPUs: arithmetic from a step on one GPU and the speed of the links, no measurement.
 
-python -m benchmarks.scaling [--link GB/s] [--hop MICROSECONDS] > the tables of docs/scaling.md
+python -m benchmarks.scaling [--link GB/s] [--start MICROSECONDS] [--hop MICROSECONDS] > the tables of docs/scaling.md
 
 N GPUs, each bucket of b bytes, ring algorithms: reduce-scatter of fp32 gradients and all-gather of bf16 parameters take
-    (N - 1) / N * b / link + (N - 1) * hop    each
-Of that the backward pass hides what is sent before its end, the forward pass what arrives before its layer is due:
-    exposed = max(scatter of all - backward, scatter of layer 0)  + max(gather of the layers - forward, 0)
-with two thirds of a step on one GPU for the backward and one for the forward pass.  Computation is taken as
-proportional to the tokens, which flatters small batches.
+    (N - 1) / N * b / link + start + (N - 1) * hop    each
+Layers travel under the computation, the gradients in its backward two thirds and the parameters in its forward third:
+they cost SHARE of their time, for the multiprocessors that they take, and all of it once there is no more room.  The
+gradients of the embedding and layer 0 come last and are waited for; so are their parameters, but for the time of the
+layers' update.  Computation is taken as proportional to the tokens, which flatters small batches.
 """
 
 import argparse
 from typing import NamedTuple
 
-GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+SHARE = 0.15  # NCCL's kernels take about 20 of 132 multiprocessors
+UPDATE = 24 / 4.2e12  # seconds a parameter: AdamW reads and writes 24 bytes, at an H200's bandwidth
+
+
+class Link(NamedTuple):
+    """What NCCL 2.28 reaches on 2 and 4 H200s behind one NVSwitch, by least squares over benchmarks.link's sizes."""
+
+    bandwidth: float = 290e9  # bytes/s that a GPU sends in a large collective
+    start: float = 30e-6  # seconds
+    hop: float = 8e-6  # from a GPU to the next in the ring
 
 
 class Size(NamedTuple):
@@ -32,56 +42,61 @@ SIZES = (
 )
 
 
-def seconds(elements: float, width: int, gpus: int, link: float, hop: float) -> float:
+def seconds(elements: float, width: int, gpus: int, link: Link) -> float:
     """A reduce-scatter or all-gather of `elements` of `width` bytes."""
-    return (gpus - 1) / gpus * elements * width / link + (gpus - 1) * hop
+    return (gpus - 1) / gpus * elements * width / link.bandwidth + link.start + (gpus - 1) * link.hop
 
 
-def step(size: Size, tokens: float, gpus: int, link: float, hop: float) -> tuple[float, float, float]:
-    """(computation, communication, exposed part of it) of a step with `tokens` on each GPU, in seconds."""
-    compute = tokens / size.tok_s
-    layer, embed = (seconds(n, 4, gpus, link, hop) for n in (size.layer, size.embed))
-    scatter = size.layers * layer + embed
-    gather = size.layers * seconds(size.layer, 2, gpus, link, hop)
-    first = seconds(size.embed, 2, gpus, link, hop)  # under the update, which hides about nothing of it
-    exposed = max(scatter - compute * 2 / 3, layer) + max(gather - compute / 3, 0) + first
-    return compute, scatter + gather + first, exposed
+def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float, float]:
+    """(computation, communication, what of it makes the step longer) with `tokens` on each GPU, in seconds."""
+    compute, lost = tokens / size.tok_s, 0.0
+    (layer_sum, layer_gather), (embed_sum, embed_gather) = (
+        [seconds(n, width, gpus, link) for width in (4, 2)] for n in (size.layer, size.embed)
+    )
+    for one, room in ((layer_sum, compute * 2 / 3), (layer_gather, compute / 3)):
+        under = (size.layers - 1) * one
+        lost += SHARE * min(under, room) + max(under - room, 0.0)
+    update = size.layers * size.layer / gpus * UPDATE
+    lost += embed_sum + layer_sum + max(embed_gather + layer_gather - update, 0.0)
+    return compute, size.layers * (layer_sum + layer_gather) + embed_sum + embed_gather, lost
 
 
-def table(size: Size, fixed: bool, link: float, hop: float) -> str:
+def table(size: Size, fixed: bool, link: Link) -> str:
     """Markdown: GPUs with `batch` tokens each, or with a fixed step of `total` tokens divided among them."""
     lines = [
-        "| GPUs | tokens a GPU | computation, ms | communication, ms | exposed, ms | tokens/s | of N times one GPU |",
+        "| GPUs | tokens a GPU | computation, ms | communication, ms | lost to it, ms | tokens/s | of N alone |",
         "|---|---|---|---|---|---|---|",
     ]
     for gpus in GPUS:
         tokens = size.total / gpus if fixed else size.batch
         if tokens < 1024:
             break
-        compute, communicate, exposed = step(size, tokens, gpus, link, hop)
-        rate = gpus * tokens / (compute + exposed)
-        cells = [f"{x * 1e3:,.1f}" for x in (compute, communicate, exposed)]
-        share = compute / (compute + exposed)
+        compute, communicate, lost = step(size, tokens, gpus, link)
+        rate = gpus * tokens / (compute + lost)
+        cells = [f"{x * 1e3:,.1f}" for x in (compute, communicate, lost)]
+        share = compute / (compute + lost)
         lines.append(f"| {gpus} | {tokens:,.0f} | {' | '.join(cells)} | {rate / 1e6:,.2f}M | {share:.0%} |")
     return "\n".join(lines)
 
 
-def report(link: float, hop: float) -> str:
+def report(link: Link) -> str:
     """All tables, with what they assume."""
     parts = [
-        f"Arithmetic, not measurement: links of {link / 1e9:.0f} GB/s a GPU, {hop * 1e6:.1f} us a hop, ZeRO-1.",
+        f"Arithmetic, not measurement: links of {link.bandwidth / 1e9:.0f} GB/s a GPU, {link.start * 1e6:.0f} us a "
+        f"collective and {link.hop * 1e6:.0f} us a hop, ZeRO-1.",
         "",
     ]
     for size in SIZES:
         for fixed in (False, True):
             what = f"{size.total:,} tokens a step, divided" if fixed else f"{size.batch:,} tokens on each GPU"
-            parts += [f"**{size.name}, {what}**", "", table(size, fixed, link, hop), ""]
+            parts += [f"**{size.name}, {what}**", "", table(size, fixed, link), ""]
     return "\n".join(parts).rstrip()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", type=float, default=300.0, help="GB/s that a GPU sends in a large collective")
-    parser.add_argument("--hop", type=float, default=3.0, help="microseconds from a GPU to the next in the ring")
+    parser.add_argument("--link", type=float, default=290.0, help="GB/s that a GPU sends in a large collective")
+    parser.add_argument("--start", type=float, default=30.0, help="microseconds that any collective takes")
+    parser.add_argument("--hop", type=float, default=8.0, help="microseconds from a GPU to the next in the ring")
     given = parser.parse_args()
-    print(report(given.link * 1e9, given.hop * 1e-6))
+    print(report(Link(given.link * 1e9, given.start * 1e-6, given.hop * 1e-6)))
