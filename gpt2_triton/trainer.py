@@ -210,6 +210,8 @@ class Trainer:
             (self.run_dir / PREEMPTED).unlink(missing_ok=True)
         if step == 0:
             self._evaluate_if_due(step)
+        if step >= last:
+            self.log.note(f"all {last} steps are done; raise train.steps to go on")
         while step < last and not self._stopping():
             try:
                 self._train_step(step)
@@ -229,6 +231,7 @@ class Trainer:
             return 0
         if self.first_rank:
             (self.run_dir / PREEMPTED).touch()
+        self.log.note(f"stopped after step {step}; the same command with --run_dir {self.run_dir} --resume goes on")
         return 128 + (self.stopped_by or signal.SIGTERM)
 
     def _stopping(self) -> bool:
