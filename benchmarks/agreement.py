@@ -13,10 +13,13 @@ added up.)
 
 import argparse
 import gc
+import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,9 +33,12 @@ import gpt2_triton.kernels as K  # noqa: E402
 from benchmarks.verify import master  # noqa: E402
 from gpt2_triton.config import Config  # noqa: E402
 from gpt2_triton.data.loader import TrainLoader, pack_batch  # noqa: E402
+from gpt2_triton.data.progress import REPORT_SECONDS  # noqa: E402
 from gpt2_triton.data.shards import open_shards  # noqa: E402
+from gpt2_triton.gpus import device_name  # noqa: E402
 from gpt2_triton.model import GPT2  # noqa: E402
 from gpt2_triton.optim import hyper_row, learning_rate  # noqa: E402
+from gpt2_triton.stream import StepResult  # noqa: E402
 from tests import torch_gpt2  # noqa: E402
 
 COUNTERPART = {("fp32", "none"): "PyTorch fp32", ("bf16", "none"): "PyTorch fp32", ("bf16", "fp32"): "PyTorch autocast"}
@@ -46,6 +52,28 @@ class History(NamedTuple):
     losses: list[float]
     norms: list[float]
     seconds: float
+
+
+class Pace:
+    """How far a run is that ends after `steps` or `minutes`, whichever comes first; a line on stderr every 5 s."""
+
+    def __init__(self, what: str, steps: int, minutes: float = math.inf):
+        self.what, self.steps, self.most, self.done = what, steps, 60 * minutes, 0
+        self.begin = self.reported = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begin
+
+    def on_time(self, _: object = None) -> bool:
+        return self.seconds() < self.most
+
+    def advance(self, loss: float) -> None:
+        """One more step is done; this was its loss."""
+        self.done, now = self.done + 1, time.perf_counter()
+        if now - self.reported >= REPORT_SECONDS:
+            self.reported, seconds = now, self.seconds()
+            left = timedelta(seconds=round(min(seconds * (self.steps / self.done - 1), self.most - seconds)))
+            print(f"{self.what}: step {self.done:,}, loss {loss:.4f}, {left} left", file=sys.stderr, flush=True)
 
 
 def make_config(a: argparse.Namespace) -> Config:
@@ -72,36 +100,62 @@ def windows(config: Config) -> Iterator[np.ndarray]:
     return (loader.batch(step * t.batch_size, t.batch_size) for step in range(t.steps))
 
 
-def train_ours(config: Config) -> tuple[History, Tensor, dict[str, int]]:
-    """Our run, the fp32 weights that it began with (on the host) and the model's dimensions."""
-    model = GPT2(config, K, "cuda")
+def initialised(config: Config) -> tuple[GPT2, Tensor]:
+    """A model with new weights, and a copy of those on the host, in fp32."""
+    model = GPT2(config, K, device_name())
     model.initialise(config.train.seed)
-    state, losses, norms = model.state, [], []
-    initial = state.params if state.low is None else master(state.params, state.low)
-    initial = initial.to("cpu", torch.float32, copy=True)
-    begin = time.perf_counter()
-    for step, tokens in enumerate(windows(config)):
+    state = model.state
+    weights = state.params if state.low is None else master(state.params, state.low)
+    return model, weights.to("cpu", torch.float32, copy=True)
+
+
+def _steps(model: GPT2, pace: Pace) -> Iterator[StepResult]:
+    """Each is read when the next has been launched, so that the device does not wait for the host's batches."""
+    config, in_flight = model.config, None
+    for step, tokens in enumerate(itertools.takewhile(pace.on_time, windows(config))):
+        packed = pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size)
         model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, config.train.seed)
-        model.micro_step(pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size), first=True)
-        loss, norm, finite, _ = model.end_step().result()
-        assert finite, f"step {step + 1}: loss {loss}, gradient norm {norm}"
-        losses.append(loss)
-        norms.append(norm)
-    return History(losses, norms, time.perf_counter() - begin), initial, model.dims
+        model.micro_step(packed, first=True)
+        launched = model.end_step()
+        if in_flight is not None:
+            yield in_flight.result()
+        in_flight = launched
+    if in_flight is not None:
+        yield in_flight.result()
 
 
-def train_torch(config: Config, initial: Tensor, dims: dict[str, int], autocast: bool) -> History:
+def train_ours(config: Config, minutes: float = math.inf) -> tuple[History, Tensor, dict[str, int]]:
+    """Our run, until its last step or for so many minutes after its kernels are there; the fp32 weights that it began
+    with (on the host) and the model's dimensions.
+    """
+    model, initial = initialised(config)
+    if not model.eager:
+        model.compile()
+    losses, norms, pace = [], [], Pace("gpt2_triton", config.train.steps, minutes)
+    for result in _steps(model, pace):
+        losses.append(result.loss)
+        norms.append(result.norm)
+        assert result.applied, f"step {len(losses)}: loss {result.loss}, gradient norm {result.norm}"
+        pace.advance(result.loss)
+    return History(losses, norms, pace.seconds()), initial, model.dims
+
+
+def train_torch(
+    config: Config, initial: Tensor, dims: dict[str, int], autocast: bool, compiled: bool = False
+) -> History:
     """PyTorch's run from the same weights."""
-    o, steps = config.optim, config.train.steps
-    params = torch_gpt2.leaves(initial.cuda(), dims)
-    pairs = ((torch.from_numpy(w[:, :-1]).cuda(), torch.from_numpy(w[:, 1:]).cuda()) for w in windows(config))
+    o, steps, device = config.optim, config.train.steps, device_name()
+    params = torch_gpt2.leaves(initial.to(device), dims)
+    tokens = (torch.from_numpy(window).to(device) for window in windows(config))
+    pairs = ((t[:, :-1], t[:, 1:]) for t in tokens)
     lrs = [learning_rate(step, o, steps) for step in range(steps)]
-    begin = time.perf_counter()
+    pace = Pace("PyTorch", steps)
     losses, norms = torch_gpt2.train(
         params, dims, pairs, lrs,
         betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip, autocast=autocast,
+        compiled=compiled, report=pace.advance,
     )  # fmt: skip
-    return History(losses, norms, time.perf_counter() - begin)
+    return History(losses, norms, pace.seconds())
 
 
 def differences(ours: History, torchs: History) -> dict[str, float]:

@@ -57,25 +57,41 @@ def ending_losses(model: GPT2, questions: Questions, style: str = "", turn: tupl
 
     A context loses its beginning where the model, or its arena, is too short for it, as in lm-evaluation-harness.
     """
-    longest = min(model.config.model.block_size, model.B * model.T)
-    sequences = [
-        np.concatenate([questions.contexts[i // ENDINGS], ending]) for i, ending in enumerate(questions.endings)
-    ]
-    lengths = np.array([min(len(sequence) - 1, longest) for sequence in sequences])  # of the inputs: the last is none
-    _refuse_longer(questions, longest)
+    lengths = _lengths(model, questions)
     progress = Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens")
-    losses = np.zeros(len(sequences), np.float64)
-    for chosen, T in itertools.islice(batches(lengths, model.B * model.T, longest), turn[0], None, turn[1]):
+    losses = np.zeros(len(lengths), np.float64)
+    for chosen, T in itertools.islice(_batches(model, lengths), turn[0], None, turn[1]):
         ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
         for row, i in enumerate(chosen.tolist()):
-            n, tokens, ending = lengths[i], sequences[i][-lengths[i] - 1 :], questions.endings[i]
-            ids[row, :n] = tokens[:-1]
+            n, ending = lengths[i], questions.endings[i]
+            ids[row, :n] = np.concatenate([questions.contexts[i // ENDINGS], ending])[-n - 1 : -1]
             targets[row, n - len(ending) : n] = ending
         each = model.evaluate(ids, targets).numpy().reshape(len(chosen), T)
         # added up in order: numpy's sum pairs numbers by their place, so that padding would change the last bit
         losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
         progress.advance(int(lengths[chosen].sum()))
     return losses.reshape(-1, ENDINGS)
+
+
+def shapes(model: GPT2, questions: Questions) -> set[tuple[int, int]]:
+    """(sequences, T) of the batches in which `evaluate` asks these questions, for GPT2.compile."""
+    return {(len(chosen), T) for chosen, T in _batches(model, _lengths(model, questions))}
+
+
+def _longest(model: GPT2) -> int:
+    return min(model.config.model.block_size, model.B * model.T)
+
+
+def _lengths(model: GPT2, questions: Questions) -> np.ndarray:
+    """Inputs of each ending and its context: the last token of all is only a target."""
+    longest = _longest(model)
+    _refuse_longer(questions, longest)
+    whole = [len(questions.contexts[i // ENDINGS]) + len(ending) for i, ending in enumerate(questions.endings)]
+    return np.minimum(np.array(whole) - 1, longest)
+
+
+def _batches(model: GPT2, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    return batches(lengths, model.B * model.T, _longest(model))
 
 
 def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np.ndarray, int]]:

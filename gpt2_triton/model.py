@@ -108,8 +108,12 @@ class GPT2:
     def _reduced(self) -> Tensor:
         return self.state.grads if self.state.reduced is None else self.state.reduced
 
-    def compile(self) -> Any:
-        """Compile the kernels of a whole run on all cores: its calls without the launches (kernels/compile.py)."""
+    def compile(self, evaluated: Iterable[tuple[int, int]] = ()) -> Any:
+        """Compile the kernels of a whole run on all cores: its calls without the launches (kernels/compile.py).
+
+        `evaluated`: shapes (B, T) of the batches that it will evaluate.  Whether B*T and T are multiples of 16 or 32 is
+        compiled into kernels.
+        """
         self.full.link = Link()
         with self.K.compiling() as compiled:
             self.initialise(self.config.train.seed)
@@ -117,8 +121,8 @@ class GPT2:
                 for acc in (False, True):
                     self._forward_backward(acc, watched, True)
                 self._update(watched)
-            if self.config.eval.every or self.config.eval.hellaswag_every:
-                self.evaluate(*np.zeros((2, self.B, self.T), np.int32))
+            for shape in evaluated:
+                self.evaluate(*np.zeros((2, *shape), np.int32))
             if self.config.sample.every:
                 s = self.config.sample
                 self.prefill([0], slice(0, 1))

@@ -135,10 +135,15 @@ class Trainer:
 
     def _compile(self, model: GPT2) -> Any:
         """One rank of a host compiles; the others then find all kernels in Triton's cache."""
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
-        made = model.compile() if first else None
+        first, evaluated = os.environ.get("LOCAL_RANK", "0") == "0", self._evaluated(model)
+        made = model.compile(evaluated) if first else None
         self.crew.all(None)
-        return made or model.compile()
+        return made or model.compile(evaluated)
+
+    def _evaluated(self, model: GPT2) -> set[tuple[int, int]]:
+        """Shapes of the batches of validation and HellaSwag."""
+        shapes = self.validation.shapes(self.config.micro_batch) if self.validation else set()
+        return shapes | (hellaswag.shapes(model, self.questions) if self.questions else set())
 
     def _prefetch(self) -> Prefetcher:
         c, first, pinned = self.config, self.state["sample"], self.device != "cpu"

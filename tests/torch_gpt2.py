@@ -4,7 +4,7 @@ Functional and of any dtype.  Losses and gradients carry the project's scale: a 
 target, divided by all B*T tokens, so that micro-batches with ignored targets add up.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -60,9 +60,12 @@ def gpt2_loss(
 def train(
     params: Params, dims: dict[str, int], batches: Iterable[tuple[Tensor, Tensor]], lrs: Iterable[float], *,
     betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, clip: float = 1.0,
-    autocast: bool = False,
+    autocast: bool = False, compiled: bool = False, report: Callable[[float], None] = lambda loss: None,
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """AdamW with clipping by global norm, one step a batch; returns losses and norms, `params` hold the result."""
+    """AdamW with clipping by global norm, one step a batch; returns losses and norms, `params` hold the result.  Each
+    loss goes to `report` as well, when it is known.
+    """
+    loss_of = torch.compile(gpt2_loss, dynamic=False) if compiled else gpt2_loss
     listed = list(tensors(params, dims))
     decayed = dict(params=[t for _, t, decay in listed if decay], weight_decay=weight_decay)
     others = dict(params=[t for _, t, decay in listed if not decay], weight_decay=0.0)
@@ -72,11 +75,12 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-            loss = gpt2_loss(params, ids, targets, dims["V"], dims["NH"])
+            loss = loss_of(params, ids, targets, dims["V"], dims["NH"])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([t for _, t, _ in listed], clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         norms.append(norm.item())
+        report(losses[-1])
     return losses, norms

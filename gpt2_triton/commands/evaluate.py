@@ -1,40 +1,42 @@
 """`hellaswag` and `perplexity`: how good a model is."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from gpt2_triton.cli import choose_device, require_directory, require_least
 from gpt2_triton.config import ConfigError
 
-Dtype = Literal["bf16", "fp32"]
+# what both commands take
+Checkpoint = Annotated[
+    str, Parameter(help="A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
+]
+Json = Annotated[Path | None, Parameter(help="File for the figures.")]
+BatchTokens = Annotated[int, Parameter(help="Tokens at once, at most; the figures do not depend on it.")]
+Dtype = Annotated[
+    Literal["bf16", "fp32"] | None, Parameter(help="Type to compute in; by default the one it was trained in.")
+]
 
 
 def hellaswag(
-    checkpoint: str,
+    checkpoint: Checkpoint,
     /,
     *,
     data: Path | None = None,
     limit: int = 0,
-    json: Path | None = None,
-    batch_tokens: int = 65536,
-    dtype: Dtype | None = None,
+    json: Json = None,
+    batch_tokens: BatchTokens = 65536,
+    dtype: Dtype = None,
 ) -> None:
     """Ask a model HellaSwag's questions, as llm.c does and as lm-evaluation-harness does.
 
     Parameters
     ----------
-    checkpoint: str
-        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
     data: Path
         HellaSwag's .jsonl, or llm.c's .bin of it; by default the validation rows, downloaded once.
     limit: int
         Take the first rows only; 0 takes all.
-    json: Path
-        File for the figures.
-    batch_tokens: int
-        Tokens at once, at most; the figures do not depend on it.
-    dtype: str
-        Type to compute in; by default the one it was trained in.
     """
     require_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
@@ -57,30 +59,22 @@ def hellaswag(
 
 
 def perplexity(
-    checkpoint: str,
+    checkpoint: Checkpoint,
     /,
     *shards: str,
     tokens: int = 0,
-    json: Path | None = None,
-    batch_tokens: int = 65536,
-    dtype: Dtype | None = None,
+    json: Json = None,
+    batch_tokens: BatchTokens = 65536,
+    dtype: Dtype = None,
 ) -> None:
     """Print a model's loss, perplexity and bits per byte over token shards.
 
     Parameters
     ----------
-    checkpoint: str
-        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
     shards: str
         Shards, and quoted globs of them.
     tokens: int
         Take the first tokens only, in whole windows of train.seq_len; 0 takes all.
-    json: Path
-        File for the figures.
-    batch_tokens: int
-        Tokens at once, at most.
-    dtype: str
-        Type to compute in; by default the one it was trained in.
     """
     if not shards:
         raise ConfigError("perplexity: expected one or more shards after the checkpoint")

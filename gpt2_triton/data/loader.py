@@ -98,6 +98,10 @@ class ValidationLoader:
             tokens = self.windows.read(np.arange(first, min(first + rows, self.count)))
             yield tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
+    def shapes(self, rows: int) -> set[tuple[int, int]]:
+        """The shapes of those batches."""
+        return {(min(rows, self.count - first), self.windows.seq_len) for first in range(0, self.count, rows)}
+
 
 # ---- the tables of the embedding backward ----
 

@@ -1,0 +1,80 @@
+"""A run compiles everything before its first step: what validation and HellaSwag launch too, whatever their shapes.
+
+    python -m tests.test_ahead rows.jsonl DIRECTORY h200
+
+makes trainers where a launch does no more than note what Triton would compile: the kernel, its constants, and which
+integers and addresses are multiples of 16.  Prints what evaluation notes that `compile` has not.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+# HellaSwag's batches are multiples of 32 tokens long; these of training are not, and Hopper's products take multiples
+# of 32 rows only, as the second has but for the last batch of validation, a single sequence
+SHAPES = [dict(seq_len=100, batch_size=2), dict(seq_len=48, batch_size=2)]
+
+
+def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
+    import torch
+    from triton import JITFunction
+    from triton.runtime import driver
+
+    from tests.kernels.test_tables_compile import CAPABILITY, Device
+
+    driver.set_active(Device(gpu))
+    torch.cuda.is_available, torch.cuda.get_device_name = lambda: True, lambda: gpu
+    torch.cuda.get_device_capability = lambda: CAPABILITY[gpu]
+    torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
+    from gpt2_triton import gpus
+
+    gpus.device_name = lambda: "cpu"  # where the memory is
+    from gpt2_triton.trainer import Trainer
+    from tests.tiny import tiny_config
+
+    seen: set[tuple[str, str]] = set()
+
+    def note(self: JITFunction, *args, grid, warmup, **keywords) -> None:
+        _, specialisation, options = self.device_caches[0][4](*args, debug=False, **keywords)
+        seen.add((self.__name__, f"{specialisation} {options}"))
+
+    JITFunction.run = note
+    for i, shape in enumerate(SHAPES):
+        asked = dict(every=1, tokens=5 * shape["seq_len"], hellaswag_every=1, hellaswag_data=rows)
+        train = dict(steps=2, dtype="bf16") | shape
+        config = tiny_config(model=dict(block_size=192), train=train, eval=asked)
+        trainer = Trainer(config, directory / str(i), None)
+        seen.clear()
+        trainer._compile(trainer.model)
+        ahead = frozenset(seen)
+        seen.clear()
+        trainer._evaluate_if_due(1)
+        trainer._hellaswag_if_due(1)
+        late = sorted(name for name, _ in seen - ahead)
+        print(f"evaluation needs {len(seen)} kernels, of which late: {', '.join(late) or 'none'}")
+        trainer.close()
+
+
+@pytest.mark.parametrize("gpu", ["h200", "rtx4090"])
+def test_evaluation_compiles_nothing_that_compile_has_not(gpu, tmp_path):
+    """In a process of its own, as this one's kernels may belong to the interpreter."""
+    from tests.test_hellaswag import row, write  # not in that process, before it has its driver
+
+    rows = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.test_ahead", str(rows), str(tmp_path), gpu],
+        cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("evaluation needs")]
+    assert len(lines) == len(SHAPES) and all(line.endswith("late: none") for line in lines), lines
+
+
+if __name__ == "__main__":
+    note_late_kernels(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
