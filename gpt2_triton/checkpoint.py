@@ -259,8 +259,9 @@ def find(path: Path) -> Path:
     inner = path / "checkpoints"
     found = _newest(inner if inner.is_dir() else path)
     if found is None:
-        wrong = f"{path}: no checkpoint found, expected {inner}/step_NNNNNNNN"
-        raise CheckpointError(f"{wrong}; name a run or one of its step directories")
+        got = f"{path} is a file" if path.is_file() else f"expected {inner}/step_NNNNNNNN"
+        todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+        raise CheckpointError(f"{path}: no checkpoint found, {got}; {todo}")
     return found
 
 

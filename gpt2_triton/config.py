@@ -61,7 +61,11 @@ SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 
 
 class ModelConfig(Section):
-    size: str | None = Field(None, exclude=True, description="d6 to d84 or gpt3:c384 to gpt3:c12288, for four of these")
+    size: str | None = Field(
+        None,
+        exclude=True,
+        description="llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, for layers, heads, channels, block_size",
+    )
     n_layer: int = Field(12, ge=1, description="transformer layers")
     n_head: int = Field(12, ge=1, description="attention heads; n_embd / n_head is 64, 80, 96 or 128")
     n_embd: int = Field(768, ge=1, multiple_of=16, description="channels of the residual stream")
@@ -76,11 +80,12 @@ class ModelConfig(Section):
             return values
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
         if size not in SIZES:
-            raise ValueError(f"unknown size {size}; known are {', '.join(SIZES)}")
+            raise Disagreement([("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")])
         known = dict(zip(SIZE_KEYS, SIZES[size], strict=True))
         for key in SIZE_KEYS[:3]:
             if str(given.get(key, known[key])) != str(known[key]):
-                raise ValueError(f"size {size} has {key} {known[key]}, and {key} says {given[key]}; remove one")
+                wrong = f"{size} has {key} {known[key]}, and {key} says {given[key]}; remove one"
+                raise Disagreement([("model.size", wrong)])
         return known | given
 
     @property
@@ -92,25 +97,34 @@ class DataConfig(Section):
     train: str = Field(
         "data/fineweb10B/train_*.bin", min_length=1, description="training shards: path, pattern or builtin"
     )
-    val: str = Field("data/fineweb10B/val_*.bin", min_length=1, description="validation shards: the same")
+    val: str = Field(
+        "data/fineweb10B/val_*.bin", min_length=1, description="validation shards: path, pattern or builtin"
+    )
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
 
 
 class TrainConfig(Section):
     steps: int = Field(19560, ge=1, description="optimizer steps")
-    batch_size: int = Field(64, ge=1, description="sequences a GPU takes at once, at most; a step accumulates")
+    batch_size: int = Field(
+        64, ge=1, description="most sequences a GPU takes at once; a step of more accumulates gradients"
+    )
     seq_len: int = Field(1024, ge=1, description="tokens of a training sequence")
     total_batch_tokens: OptionalInt = Field(None, ge=1, description="tokens of a step; null is batch_size * seq_len")
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
-    skip_limit: int = Field(10, ge=0, description="stop after so many non-finite steps in a row; 0 never stops")
+    skip_limit: int = Field(10, ge=0, description="stop after this many non-finite steps in a row; 0 never stops")
     skip_loss_z: float = Field(
-        0, ge=0, le=11, description="skip an update whose loss lies so many deviations above the last 128; 0 never"
+        0,
+        ge=0,
+        le=11,
+        description="skip an update whose loss is this many standard deviations above the mean of 128 steps; 0 never",
     )
     skip_norm_z: float = Field(0, ge=0, le=11, description="the same for the gradient norm")
     rewind_after: int = Field(
-        0, ge=0, description="after so many skipped steps in a row go back a checkpoint, and past their data; 0 never"
+        0,
+        ge=0,
+        description="after this many skipped steps in a row go back to a checkpoint and leave their data out; 0 never",
     )
 
 
@@ -129,7 +143,9 @@ class OptimConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices and embeddings")
     clip: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0 does not clip")
-    master: Literal["none", "fp32"] = Field("none", description="round stochastically, or keep 16 more bits")
+    master: Literal["none", "fp32"] = Field(
+        "none", description="none: bf16 weights, rounded stochastically; fp32: 16 more bits beside them"
+    )
 
 
 class MemoryConfig(Section):
@@ -137,7 +153,7 @@ class MemoryConfig(Section):
         "gelu", description="what the backward pass computes again; auto takes the first of the others that fits"
     )
     head_rows: OptionalInt = Field(
-        None, ge=1, description="rows of logits at once; null is 11264, from n_embd 769 16384, from 1025 8192"
+        None, ge=1, description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 8192"
     )
 
 
@@ -145,8 +161,8 @@ class EvalConfig(Section):
     every: int = Field(250, ge=0, description="validate every so many steps, and after the last; 0 never")
     tokens: int = Field(10_485_760, ge=1, description="validation tokens, the same ones each time")
     hellaswag_every: int = Field(0, ge=0, description="run HellaSwag every so many steps, and after the last; 0 never")
-    hellaswag_data: str = Field("", description="its .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
-    hellaswag_limit: int = Field(0, ge=0, description="first rows of it; 0 takes all")
+    hellaswag_data: str = Field("", description="HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
+    hellaswag_limit: int = Field(0, ge=0, description="ask its first so many questions only; 0 asks all")
 
 
 class SampleConfig(Section):
@@ -158,9 +174,9 @@ class SampleConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(0, ge=0, description="save every so many steps, and after the last")
+    every: int = Field(0, ge=0, description="save every so many steps; the last is always saved")
     keep: int = Field(2, ge=0, description="newest checkpoints to keep; 0 keeps all")
-    major: int = Field(0, ge=0, description="also keep those whose step this divides; 0 none")
+    major: int = Field(0, ge=0, description="also keep those whose step is a multiple of this; 0 none")
 
 
 class LogConfig(Section):
@@ -171,14 +187,25 @@ class LogConfig(Section):
         ge=0,
         description="statistics of activations, gradients, updates every so many steps, and of the last; 0 never",
     )
-    wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="mirror of the metrics")
+    wandb: Literal["online", "offline", "disabled"] = Field(
+        "disabled", description="mirror the metrics to Weights & Biases"
+    )
     wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
 
 
 class ParallelConfig(Section):
     gpus: OptionalInt = Field(None, ge=1, description="GPUs of the run; null is as many as torchrun starts, or 1")
-    zero: int = Field(1, ge=0, le=2, description="what GPUs share out: 0 nothing, 1 AdamW's moments, 2 gradients too")
-    timeout: float = Field(100, gt=0, description="seconds without progress after which a hung run ends; at first 3x")
+    zero: int = Field(
+        1,
+        ge=0,
+        le=2,
+        description="ZeRO stage, what GPUs divide among them: 0 nothing, 1 AdamW's moments, 2 gradients too",
+    )
+    timeout: float = Field(
+        100,
+        gt=0,
+        description="seconds without progress after which a hung run ends; before the first step is over, 3 times that",
+    )
 
 
 class DebugConfig(Section):
@@ -216,7 +243,8 @@ class Config(Section):
     def total_batch_tokens(self) -> int:
         return self.train.total_batch_tokens or self.train.batch_size * self.train.seq_len
 
-    _started: int = PrivateAttr(1)  # processes, each with a GPU; no key, so that a run may go on with others
+    # processes of this run, each with a GPU; no key, so that a run may go on with others
+    _started: int = PrivateAttr(1)
 
     @property
     def gpus(self) -> int:

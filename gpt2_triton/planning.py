@@ -3,6 +3,7 @@ fits.  Nothing here touches a GPU, but for asking how much of it is free.
 """
 
 import math
+import os
 import sys
 from typing import Any
 
@@ -120,6 +121,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     return "\n".join(
         [
             made.show(),
+            "the letters of shapes are those of gpt2_triton/tables.py; live are the phases of a step that need them",
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {T} tokens, {config.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
@@ -133,12 +135,14 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
 
 def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: int = 0) -> None:
     if device == "cpu":
-        return
-    free, total = torch.cuda.mem_get_info()
+        free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        has = f"the machine has {total / GIB:.2f} GiB"
+    else:
+        free, total = torch.cuda.mem_get_info()
+        has = f"the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free"
     if made.total > free and texts:
         raise OutOfMemory(
-            f"to decode {texts} texts at once takes {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of "
-            f"{total / GIB:.2f} GiB free: set --batch below {texts}"
+            f"to decode {texts} texts at once takes {made.total / GIB:.2f} GiB, {has}: set --batch below {texts}"
         )
     if made.total > free:
         _, best = _total_and_largest(config, K, free)
@@ -150,7 +154,6 @@ def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: 
             else "set"
         )
         raise OutOfMemory(
-            f"the plan needs {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free: "
-            f"{advice} a deeper memory.recompute (now batch {config.micro_batch}, {config.memory.recompute}); "
-            "--plan shows the buffers"
+            f"the plan needs {made.total / GIB:.2f} GiB, {has}: {advice} a deeper memory.recompute "
+            f"(now batch {config.micro_batch}, {config.memory.recompute}); --plan shows the buffers"
         )

@@ -152,7 +152,7 @@ class Trainer:
         log = Logger(self.run_dir, self.config, step, wandb_id, about) if self.first_rank else Silent()
         each = f" each on {self.world.size} ranks, ZeRO-{self.config.zero}," if self.world.size > 1 else ""
         size = f"{self.model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB"
-        for note in (*self.notes, f"{size}{each} on {where}"):
+        for note in (*self.notes, f"run directory {self.run_dir}", f"{size}{each} on {where}"):
             log.note(note)
         return log
 
@@ -166,6 +166,8 @@ class Trainer:
             (self.run_dir / PREEMPTED).unlink(missing_ok=True)
         if step == 0:
             self._validate_if_due(step)
+        if step >= last:
+            self.log.note(f"all {last} steps are done; raise train.steps to go on")
         while step < last and not self.signals.stop:
             try:
                 self._train_step(step)
@@ -185,6 +187,7 @@ class Trainer:
             return 0
         if self.first_rank:
             (self.run_dir / PREEMPTED).touch()
+        self.log.note(f"stopped after step {step}; the same command with --run_dir {self.run_dir} --resume goes on")
         return self.signals.exit_code
 
     def _between_steps(self, step: int) -> None:

@@ -138,6 +138,9 @@ def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
         gpt2_triton.model.GPT2(config, reference, "cuda")
     with pytest.raises(OutOfMemory, match=r"^to decode 900 texts at once takes .* GiB free: set --batch below 900$"):
         gpt2_triton.model.GPT2(config, reference, "cuda", batch=57, training=False, texts=900)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": made.total}.__getitem__)
+    with pytest.raises(OutOfMemory, match=r"the machine has .* GiB: set train.batch_size to 1 and "):
+        gpt2_triton.model.GPT2(config, reference, "cpu")
 
 
 def test_recompute_auto_is_the_first_level_whose_plan_fits():

@@ -272,6 +272,9 @@ def test_no_checkpoint_is_none_for_a_resume_and_an_error_for_a_path(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "checkpoints"):
         with pytest.raises(CheckpointError, match=f"{path}: no checkpoint found"):
             checkpoint.find(path)
+    (tmp_path / "ckpt.pt").touch()
+    with pytest.raises(CheckpointError, match="ckpt.pt: no checkpoint found, .* is a file; .* or nanogpt:FILE$"):
+        checkpoint.find(tmp_path / "ckpt.pt")
     with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing"):
         checkpoint.find(tmp_path / "checkpoints" / STEP_30)
 

@@ -59,6 +59,10 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"memory.head_rows": "none"}, "--memory.head_rows: must be a valid integer"),
     ("", {"model.n_embd": "770"}, "--model.n_embd: must be a multiple of 16"),
     ("", {"model.vocab_size": "65537"}, "shards hold 16-bit tokens"),
+    ("", {"train.steps": "many"}, "--train.steps: must be a valid integer, got 'many' (optimizer steps)"),
+    ("optimizer: {lr: 1}", {}, "x.yaml:1: optimizer: unknown key; did you mean optim?"),
+    ("dropout: 0.1", {}, "x.yaml:1: dropout: unknown key; docs/config.md lists them"),
+    ("", {"model.size": "d13"}, "--model.size: unknown size d13; known are d6"),
     ("model: {n_head: 7}", {}, "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or"),
     ("", {"model.n_head": "24"}, "--model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set"),
     ("", {"model.n_embd": "16", "model.n_head": "1"}, "set model.n_embd to a multiple of 64"),
@@ -214,8 +218,8 @@ def test_a_size_on_the_command_line_replaces_the_files_keys(tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("size: d13", "unknown size d13; known are d6, d12"),
-        ("size: d12\n  n_layer: 3", "size d12 has n_layer 12, and n_layer says 3; remove one"),
+        ("size: d13", "x.yaml:2: model.size: unknown size d13; known are d6, d12.*gpt3:c12288$"),
+        ("size: d12\n  n_layer: 3", "model.size: d12 has n_layer 12, and n_layer says 3; remove one"),
     ],
 )
 def test_a_wrong_size_is_one_line(tmp_path, model, message):

@@ -91,9 +91,19 @@ def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, master):
     assert final_bytes(broken) == final_bytes(whole)
 
 
-def test_resuming_a_finished_run_changes_nothing(unbroken):
+def test_a_run_says_where_it_writes_and_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        train(run_config(), tmp_path, resume=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"run directory {tmp_path}"
+    assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume goes on"
+
+
+def test_resuming_a_finished_run_changes_nothing(unbroken, capsys):
     before = final_bytes(unbroken), metrics(unbroken)
     assert train(run_config(), unbroken, resume=True) == 0
+    assert capsys.readouterr().out.endswith(f"all {STEPS} steps are done; raise train.steps to go on\n")
     assert (final_bytes(unbroken), metrics(unbroken)) == before
 
 
