@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from gpt2_triton.config import SIZE_KEYS, Config, ConfigError, Disagreement, options
+from gpt2_triton.config import Config, ConfigError, options
+from gpt2_triton.sections import SIZE_KEYS, Disagreement
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> Config:

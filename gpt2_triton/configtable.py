@@ -1,4 +1,4 @@
-"""docs/config.md, made from the declarations in config.py: key, type and limits, default, whether a resume may change
+"""docs/config.md, made from the declarations in sections.py: key, type and limits, default, whether a resume may change
 it, meaning.
 """
 
@@ -21,7 +21,7 @@ LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "belo
 
 
 def table() -> str:
-    """The whole file: a heading and a table for each section, in the order of config.py."""
+    """The whole file: a heading and a table for each section, in the order of the declarations."""
     lines, section = [HEAD], None
     for key, field in options():
         group = key.rpartition(".")[0] or key

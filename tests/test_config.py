@@ -7,8 +7,9 @@ import yaml
 from pydantic import ValidationError
 
 from gpt2_triton import configfile
-from gpt2_triton.config import SIZES, Config, ConfigError, MemoryConfig, options
+from gpt2_triton.config import Config, ConfigError, options
 from gpt2_triton.configfile import load_config
+from gpt2_triton.sections import SIZES, MemoryConfig
 from gpt2_triton.tables import LEVELS
 
 KEYS = """
