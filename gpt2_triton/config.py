@@ -10,21 +10,7 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from gpt2_triton.sections import (
-    CheckpointConfig,
-    DataConfig,
-    DebugConfig,
-    Disagreement,
-    EvalConfig,
-    LogConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    SampleConfig,
-    Section,
-    TrainConfig,
-)  # fmt: skip
+from gpt2_triton import sections
 
 HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
 TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
@@ -35,20 +21,20 @@ class ConfigError(ValueError):
     """A mistake in the configuration or on the command line; one line per mistake."""
 
 
-class Config(Section):
+class Config(sections.Section):
     """All of a run.  Derived sizes are properties, so that each formula stands once."""
 
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    optim: OptimConfig = OptimConfig()
-    memory: MemoryConfig = MemoryConfig()
-    eval: EvalConfig = EvalConfig()
-    sample: SampleConfig = SampleConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    debug: DebugConfig = DebugConfig()
+    model: sections.ModelConfig = sections.ModelConfig()
+    data: sections.DataConfig = sections.DataConfig()
+    train: sections.TrainConfig = sections.TrainConfig()
+    optim: sections.OptimConfig = sections.OptimConfig()
+    memory: sections.MemoryConfig = sections.MemoryConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
+    sample: sections.SampleConfig = sections.SampleConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    log: sections.LogConfig = sections.LogConfig()
+    parallel: sections.ParallelConfig = sections.ParallelConfig()
+    debug: sections.DebugConfig = sections.DebugConfig()
     init_from: str = Field(
         "scratch", description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
     )
@@ -94,9 +80,9 @@ class Config(Section):
         layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
         return (self.model.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
 
-    def replace(self, **sections: dict[str, Any]) -> "Config":
+    def replace(self, **changes: dict[str, Any]) -> "Config":
         """A copy with other values, which are not checked: replace(memory={"recompute": "gelu"})."""
-        copies = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        copies = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
         return self.model_copy(update=copies)
 
     def with_gpus(self, gpus: int) -> "Config":
@@ -123,7 +109,7 @@ class Config(Section):
         if info.context:
             self._started = info.context["gpus"]
         if problems := list(disagreements(self)):
-            raise Disagreement(problems)
+            raise sections.Disagreement(problems)
         return self
 
 
@@ -163,7 +149,7 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
     yield from _batch_disagreements(t, config.gpus)
 
 
-def _batch_disagreements(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
+def _batch_disagreements(t: sections.TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
     total, several = t.total_batch_tokens or t.batch_size * t.seq_len, f"{gpus} GPUs" if gpus > 1 else ""
     rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
     if rest:
@@ -187,7 +173,7 @@ def options() -> Iterator[tuple[str, FieldInfo]]:
     """Every key of the configuration, dotted as on the command line, with its field."""
     for name, field in Config.model_fields.items():
         section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
+        if isinstance(section, type) and issubclass(section, sections.Section):
             yield from ((f"{name}.{key}", inner) for key, inner in section.model_fields.items())
         else:
             yield name, field
