@@ -5,7 +5,6 @@ torchrun --standalone --nproc_per_node 4 -m benchmarks.link
 GB/s are what each GPU sends: (n - 1) / n of the bucket, of all_reduce twice that.
 """
 
-import os
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -25,7 +24,6 @@ WARM, TIMED = 5, 20
 
 def main() -> None:
     read_environment()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     world = World("cuda", 100)
     if world.rank == 0:
         print(f"{'bucket':<16}{'collective':<16}{'MB':>8}{'us':>9}{'GB/s':>8}", flush=True)

@@ -16,7 +16,6 @@ all ranks is the exchange's own.
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable
@@ -82,8 +81,8 @@ class Pair:
 
 def shared(config: Config, ranks: int, zero: int) -> Config:
     """The same work for each of several GPUs."""
-    train = config.train.model_copy(update={"total_batch_tokens": ranks * config.total_batch_tokens})
-    return config.model_copy(update={"train": train}).with_zero(zero).with_gpus(ranks)
+    tokens = ranks * config.total_batch_tokens
+    return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero}).with_gpus(ranks)
 
 
 def trace(pair: Pair) -> list[Kernel]:
@@ -203,7 +202,6 @@ def draw(steps: list[list[Kernel]], title: str, out: Path) -> None:
 def main(size: str, batch: int | None, recompute: str | None, zero: int, steps: int, rounds: int, out: Path | None):
     """Measure on the ranks that torchrun started; rank 0 prints."""
     read_environment()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     world = World("cuda", 300)
     crew, B, level = world.crew("together"), batch or SIZES[size].batch, recompute or SIZES[size].recompute
     pair = Pair(world, size, B, level, zero)

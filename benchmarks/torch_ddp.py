@@ -6,7 +6,6 @@ The model is that of torch_gpt2.py.  Its gradients are bf16, so that DDP sends h
 """
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from gpt2_triton.ranks import read_environment
 def main(size: str, steps: int, rounds: int) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     read_environment()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     world = World("cuda", 300)
     crew, B = world.crew("ddp"), SIZES[size].batch
     batch, one = batch_of(B), torch.zeros(1, device="cuda")

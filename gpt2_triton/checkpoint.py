@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from gpt2_triton.shares import join, tile
 
 FORMAT = 2  # 1 had no window of losses and norms
 STATE, MANIFEST = "state.json", "manifest.json"
-TENSORS = "rank_00000.safetensors"  # those of a run on one GPU
 _STEP = re.compile(r"step_([0-9]{8,})")
 _RANK = re.compile(r"rank_[0-9]{5}\.safetensors")
 _HIDDEN = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # being written or deleted by that process
@@ -177,43 +175,6 @@ def discard_after(directory: Path, step: int) -> None:
             _discard(path)
 
 
-class Saver:
-    """Writes checkpoints in a thread.  If one cannot be written, the run goes on, with a warning."""
-
-    def __init__(self, directory: Path, keep: int, major: int, back: int = 0, crew: Crew = ALONE):
-        self._directory, self._keep, self._major, self._back, self._crew = directory, keep, major, back, crew
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    def submit(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Start writing; host `tensors` must not change until `wait` has returned."""
-        self.wait()
-        self._thread = threading.Thread(target=self._save, args=(step, tensors, state), name="checkpoint")
-        self._thread.start()
-
-    def _save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        try:
-            save(self._directory, step, tensors, state, self._keep, self._major, self._back, self._crew)
-        except Exception as error:  # whatever it is, it belongs to the thread that waits
-            self._error = error
-
-    def wait(self, raise_errors: bool = False) -> None:
-        """Until the submitted checkpoint is written.  If it cannot be: a warning, or CheckpointError on request."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is None:
-            return
-        if not isinstance(error, (OSError, SafetensorError)):
-            raise error  # our own slip
-        failure = f"{self._directory}: a checkpoint could not be written ({error}); older ones stay; free some space"
-        if raise_errors:
-            raise CheckpointError(f"{failure} and resume") from error
-        if self._crew.rank == 0:
-            print(f"warning: {failure}", file=sys.stderr, flush=True)
-
-
 # ---- reading ----
 
 
@@ -298,8 +259,9 @@ def find(path: Path) -> Path:
     inner = path / "checkpoints"
     found = _newest(inner if inner.is_dir() else path)
     if found is None:
-        wrong = f"{path}: no checkpoint found, expected {inner}/step_NNNNNNNN"
-        raise CheckpointError(f"{wrong}; name a run or one of its step directories")
+        got = f"{path} is a file" if path.is_file() else f"expected {inner}/step_NNNNNNNN"
+        todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+        raise CheckpointError(f"{path}: no checkpoint found, {got}; {todo}")
     return found
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import __version__
 from gpt2_triton.config import ConfigError
@@ -36,8 +36,7 @@ def main(app: App, argv: list[str]) -> int:
         app.suppress_keyboard_interrupt = False
         return app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
     except CycloptsError as error:
-        error.verbose = False
-        return _fail(" ".join(str(error).split()), 2)
+        return _fail(_wrong_call(error), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except Exception as error:
@@ -48,6 +47,16 @@ def main(app: App, argv: list[str]) -> int:
             traceback.print_exc()
             code, error = 1, RuntimeError(f"{type(error).__name__}: {error}")
         return _leave(_fail(str(error), code))
+
+
+def _wrong_call(error: CycloptsError) -> str:
+    """What cyclopts says, in one line that says what to do."""
+    error.verbose = False
+    if isinstance(error, UnusedCliTokensError):
+        wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; options are --name value"
+    else:
+        wrong = " ".join(str(error).split()).removesuffix(".")
+    return wrong if wrong.endswith("?") else f"{wrong}; see --help"
 
 
 def _several_ranks() -> bool:

@@ -1,4 +1,4 @@
-"""Does a checkpoint belong to this run?  Its tensors and its configuration beside those of now."""
+"""Does a checkpoint belong to this run?  Its tensors, configuration and data beside those of now."""
 
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,13 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
     if fatal:
         raise CheckpointError(_table("the checkpoint is of another run; restore these keys or start afresh", fatal))
     return free
+
+
+def check_data(step_dir: Path, saved: list[dict[str, Any]], current: list[dict[str, Any]], given: str) -> None:
+    """CheckpointError unless the training data, `given` as data.train, has the fingerprint of the checkpoint's."""
+    if saved != current:
+        wrong = f"{step_dir}: written with other training data than {given}"
+        raise CheckpointError(f"{wrong}; restore it or start another run")
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

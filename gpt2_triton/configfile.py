@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from gpt2_triton.config import SIZE_KEYS, Config, ConfigError, Disagreement, options
+from gpt2_triton.config import Config, ConfigError, options
+from gpt2_triton.sections import SIZE_KEYS, Disagreement
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> Config:
@@ -45,11 +46,14 @@ def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> I
         if isinstance(cause, Disagreement):
             yield from (_at(places, path, name, message) for name, message in cause.problems)
         elif entry["type"] == "extra_forbidden":
-            yield _at(places, path, key, f"unknown key{suggestion(key, fields)}")
+            sections = [] if "." in key else [name.partition(".")[0] for name in fields]
+            near = suggestion(key, [*sections, *fields]) or "; docs/config.md lists them"
+            yield _at(places, path, key, f"unknown key{near}")
         elif entry["type"] in ("model_type", "model_attributes_type"):
             yield _at(places, path, key, f"must be a section of keys, got {entry['input']!r}")
         else:
             message = entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+            message = message.partition(", unable to parse")[0]
             what = fields[key].description if key in fields else None
             yield _at(places, path, key, f"{message}, got {entry['input']!r}" + (f" ({what})" if what else ""))
 

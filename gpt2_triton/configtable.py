@@ -1,4 +1,4 @@
-"""docs/config.md, made from the declarations in config.py: key, type and limits, default, whether a resume may change
+"""docs/config.md, made from the declarations in sections.py: key, type and limits, default, whether a resume may change
 it, meaning.
 """
 
@@ -13,15 +13,15 @@ from gpt2_triton.config import options
 
 HEAD = """# The configuration
 
-Every key, as `--section.key value` on the command line or nested in YAML; made by `python -m gpt2_triton config-table`.
-The defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resumed run must keep the keys marked `kept`: with another
-value it would be another run, and is refused.
+Every key can be given as `--section.key value` on the command line, or in YAML with the key below its section. The
+defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resumed run must keep the values of the keys marked `kept`:
+with another value it would be another run, and is refused. `python -m gpt2_triton config-table` prints this page.
 """
 LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "multiple_of": "multiple of {}"}
 
 
 def table() -> str:
-    """The whole file: a heading and a table for each section, in the order of config.py."""
+    """The whole file: a heading and a table for each section, in the order of the declarations."""
     lines, section = [HEAD], None
     for key, field in options():
         group = key.rpartition(".")[0] or key

@@ -1,24 +1,25 @@
-"""What evaluations share: a model of a checkpoint that only runs forward, and its perplexity over shards."""
+"""Losses over shards: the validation of a run, the perplexity of a checkpoint, whose model only runs forward."""
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as K
 from gpt2_triton.arena import largest_batch
 from gpt2_triton.config import Config
+from gpt2_triton.crew import ALONE, Crew
 from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.shards import DataError, Shard, bad_data
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.gpus import device_name
 from gpt2_triton.model import GPT2
-from gpt2_triton.planning import MODULE_BYTES, make_plan
+from gpt2_triton.planning import free_bytes, make_plan
 
 
 def inference_model(config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None) -> GPT2:
@@ -27,12 +28,11 @@ def inference_model(config: Config, tensors: dict[str, Tensor], tokens: int, dty
     With a `dtype`, bf16 or fp32, it computes in that one.
     """
     if dtype:
-        train = config.train.model_copy(update={"dtype": dtype})
-        config = config.model_copy(update={"train": train, "optim": config.optim.model_copy(update={"master": "none"})})
+        config = config.replace(train={"dtype": dtype}, optim={"master": "none"})
     device, T = device_name(), config.train.seq_len
     batch, least = tokens // T, -(-config.model.block_size // T)
     if device == "cuda":
-        batch = min(batch, _fitting_batch(config, torch.cuda.mem_get_info()[0] - MODULE_BYTES))
+        batch = min(batch, _fitting_batch(config, free_bytes(device)))
     batch = max(batch, least)
     model = GPT2(config, K, device, batch=batch, training=False)
     model.state.params.copy_(tensors["params"])
@@ -60,6 +60,14 @@ def _byte_lengths(config: Config) -> np.ndarray | None:
     lengths[: tokenizer.vocab_size] = [len(token) for token in tokenizer.token_bytes()]
     lengths[tokenizer.eot] = 0
     return lengths
+
+
+def validation_loss(model: GPT2, loader: ValidationLoader, crew: Crew = ALONE) -> float:
+    """The mean loss of a run's validation tokens, whose batches the ranks of a crew take in turn."""
+    total, batches = 0.0, loader.batches(model.B)
+    for ids, targets in itertools.islice(batches, crew.rank, None, crew.size):
+        total += float(model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
+    return sum(crew.all(total)) / loader.tokens
 
 
 class Perplexity(NamedTuple):

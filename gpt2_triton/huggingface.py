@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import shutil
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt2_triton.checkpoint import CheckpointError
-from gpt2_triton.config import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer, byte_spelling
+from gpt2_triton.sections import ModelConfig
 from gpt2_triton.weights import Weights, from_bf16, round_bf16, sized, tokenizer_of
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -82,7 +83,7 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors", "model-*.safetensors"]))
     except Exception as error:  # the hub's, httpx's, the disk's: whoever failed, there is no model
-        got = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
         raise CheckpointError(
             f"hf:{name}: no such directory, and not to be had from the hub ({got}); name a directory, or try online"
         ) from error

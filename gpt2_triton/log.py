@@ -5,7 +5,6 @@ hold the lines of an unbroken run, the times (ms, tok_s, mfu) aside.
 """
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +25,7 @@ from gpt2_triton.metrics import (
 from gpt2_triton.mirror import Mirror, row_after
 from gpt2_triton.optim import learning_rate
 from gpt2_triton.provenance import read_run, write_run
+from gpt2_triton.stream import StepResult
 
 
 class Logger:
@@ -77,37 +77,28 @@ class Logger:
     def note(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(
-        self,
-        step: int,
-        loss: float,
-        norm: float,
-        seconds: float,
-        skipped: bool = False,
-        z: tuple[float, float] = (0.0, 0.0),
-        cause: str = "",
-    ) -> None:
-        """Report a finished step; with log.every k only each k-th, the last, and those that were skipped.  `z` are the
-        z-scores of loss and norm, `cause` says what was not finite.
+    def step(self, step: int, result: StepResult, cause: str = "") -> None:
+        """Report a finished step; with log.every k only each k-th, the last, and those that were skipped.  `cause` says
+        what was not finite.
         """
+        loss, norm, applied, seconds, z, _ = result
         self._measure(seconds)
-        if step % self.config.log.every and step != self.steps and not skipped:
+        if step % self.config.log.every and step != self.steps and applied:
             return
         lr, tokens = learning_rate(step - 1, self.config.optim, self.steps), self.config.total_batch_tokens
         ms, tok_s = seconds * 1e3, tokens / seconds
         mfu = tok_s * self._mfu_of_tok_s if self._mfu_of_tok_s else None
         times = {"ms": ms, "tok_s": tok_s, "mfu": mfu}
         record = {"step": step, "loss": loss, "lr": lr, "norm": norm, **times, "tokens": step * tokens}
-        outlier = skipped and math.isfinite(loss) and math.isfinite(norm)
         record |= {"loss_z": z[0], "norm_z": z[1]} if any(z) else {}
-        self._write(record | ({"skipped": True} if skipped else {}) | ({"outlier": True} if outlier else {}))
+        record |= {} if applied else {"skipped": True}
+        self._write(record | ({"outlier": True} if result.outlier else {}))
         line = f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
         line += f" | mfu {mfu:.1%}" if mfu else ""
         line += f" | eta {duration((self._seconds or seconds) * (self.steps - step))}"
-        why = (
-            f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if outlier else f"not finite{cause and ', first: '}{cause}"
-        )
-        self.note(line + (f" | skipped: {why}" if skipped else ""))
+        not_finite = f"not finite{cause and ', first: '}{cause}"
+        why = f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if result.outlier else not_finite
+        self.note(line + ("" if applied else f" | skipped: {why}"))
 
     def rewind(self, step: int, target: int, sample: int) -> None:
         """The run goes back from `step` to `target` and on with `sample`: forget what lies between.  Rows at Weights &

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton import layout, schedule
-from gpt2_triton.arena import PHASES, carve, phases
+from gpt2_triton.arena import carve
 from gpt2_triton.config import Config
 from gpt2_triton.link import Exchange, Link
 from gpt2_triton.parallel import World
@@ -39,12 +39,11 @@ class GPT2:
         batch: int | None = None,
         training: bool = True,
         texts: int = 0,
-        poison: bool = False,
         dtypes: dict[str, torch.dtype] | None = None,
         world: World | None = None,
     ):
         """`world` are the ranks that train it together; without one it is on its own, whatever started the process."""
-        self.config, self.K, self.poison = config, K, poison
+        self.config, self.K = config, K
         self.B, self.T = batch or config.micro_batch, config.train.seq_len
         self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes, texts)
         self.recompute = Recompute.at(config.memory.recompute if training else "block")
@@ -54,6 +53,7 @@ class GPT2:
         self.decoding: Decoding = carve(Decoding, self.plan.rows, self.arena, self.dims)
         self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
         self.rank = world.rank if world else 0
+        self._own, self._pieces = layout.share(self.dims, self.rank), layout.updated(self.dims, self.rank)
         self.link = Exchange(world, K, self.state, self.dims) if world and world.size > 1 else Link()
         self._replay = Replay()
         self._views: dict[tuple[int, int], View] = {}
@@ -91,19 +91,16 @@ class GPT2:
 
     def _squared(self) -> list[Tensor]:
         """This rank's share of the gradients, in as few stretches as there can be."""
-        spans = layout.merged((p.grad, p.length) for p in layout.share(self.dims, self.rank))
+        spans = layout.merged((p.grad, p.length) for p in self._own)
         return [self._reduced()[start : start + n] for start, n in spans]
 
     def _updates(self) -> Iterator[Update]:
         s, decay = self.state, self.config.optim.weight_decay
-        for p in self._pieces():
+        for p in self._pieces:
             own = slice(p.moment, p.moment + p.length)
             low = None if s.low is None else s.low[own]
             w, g = s.params[p.param : p.param + p.length], self._reduced()[p.grad : p.grad + p.length]
             yield Update(p.bucket, w, s.m[own], s.v[own], low, g, p.first, decay if p.decay else 0.0)
-
-    def _pieces(self) -> list[layout.Piece]:
-        return layout.updated(self.dims, self.rank)
 
     def _reduced(self) -> Tensor:
         return self.state.grads if self.state.reduced is None else self.state.reduced
@@ -142,7 +139,7 @@ class GPT2:
         std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * self.dims["L"]))
         for flat in self.persistent().values():
             self.K.fill(flat, 0.0)
-        for p, e in itertools.product(self._pieces(), entries(self.dims)):
+        for p, e in itertools.product(self._pieces, entries(self.dims)):
             n = (self.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:])
             first, stop = max(p.first, e.offset), min(p.first + p.length, e.offset + n)
             if first >= stop:
@@ -199,7 +196,7 @@ class GPT2:
         return first_nonfinite(self.watch.read([self.watch.buffers[0].cpu()], n))
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
-        if self.eager or self.poison:
+        if self.eager:
             function(*args)
         else:
             self._replay(function, *args)
@@ -220,18 +217,6 @@ class GPT2:
 
     def _phase(self, name: str, *acc: bool) -> None:
         getattr(schedule, name)(self._launchers, self.full, *acc)
-        if self.poison:
-            self._poison_after(name)
-
-    def _poison_after(self, phase: str) -> None:
-        """Fill with NaN what no later phase may read: a wrong lifetime in tables.py becomes a NaN loss."""
-        after = PHASES[PHASES.index(phase) + 1]
-        survivors = {"embed", "update"} if phase == "embed_bwd" else {after}  # the next micro-step, or the update
-        for row in self.plan.rows.values():
-            live = phases(row.live)
-            if row.dtype.is_floating_point and not row.within and phase in live and not live & survivors:
-                flat = self.arena[row.offset : row.offset + row.nbytes].view(row.dtype)
-                self.K.fill(flat, float("nan"))
 
     # ---- evaluation and decoding, between steps ----
 
@@ -280,27 +265,25 @@ class GPT2:
 
     def share(self) -> dict[str, list[Tensor]]:
         """What this rank saves: stretches of the buffers, in the order of `spans`.  On one rank that is all of them."""
-        pieces, flats = layout.share(self.dims, self.rank), self.persistent()
+        flats = self.persistent()
         window = flats.pop("window")
         out = {"window": [window]} if self.rank == 0 else {}
         for name, flat in flats.items():
-            out[name] = [flat[at : at + n] for at, n in layout.merged((_place(name, p), p.length) for p in pieces)]
+            out[name] = [flat[at : at + n] for at, n in layout.merged((_place(name, p), p.length) for p in self._own)]
         return out
 
     def spans(self) -> dict[str, list[list[int]]]:
         """For the state of a checkpoint: [flat index, elements] of each stretch of the share; one rank needs none."""
-        pieces = layout.share(self.dims, self.rank)
-        return {"shares": [[p.first, p.length] for p in pieces]} if self.dims["ranks"] > 1 else {}
+        return {"shares": [[p.first, p.length] for p in self._own]} if self.dims["ranks"] > 1 else {}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill the buffers from a checkpoint's whole tensors, of which each rank takes what it holds."""
-        held, flats = layout.updated(self.dims, self.rank), self.persistent()
-        every = layout.updated(self.dims | dict(zero=0), self.rank)
+        flats, every = self.persistent(), layout.updated(self.dims | dict(zero=0), self.rank)
         for name, tensor in tensors.items():
             if name == "window":
                 flats[name].copy_(tensor)
                 continue
-            for p in every if name == "params" else held:
+            for p in every if name == "params" else self._pieces:
                 at = _place(name, p)
                 flats[name][at : at + p.length].copy_(tensor[p.first : p.first + p.length])
 

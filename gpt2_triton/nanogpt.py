@@ -7,6 +7,7 @@ with erf, ours GPT-2's with tanh: logits differ by about 1e-3 (12 layers of 768 
 
 import pickle
 import re
+import textwrap
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ def read(path: str) -> Weights:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        got = " ".join(str(error).split())[:120]
+        got = textwrap.shorten(str(error), 120, placeholder=" ...")
         raise CheckpointError(f"{where}: cannot be read ({got}); expected nanoGPT's ckpt.pt") from None
     if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("model", "model_args"))):
         raise CheckpointError(f"{where}: has no model and model_args, as nanoGPT's ckpt.pt has")

@@ -13,7 +13,8 @@ import math
 
 import numpy as np
 
-from gpt2_triton.config import Config, OptimConfig
+from gpt2_triton.config import Config
+from gpt2_triton.sections import OptimConfig
 
 
 def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:

@@ -25,12 +25,15 @@ class World:
     """The ranks of a run.  One rank alone is a World too, which agrees with itself at once."""
 
     def __init__(self, device: str, timeout: float):
-        """Join the group; device is "cuda" or "cpu", timeout that of pulse.py, in seconds, which sees more and speaks
-        first: joining may take three times, a collective twelve times as long.
+        """Choose this rank's GPU and join the group; device is "cuda" or "cpu", timeout that of pulse.py, in seconds,
+        which sees more and speaks first: joining may take three times, a collective twelve times as long.
         """
         self.rank, self.size = rank_and_size()
+        self.local = int(os.environ.get("LOCAL_RANK", "0"))  # among the ranks of this host
         self.device = device
         self.store: Any = None
+        if device == "cuda":
+            torch.cuda.set_device(self.local % torch.cuda.device_count())  # SLURM may show each process its own only
         if self.size == 1:
             return
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast sums in an order that NCCL does not promise

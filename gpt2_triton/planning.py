@@ -3,14 +3,17 @@ fits.  Nothing here touches a GPU, but for asking how much of it is free.
 """
 
 import math
+import os
+import sys
 from typing import Any
 
 import torch
 
 from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
-from gpt2_triton.config import Config, ModelConfig
+from gpt2_triton.config import Config
 from gpt2_triton.data.loader import packed_size, scatter_bounds
 from gpt2_triton.layout import flat_sizes
+from gpt2_triton.sections import ModelConfig
 from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries
 from gpt2_triton.watch import slots
 
@@ -65,9 +68,28 @@ def choose_recompute(config: Config, K: Any, budget: int) -> Config:
     """
     if config.memory.recompute != "auto":
         return config
-    choices = [config.with_recompute(level) for level in LEVELS]
+    choices = [config.replace(memory={"recompute": level}) for level in LEVELS]
     fitting = (c for c in choices if make_plan(c, K, c.micro_batch, c.train.seq_len)[0].total <= budget)
     return next(fitting, choices[-1])
+
+
+def free_bytes(device: str) -> int:
+    """Bytes that a plan may have on this GPU; no bound on a CPU."""
+    return sys.maxsize if device == "cpu" else torch.cuda.mem_get_info()[0] - MODULE_BYTES
+
+
+def used_bytes(device: str) -> int:
+    """Bytes in use on this GPU, 0 on a CPU; the first call creates the CUDA context and so returns its size."""
+    if device == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def use_report(made: Plan, before: int) -> str:
+    """The plan beside what is in use on this GPU, of which `before` bytes were before the run."""
+    use = f"planned {made.total / GIB:.3f} GiB, in use {(used_bytes('cuda') - before) / GIB:.3f} GiB"
+    return f"memory: {use}, before the run {before / GIB:.3f} GiB (CUDA context, other processes)"
 
 
 def _total_and_largest(config: Config, K: Any, budget: int) -> tuple[int, int]:
@@ -88,18 +110,19 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     made, dims = make_plan(chosen, K, config.micro_batch, T)
     lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
     for level in LEVELS:
-        total, best = _total_and_largest(config.with_recompute(level), K, budget)
+        total, best = _total_and_largest(config.replace(memory={"recompute": level}), K, budget)
         mark = "  <-" if level == chosen.memory.recompute else ""
         lines.append(f"{level:<16}{total / GIB:>8.2f}{best:>28}{mark}")
     if chosen.gpus > 1:
         lines += ["", f"{'parallel.zero':<16}{'GiB':>8}   on each of {chosen.gpus} GPUs"]
         for stage in (0, 1, 2):
-            total = make_plan(chosen.with_zero(stage), K, config.micro_batch, T)[0].total
+            total = make_plan(chosen.replace(parallel={"zero": stage}), K, config.micro_batch, T)[0].total
             lines.append(f"{stage:<16}{total / GIB:>8.2f}{'  <-' if stage == chosen.zero else ''}")
     fits = "fits" if made.total <= budget else "does not fit"
     return "\n".join(
         [
             made.show(),
+            "the letters of shapes are those of gpt2_triton/tables.py; live are the phases of a step that need them",
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {T} tokens, {config.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
@@ -113,12 +136,14 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
 
 def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: int = 0) -> None:
     if device == "cpu":
-        return
-    free, total = torch.cuda.mem_get_info()
+        free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        has = f"the machine has {total / GIB:.2f} GiB"
+    else:
+        free, total = torch.cuda.mem_get_info()
+        has = f"the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free"
     if made.total > free and texts:
         raise OutOfMemory(
-            f"to decode {texts} texts at once takes {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of "
-            f"{total / GIB:.2f} GiB free: set --batch below {texts}"
+            f"to decode {texts} texts at once takes {made.total / GIB:.2f} GiB, {has}: set --batch below {texts}"
         )
     if made.total > free:
         _, best = _total_and_largest(config, K, free)
@@ -130,7 +155,6 @@ def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: 
             else "set"
         )
         raise OutOfMemory(
-            f"the plan needs {made.total / GIB:.2f} GiB, the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free: "
-            f"{advice} a deeper memory.recompute (now batch {config.micro_batch}, {config.memory.recompute}); "
-            "--plan shows the buffers"
+            f"the plan needs {made.total / GIB:.2f} GiB, {has}: {advice} a deeper memory.recompute "
+            f"(now batch {config.micro_batch}, {config.memory.recompute}); --plan shows the buffers"
         )

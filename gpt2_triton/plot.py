@@ -46,6 +46,8 @@ def plot(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
     `openai` adds OpenAI's GPT-2 as horizontal lines; they come by themselves when every run's validation data is
     FineWeb in GPT-2's tokens, as far as the curves reach them.
     """
+    if out.suffix != ".png":
+        raise ConfigError(f"plot: {out} does not end in .png; choose another -o")
     runs = [read_run(path) for path in paths]
     try:
         from matplotlib.figure import Figure
@@ -121,7 +123,8 @@ def _draw_loss(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: 
     if openai or automatic:
         _draw_levels(axes, {f"OpenAI GPT-2 {size}: {loss:.3f}": loss for size, loss in lines.items()})
         low, high = min([low, *lines.values()]), max([high, *lines.values()])
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    margin = 0.05 * (high - low) or 0.1  # a run of one step is a point
+    axes.set_ylim(low - margin, high + margin)
     axes.set_title("loss, nats per token: training as a line, validation as dots", loc="left", fontsize=10)
     return ends
 

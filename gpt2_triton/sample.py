@@ -41,6 +41,12 @@ def sample_text(
     print(f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} a second", file=sys.stderr)
 
 
+def text_of_run(model: GPT2, config: Config) -> str:
+    """One text of a model in training, as its configuration asks for it."""
+    s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
+    return next(continuations(model, tokenizer, s.prompt, s.tokens, s.temperature, s.top_k, 1.0, seed, num=1))
+
+
 def load_model(path: Path, texts: int) -> tuple[GPT2, Config]:
     """The newest checkpoint of a run, or the one at a step directory, as a model that decodes `texts` at once."""
     import gpt2_triton.kernels as K

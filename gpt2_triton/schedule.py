@@ -62,22 +62,8 @@ def head(K: Any, m: Any, acc: bool) -> None:
         K.classifier_stats(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.hyper, acc)
         K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
-    K.layernorm_bwd(
-        a.dx,
-        g.lnw[i],
-        g.lnb[i],
-        m.gb[i],
-        None,
-        a.scratch,
-        a.dln,
-        a.x[i],
-        w.lnw[i],
-        w.lnb[i],
-        a.mean[i],
-        a.rstd[i],
-        acc,
-        add_dx=False,
-    )
+    norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
+    K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.gb[i], None, a.scratch, a.dln, *norm, acc, add_dx=False)
 
 
 def head_loss(K: Any, m: Any) -> None:

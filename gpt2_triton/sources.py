@@ -24,8 +24,7 @@ def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
     if weights is None:
         return _load_checkpoint(checkpoint.find(Path(source)))
     exact = _config_of(weights)
-    in_bf16 = exact.train.model_copy(update={"dtype": "bf16"})
-    return exact.model_copy(update={"train": in_bf16}), pack(weights, exact)
+    return exact.replace(train={"dtype": "bf16"}), pack(weights, exact)
 
 
 def open_weights(source: str) -> Weights:

@@ -4,7 +4,6 @@ A step is skipped, on the device, if its loss or gradient norm is not finite, or
 The host learns of it one step late.  docs/stability.md has the whole.
 """
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,22 +34,11 @@ class Rewind(Exception):
     """The run is to go back: raised where the step is reported, caught in the trainer's loop."""
 
 
-def is_outlier(result: StepResult) -> bool:
-    """Skipped, though its numbers are finite."""
-    return not result.applied and math.isfinite(result.loss) and math.isfinite(result.norm)
-
-
-def is_nonfinite(result: StepResult) -> bool:
-    """Skipped, since a number is not finite."""
-    return not result.applied and not is_outlier(result)
-
-
 def count(state: dict[str, Any], result: StepResult) -> None:
     """Enter a finished step into the counts."""
-    outlier = is_outlier(result)
     state["skipped"] += not result.applied
-    state["outliers"] += outlier
-    state["skipped_in_a_row"] = 0 if result.applied or outlier else state["skipped_in_a_row"] + 1
+    state["outliers"] += result.outlier
+    state["skipped_in_a_row"] = 0 if result.applied or result.outlier else state["skipped_in_a_row"] + 1
     state["without_update"] = 0 if result.applied else state["without_update"] + 1
 
 

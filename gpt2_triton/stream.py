@@ -6,6 +6,7 @@ so the device always has work.  On a CPU the same calls run at once.
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -82,6 +83,11 @@ class StepResult(NamedTuple):
     seconds: float  # from the end of the step before to the end of this one
     z: tuple[float, float]  # z-scores of loss and norm among the last 128; 0 until there are so many
     stop: bool = False  # a rank was asked to stop before this step began
+
+    @property
+    def outlier(self) -> bool:
+        """Skipped, though its numbers are finite."""
+        return not self.applied and math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
 class Step:

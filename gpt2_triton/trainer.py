@@ -6,15 +6,9 @@ checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
-import itertools
-import os
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import gpt2_triton.kernels as K
@@ -23,31 +17,32 @@ from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare import builtin_shards
-from gpt2_triton.data.shards import fingerprint, open_shards
+from gpt2_triton.data.shards import Shard, fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.evaluation import validation_loss
 from gpt2_triton.gpus import device_name
 from gpt2_triton.log import Logger, Silent
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.parallel import World
-from gpt2_triton.planning import MODULE_BYTES, choose_recompute
+from gpt2_triton.planning import choose_recompute, free_bytes, use_report, used_bytes
 from gpt2_triton.provenance import describe
 from gpt2_triton.pulse import Pulse
-from gpt2_triton.sample import continuations
+from gpt2_triton.sample import text_of_run
+from gpt2_triton.saver import Saver
+from gpt2_triton.signals import Signals
 from gpt2_triton.sources import initial_weights
 from gpt2_triton.stability import NonFinite, Rewind
 from gpt2_triton.stream import Step
+
+PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
 
 
 def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped; the checkpoint of
     the last finished step is saved).  Every rank calls it; rank 0's run_dir counts.
     """
-    device = device_name()
-    if device == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(local % torch.cuda.device_count())  # SLURM may show each process its own GPU only
-    world = World(device, config.parallel.timeout)
+    world = World(device_name(), config.parallel.timeout)
     crew = world.crew("trainer")
     run_dir = Path(crew.first(lambda: str(run_dir)))
     replicas.require_shared(run_dir, crew)
@@ -68,23 +63,23 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     return code
 
 
-PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
-ECHO = 5  # seconds in which a signal that comes again is the same one: launchers pass on what a whole group got
-
-
 class Trainer:
     """Everything one run holds; `run` is the loop."""
 
     def __init__(self, config: Config, run_dir: Path, found: Path | None, world: World | None = None):
-        self.config, self.run_dir, self.device = config, run_dir, device_name()
-        self.world = world or World(self.device, config.parallel.timeout)
-        self.crew, self.first_rank = self.world.crew("loop"), self.world.rank == 0
+        self.config, self.run_dir = config, run_dir
+        self.world = world or World(device_name(), config.parallel.timeout)
+        self.device, self.first_rank, self.crew = self.world.device, self.world.rank == 0, self.world.crew("loop")
         self.pulse = Pulse(self.world, config.parallel.timeout)
-        self.context_bytes = self._used_bytes()
-        self.stopped_by, self.signalled, self.stop_agreed = 0, 0.0, False
+        self.bytes_before = used_bytes(self.device)
+        self.signals = Signals(self.world.size)
+        self.in_flight: Step | None = None
         self.notes: list[str] = []
+        # what checkpoints keep: the tokens of a step also where a default gave them, which a resume may not change
+        self.resolved = config.replace(train={"total_batch_tokens": config.total_batch_tokens}).to_dict()
         with self.pulse.during("loading"):
-            train_shards, val_shards = self._open_data()
+            train_shards = self._open_shards("train")
+            val_shards = self._open_shards("val") if config.eval.every else []
             self.data = fingerprint(train_shards)
             replicas.require_alike(self.crew, configuration=config.to_dict(), data=[self.data, fingerprint(val_shards)])
             self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
@@ -92,31 +87,37 @@ class Trainer:
             if config.sample.every:
                 get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
             self.questions = hellaswag.questions_of_run(config)
-        self.loader = TrainLoader(train_shards, config.train.seq_len, config.data.seed)
-        self.validation = (
-            ValidationLoader(val_shards, config.train.seq_len, config.eval.tokens) if config.eval.every else None
-        )
+        T, c = config.train.seq_len, config.checkpoint
+        self.loader = TrainLoader(train_shards, T, config.data.seed)
+        self.validation = ValidationLoader(val_shards, T, config.eval.tokens) if config.eval.every else None
         self.model = self._make_model(found, tensors)
         self.batches = self._prefetch()
-        c, back = config.checkpoint, config.checkpoint.every if config.train.rewind_after else 0
-        self.saver = checkpoint.Saver(run_dir / "checkpoints", c.keep, c.major, back, self.world.crew("saver"))
-        self.host: dict[str, torch.Tensor] = {}
-        self.in_flight: Step | None = None
-        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
-        step, wandb_id, planned = self.state["step"], self.state["wandb_id"], self.model.plan.total
-        about = describe(self.model.config, planned, where, step)
-        self.log: Logger | Silent = Logger(run_dir, config, step, wandb_id, about) if self.first_rank else Silent()
+        back = c.every if config.train.rewind_after else 0
+        self.saver = Saver(run_dir / "checkpoints", c.keep, c.major, back, self.world.crew("saver"))
+        self.log = self._open_log()
         self.state["wandb_id"] = self.log.wandb_id
-        for note in self.notes:
-            self.log.note(note)
-        each = f" each on {self.world.size} ranks, ZeRO-{config.zero}," if self.world.size > 1 else ""
-        self.log.note(f"{self.model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB{each} on {where}")
 
     # ---- setting up ----
 
+    def _open_shards(self, split: str) -> list[Shard]:
+        """Those of data.train or data.val; `builtin` is made on first use."""
+        d, given = self.config.data, getattr(self.config.data, split)
+        pattern = str(builtin_shards(d.tokenizer) / f"{split}_*.bin") if given == "builtin" else given
+        return open_shards(pattern, self.config.model.vocab_size, self.config.train.seq_len)
+
+    def _load(self, found: Path) -> dict[str, torch.Tensor]:
+        """Everything of the checkpoint to go on from, once it is known to be of this run."""
+        saved, tensors = checkpoint.load(found)
+        changed = compatible.check_config(saved["config"], self.resolved)
+        compatible.check_data(found, saved["data"], self.data, self.config.data.train)
+        self.state = {name: saved[name] for name in self.state}
+        self.notes.append(f"resuming after step {saved['step']} from {found}")
+        self.notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()]
+        return tensors
+
     def _make_model(self, found: Path | None, tensors: dict[str, torch.Tensor]) -> GPT2:
         """The model with its weights: new ones, then whatever `tensors` has."""
-        fitting = choose_recompute(self.config, K, min(self.crew.all(self._budget())))
+        fitting = choose_recompute(self.config, K, min(self.crew.all(free_bytes(self.device))))
         if fitting is not self.config:
             self.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
         model = GPT2(fitting, K, self.device, world=self.world)
@@ -124,9 +125,8 @@ class Trainer:
             checkpoint.require_room(self.run_dir / "checkpoints", model.whole())
         if self.device == "cuda":
             made = self._compile(model)
-            self.notes.append(
-                f"{made.kernels} kernels ready in {made.seconds:.1f} s, {made.from_cache} from Triton's cache"
-            )
+            ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
+            self.notes.append(f"{ready}, {made.from_cache} from Triton's cache")
         if not found:
             model.initialise(self.config.train.seed)
         else:
@@ -136,96 +136,50 @@ class Trainer:
 
     def _compile(self, model: GPT2) -> Any:
         """One rank of a host compiles; the others then find all kernels in Triton's cache."""
-        first, evaluated = os.environ.get("LOCAL_RANK", "0") == "0", self._evaluated(model)
-        made = model.compile(evaluated) if first else None
+        evaluated = self.validation.shapes(model.B) if self.validation else set()
+        evaluated |= hellaswag.shapes(model, self.questions) if self.questions else set()
+        made = model.compile(evaluated) if self.world.local == 0 else None
         self.crew.all(None)
         return made or model.compile(evaluated)
-
-    def _evaluated(self, model: GPT2) -> set[tuple[int, int]]:
-        """Shapes of the batches of validation and HellaSwag."""
-        shapes = self.validation.shapes(self.config.micro_batch) if self.validation else set()
-        return shapes | (hellaswag.shapes(model, self.questions) if self.questions else set())
 
     def _prefetch(self) -> Prefetcher:
         c, first, pinned = self.config, self.state["sample"], self.device != "cpu"
         ranks = dict(rank=self.world.rank, ranks=self.world.size)
         return Prefetcher(self.loader, c.micro_batch, c.accumulation, c.model.vocab_size, first, pinned, **ranks)
 
-    def _open_data(self) -> tuple[list, list]:
-        d, T, V = self.config.data, self.config.train.seq_len, self.config.model.vocab_size
-        if "builtin" in (d.train, d.val):
-            directory = builtin_shards(d.tokenizer)
-        patterns = [
-            str(directory / f"{split}_*.bin") if given == "builtin" else given
-            for split, given in (("train", d.train), ("val", d.val))
-        ]
-        train_shards = open_shards(patterns[0], V, T)
-        return train_shards, open_shards(patterns[1], V, T) if self.config.eval.every else []
-
-    def _load(self, found: Path) -> dict[str, torch.Tensor]:
-        """Everything of the checkpoint to go on from, once it is known to be of this run."""
-        saved, tensors = checkpoint.load(found)
-        changed = compatible.check_config(saved["config"], self._resolved_config())
-        if saved["data"] != self.data:
-            raise checkpoint.CheckpointError(
-                f"{found}: written with other training data than {self.config.data.train}; "
-                "restore it or start another run"
-            )
-        self.state = {name: saved[name] for name in self.state}
-        self.notes = [
-            f"resuming after step {saved['step']} from {found}",
-            *(f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()),
-        ]
-        return tensors
-
-    def _resolved_config(self) -> dict[str, Any]:
-        """The configuration as a checkpoint keeps it: with the number of tokens a step takes, also where it was left
-        to the default.
-        """
-        out = self.config.to_dict()
-        out["train"]["total_batch_tokens"] = self.config.total_batch_tokens
-        return out
-
-    def _used_bytes(self) -> int:
-        """Bytes in use on the GPU; the first call creates the CUDA context and so returns its size."""
-        if self.device == "cpu":
-            return 0
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-
-    def _budget(self) -> int:
-        """Bytes that a plan may have here; no bound on a CPU."""
-        return sys.maxsize if self.device == "cpu" else torch.cuda.mem_get_info()[0] - MODULE_BYTES
-
-    def _report_memory(self) -> None:
-        if self.device == "cuda":
-            grown = self._used_bytes() - self.context_bytes
-            self.log.note(
-                f"memory: planned {self.model.plan.total / GIB:.3f} GiB, in use {grown / GIB:.3f} GiB, "
-                f"before the run {self.context_bytes / GIB:.3f} GiB (CUDA context, other processes)"
-            )
+    def _open_log(self) -> Logger | Silent:
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU, through Triton's interpreter"
+        step, wandb_id, planned = self.state["step"], self.state["wandb_id"], self.model.plan.total
+        about = describe(self.model.config, planned, where, step)
+        log = Logger(self.run_dir, self.config, step, wandb_id, about) if self.first_rank else Silent()
+        each = f" each on {self.world.size} ranks, ZeRO-{self.config.zero}," if self.world.size > 1 else ""
+        size = f"{self.model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB"
+        for note in (*self.notes, f"run directory {self.run_dir}", f"{size}{each} on {where}"):
+            log.note(note)
+        return log
 
     # ---- the loop ----
 
     def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
+        self.signals.listen()
         first = step = self.state["step"]
         last = self.config.train.steps
         if self.first_rank:
             (self.run_dir / PREEMPTED).unlink(missing_ok=True)
         if step == 0:
-            self._evaluate_if_due(step)
-        while step < last and not self._stopping():
+            self._validate_if_due(step)
+        if step >= last:
+            self.log.note(f"all {last} steps are done; raise train.steps to go on")
+        while step < last and not self.signals.stop:
             try:
                 self._train_step(step)
                 step += 1
-                if step == first + 3:
-                    self._report_memory()
+                if step == first + 3 and self.device == "cuda":
+                    self.log.note(use_report(self.model.plan, self.bytes_before))
                 self._between_steps(step)
             except Rewind:
                 step = self._rewind()
-        stopping = self._stopping()
+        stopping = self.signals.stop
         if stopping and step > 0:
             with contextlib.suppress(Rewind):  # resumed, the run comes to this step again, and goes back then
                 self._save(step)
@@ -235,27 +189,33 @@ class Trainer:
             return 0
         if self.first_rank:
             (self.run_dir / PREEMPTED).touch()
-        return 128 + (self.stopped_by or signal.SIGTERM)
-
-    def _stopping(self) -> bool:
-        """On several ranks only what they know alike: the sum over ranks, which comes with a step's loss."""
-        return self.stop_agreed if self.world.size > 1 else bool(self.stopped_by)
+        self.log.note(f"stopped after step {step}; the same command with --run_dir {self.run_dir} --resume goes on")
+        return self.signals.exit_code
 
     def _between_steps(self, step: int) -> None:
         """What is due now that `step` steps are launched."""
-        self._evaluate_if_due(step)
-        self._hellaswag_if_due(step)
-        self._sample_if_due(step)
-        if self._due(step, self.config.debug.hash_state):
+        c = self.config
+        self._validate_if_due(step)
+        if self.questions is not None and self._due(step, c.eval.hellaswag_every):
+            self._settle()
+            with self.pulse.during("answering HellaSwag"):
+                scores = hellaswag.evaluate(self.model, self.questions, self.crew)
+            self.log.hellaswag(step, scores.acc, scores.acc_norm)
+        if self._due(step, c.sample.every):
+            self._settle()
+            if self.first_rank:
+                with self.pulse.during("sampling"):
+                    self.log.sample(step, text_of_run(self.model, c))
+        if self._due(step, c.debug.hash_state):
             self._settle()
             self.log.note(f"step {step}: weights {replicas.compare(self.model, self.crew, step)} on every rank")
-        if self._due(step, self.config.checkpoint.every) or step == self.config.train.steps:
+        if self._due(step, c.checkpoint.every) or step == c.train.steps:
             self._save(step)
 
     def _train_step(self, step: int) -> None:
         """Launch step `step`; then, while the device is at it, report the step before."""
         hyper = hyper_row(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-        hyper[7] = self.stopped_by > 0
+        hyper[7] = self.signals.heard > 0
         watched = self._due(step + 1, self.config.log.stats_every)
         self.model.begin_step(hyper, step, self.config.train.seed, watched)
         micro_steps = self.config.accumulation
@@ -279,13 +239,13 @@ class Trainer:
         result = launched.result()
         step = self.state["step"] = self.state["step"] + 1
         cause = ""
-        if self.model.watch and stability.is_nonfinite(result):
+        if self.model.watch and not (result.applied or result.outlier):
             cause = self.model.first_nonfinite(self.batches.step(self.state["sample"])) or "nothing when computed again"
         self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
         stability.count(self.state, result)
-        loss, norm, applied, seconds, z, self.stop_agreed = result
+        self.signals.agreed = result.stop
         self.pulse.begin_steps()
-        self.log.step(step, loss=loss, norm=norm, seconds=seconds, skipped=not applied, z=z, cause=cause)
+        self.log.step(step, result, cause)
         if self.model.watch and self._due(step, self.config.log.stats_every):
             record = self.model.watch.read(launched.watched, self.config.accumulation)
             self.log.statistics(step, record, watch.summary(record))
@@ -312,71 +272,21 @@ class Trainer:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
-    def _evaluate_if_due(self, step: int) -> None:
-        if self.validation is None or not self._due(step, self.config.eval.every):
-            return
-        self._settle()
-        total, batches = 0.0, self.validation.batches(self.config.micro_batch)
-        with self.pulse.during("validating"):
-            for ids, targets in itertools.islice(batches, self.world.rank, None, self.world.size):
-                total += float(self.model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
-            total = sum(self.crew.all(total))
-        self.log.validation(step, total / self.validation.tokens)
-
-    def _hellaswag_if_due(self, step: int) -> None:
-        if self.questions is not None and self._due(step, self.config.eval.hellaswag_every):
+    def _validate_if_due(self, step: int) -> None:
+        if self.validation is not None and self._due(step, self.config.eval.every):
             self._settle()
-            with self.pulse.during("answering HellaSwag"):
-                scores = hellaswag.evaluate(self.model, self.questions, self.crew)
-            self.log.hellaswag(step, scores.acc, scores.acc_norm)
-
-    def _sample_if_due(self, step: int) -> None:
-        s = self.config.sample
-        if not self._due(step, s.every):
-            return
-        self._settle()
-        if self.first_rank:
-            with self.pulse.during("sampling"):
-                texts = continuations(
-                    self.model,
-                    get_tokenizer(self.config.data.tokenizer),
-                    s.prompt,
-                    s.tokens,
-                    s.temperature,
-                    s.top_k,
-                    1.0,
-                    self.config.train.seed,
-                    1,
-                )
-                self.log.sample(step, next(texts))
+            with self.pulse.during("validating"):
+                loss = validation_loss(self.model, self.validation, self.crew)
+            self.log.validation(step, loss)
 
     def _save(self, step: int) -> None:
         """Copy this rank's share to the host and let the saver write it while training goes on."""
         self._report_step()
         if self._due(step, self.config.checkpoint.every):
             self.state["rewinds"] = 0
+        state = self.state | {"config": self.resolved, "data": self.data} | self.model.spans()
         with self.pulse.during("saving"):
-            self.saver.wait()
-            for name, parts in self.model.share().items():
-                self._copy_to_host(name, parts)
-        state = self.state | {"config": self._resolved_config(), "data": self.data}
-        self.saver.submit(step, self.host, state | self.model.spans())
-
-    def _copy_to_host(self, name: str, parts: list[torch.Tensor]) -> None:
-        if name not in self.host:
-            shape = parts[0].shape if len(parts) == 1 else (sum(part.numel() for part in parts),)
-            self.host[name] = torch.empty(shape, dtype=parts[0].dtype, pin_memory=self.device != "cpu")
-        at, flat = 0, self.host[name].view(-1)
-        for part in parts:
-            flat[at : at + part.numel()].copy_(part.view(-1))
-            at += part.numel()
-
-    def _stop(self, number: int, _frame: Any) -> None:
-        """First signal: finish the step, save, leave.  Second: leave at once; half a checkpoint stays hidden."""
-        again = time.monotonic() - self.signalled > ECHO if self.world.size > 1 else True
-        if self.stopped_by and again:
-            os._exit(128 + number)
-        self.stopped_by, self.signalled = number, time.monotonic()
+            self.saver.submit(step, self.model.share(), state)
 
     def close(self, failed: bool = False) -> None:
         with contextlib.suppress(Exception):  # the step in flight may have finished, or be lost with the device

@@ -138,6 +138,9 @@ def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
         gpt2_triton.model.GPT2(config, reference, "cuda")
     with pytest.raises(OutOfMemory, match=r"^to decode 900 texts at once takes .* GiB free: set --batch below 900$"):
         gpt2_triton.model.GPT2(config, reference, "cuda", batch=57, training=False, texts=900)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": made.total}.__getitem__)
+    with pytest.raises(OutOfMemory, match=r"the machine has .* GiB: set train.batch_size to 1 and "):
+        gpt2_triton.model.GPT2(config, reference, "cpu")
 
 
 def test_the_batch_that_would_fit_divides_a_gpus_share_of_the_step(monkeypatch):
@@ -155,12 +158,13 @@ def test_recompute_auto_is_the_first_level_whose_plan_fits():
     config = tiny_config(memory=dict(recompute="auto"))
 
     def total(level):
-        return gpt2_triton.planning.make_plan(config.with_recompute(level), reference, 2, config.train.seq_len)[0].total
+        at_level = config.replace(memory={"recompute": level})
+        return gpt2_triton.planning.make_plan(at_level, reference, 2, config.train.seq_len)[0].total
 
     totals = [total(level) for level in LEVELS]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(LEVELS)
     for level, budget in zip(LEVELS, totals, strict=True):
         assert choose_recompute(config, reference, budget).memory.recompute == level
     assert choose_recompute(config, reference, totals[-1] - 1).memory.recompute == LEVELS[-1]
-    named = config.with_recompute("gelu")
+    named = config.replace(memory={"recompute": "gelu"})
     assert choose_recompute(named, reference, 0) is named

@@ -5,13 +5,11 @@ import json
 import os
 import pickle
 import random
-import resource
 import shutil
 import signal
 import struct
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +17,10 @@ import pytest
 import torch
 
 from gpt2_triton import checkpoint, checks, compatible
-from gpt2_triton.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, Saver
+from gpt2_triton.checkpoint import MANIFEST, STATE, CheckpointError, tensors_name
 from gpt2_triton.config import options
 
+TENSORS = tensors_name(0)  # those of a run on one GPU
 FILES = (TENSORS, STATE, MANIFEST)
 STEP_10, STEP_20, STEP_30 = (f"step_{step:08d}" for step in (10, 20, 30))
 
@@ -179,10 +178,8 @@ PRUNED |= {(1, 20): [20, 40], (2, 20): [20, 30, 40], (1, 30): [30, 40], (0, 20):
 
 @pytest.mark.parametrize(("keep", "major"), PRUNED)
 def test_the_newest_and_the_major_steps_are_kept(tmp_path, keep, major):
-    saver = Saver(tmp_path, keep, major)
     for step in (10, 20, 30, 40):
-        saver.submit(step, example(step), {})
-    saver.wait(raise_errors=True)
+        write(tmp_path, step, keep, major)
     assert names(tmp_path) == [f"step_{step:08d}" for step in PRUNED[keep, major]]
 
 
@@ -191,64 +188,6 @@ def test_a_damaged_checkpoint_of_a_later_step_does_not_count_as_the_newest(newes
     (newest / TENSORS).write_bytes(b"")
     assert write(newest.parent, 15, keep=1) == checkpoint.find(newest.parent)
     assert names(newest.parent) == ["step_00000015", STEP_20]
-
-
-# ---- writing in the background ----
-
-
-def test_submit_returns_while_writing_and_the_next_one_waits(tmp_path, monkeypatch):
-    reached, go_on, rename = threading.Event(), threading.Event(), os.rename
-
-    def held(source, target):
-        reached.set()
-        assert go_on.wait(60)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", held)
-    saver = Saver(tmp_path, keep=0, major=0)
-    saver.submit(10, example(10), {})
-    assert reached.wait(60) and not (tmp_path / STEP_10).exists()
-    threading.Timer(0.2, go_on.set).start()
-    saver.submit(20, example(20), {})
-    assert (tmp_path / STEP_10).exists()
-    saver.wait(raise_errors=True)
-    assert names(tmp_path) == [STEP_10, STEP_20]
-
-
-@pytest.mark.parametrize(("n", "text"), [(1 << 15, ""), (33, "x" * (1 << 15))], ids=["tensors", "state"])
-def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, text):
-    """No file may grow past 16 KiB, which fails as a full disk does, with EFBIG for ENOSPC."""
-    saver, limits = Saver(newest.parent, keep=1, major=0), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
-    try:
-        saver.submit(30, example(30, n), {"text": text})
-        saver.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    [warning] = capsys.readouterr().err.splitlines()
-    assert warning.startswith(f"warning: {newest.parent}: a checkpoint could not be written (") and "27" in warning
-    assert names(newest.parent) == [STEP_10, STEP_20] and checkpoint.find(newest.parent) == newest
-    saver.submit(30, example(30, n), {"text": text})
-    saver.wait(raise_errors=True)
-    assert names(newest.parent) == [STEP_30] and capsys.readouterr().err == ""
-
-
-def test_a_save_begins_only_where_there_is_room(newest, monkeypatch, capsys):
-    """The older ones stay, the run goes on with a warning that says how much is missing."""
-    needed = sum(t.nbytes for t in example(30).values()) + checks.FILES_BYTES
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    saver = Saver(newest.parent, keep=1, major=0)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", lambda *arguments: pytest.fail("it began to write"))
-        saver.submit(30, example(30), {})
-        saver.wait()
-    [warning] = capsys.readouterr().err.splitlines()
-    assert f"{needed:,} bytes needed, {needed - 1:,} free" in warning and "free some space" in warning
-    assert names(newest.parent) == [STEP_10, STEP_20]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
-    saver.submit(30, example(30), {})
-    saver.wait(raise_errors=True)
-    assert names(newest.parent) == [STEP_30]
 
 
 def test_a_run_without_room_for_a_checkpoint_does_not_begin(tmp_path, monkeypatch):
@@ -260,22 +199,6 @@ def test_a_run_without_room_for_a_checkpoint_does_not_begin(tmp_path, monkeypatc
     free.free -= 1
     with pytest.raises(CheckpointError, match=f"no room for a checkpoint: {needed:,} bytes needed.*another --run_dir"):
         checkpoint.require_room(tmp_path, example(1))
-
-
-def test_on_request_a_save_that_failed_is_an_error(tmp_path):
-    (tmp_path / "checkpoints").write_text("a file in the way")
-    saver = Saver(tmp_path / "checkpoints", keep=1, major=0)
-    saver.submit(10, example(10), {})
-    with pytest.raises(CheckpointError, match="could not be written .*File exists"):
-        saver.wait(raise_errors=True)
-
-
-def test_a_slip_of_ours_in_the_thread_is_raised_where_it_is_waited_for(tmp_path):
-    saver = Saver(tmp_path, keep=1, major=0)
-    saver.submit(10, example(10), {"a set": {1}})
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        saver.wait()
-    assert names(tmp_path) == []
 
 
 # ---- damage ----
@@ -349,6 +272,9 @@ def test_no_checkpoint_is_none_for_a_resume_and_an_error_for_a_path(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "checkpoints"):
         with pytest.raises(CheckpointError, match=f"{path}: no checkpoint found"):
             checkpoint.find(path)
+    (tmp_path / "ckpt.pt").touch()
+    with pytest.raises(CheckpointError, match="ckpt.pt: no checkpoint found, .* is a file; .* or nanogpt:FILE$"):
+        checkpoint.find(tmp_path / "ckpt.pt")
     with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing"):
         checkpoint.find(tmp_path / "checkpoints" / STEP_30)
 
@@ -475,3 +401,10 @@ def test_another_run_is_an_error_with_a_table_and_free_changes_are_returned():
         "model.n_layer  12          24",
         "optim.master   none        fp32",
     ]
+
+
+def test_other_training_data_is_an_error():
+    now = [{"name": "train_000000.bin", "bytes": 1024, "sha256": "ab"}]
+    compatible.check_data(Path("step"), [dict(row) for row in now], now, "data/*.bin")
+    with pytest.raises(CheckpointError, match=r"step: written with other training data than data/\*.bin; restore it"):
+        compatible.check_data(Path("step"), [now[0] | {"sha256": "cd"}], now, "data/*.bin")

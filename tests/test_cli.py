@@ -18,10 +18,11 @@ from gpt2_triton.config import options
 from gpt2_triton.configfile import load_config
 
 MISTAKES = [  # arguments of train.py, what stderr says
-    ([], "CONFIG"),
+    ([], "CONFIG requires an argument; see --help"),
     (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
     (["x.yaml", "--optim.lrr", "1"], "--optim.lrr: unknown option; did you mean --optim.lr?"),
     (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
+    (["x.yaml", "--learning_rate=1"], "--learning_rate: unknown option; see --help"),
     (["x.yaml", "--paln"], "--paln: unknown option; did you mean --plan?"),
     (["x.yaml", "--optim.lr"], "--optim.lr: expected a value after it"),
     (["x.yaml", "--optim.lr", "--train.steps", "3"], "--optim.lr: expected a value after it"),
@@ -247,10 +248,14 @@ def test_verify_returns_the_verdict(monkeypatch, code):
         (["sample", "a", "--tokens", "0", "--num", "1"], "--tokens: must be at least 1, got 0"),
         (["sample", "a", "--top_p", "0"], "--top_p: must be above 0 and at most 1, got 0.0; 1 keeps every token"),
         (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
+        (["sample", "a", "Once upon"], "Once upon: unexpected; options are --name value; see --help"),
+        (["sample", "a", "--num_samples", "2"], "Unknown option: --num_samples; see --help"),
         (["smaple", "a"], 'Unknown command "smaple"'),
         (["plot"], "plot: expected one or more run directories"),
+        (["plot", "old", "-o", "loss.pdf"], "plot: loss.pdf does not end in .png; choose another -o"),
         (["plot", "nowhere"], "nowhere: no metrics.jsonl there"),
         (["prepare", "text", "a.txt", "--workers", "0"], "--workers: must be at least 1, got 0"),
+        (["prepare", "text", "a.txt", "--val_fraction", "1"], "--val_fraction: must be above 0 and below 1, got 1.0"),
         (["prepare", "text"], "prepare text: expected one or more text files"),
         (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
         (["verify", "--fast"], "--fast"),

@@ -7,8 +7,9 @@ import yaml
 from pydantic import ValidationError
 
 from gpt2_triton import configfile
-from gpt2_triton.config import SIZES, Config, ConfigError, MemoryConfig, options
+from gpt2_triton.config import Config, ConfigError, options
 from gpt2_triton.configfile import load_config
+from gpt2_triton.sections import SIZES, MemoryConfig
 from gpt2_triton.tables import LEVELS
 
 KEYS = """
@@ -59,6 +60,10 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"memory.head_rows": "none"}, "--memory.head_rows: must be a valid integer"),
     ("", {"model.n_embd": "770"}, "--model.n_embd: must be a multiple of 16"),
     ("", {"model.vocab_size": "65537"}, "shards hold 16-bit tokens"),
+    ("", {"train.steps": "many"}, "--train.steps: must be a valid integer, got 'many' (optimizer steps)"),
+    ("optimizer: {lr: 1}", {}, "x.yaml:1: optimizer: unknown key; did you mean optim?"),
+    ("dropout: 0.1", {}, "x.yaml:1: dropout: unknown key; docs/config.md lists them"),
+    ("", {"model.size": "d13"}, "--model.size: unknown size d13; known are d6"),
     ("model: {n_head: 7}", {}, "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or"),
     ("", {"model.n_head": "24"}, "--model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set"),
     ("", {"model.n_embd": "16", "model.n_head": "1"}, "set model.n_embd to a multiple of 64"),
@@ -160,7 +165,7 @@ def test_a_configuration_cannot_change():
 def test_derived_sizes():
     config = Config.model_validate(dict(train=dict(total_batch_tokens=524_288)))
     assert config.n_params == 124_475_904  # what llm.c prints for 124M
-    assert (config.padded_vocab, config.head_size, config.head_rows) == (50304, 64, 11264)
+    assert (config.model.padded_vocab, config.head_rows) == (50304, 11264)
     assert (config.micro_batch, config.accumulation, config.total_batch_tokens) == (64, 8, 524_288)
     small = Config.model_validate(dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20)))
     assert (small.micro_batch, small.accumulation, small.head_rows) == (4, 1, 8192)
@@ -214,8 +219,8 @@ def test_a_size_on_the_command_line_replaces_the_files_keys(tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("size: d13", "unknown size d13; known are d6, d12"),
-        ("size: d12\n  n_layer: 3", "size d12 has n_layer 12, and n_layer says 3; remove one"),
+        ("size: d13", "x.yaml:2: model.size: unknown size d13; known are d6, d12.*gpt3:c12288$"),
+        ("size: d12\n  n_layer: 3", "model.size: d12 has n_layer 12, and n_layer says 3; remove one"),
     ],
 )
 def test_a_wrong_size_is_one_line(tmp_path, model, message):

@@ -24,7 +24,8 @@ def test_types_limits_and_defaults():
     for row in (
         "| `optim.final_frac` | float, at least 0, at most 1 | `0.0` | free "
         "| learning rate at the end, as a fraction of lr |",
-        "| `log.wandb` | `online`, `offline`, `disabled` | `disabled` | free | mirror of the metrics |",
+        "| `log.wandb` | `online`, `offline`, `disabled` | `disabled` | free "
+        "| mirror the metrics to Weights & Biases |",
         "| `train.total_batch_tokens` | int or `null`, at least 1 | `null` | kept "
         "| tokens of a step; null is batch_size * seq_len |",
     ):

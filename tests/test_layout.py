@@ -69,7 +69,7 @@ def test_spans_that_overlap_or_leave_gaps_do_not_tile():
 def test_the_plan_of_several_gpus_is_smaller_at_every_stage_and_the_report_lists_them():
     config = tiny_config(model=dict(n_layer=8), train=dict(batch_size=4, total_batch_tokens=64)).with_gpus(2)
     assert (config.micro_batch, config.accumulation, config.zero) == (2, 1, 1)
-    totals = [make_plan(config.with_zero(zero), kernels, 2, 16)[0].total for zero in (0, 1, 2)]
+    totals = [make_plan(config.replace(parallel={"zero": zero}), kernels, 2, 16)[0].total for zero in (0, 1, 2)]
     assert totals[0] > totals[1] > totals[2]
     report = plan_report(config, kernels, 2**30)
     assert "on each of 2 GPUs" in report

@@ -9,6 +9,7 @@ from gpt2_triton.config import Config
 from gpt2_triton.log import Logger, duration
 from gpt2_triton.metrics import MAIN_LOG, METRICS, llmc_line, read_metrics
 from gpt2_triton.optim import learning_rate
+from gpt2_triton.stream import StepResult
 
 
 def config(**log):
@@ -16,11 +17,15 @@ def config(**log):
     return Config.model_validate(dict(train=train, optim=dict(warmup=10), log=log))
 
 
+def result(loss, norm, seconds, applied=True, z=(0.0, 0.0)):
+    return StepResult(loss, norm, applied, seconds, z)
+
+
 def run(directory, steps, resume_step=0, **log):
     """A run whose loss is a function of the step, with validation every 3 steps."""
     logger = Logger(directory, config(**log), resume_step)
     for step in steps:
-        logger.step(step, loss=10 / step, norm=1.0, seconds=0.1)
+        logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
         if step % 3 == 0:
             logger.validation(step, 9 / step)
     logger.close()
@@ -33,8 +38,8 @@ def no_times(path):
 def test_a_step_is_one_line_on_the_console(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpus, "peak_flops", lambda: 1e15)
     logger = Logger(tmp_path, config())
-    logger.step(11, loss=4.56789, norm=2.0, seconds=60.0)
-    logger.step(12, loss=4.12344, norm=1.23446, seconds=0.1123)
+    logger.step(11, result(loss=4.56789, norm=2.0, seconds=60.0))
+    logger.step(12, result(loss=4.12344, norm=1.23446, seconds=0.1123))
     mfu = 8192 / 0.1123 * gpus.flops_per_token(config()) / 1e15
     eta = "1m 51s"  # 988 steps of 0.1123 s: the first step, which compiles, does not count
     assert capsys.readouterr().out.splitlines()[1] == (
@@ -46,7 +51,7 @@ def test_a_step_is_one_line_on_the_console(tmp_path, capsys, monkeypatch):
 def test_metrics_hold_the_same_step_in_full(tmp_path, monkeypatch):
     monkeypatch.setattr(gpus, "peak_flops", lambda: 1e15)
     logger = Logger(tmp_path, config())
-    logger.step(5, loss=4.5, norm=1.25, seconds=0.5)
+    logger.step(5, result(loss=4.5, norm=1.25, seconds=0.5))
     logger.validation(5, 4.75)
     logger.sample(5, "Once\nmore")
     # before close: every line is written at once
@@ -80,7 +85,7 @@ def test_the_peak_is_that_of_the_device(monkeypatch, device, tflops):
 
 def test_a_skipped_step_says_so_and_stays_valid_json(tmp_path, capsys):
     logger = Logger(tmp_path, config(every=10))
-    logger.step(7, loss=float("nan"), norm=float("inf"), seconds=0.1, skipped=True)
+    logger.step(7, result(loss=float("nan"), norm=float("inf"), seconds=0.1, applied=False))
     (record,) = read_metrics(tmp_path / METRICS)
     assert (record["loss"], record["norm"], record["skipped"]) == (None, None, True)
     assert "NaN" not in (tmp_path / METRICS).read_text()
@@ -89,8 +94,8 @@ def test_a_skipped_step_says_so_and_stays_valid_json(tmp_path, capsys):
 
 def test_a_skipped_step_says_why(tmp_path, capsys):
     logger = Logger(tmp_path, config(every=100))
-    logger.step(7, loss=9.0, norm=1.0, seconds=0.1, skipped=True, z=(7.25, -0.5))
-    logger.step(8, loss=float("nan"), norm=1.0, seconds=0.1, skipped=True, cause="fch of layer 3 (2 elements)")
+    logger.step(7, result(loss=9.0, norm=1.0, seconds=0.1, applied=False, z=(7.25, -0.5)))
+    logger.step(8, result(loss=float("nan"), norm=1.0, seconds=0.1, applied=False), "fch of layer 3 (2 elements)")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" | skipped: outlier, loss z 7.2, norm z -0.5")
     assert lines[1].endswith(" | skipped: not finite, first: fch of layer 3 (2 elements)")
@@ -132,8 +137,8 @@ def test_main_log_is_that_of_llm_c(tmp_path):
     """The lines of llm.c's logger.h; its training steps count from 0.  A value that is not finite is C's nan."""
     logger = Logger(tmp_path, config(main_log="llmc"))
     logger.validation(0, 11.0)
-    logger.step(1, loss=10.98765, norm=23.456, seconds=0.1)
-    logger.step(2, loss=float("nan"), norm=float("inf"), seconds=0.1, skipped=True)
+    logger.step(1, result(loss=10.98765, norm=23.456, seconds=0.1))
+    logger.step(2, result(loss=float("nan"), norm=float("inf"), seconds=0.1, applied=False))
     logger.sample(2, "Once")
     logger.close()
     lr = [learning_rate(step, config().optim, 1000) for step in (0, 1)]

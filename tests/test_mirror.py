@@ -20,7 +20,7 @@ from gpt2_triton.commands import app
 from gpt2_triton.config import ConfigError
 from gpt2_triton.log import Logger
 from gpt2_triton.metrics import METRICS, read_metrics
-from tests.test_log import config
+from tests.test_log import config, result
 from tests.wandb_server import WandbServer
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +30,7 @@ def run(directory, steps, resume_step=0, wandb_id=None, **log):
     """A run with a loss at each step and validation every 3 steps; return its id."""
     logger = Logger(directory, config(**log), resume_step, wandb_id, {"git": {"commit": "abc"}})
     for step in steps:
-        logger.step(step, loss=10 / step, norm=1.0, seconds=0.1)
+        logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
         if step % 3 == 0:
             logger.validation(step, 9 / step)
     logger.close()
@@ -147,9 +147,9 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path):
 def test_a_server_that_dies_during_the_run_does_not_hold_its_end(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mirror, "FINISH_TIMEOUT", 1.0)
     logger = Logger(tmp_path, config(wandb="online"))
-    logger.step(1, loss=2.0, norm=1.0, seconds=0.1)
+    logger.step(1, result(loss=2.0, norm=1.0, seconds=0.1))
     server.broken = True
-    logger.step(2, loss=2.0, norm=1.0, seconds=0.1)
+    logger.step(2, result(loss=2.0, norm=1.0, seconds=0.1))
     start = time.monotonic()
     logger.close()
     assert time.monotonic() - start < 6 and len(read_metrics(tmp_path / METRICS)) == 2
@@ -207,12 +207,12 @@ def test_a_rewind_goes_on_in_a_new_run_that_has_what_the_file_has(server, tmp_pa
     """Back from step 5 to 2: the rows of the steps undone cannot be taken back, so the old run is left as it is."""
     logger = Logger(tmp_path, config(wandb="online"))
     for step in range(1, 6):
-        logger.step(step, loss=10 / step, norm=1.0, seconds=0.1)
+        logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
     old = logger.wandb_id
     logger._mirror.close()
     server.rows.clear()  # a server has no rows of a run it does not know
     logger.rewind(5, 2, sample=99)
-    logger.step(3, loss=7.0, norm=1.0, seconds=0.1)
+    logger.step(3, result(loss=7.0, norm=1.0, seconds=0.1))
     logger.close()
     assert old != logger.wandb_id == json.loads((tmp_path / "run.json").read_text())["wandb_id"] == server.names[-1]
     assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))

@@ -120,7 +120,7 @@ def signal_rank_1(config, run, resume=False):
 
     def signalled(self, step):
         if step == 0 and self.world.rank == 1:
-            self._stop(signal.SIGTERM, None)
+            signal.raise_signal(signal.SIGTERM)
         original(self, step)
 
     Trainer._train_step = signalled

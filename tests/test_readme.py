@@ -21,6 +21,7 @@ from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
 from gpt2_triton.commands.train import FLAGS, parse_overrides
 from gpt2_triton.commands.train import app as train_app
+from gpt2_triton.config import options
 from gpt2_triton.configfile import load_config
 from gpt2_triton.data.shards import open_shards
 from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
@@ -146,6 +147,13 @@ def test_options_of_tools_in_the_text_are_known(option, capsys):
     for command in TOOLS:
         assert main(tools_app, [*words_of(command)[:1], "--help"]) == 0
     assert re.search(rf"{option.split()[0]}\b", capsys.readouterr().out)
+
+
+def test_the_options_of_other_projects_lead_to_keys_that_exist():
+    cells = [line.split("|")[-2] for line in INTEROP.partition("## Options")[2].splitlines() if line.startswith("| ")]
+    names = [name for cell in cells[1:] for name in re.findall(r"`([^`]+)`", cell)]
+    known = {key for key, _ in options()} | {f"--{flag}" for flag in FLAGS}
+    assert len(names) >= 30 and {name.split()[0] for name in names} <= known
 
 
 LINKS = re.findall(r"\]\(([\w/.]+)\)", TEXT)

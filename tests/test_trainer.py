@@ -15,6 +15,7 @@ from gpt2_triton import checkpoint
 from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
+from gpt2_triton.saver import Saver
 from gpt2_triton.stability import NonFinite
 from gpt2_triton.trainer import Trainer, train
 from tests.tiny import packed_batch, tiny_config, tiny_model
@@ -48,7 +49,7 @@ def stop_after(monkeypatch, step):
     def interrupted(self, index):
         original(self, index)
         if index + 1 == step:
-            self._stop(signal.SIGTERM, None)
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(Trainer, "_train_step", interrupted)
 
@@ -90,9 +91,19 @@ def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, master):
     assert final_bytes(broken) == final_bytes(whole)
 
 
-def test_resuming_a_finished_run_changes_nothing(unbroken):
+def test_a_run_says_where_it_writes_and_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        train(run_config(), tmp_path, resume=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"run directory {tmp_path}"
+    assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume goes on"
+
+
+def test_resuming_a_finished_run_changes_nothing(unbroken, capsys):
     before = final_bytes(unbroken), metrics(unbroken)
     assert train(run_config(), unbroken, resume=True) == 0
+    assert capsys.readouterr().out.endswith(f"all {STEPS} steps are done; raise train.steps to go on\n")
     assert (final_bytes(unbroken), metrics(unbroken)) == before
 
 
@@ -133,7 +144,7 @@ def test_a_step_is_reported_when_the_next_is_under_way_or_something_else_is_due(
         monkeypatch.setattr(owner, method, watched)
 
     for owner, method in (
-        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (checkpoint.Saver, "submit"),
+        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (Saver, "submit"),
     ):  # fmt: skip
         watch(owner, method)
     train_section = dict(steps=4, total_batch_tokens=32)

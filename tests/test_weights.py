@@ -57,5 +57,5 @@ def test_names_cover_every_parameter_once():
     flat = torch.zeros(config.n_params)
     for view in by_name(flat, config.model).values():
         view.add_(1)
-    start, end = 300 * 64, config.padded_vocab * 64
+    start, end = 300 * 64, config.model.padded_vocab * 64
     assert (flat[:start] == 1).all() and (flat[start:end] == 0).all() and (flat[end:] == 1).all()

@@ -38,6 +38,8 @@ def prepare_text(
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
     require_least(workers=(_workers(workers), 1))
+    if not 0 < val_fraction < 1:
+        raise ConfigError(f"--val_fraction: must be above 0 and below 1, got {val_fraction}")
     from gpt2_triton.data import prepare
 
     prepare.prepare_text(inputs, out, tokenizer, val_fraction, _workers(workers))

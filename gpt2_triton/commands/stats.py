@@ -29,7 +29,6 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
         raise ConfigError(f"{path}: holds no statistics yet; the first come with step log.stats_every")
     chosen = max(records) if step is None else step
     if chosen not in records:
-        raise ConfigError(
-            f"--step: no statistics of step {step}; there are {len(records)}, {min(records)} to {max(records)}"
-        )
+        having = f"{len(records)} steps from {min(records)} to {max(records)} have them"
+        raise ConfigError(f"--step: no statistics of step {step}; {having}")
     print(f"step {chosen}\n{table(records[chosen])}")

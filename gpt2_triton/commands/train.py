@@ -89,10 +89,11 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     known, given, rest = [key for key, _ in options()], {}, iter(words)
     for word in rest:
         if not word.startswith("--"):
-            raise ConfigError(f"{word}: unexpected; options are --section.key value")
+            raise ConfigError(f"{word}: unexpected; options are --section.key value, as in --optim.lr 3e-4")
         key, equals, value = word[2:].partition("=")
         if key not in known:
-            raise ConfigError(f"--{key}: unknown option{suggestion(key, [*FLAGS, *known], '--')}")
+            near = suggestion(key, [*FLAGS, *known], "--") or "; see --help"
+            raise ConfigError(f"--{key}: unknown option{near}")
         if key in given:
             raise ConfigError(f"--{key}: given twice; remove one")
         if not equals:

@@ -1,5 +1,6 @@
 """The Hugging Face Hub as the preparations see it: what a repository holds, and failures as one line."""
 
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ def asking(where: object, expected: str, todo: str) -> Iterator[None]:
         what, install = f"{error.name} is not installed", "pip install 'gpt2_triton[data]'"
         raise bad_data(where, what, "no such package", "Hugging Face's libraries", install) from None
     except Exception as error:  # theirs, their network library's, the system's, different by version
-        got = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        got = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise bad_data(where, "cannot be had", got, expected, todo) from error
 
 

@@ -96,9 +96,12 @@ def _sha256(data: bytes) -> str:
 def _prepare(
     texts: Iterable[Text], size: int, recipe: dict[str, Any], out_dir: Path, progress: Progress, run: Run
 ) -> Path:
+    occupied = out_dir.is_file() or (out_dir.is_dir() and any(out_dir.iterdir()))
     if is_done(out_dir, recipe):
         progress(f"{out_dir} is prepared already")
         return out_dir
+    if occupied:  # looked at first: what appears meanwhile may be the same data, of another process
+        raise in_use(out_dir)
     cut = int(size * (1 - recipe["val_fraction"]))
     if not 0 < cut < size:
         expected = "between 0 and 1, so that training and validation get a character each"

@@ -107,6 +107,14 @@ def map_tokens(path: Path) -> np.memmap:
 def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
     """Every shard that matches a path or glob, in the order of their names, checked in full."""
     paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
+    if os.path.isdir(pattern):
+        raise bad_data(
+            pattern,
+            "no shard",
+            "a directory",
+            "a path or glob of .bin files",
+            f"name its files, as {pattern}/train_*.bin",
+        )
     if not paths:
         todo = f"{PREPARE}, or correct data.train and data.val"
         raise bad_data(pattern, "no such shards", "0 files", "a path or glob of .bin files", todo)

@@ -134,6 +134,12 @@ def test_other_data_is_never_written_over(tmp_path, text_file):
         prepare_text([text_file], out, "bytes")
 
 
+def test_a_place_that_is_taken_is_refused_before_the_work(tmp_path, text_file):
+    for place in (text_file, tmp_path):
+        with pytest.raises(DataError, match="in use"):
+            prepare_text([text_file], place, "bytes", progress=lambda line: pytest.fail(line))
+
+
 def test_files_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"au lait:\ncaf\xe9\n")

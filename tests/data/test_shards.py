@@ -105,7 +105,9 @@ def test_no_match_is_refused_with_the_pattern_and_how_to_get_data(tmp_path):
 
 
 def test_a_directory_is_refused(tmp_path):
-    assert "cannot read" in refusal(tmp_path)
+    assert f"got a directory, expected a path or glob of .bin files; name its files, as {tmp_path}/train" in refusal(
+        tmp_path
+    )
 
 
 def test_a_glob_gives_sorted_shards_and_no_unfinished_ones(tmp_path):

@@ -1,0 +1,65 @@
+"""Checkpoints written while the run goes on: its tensors are copied to the host, and a thread writes the copy."""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from gpt2_triton import checkpoint
+from gpt2_triton.crew import ALONE, Crew
+
+
+class Saver:
+    """Writes checkpoints in a thread.  If one cannot be written, the run goes on, with a warning."""
+
+    def __init__(self, directory: Path, keep: int, major: int, back: int = 0, crew: Crew = ALONE):
+        self._directory, self._keep, self._major, self._back, self._crew = directory, keep, major, back, crew
+        self._host: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def submit(self, step: int, share: dict[str, list[Tensor]], state: dict[str, Any]) -> None:
+        """Start writing what checkpoint.save takes, each tensor joined from the parts in `share`, which are copied
+        before this returns.
+        """
+        self.wait()
+        for name, parts in share.items():
+            self._copy(name, parts)
+        self._thread = threading.Thread(target=self._save, args=(step, state), name="checkpoint")
+        self._thread.start()
+
+    def _copy(self, name: str, parts: list[Tensor]) -> None:
+        if name not in self._host:
+            shape = parts[0].shape if len(parts) == 1 else (sum(part.numel() for part in parts),)
+            self._host[name] = torch.empty(shape, dtype=parts[0].dtype, pin_memory=parts[0].is_cuda)
+        at, flat = 0, self._host[name].view(-1)
+        for part in parts:
+            flat[at : at + part.numel()].copy_(part.view(-1))
+            at += part.numel()
+
+    def _save(self, step: int, state: dict[str, Any]) -> None:
+        try:
+            crew = self._crew
+            checkpoint.save(self._directory, step, self._host, state, self._keep, self._major, self._back, crew)
+        except Exception as error:  # whatever it is, it belongs to the thread that waits
+            self._error = error
+
+    def wait(self, raise_errors: bool = False) -> None:
+        """Until the submitted checkpoint is written.  If it cannot be: a warning, or CheckpointError on request."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is None:
+            return
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise error  # our own slip
+        failure = f"{self._directory}: a checkpoint could not be written ({error}); older ones stay; free some space"
+        if raise_errors:
+            raise checkpoint.CheckpointError(f"{failure} and resume") from error
+        if self._crew.rank == 0:
+            print(f"warning: {failure}", file=sys.stderr, flush=True)
