@@ -1,4 +1,4 @@
-"""llm.c's files: a model (magic 20240326) in and out, a tokenizer (magic 20240328) out.
+"""llm.c's model files (magic 20240326), in and out; its tokenizer file is data/tokenizer.py's.
 
 A model is a header of 256 little-endian int32 (MODEL_MAGIC, version, block_size, vocab_size, n_layer, n_head, n_embd,
 rows of wte with padding, then zeros) and the parameters, matrices [out, in]: wte, wpe, then each kind of a layer's
@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_triton.checkpoint import CheckpointError
-from gpt2_triton.data.tokenizer import Tokenizer
+from gpt2_triton.data.tokenizer import LLMC_FILE, Tokenizer, write_llmc
 from gpt2_triton.weights import Weights, count, from_bf16, round_bf16, sized, tokenizer_of
 
-MODEL_MAGIC, TOKENIZER_MAGIC, TOKENIZER_VERSION = 20240326, 20240328, 2
+MODEL_MAGIC = 20240326
 VERSIONS = {3: "fp32", 5: "bf16"}
 STORAGE = {"fp32": "<f4", "bf16": "<i2"}
 HEADER_BYTES = 1024
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # header[2:7]
-MODEL, TOKENIZER = "model.bin", "gpt2_tokenizer.bin"  # llm.c looks for the second by this name
+MODEL = "model.bin"
 
 
 def read(path: str) -> Weights:
@@ -70,7 +70,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
             stored = values if dtype == "fp32" else round_bf16(values)
             file.write(np.ascontiguousarray(stored, STORAGE[dtype]).data)
     if tokenizer is not None:
-        _write_tokenizer(directory / TOKENIZER, tokenizer)
+        write_llmc(directory / LLMC_FILE, tokenizer)
 
 
 def _order(shapes: dict[str, tuple[int, ...]], n_layer: int) -> list[str]:
@@ -84,12 +84,3 @@ def _header(*numbers: int) -> bytes:
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[: len(numbers)] = numbers
     return header.tobytes()
-
-
-def _write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    """A header (magic, version, number of tokens, end of text), then each token as its length in a byte and its
-    bytes.
-    """
-    tokens = tokenizer.token_bytes()
-    header = _header(TOKENIZER_MAGIC, TOKENIZER_VERSION, len(tokens), tokenizer.eot)
-    path.write_bytes(header + b"".join(bytes([len(token)]) + token for token in tokens))

