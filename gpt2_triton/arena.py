@@ -103,7 +103,7 @@ def resolve(
         live, slots = m["live"], tuple(range(n))
         if dropped_at and order.index(level) >= order.index(dropped_at):
             slots = tuple(i // 2 if i % 2 == 0 else (n + 1) // 2 for i in range(n)) if which == "odd" else (0,) * n
-            live = live if which == "odd" else "block block_bwd..embed_bwd"
+            live = live if which == "odd" else "block block_bwd"
         copies = max(slots) + 1 if stack else 1
         row = Row(
             field.name,

@@ -1,6 +1,7 @@
 """What ranks exchange in a step, each bucket as soon as it can go, on a stream beside the one that computes.
 
-gradients   a layer's leave under the attention of the layer below; wte's under the last product
+gradients   a layer's leave under the attention of the layer below, layer 0's under the embedding's backward pass;
+            wte's come last, and are waited for
 parameters  (ZeRO-1 and 2) a layer's are gathered under the attention of the layer before, in the next step; the
             embedding's and layer 0's, needed first, under the update of the other layers
 
@@ -32,7 +33,7 @@ class Link:
         """The layer's parameters are needed."""
 
     def transfer(self) -> None:
-        """Attention is next: what waits to travel sets out."""
+        """Attention is next, or the embedding's backward pass: what waits to travel sets out."""
 
     def grads_begin(self, layer: int) -> None:
         """The layer's gradients are about to be written."""
@@ -101,8 +102,6 @@ class Exchange(Link):
                 self._send(0)
 
     def end(self) -> None:
-        while self._to_send:
-            self.transfer()
         self._sent.clear()
         self._side.join()
 

@@ -104,7 +104,7 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """dx holds the gradient of the residual stream throughout; gb[i] is the bias whose branch ends at x[i], the
-    column sums of dx there.  Layer 0's last product is left to embed_bwd.
+    column sums of dx there.
     """
     w, g, a, redo, acc_layer = m.w, m.g, m.a, m.recompute, acc and not m.grads_leave
     for l in reversed(range(m.L)):
@@ -134,19 +134,16 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         ln = a.ln[i] if redo.ln and not redo.qkv else None
         norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
         K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.gb[i], ln, a.scratch, a.dln, *norm, acc)
-        if l:
-            K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv, a.ln[i], acc_layer)
-            m.link.grads_done(l)
+        K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv, a.ln[i], acc_layer)
+        m.link.grads_done(l)
 
 
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
-    g, a = m.g, m.a
-    K.encoder_bwd(g.wte, g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
+    a = m.a
+    m.link.transfer()
+    K.encoder_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
     m.link.grads_done(EMBED)
-    # the last product of layer 0 runs while the largest gradient of all, that of wte, is on its way to other ranks
-    K.matmul_dw(g.qkvw[0], a.scratch, a.dqkv, a.ln[0], acc and not m.grads_leave)
-    m.link.grads_done(0)
 
 
 def update(K: Any, m: Any) -> None:

@@ -95,7 +95,7 @@ class State:
 class Acts:
     # `drop` names the recompute level from which on the list is one buffer, computed again in the backward pass
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
-    ln:      Tensors = buf("2*L | R C",  "act", "block..embed_bwd", "activations", drop="gelu+ln")
+    ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     rstd:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     qkv:     Tensors = buf("L | R 3*C",  "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
@@ -113,8 +113,8 @@ class Acts:
     dx:      Tensor  = buf("R C",        "act", "head..embed_bwd",  "backward")  # gradient of the residual stream
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
-    dfch:    Tensor  = buf("R 4*C",      "act", "block_bwd..embed_bwd", "backward")
-    dqkv:    Tensor  = buf("R 3*C",      "act", "block_bwd..embed_bwd", "backward", within="dfch")
+    dfch:    Tensor  = buf("R 4*C",      "act", "block_bwd",        "backward")
+    dqkv:    Tensor  = buf("R 3*C",      "act", "block_bwd",        "backward",    within="dfch")
     delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")  # rowsum(dout * out) of attention
     scratch: Tensor  = buf("W",          "f32", "head..update",     "scratch")  # partial sums of one launch
 
