@@ -87,10 +87,11 @@ class Exchange(Link):
             layer = self._to_send.popleft()
             with self._side.behind():
                 self._send(1 + layer, self._acc and self._zero == 2)
-                self._sent[layer] = self._side.mark()
+                if self._zero == 2:  # layer - 2's gradients are to have the same place
+                    self._sent[layer] = self._side.mark()
 
     def grads_begin(self, layer: int) -> None:
-        if self._zero == 2 and layer + 2 in self._sent:  # that layer's gradients had the same place
+        if layer + 2 in self._sent:
             self._side.wait(self._sent.pop(layer + 2))
 
     def grads_done(self, layer: int) -> None:
