@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from triton import JITFunction, knobs
+from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 
 
@@ -54,7 +55,10 @@ def compiling(ignore_errors: bool = False) -> Iterator[Compiled]:
             finally:
                 JITFunction.run = launch
         kernels = {_result(kernel, ignore_errors) for kernel in asked} - {None}
-        list(pool.map(lambda kernel: _load(kernel, ignore_errors), kernels))
+        passed_over = (Exception,) if ignore_errors else ()  # Triton's and the driver's
+        list(pool.map(lambda kernel: _make_launcher(kernel, passed_over), kernels))
+    for kernel in kernels:
+        _load(kernel, passed_over)
     out.kernels, out.from_cache, out.seconds = len(kernels), sum(cached), time.perf_counter() - began
 
 
@@ -62,10 +66,15 @@ def _result(kernel: Any, ignore_errors: bool) -> Any:
     return kernel.result(ignore_errors) if isinstance(kernel, FutureKernel) else kernel
 
 
-def _load(kernel: Any, ignore_errors: bool) -> None:
-    """In Triton 3.6 gcc makes the launcher first."""
-    try:
+def _make_launcher(kernel: Any, passed_over: tuple[type[Exception], ...]) -> None:
+    """Triton 3.6 has gcc make a Python extension for each signature, and finds it on disk from then on."""
+    with contextlib.suppress(*passed_over):
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
+def _load(kernel: Any, passed_over: tuple[type[Exception], ...]) -> None:
+    """One at a time: 3.6's extensions have one name, and one that is loaded already comes as the module of another,
+    overwritten.  A thread could so end up with the launcher of another thread's kernel.
+    """
+    with contextlib.suppress(*passed_over):
         _ = kernel.run
-    except Exception:  # Triton's and the driver's
-        if not ignore_errors:
-            raise

@@ -13,6 +13,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
+    import time
+
     import torch
     import triton
     import triton.language as tl
@@ -27,8 +29,11 @@ SCRIPT = """
         launched = 0
 
         def launcher_cls(self, src, metadata):
+            Device.module = src  # as Triton 3.6's launchers, which are all the module of one name
+            time.sleep(0.01)
+            loaded = Device.module
             def launch(*_):
-                Device.launched += 1
+                Device.launched += loaded is src
             return launch
 
         def load_binary(self, name, kernel, shared, device):
@@ -82,8 +87,8 @@ SCRIPT = """
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py does this with the real driver")
 def test_compiling_compiles_each_kernel_once_and_launches_nothing(tmp_path):
-    """Three kernels, one of them Gluon's; a second process finds all of them in Triton's cache.  A kernel that does not
-    compile is an error, at once or when it is launched.
+    """Three kernels, one of them Gluon's; a second process finds all of them in Triton's cache.  Each has its own
+    launcher.  A kernel that does not compile is an error, at once or when it is launched.
     """
     script = tmp_path / "script.py"  # Triton reads the source of kernels, so they have to be in a file
     script.write_text(textwrap.dedent(SCRIPT))
