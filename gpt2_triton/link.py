@@ -2,8 +2,8 @@
 
 gradients   a layer's leave under the attention of the layer below, layer 0's under the embedding's backward pass;
             wte's come last, and are waited for
-parameters  (ZeRO-1 and 2) a layer's are gathered under the attention of the layer before, in the next step; the
-            embedding's and layer 0's, needed first, under the update of the other layers
+parameters  (ZeRO-1 and 2) a layer's are gathered under the attention of the layer before, in the next step, layer
+            0's under the embedding; the embedding's, norms' and biases' under the update of the layers
 
 NCCL's kernels need multiprocessors of their own.  A product has one program on each for as long as it takes, so those
 that find theirs taken would begin when the transfer ends, and the product end that much later.  Attention's programs
@@ -71,7 +71,8 @@ class Exchange(Link):
     def begin(self, acc: bool, last: bool) -> None:
         self._acc, self._last = acc, last
         if self._zero and not acc:
-            self._to_gather.extend(self._layers[1:])
+            self._to_gather.extend(self._layers)
+            self.transfer()
 
     def params(self, layer: int) -> None:
         if layer in self._arrived:
@@ -111,7 +112,7 @@ class Exchange(Link):
 
     def updated(self, bucket: int) -> None:
         last = len(self._buckets) - 1
-        if self._zero and bucket in (0, last, 1):  # embedding, norms and biases, layer 0
+        if self._zero and bucket in (0, last):  # embedding; norms and biases
             with self._side.behind():
                 self._gather(bucket)
         if self._zero and bucket == last - 1:
