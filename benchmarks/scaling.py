@@ -6,8 +6,8 @@ N GPUs, each bucket of b bytes, ring algorithms: reduce-scatter of fp32 gradient
     (N - 1) / N * b / link + start + (N - 1) * hop    each
 Layers travel under the computation, the gradients in its backward two thirds and the parameters in its forward third:
 they cost SHARE of their time, for the multiprocessors that they take, and all of it once there is no more room.  The
-gradients of the embedding come last and are waited for; so are its parameters and layer 0's, but for the time of the
-layers' update.  Computation is taken as proportional to the tokens, which flatters small batches.
+gradients of the embedding come last and are waited for; so are its parameters, but for the time of the layers'
+update.  Computation is taken as proportional to the tokens, which flatters small batches.
 """
 
 import argparse
@@ -53,11 +53,11 @@ def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float
     (layer_sum, layer_gather), (embed_sum, embed_gather) = (
         [seconds(n, width, gpus, link) for width in (4, 2)] for n in (size.layer, size.embed)
     )
-    sums, gathers = size.layers * layer_sum, (size.layers - 1) * layer_gather
+    sums, gathers = size.layers * layer_sum, size.layers * layer_gather
     for under, room in ((sums, compute * 2 / 3), (gathers, compute / 3)):
         lost += SHARE * min(under, room) + max(under - room, 0.0)
     update = size.layers * size.layer / gpus * UPDATE
-    lost += embed_sum + max(embed_gather + layer_gather - update, 0.0)
+    lost += embed_sum + max(embed_gather - update, 0.0)
     return compute, size.layers * (layer_sum + layer_gather) + embed_sum + embed_gather, lost
 
 

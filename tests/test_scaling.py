@@ -36,8 +36,8 @@ def test_the_links_are_as_fast_as_they_were_measured(size, width):
 def test_what_travels_under_the_computation_costs_its_share_of_the_gpu():
     size = scaling.SIZES[0]
     compute, _, lost = scaling.step(size, size.batch, 8, Link(300e9, 0, 0))
-    layers, last = 7 / 8 * (12 * 4 + 11 * 2) * size.layer / 300e9, 7 / 8 * 4 * size.embed / 300e9
-    gathered = 7 / 8 * 2 * (size.layer + size.embed) / 300e9 - 12 * size.layer / 8 * scaling.UPDATE
+    layers, last = 7 / 8 * 12 * (4 + 2) * size.layer / 300e9, 7 / 8 * 4 * size.embed / 300e9
+    gathered = 7 / 8 * 2 * size.embed / 300e9 - 12 * size.layer / 8 * scaling.UPDATE
     assert lost == pytest.approx(scaling.SHARE * layers + last + gathered) and lost < compute / 50
     assert scaling.step(size, size.batch, 8, Link(1e9, 0, 0))[2] > compute  # and with slow links everything shows
 
