@@ -106,10 +106,10 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """dx holds the gradient of the residual stream throughout; gb[i] is the bias whose branch ends at x[i], the
     column sums of dx there.
     """
-    w, g, a, redo, acc_layer = m.w, m.g, m.a, m.recompute, acc and not m.grads_leave
+    w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_leave
     for l in reversed(range(m.L)):
         m.link.grads_begin(l)
-        i = 2 * l
+        i, redo = 2 * l, m.recompute[l]
         if redo.block:
             layer(K, m, l)
         # through fcproj, GELU, fc and the norm of x[i+1]

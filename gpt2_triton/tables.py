@@ -37,6 +37,13 @@ class Recompute:
         return cls(gelu=1 <= depth <= 3, ln=depth >= 2, qkv=depth == 3, block=depth == 4)
 
 
+def layer_levels(recompute: str, L: int) -> list[str]:
+    """The level of each layer: LEVEL for all; LEVEL:N for the first N, and for the others the level before it."""
+    level, _, first = recompute.partition(":")
+    n = int(first or L)
+    return [level] * n + [LEVELS[LEVELS.index(level) - 1]] * (L - n)
+
+
 Tensors = list[Tensor]
 
 
@@ -93,7 +100,7 @@ class State:
 
 @dataclasses.dataclass
 class Acts:
-    # `drop` names the recompute level from which on the list is one buffer, computed again in the backward pass
+    # `drop` names the recompute level from which on layers have one buffer, computed again in the backward pass
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
     ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
