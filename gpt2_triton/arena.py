@@ -31,7 +31,7 @@ class OutOfMemory(ValueError):
     """The plan does not fit the GPU."""
 
 
-def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", within: str = "") -> Any:
+def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", again: str = "", within: str = "") -> Any:
     """A table row.
 
     shape    "R 4*C", or "L | R 4*C" for a list of L buffers
@@ -39,10 +39,14 @@ def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", within: 
     live     "head" | "block block_bwd" (two uses, free between) | "block..block_bwd" (kept throughout)
     drop     the recompute level from which on layers have one buffer for all, "level:odd" for the list's odd entries
              only
+    again    the level from which on that buffer is written again in the backward pass, if not `drop`
     within   the row whose bytes this one shares, its uses never overlapping
     """
     return dataclasses.field(
-        default=None, metadata=dict(shape=shape, storage=storage, live=live, kind=kind, drop=drop, within=within)
+        default=None,
+        metadata=dict(
+            shape=shape, storage=storage, live=live, kind=kind, drop=drop, again=again or drop, within=within
+        ),
     )
 
 
@@ -103,13 +107,15 @@ def resolve(
         n = sizes(stack, dims)[0] if stack else 0
         drop, _, which = m["drop"].partition(":")
         dropped = [order.index(level) >= order.index(drop) for level in levels] if drop else []
-        slots = _slots(n, dropped, which == "odd")
+        slots, live = _slots(n, dropped, which == "odd"), m["live"]
+        if dropped and all(dropped) and not which:
+            live = "block block_bwd" if order.index(levels[0]) >= order.index(m["again"]) else "block"
         row = Row(
             field.name,
             spec.strip(),
             sizes(spec, dims),
             dtypes[m["storage"]],
-            "block block_bwd" if dropped and all(dropped) and not which else m["live"],
+            live,
             m["kind"],
             m["within"],
             slots if stack else None,

@@ -109,7 +109,7 @@ class Acts:
     lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of row sums
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block")  # before GELU
-    fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu")  # after GELU
+    fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu", again="block")  # after
     lnf:     Tensor  = buf("R C",        "act", "head..embed_bwd",  "head")  # the final norm, norm of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
     p:       Tensor  = buf("Rc Vp",      "act", "head",             "head")  # exp(logit - target logit)

@@ -298,7 +298,7 @@ def test_every_launch_stays_inside_live_rows(level, monkeypatch):
 def test_a_wrong_lifetime_is_caught_by_the_record(monkeypatch):
     model = recorded_step("gelu", monkeypatch)
     wrong = dict(fch="block", lnf="head", mean="block", ks="head", x="block..block_bwd")  # too short
-    wrong |= dict(qkv="block block_bwd", fcg="block..head", losses="embed..head update")  # not what the level keeps
+    wrong |= dict(qkv="block block_bwd", fcg="head", losses="embed..head update")  # not what the level keeps
     for name, live in wrong.items():
         row = model.plan.rows[name]
         right, row.live = row.live, live
