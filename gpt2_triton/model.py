@@ -119,6 +119,8 @@ class GPT2:
                 for acc in (False, True):
                     self._forward_backward(acc, watched, True)
                 self._update(watched)
+            if self.state.received is not None:  # what the link would launch
+                self.K.add(self.state.received, self.state.received)
             for shape in evaluated:
                 self.evaluate(*np.zeros((2, *shape), np.int32))
             if self.config.sample.every:
