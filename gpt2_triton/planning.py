@@ -57,8 +57,9 @@ def make_plan(
     """
     dims = dimensions(config, K, B, T, training, texts)
     dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
-    assert config.memory.recompute != "auto", "choose_recompute comes first"
-    levels = layer_levels(config.memory.recompute if training else "block", dims["L"])
+    level = config.memory.recompute if training else "block"
+    assert level != "auto", "choose_recompute comes first"
+    levels = layer_levels(level, dims["L"])
     rows = [row for table in (State, Acts, Decoding) for row in resolve(table, dims, dtypes, levels, LEVELS)]
     return plan(rows), dims
 

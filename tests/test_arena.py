@@ -196,3 +196,13 @@ def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
     assert choose_recompute(config, reference, totals["block"] - 1).memory.recompute == "block"
     named = config.replace(memory={"recompute": "gelu"})
     assert choose_recompute(named, reference, 0) is named
+
+
+def test_a_model_that_only_runs_forward_has_no_level_to_choose():
+    """Checkpoints of a run with `auto` say so: samples and scores of it need no choice."""
+    config, T = tiny_config(memory=dict(recompute="auto")), 16
+    totals = [
+        gpt2_triton.planning.make_plan(c, reference, 2, T, training=False)[0].total
+        for c in (config, config.replace(memory={"recompute": "none"}))
+    ]
+    assert totals[0] == totals[1]
