@@ -2,7 +2,6 @@
 fits.  Nothing here touches a GPU, but for asking how much of it is free.
 """
 
-import bisect
 import math
 import os
 import sys
@@ -65,19 +64,20 @@ def make_plan(
 
 
 def choose_recompute(config: Config, K: Any, budget: int) -> Config:
-    """The configuration with memory.recompute `auto` replaced by the first level, in as few layers as need be, whose
-    plan fits `budget` bytes, which is the fastest; by the last level, the smallest, if none does.
+    """The configuration with memory.recompute `auto` replaced by the first level whose plan fits `budget` bytes, the
+    fastest, in as few layers as need be; by the last level if none fits.
     """
     if config.memory.recompute != "auto":
         return config
-    L = config.model.n_layer
-    some = [f"{level}:{n}" if n < L else level for level in LEVELS[1:] for n in range(1, L + 1)]
-    choices = [config.replace(memory={"recompute": level}) for level in (LEVELS[0], *some)]
 
-    def fits(choice: Config) -> bool:
+    def fits(level: str) -> bool:
+        choice = config.replace(memory={"recompute": level})
         return make_plan(choice, K, choice.micro_batch, choice.train.seq_len)[0].total <= budget
 
-    return choices[min(bisect.bisect_left(choices, True, key=fits), len(choices) - 1)]
+    level = next(filter(fits, LEVELS), LEVELS[-1])
+    if level != LEVELS[0]:
+        level = next(filter(fits, (f"{level}:{n}" for n in range(1, config.model.n_layer))), level)
+    return config.replace(memory={"recompute": level})
 
 
 def free_bytes(device: str) -> int:

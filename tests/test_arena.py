@@ -198,6 +198,20 @@ def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
     assert choose_recompute(named, reference, 0) is named
 
 
+def test_recompute_auto_fits_where_a_deeper_level_takes_more():
+    """With one layer `block` keeps as much as the level before, and needs GELU's output in the backward pass too."""
+    model, train = dict(n_layer=1, vocab_size=512), dict(batch_size=16, total_batch_tokens=256)
+    config = tiny_config(model=model, train=train, memory=dict(recompute="auto"))
+
+    def total(level):
+        at_level = config.replace(memory={"recompute": level})
+        return gpt2_triton.planning.make_plan(at_level, reference, 16, 16)[0].total
+
+    budget = total("gelu+ln+qkv")
+    assert budget < min(total("gelu+ln"), total("block"))
+    assert total(choose_recompute(config, reference, budget).memory.recompute) <= budget
+
+
 def test_a_model_that_only_runs_forward_has_no_level_to_choose():
     """Checkpoints of a run with `auto` say so: samples and scores of it need no choice."""
     config, T = tiny_config(memory=dict(recompute="auto")), 16
