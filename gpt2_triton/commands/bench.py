@@ -45,7 +45,8 @@ def bench(
     steps: int
         Steps of each run, at least 6; the first five are not counted.  --ops takes 10 after 10.
     recompute: str
-        memory.recompute of our runs; by default gelu for d12, gelu+ln for the others.
+        memory.recompute of our runs: none, gelu, gelu+ln, gelu+ln+qkv, block, or as gelu+ln:4 in the first layers only;
+        by default gelu for d12, gelu+ln for the others.
     baseline: str
         torch runs PyTorch too, none does not.
     ops: bool
