@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -152,6 +153,16 @@ def test_an_interrupt_is_130(here, module, capsys):
 
     module("trainer", train=train)
     assert main(train_app, ["x.yaml"]) == 130
+
+
+@pytest.mark.parametrize("words", [["--print_config"], ["--plan"]])
+def test_output_whose_reader_is_gone_is_141_and_one_line(here, request, words):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, str(request.config.rootpath / "train.py"), "x.yaml", *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "error: nobody reads the output any more\n")
 
 
 def test_print_config_is_the_whole_configuration(here, capsys):
