@@ -8,7 +8,7 @@ both), `Plan.show` prints them without a GPU, and `carve` cuts typed views out o
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,18 +31,22 @@ class OutOfMemory(ValueError):
     """The plan does not fit the GPU."""
 
 
-def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", within: str = "") -> Any:
+def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", again: str = "", within: str = "") -> Any:
     """A table row.
 
     shape    "R 4*C", or "L | R 4*C" for a list of L buffers
     storage  "act" (the run's dtype), "f32", "i32", "i16"
     live     "head" | "block block_bwd" (two uses, free between) | "block..block_bwd" (kept throughout)
-    drop     the recompute level from which on the list shrinks to one shared buffer, "level:odd" for its odd entries
+    drop     the recompute level from which on layers have one buffer for all, "level:odd" for the list's odd entries
              only
+    again    the level from which on that buffer is written again in the backward pass, if not `drop`
     within   the row whose bytes this one shares, its uses never overlapping
     """
     return dataclasses.field(
-        default=None, metadata=dict(shape=shape, storage=storage, live=live, kind=kind, drop=drop, within=within)
+        default=None,
+        metadata=dict(
+            shape=shape, storage=storage, live=live, kind=kind, drop=drop, again=again or drop, within=within
+        ),
     )
 
 
@@ -91,20 +95,21 @@ def sizes(spec: str, dims: dict[str, int]) -> tuple[int, ...]:
 
 
 def resolve(
-    table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], level: str, levels: Iterable[str]
+    table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str], order: Sequence[str]
 ) -> list[Row]:
-    """The table's rows for these sizes and this recompute level, not yet placed; rows of no elements are left out."""
-    order, rows = list(levels), []
+    """The table's rows for these sizes and the recompute level of each layer, not yet placed; rows of no elements are
+    left out.  `order` has all levels; the layers of a deeper one come first.
+    """
+    rows = []
     for field in dataclasses.fields(table):
         m = field.metadata
         stack, _, spec = m["shape"].rpartition("|")
         n = sizes(stack, dims)[0] if stack else 0
-        dropped_at, _, which = m["drop"].partition(":")
-        live, slots = m["live"], tuple(range(n))
-        if dropped_at and order.index(level) >= order.index(dropped_at):
-            slots = tuple(i // 2 if i % 2 == 0 else (n + 1) // 2 for i in range(n)) if which == "odd" else (0,) * n
-            live = live if which == "odd" else "block block_bwd"
-        copies = max(slots) + 1 if stack else 1
+        drop, _, which = m["drop"].partition(":")
+        dropped = [order.index(level) >= order.index(drop) for level in levels] if drop else []
+        slots, live = _slots(n, dropped, which == "odd"), m["live"]
+        if dropped and all(dropped) and not which:
+            live = "block block_bwd" if order.index(levels[0]) >= order.index(m["again"]) else "block"
         row = Row(
             field.name,
             spec.strip(),
@@ -114,11 +119,24 @@ def resolve(
             m["kind"],
             m["within"],
             slots if stack else None,
-            copies,
+            max(slots) + 1 if stack else 1,
         )
         if row.nbytes:
             rows.append(row)
     return rows
+
+
+def _slots(n: int, dropped: Sequence[bool], odd: bool) -> tuple[int, ...]:
+    """The copy that each of a list's n entries, one or two a layer, has; `dropped` says which layers keep none.
+
+    Those layers, the first ones, take the copy of the first layer that keeps its own: forward they are done with it
+    before that layer writes it, and backward it is done with it before they write it again.
+    """
+    a_layer = n // len(dropped) if dropped else 1
+    kept = [i for i in range(n) if i // a_layer >= sum(dropped) or odd and i % 2 == 0]
+    common = next((slot for slot, i in enumerate(kept) if i % 2 or not odd), len(kept))
+    own = {i: slot for slot, i in enumerate(kept)}
+    return tuple(own.get(i, common) for i in range(n))
 
 
 @dataclasses.dataclass

@@ -139,6 +139,12 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
     if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
         known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
         yield "init_from", f"expected scratch or one of {known}; got {config.init_from}"
+    recomputed = config.memory.recompute.partition(":")[2]
+    if recomputed and int(recomputed) > m.n_layer:
+        yield (
+            "memory.recompute",
+            f"{config.memory.recompute} is of more layers than model.n_layer {m.n_layer}; lower it",
+        )
     saved = config.checkpoint.every
     if t.rewind_after and not saved:
         yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"

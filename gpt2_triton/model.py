@@ -20,7 +20,7 @@ from gpt2_triton.link import Exchange, Link
 from gpt2_triton.parallel import World
 from gpt2_triton.planning import make_plan, refuse_if_too_large
 from gpt2_triton.stream import STEPS, Replay, Step
-from gpt2_triton.tables import Acts, Decoding, Recompute, State, entries, named
+from gpt2_triton.tables import Acts, Decoding, Recompute, State, entries, layer_levels, named
 from gpt2_triton.view import Update, View
 from gpt2_triton.watch import Watch, first_nonfinite
 
@@ -46,7 +46,8 @@ class GPT2:
         self.config, self.K = config, K
         self.B, self.T = batch or config.micro_batch, config.train.seq_len
         self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes, texts)
-        self.recompute = Recompute.at(config.memory.recompute if training else "block")
+        levels = layer_levels(config.memory.recompute if training else "block", self.dims["L"])
+        self.recompute = [Recompute.at(level) for level in levels]
         refuse_if_too_large(self.plan, config, K, device, texts)
         self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
         self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
@@ -118,6 +119,8 @@ class GPT2:
                 for acc in (False, True):
                     self._forward_backward(acc, watched, True)
                 self._update(watched)
+            if self.state.received is not None:  # what the link would launch
+                self.K.add(self.state.received, self.state.received)
             for shape in evaluated:
                 self.evaluate(*np.zeros((2, *shape), np.int32))
             if self.config.sample.every:

@@ -2,6 +2,7 @@
 fits.  Nothing here touches a GPU, but for asking how much of it is free.
 """
 
+import bisect
 import math
 import os
 import sys
@@ -14,7 +15,7 @@ from gpt2_triton.config import Config
 from gpt2_triton.data.loader import packed_size, scatter_bounds
 from gpt2_triton.layout import flat_sizes
 from gpt2_triton.sections import ModelConfig
-from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries
+from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries, layer_levels
 from gpt2_triton.watch import slots
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -56,21 +57,26 @@ def make_plan(
     """
     dims = dimensions(config, K, B, T, training, texts)
     dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
-    level = config.memory.recompute if training else "block"
-    assert level != "auto", "choose_recompute comes first"
-    rows = [row for table in (State, Acts, Decoding) for row in resolve(table, dims, dtypes, level, LEVELS)]
+    assert config.memory.recompute != "auto", "choose_recompute comes first"
+    levels = layer_levels(config.memory.recompute if training else "block", dims["L"])
+    rows = [row for table in (State, Acts, Decoding) for row in resolve(table, dims, dtypes, levels, LEVELS)]
     return plan(rows), dims
 
 
 def choose_recompute(config: Config, K: Any, budget: int) -> Config:
-    """The configuration with memory.recompute `auto` replaced by the first level, the fastest, whose plan fits `budget`
-    bytes; by the last, the smallest, if none does.
+    """The configuration with memory.recompute `auto` replaced by the first level, in as few layers as need be, whose
+    plan fits `budget` bytes, which is the fastest; by the last level, the smallest, if none does.
     """
     if config.memory.recompute != "auto":
         return config
-    choices = [config.replace(memory={"recompute": level}) for level in LEVELS]
-    fitting = (c for c in choices if make_plan(c, K, c.micro_batch, c.train.seq_len)[0].total <= budget)
-    return next(fitting, choices[-1])
+    L = config.model.n_layer
+    some = [f"{level}:{n}" if n < L else level for level in LEVELS[1:] for n in range(1, L + 1)]
+    choices = [config.replace(memory={"recompute": level}) for level in (LEVELS[0], *some)]
+
+    def fits(choice: Config) -> bool:
+        return make_plan(choice, K, choice.micro_batch, choice.train.seq_len)[0].total <= budget
+
+    return choices[min(bisect.bisect_left(choices, True, key=fits), len(choices) - 1)]
 
 
 def free_bytes(device: str) -> int:
@@ -109,7 +115,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     chosen = choose_recompute(config, K, budget)
     made, dims = make_plan(chosen, K, config.micro_batch, T)
     lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
-    for level in LEVELS:
+    for level in dict.fromkeys((*LEVELS, chosen.memory.recompute)):
         total, best = _total_and_largest(config.replace(memory={"recompute": level}), K, budget)
         mark = "  <-" if level == chosen.memory.recompute else ""
         lines.append(f"{level:<16}{total / GIB:>8.2f}{best:>28}{mark}")

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ class Saver:
     def __init__(self, directory: Path, keep: int, major: int, back: int = 0, crew: Crew = ALONE):
         self._directory, self._keep, self._major, self._back, self._crew = directory, keep, major, back, crew
         self._host: dict[str, Tensor] = {}
+        self._step: int | None = None  # of what the host holds
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -27,19 +29,32 @@ class Saver:
         before this returns.
         """
         self.wait()
-        for name, parts in share.items():
-            self._copy(name, parts)
+        self._step = None
+        for part, host in self._pairs(share):
+            host.copy_(part)
+        self._step = step
         self._thread = threading.Thread(target=self._save, args=(step, state), name="checkpoint")
         self._thread.start()
 
-    def _copy(self, name: str, parts: list[Tensor]) -> None:
-        if name not in self._host:
-            shape = parts[0].shape if len(parts) == 1 else (sum(part.numel() for part in parts),)
-            self._host[name] = torch.empty(shape, dtype=parts[0].dtype, pin_memory=parts[0].is_cuda)
-        at, flat = 0, self._host[name].view(-1)
-        for part in parts:
-            flat[at : at + part.numel()].copy_(part.view(-1))
-            at += part.numel()
+    def recall(self, step: int, share: dict[str, list[Tensor]]) -> bool:
+        """Copy what was submitted last back into `share`; False, and nothing is done, if that was not of this step."""
+        self.wait()
+        if step != self._step:
+            return False
+        for part, host in self._pairs(share):
+            part.copy_(host)
+        return True
+
+    def _pairs(self, share: dict[str, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every part, flat, and its place on the host."""
+        for name, parts in share.items():
+            if name not in self._host:
+                shape = parts[0].shape if len(parts) == 1 else (sum(part.numel() for part in parts),)
+                self._host[name] = torch.empty(shape, dtype=parts[0].dtype, pin_memory=parts[0].is_cuda)
+            at, flat = 0, self._host[name].view(-1)
+            for part in parts:
+                yield part.view(-1), flat[at : at + part.numel()]
+                at += part.numel()
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
         try:

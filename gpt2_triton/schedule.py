@@ -106,17 +106,16 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """dx holds the gradient of the residual stream throughout; gb[i] is the bias whose branch ends at x[i], the
     column sums of dx there.
     """
-    w, g, a, redo, acc_layer = m.w, m.g, m.a, m.recompute, acc and not m.grads_leave
+    w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_leave
     for l in reversed(range(m.L)):
         m.link.grads_begin(l)
-        i = 2 * l
+        i, redo = 2 * l, m.recompute[l]
         if redo.block:
             layer(K, m, l)
-        # through fcproj, GELU, fc and the norm of x[i+1]
-        K.matmul_dx_dgelu(
-            a.dfch, g.fcb[l], a.fcg[l] if redo.gelu else None, a.scratch, a.dx, w.fcprojw[l], a.fch[l], acc
-        )
-        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx, a.fcg[l], acc_layer)
+        # through fcproj, GELU, fc and the norm of x[i+1]; computed again, gelu(fch) takes the place of fch
+        fcg = a.fch[l] if redo.gelu else a.fcg[l]
+        K.matmul_dx_dgelu(a.dfch, g.fcb[l], fcg if redo.gelu else None, a.scratch, a.dx, w.fcprojw[l], a.fch[l], acc)
+        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx, fcg, acc_layer)
         K.matmul_dx(a.dln, a.dfch, w.fcw[l])
         ln = a.ln[i + 1] if redo.ln else None
         norm = (a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1], a.mean[i + 1], a.rstd[i + 1])

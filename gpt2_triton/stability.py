@@ -4,15 +4,17 @@ A step is skipped, on the device, if its loss or gradient norm is not finite, or
 The host learns of it one step late.  docs/stability.md has the whole.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
 
 from gpt2_triton import checkpoint
 from gpt2_triton.config import Config
 from gpt2_triton.crew import Crew
+from gpt2_triton.model import GPT2
+from gpt2_triton.saver import Saver
 from gpt2_triton.stream import StepResult
 
 MAX_REWINDS = 10  # to one checkpoint; what the data of so many rewinds did not cure is no matter of data
@@ -69,13 +71,28 @@ def rewind_target(state: dict[str, Any], config: Config) -> int:
     return (state["step"] - state["without_update"]) // every * every
 
 
-def go_back(state: dict[str, Any], target: int, directory: Path, load: Callable[[dict[str, Tensor]], None],
-            crew: Crew) -> None:  # fmt: skip
-    """Give the checkpoint of step `target` to `load`, delete later ones, and set the step back in `state`, whose place
-    in the data stays.  CheckpointError if it is not there or damaged.
+def go_back(state: dict[str, Any], target: int, directory: Path, model: GPT2, saver: Saver, crew: Crew) -> None:
+    """Give the model what it was after step `target`, delete later checkpoints, and set the step back in `state`, whose
+    place in the data stays.
+
+    The copy that the saver has in memory will do if it is of that step; otherwise the checkpoint is read, and it is a
+    CheckpointError if it is not there or damaged.
     """
-    _, tensors = checkpoint.load(checkpoint.find(directory / f"step_{target:08d}"))
-    load(tensors)
+    if not _recall(target, model, saver, crew):
+        _, tensors = checkpoint.load(checkpoint.find(directory / f"step_{target:08d}"))
+        model.load(tensors)
     crew.all(None)  # nothing is deleted while another rank looks for what is there
     crew.first(lambda: checkpoint.discard_after(directory, target))
     state |= {"step": target, "skipped_in_a_row": 0, "without_update": 0, "rewinds": state["rewinds"] + 1}
+
+
+def _recall(target: int, model: GPT2, saver: Saver, crew: Crew) -> bool:
+    """Each rank takes its share from its own memory, and the rest from the other ranks.  At ZeRO-0 it would have to
+    take moments from them, for which there is no collective.
+    """
+    if crew.size > 1 and model.dims["zero"] == 0 or not saver.recall(target, model.share()):
+        return False
+    model.link.gather()
+    window = crew.first(model.state.window.tolist)  # in rank 0's share alone
+    model.state.window.copy_(torch.from_numpy(np.array(window, np.float32)))
+    return True

@@ -37,6 +37,13 @@ class Recompute:
         return cls(gelu=1 <= depth <= 3, ln=depth >= 2, qkv=depth == 3, block=depth == 4)
 
 
+def layer_levels(recompute: str, L: int) -> list[str]:
+    """The level of each layer: LEVEL for all; LEVEL:N for the first N, and for the others the level before it."""
+    level, _, first = recompute.partition(":")
+    n = int(first or L)
+    return [level] * n + [LEVELS[LEVELS.index(level) - 1]] * (L - n)
+
+
 Tensors = list[Tensor]
 
 
@@ -93,7 +100,7 @@ class State:
 
 @dataclasses.dataclass
 class Acts:
-    # `drop` names the recompute level from which on the list is one buffer, computed again in the backward pass
+    # `drop` names the recompute level from which on layers have one buffer, computed again in the backward pass
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
     ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
@@ -102,7 +109,7 @@ class Acts:
     lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of row sums
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block")  # before GELU
-    fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu")  # after GELU
+    fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu", again="block")  # after
     lnf:     Tensor  = buf("R C",        "act", "head..embed_bwd",  "head")  # the final norm, norm of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
     p:       Tensor  = buf("Rc Vp",      "act", "head",             "head")  # exp(logit - target logit)

@@ -263,7 +263,7 @@ class Trainer:
             self.in_flight = None
         self.saver.wait()
         failed, target = self.state["step"], stability.rewind_target(self.state, self.config)
-        stability.go_back(self.state, target, self.run_dir / "checkpoints", self.model.load, self.crew)
+        stability.go_back(self.state, target, self.run_dir / "checkpoints", self.model, self.saver, self.crew)
         self.log.rewind(failed, target, self.state["sample"])
         self.batches.close()
         self.batches = self._prefetch()

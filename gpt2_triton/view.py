@@ -43,7 +43,7 @@ class View:
     T: int
     R: int
     Rc: int
-    recompute: Recompute
+    recompute: list[Recompute]  # of each layer
     betas_eps: tuple[float, float, float]
     link: Link  # to the other ranks
     squared: list[Tensor]  # the gradients whose squares this rank adds up

@@ -89,7 +89,7 @@ ALLOWED_IMPORTS = {
     "stream": set(),
     "view": {"link", "tables"},
     "watch": {"tables"},
-    "stability": {"checkpoint", "config", "crew", "stream"},
+    "stability": {"checkpoint", "config", "crew", "model", "saver", "stream"},
     "hellaswag": {"config", "crew", "data", "model"},
     "evaluation": {"kernels", "arena", "config", "crew", "data", "gpus", "model", "planning"},
     "planning": {"tables", "arena", "config", "data.loader", "layout", "sections", "watch"},

@@ -14,7 +14,7 @@ import gpt2_triton.planning
 from gpt2_triton import arena
 from gpt2_triton.arena import ALIGN, PHASES, OutOfMemory, Row, buf, carve, largest_batch, phases, plan, resolve
 from gpt2_triton.planning import choose_recompute
-from gpt2_triton.tables import LEVELS, Acts, State
+from gpt2_triton.tables import LEVELS, Acts, State, layer_levels
 from tests import reference
 from tests.tiny import tiny_config
 
@@ -89,24 +89,37 @@ def test_phases_reads_uses_and_spans():
     assert phases("embed..between") == set(PHASES)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+LAYERS = {  # recompute level, distinct buffers of x, ln, qkv, att, fch and fcg with three layers
+    "none": [7, 6, 3, 3, 3, 3],
+    "gelu:1": [7, 6, 3, 3, 3, 2],  # the first layer has the second's
+    "gelu:2": [7, 6, 3, 3, 3, 1],
+    "gelu": [7, 6, 3, 3, 3, 1],
+    "gelu+ln:2": [7, 2, 3, 3, 3, 1],
+    "gelu+ln": [7, 1, 3, 3, 3, 1],
+    "gelu+ln+qkv:1": [7, 1, 2, 3, 3, 1],
+    "gelu+ln+qkv": [7, 1, 1, 3, 3, 1],
+    "block:1": [6, 1, 1, 2, 2, 1],
+    "block": [5, 1, 1, 1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("level", LAYERS)
 def test_a_list_has_one_view_an_entry_and_shares_what_its_level_drops(level):
     dims = dict(B=2, T=8, R=16, C=32, NH=1, L=3, S=7, Vp=128, Rc=16, N=100, Nt=100, Nm=0, Np=64, W=1000)
     dims |= dict(Nw=129, Sa=0, Sp=0, P=0, Nf=100, Ng=100, Nr=0, Nx=0)
-    rows = {r.name: r for table in (State, Acts) for r in resolve(table, dims, DTYPES, level, LEVELS)}
+    levels = layer_levels(level, 3)
+    rows = {r.name: r for table in (State, Acts) for r in resolve(table, dims, DTYPES, levels, LEVELS)}
     made = plan(list(rows.values()))
     acts = carve(Acts, rows, torch.empty(made.total, dtype=torch.uint8), dims)
     assert [len(v) for v in (acts.x, acts.ln, acts.mean, acts.qkv, acts.fch, acts.fcg)] == [7, 6, 7, 3, 3, 3]
     distinct = [len({t.data_ptr() for t in row}) for row in (acts.x, acts.ln, acts.qkv, acts.att, acts.fch, acts.fcg)]
-    want = dict(none=[7, 6, 3, 3, 3, 3], gelu=[7, 6, 3, 3, 3, 1], block=[5, 1, 1, 1, 1, 1])
-    want |= {"gelu+ln": [7, 1, 3, 3, 3, 1], "gelu+ln+qkv": [7, 1, 1, 3, 3, 1]}
-    assert distinct == want[level]
+    assert distinct == LAYERS[level]
     assert "low" not in rows  # Nm = 0: a row of no elements is left out
 
 
 def test_a_smaller_view_fits_and_a_larger_one_is_refused():
     table = dataclasses.make_dataclass("Table", [("x", Tensor, buf("R C", "f32", "head", "kind"))])
-    rows = {r.name: r for r in resolve(table, dict(R=8, C=4), DTYPES, "none", LEVELS)}
+    rows = {r.name: r for r in resolve(table, dict(R=8, C=4), DTYPES, [], LEVELS)}
     memory = torch.empty(plan(list(rows.values())).total, dtype=torch.uint8)
     assert carve(table, rows, memory, dict(R=3, C=4)).x.shape == (3, 4)
     with pytest.raises(AssertionError, match="exceeds the planned"):
@@ -154,17 +167,32 @@ def test_the_batch_that_would_fit_divides_a_gpus_share_of_the_step(monkeypatch):
         gpt2_triton.planning.refuse_if_too_large(made, config, reference, "cuda")
 
 
-def test_recompute_auto_is_the_first_level_whose_plan_fits():
-    config = tiny_config(memory=dict(recompute="auto"))
+def test_layers_that_keep_nothing_have_the_copy_of_the_first_that_does():
+    """Which is of use before it forward, and after it backward."""
+    dims = dict(B=2, T=8, R=16, C=32, NH=1, L=4, S=9, Vp=128, Rc=16, W=1000)
+    rows = {r.name: r for r in resolve(Acts, dims, DTYPES, layer_levels("gelu+ln+qkv:2", 4), LEVELS)}
+    assert rows["qkv"].slots == (0, 0, 0, 1) and rows["qkv"].live == "block..block_bwd"
+    assert rows["ln"].slots == (0,) * 8 and rows["ln"].live == "block block_bwd"
+    rows = {r.name: r for r in resolve(Acts, dims, DTYPES, layer_levels("block:2", 4), LEVELS)}
+    assert rows["x"].slots == (0, 3, 1, 3, 2, 3, 4, 5, 6)
+    rows = {r.name: r for r in resolve(Acts, dims, DTYPES, layer_levels("gelu+ln:3", 4), LEVELS)}
+    assert rows["ln"].slots == (0, 0, 0, 0, 0, 0, 0, 1)
+
+
+def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
+    config = tiny_config(model=dict(n_layer=3), memory=dict(recompute="auto"))
 
     def total(level):
         at_level = config.replace(memory={"recompute": level})
         return gpt2_triton.planning.make_plan(at_level, reference, 2, config.train.seq_len)[0].total
 
-    totals = [total(level) for level in LEVELS]
-    assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(LEVELS)
-    for level, budget in zip(LEVELS, totals, strict=True):
+    every = [f"{level}:{n}".removesuffix(":3") for level in LEVELS[1:] for n in (1, 2, 3)]
+    totals = {level: total(level) for level in ("none", *every)}
+    assert list(totals.values()) == sorted(totals.values(), reverse=True)
+    first = {bytes_: level for level, bytes_ in reversed(totals.items())}
+    assert len(first) > 2 * len(LEVELS)
+    for budget, level in first.items():
         assert choose_recompute(config, reference, budget).memory.recompute == level
-    assert choose_recompute(config, reference, totals[-1] - 1).memory.recompute == LEVELS[-1]
+    assert choose_recompute(config, reference, totals["block"] - 1).memory.recompute == "block"
     named = config.replace(memory={"recompute": "gelu"})
     assert choose_recompute(named, reference, 0) is named

@@ -1,7 +1,5 @@
 """Configuration: values, derived sizes, and a table of mistakes with the text a user sees."""
 
-import typing
-
 import pytest
 import yaml
 from pydantic import ValidationError
@@ -9,7 +7,7 @@ from pydantic import ValidationError
 from gpt2_triton import configfile
 from gpt2_triton.config import Config, ConfigError, options
 from gpt2_triton.configfile import load_config
-from gpt2_triton.sections import SIZES, MemoryConfig
+from gpt2_triton.sections import RECOMPUTE, SIZES, MemoryConfig
 from gpt2_triton.tables import LEVELS
 
 KEYS = """
@@ -56,7 +54,10 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("optim: {beta2: 1.0}", {}, "x.yaml:1: optim.beta2: must be less than 1, got 1.0"),
     ("optim: {schedule: cos}", {}, "must be 'cosine', 'linear', 'constant' or 'wsd', got 'cos'"),
     ("", {"train.dtype": "fp16"}, "--train.dtype: must be 'bf16' or 'fp32', got 'fp16'"),
-    ("", {"memory.recompute": "all"}, "--memory.recompute: must be 'auto', 'none', 'gelu'"),
+    ("", {"memory.recompute": "all"}, "--memory.recompute: must be auto, none, gelu"),
+    ("", {"memory.recompute": "none:2"}, "or gelu+ln:4 for 4 layers, got 'none:2'"),
+    ("", {"memory.recompute": "gelu:0"}, "or gelu+ln:4 for 4 layers, got 'gelu:0'"),
+    ("", {"memory.recompute": "gelu:13"}, "--memory.recompute: gelu:13 is of more layers than model.n_layer"),
     ("", {"memory.head_rows": "none"}, "--memory.head_rows: must be a valid integer"),
     ("", {"model.n_embd": "770"}, "--model.n_embd: must be a multiple of 16"),
     ("", {"model.vocab_size": "65537"}, "shards hold 16-bit tokens"),
@@ -174,7 +175,7 @@ def test_derived_sizes():
 
 
 def test_recompute_levels_are_those_of_the_tables():
-    assert typing.get_args(MemoryConfig.model_fields["recompute"].annotation) == ("auto", *LEVELS)
+    assert RECOMPUTE == LEVELS
 
 
 @pytest.mark.parametrize("name", ["quickstart", "gpt2_124m"])

@@ -154,7 +154,8 @@ def test_two_runs_give_the_same_bits(dtype):
 
 
 def test_every_recompute_level_gives_the_same_bits():
-    runs = {level: (model := gpt2_model(level=level), train_steps(model, 2)) for level in LEVELS}
+    levels = (*LEVELS, "gelu:1", "gelu+ln+qkv:1", "block:1")
+    runs = {level: (model := gpt2_model(level=level), train_steps(model, 2)) for level in levels}
     model, history = runs["none"]
     for level, (other, others) in runs.items():
         assert others == history, level

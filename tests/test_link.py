@@ -18,6 +18,7 @@ class Log:
     """Launchers and collectives that only write down that they were called; also the World of rank 0 of 2."""
 
     rank, size, device = 0, 2, "cpu"
+    compiling = contextlib.nullcontext
 
     def __init__(self):
         self.calls: list[tuple[str, int | None]] = []
@@ -48,13 +49,20 @@ class Log:
         return None
 
 
-def travel(zero: int, micro_steps: int = 1) -> list[tuple[str, int | None, str]]:
-    """Of a step: each collective over a bucket, and the launch that comes next."""
+def model_of_two(zero: int, micro_steps: int) -> GPT2:
+    """Rank 0's model, whose K is a Log."""
     log = Log()
     config = tiny_config(
         model=dict(n_layer=LAYERS), parallel=dict(zero=zero), train=dict(total_batch_tokens=64 * micro_steps)
     )
-    model = log.model = GPT2(config.with_gpus(2), log, "cpu", world=log)
+    log.model = GPT2(config.with_gpus(2), log, "cpu", world=log)
+    return log.model
+
+
+def travel(zero: int, micro_steps: int = 1) -> list[tuple[str, int | None, str]]:
+    """Of a step: each collective over a bucket, and the launch that comes next."""
+    model = model_of_two(zero, micro_steps)
+    log = model.K
     for micro in range(micro_steps):
         model._forward_backward(micro > 0, False, micro == micro_steps - 1)
     model._update(False)
@@ -94,6 +102,19 @@ def test_at_stage_2_every_micro_step_sends_its_layers():
     sent = [after for name, _, after in travel(2, micro_steps=2) if name == "reduce_scatter"]
     layers = ["attention_bwd", "attention_bwd", "encoder_bwd"]
     assert sent == layers + layers + ["loss_sum", "loss_sum"]
+
+
+def test_what_the_exchange_launches_is_compiled_ahead():
+    for zero, micro_steps in ((2, 2), (2, 1), (1, 2)):
+        model = model_of_two(zero, micro_steps)
+        model.compile()
+        ahead = {name for name, _ in model.K.calls}
+        assert not ahead & {"all_reduce", "reduce_scatter", "all_gather"}
+        model.K.calls.clear()
+        for micro in range(micro_steps):
+            model._forward_backward(micro > 0, False, micro == micro_steps - 1)
+        launched = {name for name, _ in model.K.calls} - {"all_reduce", "reduce_scatter", "all_gather"}
+        assert launched <= ahead and ("add" in launched) == ((zero, micro_steps) == (2, 2))
 
 
 def test_a_rank_alone_exchanges_nothing():

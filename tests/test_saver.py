@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gpt2_triton import checkpoint, checks
 from gpt2_triton.checkpoint import CheckpointError
@@ -33,6 +34,17 @@ def test_what_is_submitted_may_change_at_once(tmp_path):
             part.fill_(1)
     saver.wait(raise_errors=True)
     assert content(checkpoint.load(tmp_path / STEP_10)[1]) == content(example(10))
+
+
+def test_what_was_submitted_last_is_recalled(tmp_path):
+    saver, now = Saver(tmp_path, keep=0, major=0), share(30)
+    assert not saver.recall(10, now)
+    for step in (10, 20):
+        saver.submit(step, share(step), {})
+    before = content({name: torch.cat(parts) for name, parts in now.items()})
+    assert not saver.recall(10, now) and content({name: torch.cat(parts) for name, parts in now.items()}) == before
+    assert saver.recall(20, now)
+    assert content({name: torch.cat(parts) for name, parts in now.items()}) == content(example(20))
 
 
 def test_submit_returns_while_writing_and_the_next_one_waits(tmp_path, monkeypatch):

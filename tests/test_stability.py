@@ -17,6 +17,7 @@ from gpt2_triton.configfile import load_config
 from gpt2_triton.data.loader import TrainLoader, pack_batch
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
+from gpt2_triton.saver import Saver
 from gpt2_triton.stability import NonFinite
 from gpt2_triton.stream import StepResult
 from gpt2_triton.trainer import Trainer, train
@@ -174,6 +175,16 @@ def test_a_rewind_is_the_run_that_goes_from_the_checkpoint_to_the_data_after(rew
     state, tensors = final(rewound)
     assert tensors["params"] == bytes(other.model.state.params.cpu().view(torch.uint8).numpy())
     assert (state["step"], state["sample"], state["skipped"], state["rewinds"]) == (4, 10, 1, 0)
+
+
+def test_a_rewind_takes_the_copy_in_memory_or_the_file_to_the_same_bytes(rewound, tmp_path, monkeypatch):
+    """The other runs of these tests take the copy: without a file to read, `rewound` would have been the same."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load", lambda _: pytest.fail("read from disk"))
+        assert train(rewind_config(), tmp_path / "memory", resume=False) == 0
+    monkeypatch.setattr(Saver, "recall", lambda self, step, share: False)
+    assert train(rewind_config(), tmp_path / "disk", resume=False) == 0
+    assert final(tmp_path / "memory") == final(tmp_path / "disk") == final(rewound)
 
 
 @pytest.mark.parametrize("launches", [3, 4, 5], ids=["at the failure", "at the rewind", "after it"])

@@ -6,6 +6,7 @@ from typing import Literal
 
 from gpt2_triton.cli import choose_device, require_directory, require_least
 from gpt2_triton.config import ConfigError
+from gpt2_triton.sections import check_recompute
 
 
 def verify() -> int:
@@ -23,7 +24,7 @@ def bench(
     sizes: str = "d12,d24,d36,d48",
     batch: int | None = None,
     steps: int = 30,
-    recompute: Literal["none", "gelu", "gelu+ln", "gelu+ln+qkv", "block"] | None = None,
+    recompute: str | None = None,
     baseline: Literal["torch", "none"] = "torch",
     ops: bool = False,
     tune: bool = False,
@@ -67,6 +68,7 @@ def bench(
     if unknown:
         raise ConfigError(f"--sizes: unknown {unknown[0]}; known are d12, d24, d36, d48")
     require_least(steps=(steps, 6), **({"batch": (batch, 1)} if batch is not None else {}))
+    _require_level(recompute, wanted)
     if plot and (not ops or len(wanted) > 1):
         raise ConfigError("--plot: goes with --ops and one size, as in --ops --sizes d12 --plot ops.png")
     if json and ops:
@@ -112,3 +114,17 @@ def _refuse(beside: str, **given: object) -> None:
     for name, value in given.items():
         if value:
             raise ConfigError(f"--{name}: does not go with {beside}")
+
+
+def _require_level(recompute: str | None, sizes: list[str]) -> None:
+    """One level for these sizes, whose names say how many layers they have."""
+    if recompute is None:
+        return
+    try:
+        layers = check_recompute(recompute).partition(":")[2]
+    except ValueError as error:
+        raise ConfigError(f"--recompute: {error}, got {recompute!r}") from None
+    few = [size for size in sizes if layers and int(layers) > int(size.removeprefix("d"))]
+    if recompute == "auto" or few:
+        wrong = f"{few[0]} has fewer layers" if few else "it is chosen when a run starts"
+        raise ConfigError(f"--recompute: {recompute} does not go with a benchmark: {wrong}; name another level")

@@ -9,6 +9,8 @@ They meet at the barriers of hopper_tiles.py, at two more for the tile c that co
 add, receives), and at those of the ring of pre's slices.  What a tile holds is the same whichever program computes it,
 and has one writer.
 
+gelu(pre) may take pre's place: a slice is in shared memory before activate writes the same elements.
+
 What compute hands on is rounded to bf16: gelu'(pre) meets a product that has been rounded once, as in PyTorch.
 """
 

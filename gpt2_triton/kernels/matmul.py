@@ -199,7 +199,9 @@ def matmul_dx_dgelu(
     dpre: Tensor, dbias: Tensor, gelu_out: Tensor | None, scratch: Tensor,
     dout: Tensor, w: Tensor, pre: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """dpre = (dout @ w) * gelu'(pre); dbias (+)= its sums before rounding; gelu_out = gelu(pre), bit for bit."""
+    """dpre = (dout @ w) * gelu'(pre); dbias (+)= its sums before rounding; gelu_out = gelu(pre), bit for bit, and may
+    be pre itself: a program reads its elements of pre before it writes them.
+    """
     _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
     R = dout.shape[0]
     column_sums(dbias, scratch, triton.cdiv(R, tuned("matmul", dtype_name(dout), BLOCK_M=R)["BLOCK_M"]), acc)

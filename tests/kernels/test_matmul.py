@@ -130,6 +130,9 @@ def check_recomputed_gelu(rng, R, N, K, dtype):
     part = scratch(mm.matmul_dx_dgelu_scratch(R, N, dtype_name(dout)))
     mm.matmul_dx_dgelu(dpre, poisoned(N), recomputed, part, dout, down, pre, False)
     assert torch.equal(kept, recomputed)
+    again = poisoned(R, N, dtype=dtype)
+    mm.matmul_dx_dgelu(again, poisoned(N), pre, part, dout, down, pre, False)  # in the place of pre
+    assert torch.equal(kept, pre) and torch.equal(dpre, again)
 
 
 @dtypes
