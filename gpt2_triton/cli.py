@@ -1,8 +1,8 @@
 """What every command shares: the call, exit codes, the choice of the device.  The commands are in commands/.
 
 A user's mistake is a line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint, 5 memory,
-6 not finite, 1 trouble among several GPUs; 0 is done, 130 and 143 are a run stopped by a signal.  Anything else is our
-bug and keeps its traceback.
+6 not finite, 1 trouble among several GPUs; 0 is done, 130 and 143 are a run stopped by a signal, 141 is output
+whose reader is gone.  Anything else is our bug and keeps its traceback.
 Kernels are imported inside the commands: TRITON_INTERPRET must be set before one is decorated.
 """
 
@@ -34,11 +34,16 @@ def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code."""
     try:
         app.suppress_keyboard_interrupt = False
-        return app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
+        code = app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
+        sys.stdout.flush()  # here, where a broken pipe is caught
+        return code
     except CycloptsError as error:
         return _fail(_wrong_call(error), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's end fails on what is left to flush
+        return _leave(_fail("nobody reads the output any more", 141))
     except Exception as error:
         code = next((EXIT_CODES[c.__name__] for c in type(error).__mro__ if c.__name__ in EXIT_CODES), None)
         if code is None and not _several_ranks():

@@ -72,8 +72,9 @@ ALLOWED_IMPORTS = {
     "configfile": {"config", "sections"},
     "configtable": {"compatible", "config"},
     "gpus": {"arena", "config"},
-    "log": {"config", "gpus", "metrics", "mirror", "optim", "provenance", "stream"},
-    "metrics": set(),
+    "lines": set(),
+    "log": {"config", "gpus", "lines", "metrics", "mirror", "optim", "provenance", "stream"},
+    "metrics": {"lines"},
     "mirror": {"config", "configfile", "metrics", "provenance"},
     "provenance": {"", "config", "metrics"},  # "" is the version of the package
     "plot": {"config", "metrics"},
