@@ -57,7 +57,7 @@ ALLOWED_IMPORTS = {
     "config": {"sections"},
     "data/": {"data"},
     "checkpoint": {"checks", "crew", "shares"},
-    "saver": {"checkpoint", "crew"},
+    "saver": {"checkpoint", "crew", "lines"},
     "compatible": {"checkpoint"},
     "crew": set(),
     "shares": set(),
