@@ -1,6 +1,6 @@
 """Lines for the console and for log files, which a full disk delays and does not end a run for."""
 
-import errno
+import contextlib
 import sys
 from pathlib import Path
 
@@ -36,9 +36,8 @@ class Lines:
 
 
 def say(text: str, error: bool = False) -> None:
-    """Print a line at once, to stderr if it is an error.  Where that is a file on a full disk, the line is lost."""
-    try:
+    """Print a line at once, to stderr if it is an error.  A console that takes no more, as it is a file on a full disk,
+    a terminal that was closed or a pipe that nobody reads, loses the line and not the run.
+    """
+    with contextlib.suppress(OSError):
         print(text, file=sys.stderr if error else sys.stdout, flush=True)
-    except OSError as refused:
-        if refused.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
