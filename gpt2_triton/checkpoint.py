@@ -254,7 +254,8 @@ def find(path: Path) -> Path:
     if _STEP.fullmatch(path.absolute().name):
         problems = verify(path)
         if problems:
-            raise CheckpointError(f"{path}: {problems[0]}; choose another step")
+            others = ", ".join(other.name for _, other in _steps(path.absolute().parent) if other.name != path.name)
+            raise CheckpointError(f"{path}: {problems[0]}; choose another step{others and ', as ' + others}")
         return path
     inner = path / "checkpoints"
     found = _newest(inner if inner.is_dir() else path)

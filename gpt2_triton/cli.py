@@ -1,8 +1,8 @@
 """What every command shares: the call, exit codes, the choice of the device.  The commands are in commands/.
 
 A user's mistake is a line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint, 5 memory,
-6 not finite, 1 trouble among several GPUs; 0 is done, 130 and 143 are a run stopped by a signal.  Anything else is our
-bug and keeps its traceback.
+6 not finite, 1 trouble among several GPUs; 0 is done, 129, 130 and 143 are a run stopped by a signal, 141 is output
+whose reader is gone.  Anything else is our bug and keeps its traceback.
 Kernels are imported inside the commands: TRITON_INTERPRET must be set before one is decorated.
 """
 
@@ -19,6 +19,7 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import __version__
 from gpt2_triton.config import ConfigError
+from gpt2_triton.lines import say
 
 # by name, so that no command imports the kernels for the sake of an exception
 EXIT_CODES = {"ConfigError": 2, "DataError": 3, "CheckpointError": 4, "OutOfMemory": 5, "NonFinite": 6, "TableError": 2}
@@ -34,11 +35,16 @@ def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code."""
     try:
         app.suppress_keyboard_interrupt = False
-        return app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
+        code = app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
+        _flush()
+        return code
     except CycloptsError as error:
         return _fail(_wrong_call(error), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's end fails on what is left to flush
+        return _leave(_fail("nobody reads the output any more", 141))
     except Exception as error:
         code = next((EXIT_CODES[c.__name__] for c in type(error).__mro__ if c.__name__ in EXIT_CODES), None)
         if code is None and not _several_ranks():
@@ -47,6 +53,14 @@ def main(app: App, argv: list[str]) -> int:
             traceback.print_exc()
             code, error = 1, RuntimeError(f"{type(error).__name__}: {error}")
         return _leave(_fail(str(error), code))
+
+
+def _flush() -> None:
+    """Here, where it is caught that nobody reads any more: of a terminal that was closed another error says so."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        raise BrokenPipeError from error
 
 
 def _wrong_call(error: CycloptsError) -> str:
@@ -77,7 +91,7 @@ def _fail(message: str, code: int) -> int:
         time.sleep(2)
         return code
     name = f"rank {rank}: " if _several_ranks() and code != 2 else ""
-    print("\n".join(f"error: {name}{line}" for line in message.splitlines()), file=sys.stderr, flush=True)
+    say("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
     return code
 
 

@@ -44,7 +44,8 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
     """CheckpointError with a table if this would not be the same run; else the free differences, by dotted key."""
     fatal, free = config_differences(saved, current)
     if fatal:
-        raise CheckpointError(_table("the checkpoint is of another run; restore these keys or start afresh", fatal))
+        wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
+        raise CheckpointError(_table(wrong, fatal))
     return free
 
 

@@ -133,8 +133,8 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
         yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
     if o.warmup > t.steps:
         yield "optim.warmup", f"{o.warmup} steps of warmup are more than train.steps {t.steps}; lower it"
-    if e.every and e.tokens < t.seq_len:
-        yield "eval.tokens", f"{e.tokens} is less than train.seq_len {t.seq_len}; raise it or set eval.every to 0"
+    if e.every and 0 < e.tokens < t.seq_len:
+        yield "eval.tokens", f"{e.tokens} is less than train.seq_len {t.seq_len}; raise it, or 0 takes all tokens"
     source, _, path = config.init_from.partition(":")
     if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
         known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())

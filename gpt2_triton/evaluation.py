@@ -89,7 +89,7 @@ def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
     if tokens and not model.T <= tokens <= most:
         expected, todo = f"0, or {model.T:,} (one window) to {most:,}", "change it or name more shards"
         raise bad_data("--tokens", "does not suit these shards", f"{tokens:,}", expected, todo)
-    loader = ValidationLoader(shards, model.T, tokens or most)
+    loader = ValidationLoader(shards, model.T, tokens)
     progress = Progress("perplexity", loader.tokens, "tokens")
     total, of_text, text_bytes = 0.0, 0.0, 0
     for ids, targets in loader.batches(model.B):

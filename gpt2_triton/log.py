@@ -7,10 +7,11 @@ hold the lines of an unbroken run, the times (ms, tok_s, mfu) aside.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from gpt2_triton import gpus
-from gpt2_triton.config import Config
+from gpt2_triton.config import Config, ConfigError
+from gpt2_triton.lines import Lines, say
 from gpt2_triton.metrics import (
     MAIN_LOG,
     METRICS,
@@ -47,10 +48,18 @@ class Logger:
         self._seconds: float | None = None
         peak = gpus.peak_flops() if config.train.dtype == "bf16" else None  # the table's peaks are bf16
         self._mfu_of_tok_s = gpus.flops_per_token(config) / (peak * config.gpus) if peak else None
+        self._run_dir, self._about = run_dir, about
+        try:
+            self._begin(resume_step, wandb_id)
+        except OSError as error:
+            raise ConfigError(f"--run_dir: cannot write to {run_dir}: {error.strerror}; choose another") from error
+
+    def _begin(self, resume_step: int, wandb_id: str | None) -> None:
+        run_dir, config, about = self._run_dir, self.config, self._about
+        offline = config.log.wandb == "offline" and (run_dir / METRICS).exists()
+        handed_over = row_after(read_metrics(run_dir / METRICS)) if offline else 0
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        self._run_dir, self._about = run_dir, about
-        handed_over = row_after(read_metrics(run_dir / METRICS)) if (run_dir / METRICS).exists() else 0
         before = self._go_on_after(resume_step)
         found = read_run(run_dir) if resume_step else {}
         wandb_id = found.get("wandb_id") or wandb_id  # an export or a rewind may have made it after the checkpoint
@@ -61,12 +70,10 @@ class Logger:
     def _go_on_after(self, step: int) -> list[Record]:
         """Open the files to append to, with what they hold up to `step`; return the metrics of it."""
         before = truncate(self._run_dir / METRICS, step)
-        self._file = open(self._run_dir / METRICS, "a", buffering=1, encoding="utf-8")
+        self._file = Lines(self._run_dir / METRICS)
         llmc = self.config.log.main_log == "llmc"
         self._main_log = _open_main_log(self._run_dir / MAIN_LOG, before) if llmc else None
-        self._stats = self._run_dir / STATS if self.config.log.stats_every else None
-        if self._stats:
-            truncate(self._stats, step)
+        self._stats = _open_stats(self._run_dir / STATS, step) if self.config.log.stats_every else None
         return before
 
     @property
@@ -75,7 +82,7 @@ class Logger:
         return self._mirror.run_id
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        say(text)
 
     def step(self, step: int, result: StepResult, cause: str = "") -> None:
         """Report a finished step; with log.every k only each k-th, the last, and those that were skipped.  `cause` says
@@ -127,8 +134,7 @@ class Logger:
     def statistics(self, step: int, record: dict[str, Any], summary: str) -> None:
         """Append a record of watch.py to stats.jsonl, which Weights & Biases does not get: it has a number a layer."""
         assert self._stats is not None
-        with open(self._stats, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
+        self._stats.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
         self.note(f"{self._at(step)} | stats: {summary}")
 
     def validation(self, step: int, loss: float) -> None:
@@ -148,9 +154,9 @@ class Logger:
         self._mirror.close(failed)
 
     def _close_files(self) -> None:
-        self._file.close()
-        if self._main_log:
-            self._main_log.close()
+        for file in (self._file, self._main_log, self._stats):
+            if file:
+                file.close()
 
     def _write(self, record: Record) -> None:
         record = finite(record)
@@ -169,10 +175,15 @@ class Silent:
         return lambda *args, **keywords: None
 
 
-def _open_main_log(path: Path, before: list[Record]) -> TextIO:
+def _open_stats(path: Path, step: int) -> Lines:
+    truncate(path, step)
+    return Lines(path)
+
+
+def _open_main_log(path: Path, before: list[Record]) -> Lines:
     """llm.c's main.log, made anew from the records so far: on resume llm.c itself leaves lines of steps undone."""
     replace_text(path, "".join(map(llmc_line, before)))
-    return open(path, "a", buffering=1, encoding="utf-8")
+    return Lines(path)
 
 
 def duration(seconds: float) -> str:

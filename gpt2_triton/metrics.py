@@ -14,6 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gpt2_triton.lines import say
+
 METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
 STATS = "stats.jsonl"  # of watch.py, a number a layer; kept and cut as metrics.jsonl is
@@ -26,10 +28,24 @@ def finite(record: Record) -> Record:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics file; a last line that a crash cut short is left out."""
+    """The records of a metrics file; a last line that a crash cut short is left out, and with a warning any other that
+    is damaged.
+    """
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = [line for line in file if line.endswith("\n")]
-    return [json.loads(line) for line in lines if line.strip()]
+    records = [_record(line) for line in lines if line.strip()]
+    if damaged := records.count(None):
+        what = f"{damaged} of {len(records):,} lines are damaged and left out, the first is line"
+        say(f"warning: {path}: {what} {records.index(None) + 1:,}", error=True)
+    return [record for record in records if record is not None]
+
+
+def _record(line: str) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def truncate(path: Path, resume_step: int) -> list[Record]:

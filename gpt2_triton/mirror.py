@@ -154,7 +154,10 @@ def export(run_dir: Path, project: str | None = None, afresh: bool = False) -> t
     config = load_config(run_dir / "config.yaml", gpus=(about or {}).get("gpus", 1))
     if afresh or not run_id:
         run_id = new_id()
-        write_run(run_dir, run_id, starts)
+        try:
+            write_run(run_dir, run_id, starts)
+        except OSError as error:
+            raise ConfigError(f"wandb-export: cannot write to {run_dir}: {error.strerror}; copy the run") from error
     try:
         run = connect(run_dir, config, run_id, about, "online", project or config.log.wandb_project, 0)
         rows, sent = Rows(), 0

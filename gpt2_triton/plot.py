@@ -69,7 +69,9 @@ def plot(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
     }
     if hellaswag:
         ends["hellaswag"] = _draw_hellaswag(axes["hellaswag"], runs, scales, openai or automatic)
+    last = max(panel.dataLim.x1 for panel in axes.values())
     for name, panel in axes.items():
+        panel.set_xlim(-0.01 * last, 1.01 * last)  # the same in all; dots at its ends are whole
         _finish(panel, "tokens" if by_tokens else "steps", ticks=10 if name == "loss" else 4)
     figure.draw_without_rendering()  # places the panels, so that the names' distances can be told
     for name, panel in axes.items():
@@ -209,8 +211,6 @@ def _apart(wanted: Sequence[float], distance: float) -> list[float]:
 
 
 def _finish(axes: Any, unit: str, ticks: int) -> None:
-    axes.set_xlim(left=0)
-    axes.margins(x=0.01)
     axes.set_xlabel(unit, fontsize=9)
     axes.locator_params(axis="x", nbins=ticks)
     axes.xaxis.set_major_formatter(lambda value, _: _short(value))

@@ -1,6 +1,5 @@
 """Checkpoints written while the run goes on: its tensors are copied to the host, and a thread writes the copy."""
 
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from gpt2_triton import checkpoint
 from gpt2_triton.crew import ALONE, Crew
+from gpt2_triton.lines import say
 
 
 class Saver:
@@ -77,4 +77,4 @@ class Saver:
         if raise_errors:
             raise checkpoint.CheckpointError(f"{failure} and resume") from error
         if self._crew.rank == 0:
-            print(f"warning: {failure}", file=sys.stderr, flush=True)
+            say(f"warning: {failure}", error=True)

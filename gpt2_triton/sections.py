@@ -160,7 +160,7 @@ class MemoryConfig(Section):
 
 class EvalConfig(Section):
     every: int = Field(250, ge=0, description="validate every so many steps, and after the last; 0 never")
-    tokens: int = Field(10_485_760, ge=1, description="validation tokens, the same ones each time")
+    tokens: int = Field(10_485_760, ge=0, description="validation tokens, the same ones each time; 0 takes all")
     hellaswag_every: int = Field(0, ge=0, description="run HellaSwag every so many steps, and after the last; 0 never")
     hellaswag_data: str = Field("", description="HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
     hellaswag_limit: int = Field(0, ge=0, description="ask its first so many questions only; 0 asks all")

@@ -1,4 +1,5 @@
-"""Signals: the first SIGINT or SIGTERM lets a run finish its step, save and leave, the second ends it at once.
+"""Signals: the first SIGINT, SIGTERM or SIGHUP (a terminal that is closed) lets a run finish its step, save and leave,
+the second ends it at once.
 
 Of several ranks one may be signalled alone, or all of them by a launcher, at about the same time.  What a rank has
 heard travels with its next step's loss, so that all stop after the same step.
@@ -21,8 +22,9 @@ class Signals:
         self._ranks, self._moment = ranks, 0.0
 
     def listen(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._hear)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._hear)
 
     def _hear(self, number: int, _frame: Any) -> None:
         if self.heard and (self._ranks == 1 or time.monotonic() - self._moment > ECHO):

@@ -263,6 +263,8 @@ def test_find_takes_a_run_its_checkpoints_or_a_step(newest, monkeypatch):
     for directory, found in ((run, newest), (newest.parent, newest), (older, older)):
         monkeypatch.chdir(directory)
         assert checkpoint.find(Path(".")).resolve() == found
+    with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing.* another step, as {STEP_10}, {STEP_20}$"):
+        checkpoint.find(newest.with_name(STEP_30))
     assert write(newest.parent, 123_456_789) == checkpoint.find(run)  # by number: as text, step_1234... is older
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -88,6 +89,20 @@ def test_train_gets_the_configuration_the_directory_and_resume(here, module):
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", calls[0][1].as_posix()) and calls[0][2] is False
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_shards_of_another_tokenizer_do_not_reach_the_trainer(here, module, capsys, split):
+    module("trainer", train=lambda *_: 0)
+    keys = {"train": "a.bin", "val": "a.bin", split: "others/a.bin"}
+    (here / "others").mkdir()
+    for path in {*keys.values()}:
+        (here / path).touch()
+    argv = ["x.yaml", "--data.train", keys["train"], "--data.val", keys["val"]]
+    assert main(train_app, argv) == 0
+    (here / "others" / "shards.json").write_text('{"tokenizer": "gpt2"}')
+    assert main(train_app, argv) == 3
+    assert "others/shards.json: made with another tokenizer: got gpt2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("code", [0, 130, 143])
 def test_the_trainer_decides_the_exit_code(here, module, code):
     module("trainer", train=lambda *_: code)
@@ -138,6 +153,16 @@ def test_an_interrupt_is_130(here, module, capsys):
 
     module("trainer", train=train)
     assert main(train_app, ["x.yaml"]) == 130
+
+
+@pytest.mark.parametrize("words", [["--print_config"], ["--plan"]])
+def test_output_whose_reader_is_gone_is_141_and_one_line(here, request, words):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, str(request.config.rootpath / "train.py"), "x.yaml", *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "error: nobody reads the output any more\n")
 
 
 def test_print_config_is_the_whole_configuration(here, capsys):

@@ -75,6 +75,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"train.dtype": "fp32", "optim.master": "fp32"}, "fp32 parameters are their own master copies"),
     ("train: {steps: 10}", {}, "optim.warmup: 700 steps of warmup are more than train.steps 10"),
     ("", {"eval.tokens": "1023"}, "--eval.tokens: 1023 is less than train.seq_len 1024"),
+    ("", {"eval.tokens": "-1"}, "--eval.tokens: must be"),
     ("init_from: gpt2", {}, "x.yaml:1: init_from: expected scratch or one of checkpoint:DIR, hf:DIR_OR_NAME"),
     ("init_from: 'checkpoint:'", {}, "; got checkpoint:"),
     ("train: {total_batch_tokens: 1500}", {}, "1500 is no multiple of train.seq_len 1024; set it to 1024 or 2048"),

@@ -50,6 +50,13 @@ def test_perplexity_is_that_of_the_validation_loss_in_training(trained, tmp_path
     assert printed in capsys.readouterr().out
 
 
+def test_perplexity_refuses_shards_of_another_tokenizer(trained, tmp_path, capsys):
+    (tmp_path / "shards.json").write_text('{"tokenizer": "gpt2"}')
+    (tmp_path / "val.bin").touch()
+    assert main(app, ["perplexity", str(trained[0] / "run"), str(tmp_path / "val.bin")]) == 3
+    assert "made with another tokenizer: got gpt2, expected bytes" in capsys.readouterr().err
+
+
 def test_perplexity_takes_all_windows_of_the_shards_that_are_named(trained):
     directory, _ = trained
     config, tensors = load_weights(str(directory / "run"))

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from gpt2_triton import gpus
-from gpt2_triton.config import Config
+from gpt2_triton.config import Config, ConfigError
 from gpt2_triton.log import Logger, duration
-from gpt2_triton.metrics import MAIN_LOG, METRICS, llmc_line, read_metrics
+from gpt2_triton.metrics import MAIN_LOG, METRICS, STATS, llmc_line, read_metrics
 from gpt2_triton.optim import learning_rate
 from gpt2_triton.stream import StepResult
 
@@ -120,6 +120,47 @@ def test_a_resumed_run_has_the_lines_of_an_unbroken_one(tmp_path, torn):
     run(tmp_path / "parts", range(7, 13), resume_step=6)
     assert no_times(tmp_path / "parts" / METRICS) == no_times(tmp_path / "whole" / METRICS)
     assert not list((tmp_path / "parts").glob(".*"))
+
+
+def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys):
+    run(tmp_path, range(1, 9))
+    lines = (tmp_path / METRICS).read_text().splitlines()
+    lines[1], lines[4] = lines[1][:20] + lines[1], '"text"'
+    (tmp_path / METRICS).write_text("\n".join(lines) + "\n")
+    capsys.readouterr()
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [1, 3, 3, 5, 6, 6, 7, 8]
+    warning = f"warning: {tmp_path / METRICS}: 2 of 10 lines are damaged and left out, the first is line 2\n"
+    assert capsys.readouterr().err == warning
+    run(tmp_path, range(7, 9), resume_step=6)
+    assert capsys.readouterr().err == warning
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [1, 3, 3, 5, 6, 6, 7, 8]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_delays_lines_and_stops_nothing(tmp_path, capsys, monkeypatch):
+    logger = Logger(tmp_path, config(main_log="llmc", stats_every=1))
+    kept = {name: getattr(logger, name)._file for name in ("_file", "_main_log", "_stats")}
+    with open("/dev/full", "wb", buffering=0) as full:
+        for name in kept:
+            getattr(logger, name)._file = full
+        logger.step(1, result(loss=2.5, norm=1.0, seconds=0.1))
+        logger.statistics(1, {}, "none")
+    assert capsys.readouterr().err.count("cannot be written (No space left on device)") == 3
+    for name, file in kept.items():
+        getattr(logger, name)._file = file
+    logger.close()
+    assert [read_metrics(tmp_path / name)[0]["step"] for name in (METRICS, STATS)] == [1, 1]
+    assert (tmp_path / MAIN_LOG).read_text().startswith("s:0 trl:2.5000")
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "config.yaml").mkdir()  # root, which may run the tests, writes where permissions forbid it
+    with pytest.raises(ConfigError, match=f"--run_dir: cannot write to {tmp_path}: Is a directory; choose another"):
+        Logger(tmp_path, config())
+    (tmp_path / "config.yaml").rmdir()
+    (tmp_path / "run.json").mkdir()
+    with pytest.raises(ConfigError, match=f"--run_dir: cannot write to {tmp_path}: Is a directory; choose another"):
+        Logger(tmp_path, config())
 
 
 def test_a_fresh_run_starts_an_empty_file(tmp_path):

@@ -1,24 +1,29 @@
 """The promises of signals: one is a request, a second an order; what launchers repeat is no second one."""
 
 import os
+import pty
 import signal
+import sys
 
 import pytest
 
+from gpt2_triton import checkpoint
 from gpt2_triton.signals import ECHO, Signals
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture
 def left(monkeypatch):
     """The exit codes of a process that would have left at once; the handlers are put back."""
-    codes, handlers = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    codes, handlers = [], {number: signal.getsignal(number) for number in STOPPING}
     monkeypatch.setattr(os, "_exit", codes.append)
     yield codes
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPPING)
 def test_a_rank_alone_stops_at_the_first_signal_and_leaves_at_the_second(left, number):
     signals = Signals(1)
     signals.listen()
@@ -27,6 +32,14 @@ def test_a_rank_alone_stops_at_the_first_signal_and_leaves_at_the_second(left, n
     assert signals.stop and signals.exit_code == 128 + number and not left
     signal.raise_signal(signal.SIGINT)
     assert left == [130]
+
+
+def test_a_run_under_nohup_goes_on_when_the_terminal_is_closed(left):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals = Signals(1)
+    signals.listen()
+    signal.raise_signal(signal.SIGHUP)
+    assert not signals.stop and not left
 
 
 def test_of_several_ranks_one_waits_for_the_others_and_takes_an_echo_for_the_first(left, monkeypatch):
@@ -46,3 +59,23 @@ def test_a_rank_that_heard_nothing_stops_with_the_others_as_if_by_sigterm():
     signals = Signals(2)
     signals.agreed = True
     assert signals.stop and signals.exit_code == 143
+
+
+def test_a_run_whose_terminal_is_closed_saves_its_last_step(tmp_path, request):
+    """It hears SIGHUP, and what it prints from then on fails."""
+    root = request.config.rootpath
+    small = "--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.batch_size 1 --train.seq_len 16"
+    options = f"{small} --train.total_batch_tokens null --train.steps 100000 --eval.every 0 --sample.every 0"
+    command = [sys.executable, "train.py", "configs/quickstart.yaml", *options.split(), "--run_dir", str(tmp_path)]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(root)
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.execv(sys.executable, command)
+    printed = b""
+    while b" 3/100000" not in printed:
+        printed += os.read(terminal, 1024)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
+    state, _ = checkpoint.load(checkpoint.find(tmp_path))
+    assert state["step"] >= 3

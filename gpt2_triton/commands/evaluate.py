@@ -82,11 +82,13 @@ def perplexity(
     require_directory("json", json)
     choose_device()
     from gpt2_triton import evaluation
-    from gpt2_triton.data.shards import open_shards
+    from gpt2_triton.data.shards import open_shards, require_tokenizer
     from gpt2_triton.sources import load_weights
 
     config, tensors = load_weights(checkpoint)
     V, T = config.model.vocab_size, config.train.seq_len
+    for given in shards:
+        require_tokenizer(given, config.data.tokenizer)
     opened = [shard for given in shards for shard in open_shards(given, V, T)]
     model = evaluation.inference_model(config, tensors, batch_tokens, dtype)
     result = evaluation.perplexity(model, opened, tokens)

@@ -67,11 +67,15 @@ def train(
             _plan(settings if gpus is None else settings.with_gpus(gpus), gpu) if plan else settings.to_yaml().rstrip()
         )
         return 0
+    from gpt2_triton.data.shards import require_tokenizer
+
     read_environment()
     rank, ranks = rank_and_size()
     settings = load_config(config, parse_overrides(keys), ranks).with_gpus(ranks)
     if rank == 0:
         run_dir = choose_run_dir(config, run_dir, resume)
+        for split in (settings.data.train, settings.data.val):
+            require_tokenizer(split, settings.data.tokenizer)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -20,13 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_triton.data.shards import HEADER_BYTES, bad_data, map_tokens, write_shard
+from gpt2_triton.data.shards import HEADER_BYTES, RECORD, bad_data, map_tokens, read_record, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 
 PIECE = 1 << 20  # characters tokenised at a time, by one worker
 SHARD_TOKENS = 100_000_000  # llm.c's
 REPORT_SECONDS = 5.0
-RECORD = "shards.json"
 
 Progress = Callable[[str], None]
 Run = Callable[..., Iterator[Any]]  # `map`, by itself or over several processes
@@ -161,15 +159,6 @@ def row_of(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"tokens": (path.stat().st_size - HEADER_BYTES) // 2, "sha256": digest}
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """A record; empty where there is none that can be read."""
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:

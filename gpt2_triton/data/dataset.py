@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2_triton.data import build
-from gpt2_triton.data.build import RECORD, SHARD_TOKENS, Meter, Progress, Rows, Run, encode, print_now
+from gpt2_triton.data.build import SHARD_TOKENS, Meter, Progress, Rows, Run, encode, print_now
 from gpt2_triton.data.hub import asking, repository
-from gpt2_triton.data.shards import bad_data, write_atomic
+from gpt2_triton.data.shards import RECORD, bad_data, read_record, write_atomic
 from gpt2_triton.data.tokenizer import get_tokenizer
 
 PROGRESS = "progress.json"
@@ -83,7 +83,7 @@ def _commit(source: Source, out_dir: Path) -> str | None:
     if re.fullmatch(r"[0-9a-f]{40}", source.revision or ""):
         return source.revision
     for record in (RECORD, PROGRESS):
-        recorded = build.read_record(out_dir / record).get("source")
+        recorded = read_record(out_dir / record).get("source")
         if source.revision is None and isinstance(recorded, dict) and recorded.get("name") == source.name:
             return recorded.get("revision")
     return repository(source.name, source.revision, OFFLINE, expand=["sha"]).sha
@@ -185,7 +185,7 @@ class _Preparation:
         self._resume()
 
     def _resume(self) -> None:
-        record = build.read_record(self._dir / PROGRESS)
+        record = read_record(self._dir / PROGRESS)
         if not record:
             if any(self._dir.glob("*.bin")):
                 raise build.in_use(self._dir)

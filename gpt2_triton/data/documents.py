@@ -34,6 +34,9 @@ def find_sources(inputs: Sequence[Path]) -> list[Source]:
     sources = [source for given in inputs for source in _matches(Path(given))]
     seen: set[Path] = set()
     for path, _ in sources:
+        if not path.exists():
+            got, expected = "No such file or directory", "a file, a folder or a quoted glob"
+            raise bad_data(path, "cannot read", got, expected, "correct the path")
         if not path.name.endswith(SUFFIXES):
             raise bad_data(path, "unknown kind of text", path.name, ENDINGS, "rename it or leave it out")
         if path.resolve() in seen:

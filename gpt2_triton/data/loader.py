@@ -82,14 +82,15 @@ class TrainLoader:
 
 
 class ValidationLoader:
-    """The first tokens // seq_len windows in order: the same tokens whatever the batch."""
+    """The first tokens // seq_len windows in order, of 0 tokens all of them: the same tokens whatever the batch."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int, tokens: int):
-        self.windows, self.count = Windows(shards, seq_len), tokens // seq_len
+        self.windows = Windows(shards, seq_len)
+        self.count = tokens // seq_len if tokens else self.windows.n
         self.tokens = self.count * seq_len
         if not 1 <= self.count <= self.windows.n:
             most = f"{self.windows.n * seq_len:,} (all {self.windows.n:,} windows of {len(shards)} shard(s))"
-            expected, todo = f"{seq_len:,} (one window) to {most}", "set eval.tokens or data.val"
+            expected, todo = f"{seq_len:,} (one window) to {most}", "set eval.tokens, to 0 for all, or data.val"
             raise bad_data(shards[0].path, "eval.tokens does not suit this data", f"{tokens:,}", expected, todo)
 
     def batches(self, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from gpt2_triton.data import build
-from gpt2_triton.data.build import RECORD, SHARD_TOKENS, Meter, Progress, Rows, Run, encode, in_use, is_done, print_now
+from gpt2_triton.data.build import SHARD_TOKENS, Meter, Progress, Rows, Run, encode, in_use, is_done, print_now
 from gpt2_triton.data.documents import Source, find_sources, measure, pieces, read
-from gpt2_triton.data.shards import bad_data, write_atomic
+from gpt2_triton.data.shards import RECORD, bad_data, write_atomic
 from gpt2_triton.data.tokenizer import get_tokenizer
 
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key

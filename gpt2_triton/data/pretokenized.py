@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_triton.data import build
-from gpt2_triton.data.build import RECORD, Progress, Rows, print_now
+from gpt2_triton.data.build import Progress, Rows, print_now
 from gpt2_triton.data.hub import asking, repository
-from gpt2_triton.data.shards import bad_data, map_tokens, write_atomic
+from gpt2_triton.data.shards import RECORD, bad_data, map_tokens, read_record, write_atomic
 
 REPOSITORIES = {
     "fineweb10B": "kjj0/fineweb10B-gpt2",
@@ -67,7 +67,7 @@ def _choose(repo: str, siblings: Any, shards: int | None) -> list[File]:
 def _download_missing(repo: str, commit: str, files: list[File], out_dir: Path, progress: Progress) -> Rows:
     out_dir.mkdir(parents=True, exist_ok=True)
     recipe, rows = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}, {}
-    ours = build.read_record(out_dir / RECORD).get("source", {}).get("name") == repo
+    ours = read_record(out_dir / RECORD).get("source", {}).get("name") == repo
     clock, missing = build.Clock(), []
     for number, file in enumerate(files):
         if clock.due():

@@ -6,6 +6,7 @@ uint16: 1024 + 2 * ntok bytes in all.
 
 import glob
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
 SCAN = 1 << 22  # tokens checked at a time: 8 MiB
 EDGE_BYTES = 1 << 16  # of each end of a shard that its fingerprint covers
+RECORD = "shards.json"  # what a preparation tells of its shards, beside them
 PREPARE = "make shards with `python -m gpt2_triton prepare`"
 
 
@@ -106,7 +108,7 @@ def map_tokens(path: Path) -> np.memmap:
 
 def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
     """Every shard that matches a path or glob, in the order of their names, checked in full."""
-    paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
+    paths = _matches(pattern)
     if os.path.isdir(pattern):
         raise bad_data(
             pattern,
@@ -119,6 +121,31 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
         todo = f"{PREPARE}, or correct data.train and data.val"
         raise bad_data(pattern, "no such shards", "0 files", "a path or glob of .bin files", todo)
     return [Shard(path, vocab_size, seq_len) for path in paths]
+
+
+def require_tokenizer(pattern: str, tokenizer: str) -> None:
+    """Refuse shards that were made with another tokenizer, as RECORD beside them says; others' shards have none.
+
+    Bytes are tokens of GPT-2's vocabulary too, so that such a run would train, and learn nothing of use.
+    """
+    for record in sorted({Path(path).parent / RECORD for path in _matches(pattern)}):
+        made_with = read_record(record).get("tokenizer", tokenizer)
+        if made_with != tokenizer:
+            todo = f"set data.tokenizer and model.vocab_size to those of {made_with}, or choose other data"
+            raise bad_data(record, "made with another tokenizer", made_with, tokenizer, todo)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A preparation's record; empty where there is none that can be read."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _matches(pattern: str) -> list[str]:
+    return [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
 
 
 def fingerprint(shards: Sequence[Shard]) -> list[dict[str, Any]]:

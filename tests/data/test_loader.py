@@ -116,7 +116,13 @@ def test_validation_covers_the_same_tokens_whatever_the_batch(rows):
     np.testing.assert_array_equal(targets, expected[:, 1:])
 
 
-@pytest.mark.parametrize("tokens", [0, 3, 68])
+def test_validation_of_0_tokens_takes_every_window():
+    loader = ValidationLoader(SHARDS, SEQ_LEN, tokens=0)
+    assert loader.tokens == 64 and sum(len(ids) for ids, _ in loader.batches(5)) == 16
+    assert loader.shapes(5) == {(5, SEQ_LEN), (1, SEQ_LEN)}
+
+
+@pytest.mark.parametrize("tokens", [3, 68])
 def test_validation_data_that_does_not_suffice_is_refused(tokens):
     assert ValidationLoader(SHARDS, SEQ_LEN, 67).tokens == 64
     message = f"shard0.bin: eval.tokens .*got {tokens}, .*64 .all 16 windows of 3 shard.*set eval.tokens"

@@ -252,6 +252,7 @@ def test_inputs_that_are_no_text_are_refused(tmp_path, text_file):
     (tmp_path / "x.parquet").touch()
     for inputs, message in (
         (["folder"], "folder: no text here: got 0 files, expected names that end in"),
+        (["mytext"], "mytext: cannot read: got No such file or directory, expected a file, a folder or a quoted glob"),
         (["none*.txt"], r"none\*.txt: no text here"),
         (["x.parquet"], "x.parquet: unknown kind of text: got x.parquet, expected names that end in .txt or .jsonl"),
         (["input.txt", "*.txt"], "input.txt: the same file again"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpt2_triton.data import shards
-from gpt2_triton.data.shards import DataError, Shard, fingerprint, open_shards, write_shard
+from gpt2_triton.data.shards import DataError, Shard, fingerprint, open_shards, require_tokenizer, write_shard
 
 VOCAB, SEQ_LEN = 300, 8
 TOKENS = np.arange(100, dtype=np.uint16)
@@ -108,6 +108,19 @@ def test_a_directory_is_refused(tmp_path):
     assert f"got a directory, expected a path or glob of .bin files; name its files, as {tmp_path}/train" in refusal(
         tmp_path
     )
+
+
+@pytest.mark.parametrize("record", [{"tokenizer": "bytes"}, {"source": "others"}, [], None])
+def test_shards_of_another_tokenizer_are_refused_by_their_record(shard, record):
+    if record is not None:
+        shard.with_name("shards.json").write_text(json.dumps(record))
+    require_tokenizer(str(shard), "bytes")
+    require_tokenizer(str(shard.parent / "none_*.bin"), "gpt2")  # open_shards says that there are none
+    if record != {"tokenizer": "bytes"}:
+        return require_tokenizer(str(shard.parent / "train_*.bin"), "gpt2")
+    for given in (shard, shard.parent / "train_*.bin"):
+        with pytest.raises(DataError, match="shards.json: made with another tokenizer: got bytes, expected gpt2; set"):
+            require_tokenizer(str(given), "gpt2")
 
 
 def test_a_glob_gives_sorted_shards_and_no_unfinished_ones(tmp_path):
