@@ -33,7 +33,7 @@ class Link:
         """The layer's parameters are needed."""
 
     def transfer(self) -> None:
-        """Attention is next, or the embedding's backward pass: what waits to travel sets out."""
+        """Attention is next, or the embedding, forward or backward: what waits to travel sets out."""
 
     def grads_begin(self, layer: int) -> None:
         """The layer's gradients are about to be written."""
