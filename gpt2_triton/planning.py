@@ -116,9 +116,11 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     chosen = choose_recompute(config, K, budget)
     made, dims = make_plan(chosen, K, config.micro_batch, T)
     lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
-    for level in dict.fromkeys((*LEVELS, chosen.memory.recompute)):
+    taken = chosen.memory.recompute
+    at = LEVELS.index(taken.partition(":")[0])
+    for level in dict.fromkeys((*LEVELS[:at], taken, *LEVELS[at:])):
         total, best = _total_and_largest(config.replace(memory={"recompute": level}), K, budget)
-        mark = "  <-" if level == chosen.memory.recompute else ""
+        mark = "  <-" if level == taken else ""
         lines.append(f"{level:<16}{total / GIB:>8.2f}{best:>28}{mark}")
     if chosen.gpus > 1:
         lines += ["", f"{'parallel.zero':<16}{'GiB':>8}   on each of {chosen.gpus} GPUs"]
