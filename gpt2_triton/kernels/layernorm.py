@@ -69,7 +69,8 @@ def _layernorm_bwd_kernel(
         rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
         if ln_ptr is not None:
             tl.store(ln_ptr + at, _affine(x, mean, rstd, w, b), mask=mask)
-        xhat = tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)
+        # dout is 0 past the end of a row, and rstd past the last one: the sums that count get nothing from there
+        xhat = (x - mean[:, None]) * rstd[:, None]
         g = dout * w[None, :]
         mean_g = tl.sum(g, 1) / C
         mean_gx = tl.sum(g * xhat, 1) / C
@@ -79,7 +80,7 @@ def _layernorm_bwd_kernel(
         tl.store(dx_ptr + at, dx, mask=mask)
         dw += dout * xhat
         db += dout
-        dbias += tl.where(mask, dx, 0.0)
+        dbias += dx
     at = program * C + c
     tl.store(part_ptr + at, tl.sum(dw, 0), mask=c < C)
     tl.store(part_ptr + programs * C + at, tl.sum(db, 0), mask=c < C)
