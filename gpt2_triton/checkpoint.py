@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gpt2_triton import best
 from gpt2_triton.checks import lack_of_room, not_finite
 from gpt2_triton.crew import ALONE, Crew
 from gpt2_triton.shares import join, tile
@@ -52,8 +53,8 @@ def save(
     back: int = 0,
     crew: Crew = ALONE,
 ) -> Path:
-    """Write the checkpoint of `step` under `directory`; then keep the `keep` newest (0: all), multiples of `major`, and
-    the last two multiples of `back` (0: none), which a rewind may go back to.
+    """Write the checkpoint of `step` under `directory`; then keep the `keep` newest (0: all), multiples of `major`, the
+    last two multiples of `back` (0: none), which a rewind may go back to, and the best by state["best"].
 
     All ranks of the crew call it, each with its share in `tensors` and, if there are several, with the share's spans
     in state["shares"].  Returns its path; if it is there already and verifies, nothing is written.  A failure is
@@ -63,7 +64,7 @@ def save(
     temporary = crew.first(lambda: _begin(directory, target, tensors, crew.size))
     if temporary:
         _write(target, Path(temporary), tensors, state, crew)
-        crew.first(lambda: _prune(directory, step, keep, major, back))
+        crew.first(lambda: _prune(directory, step, keep, major, back, best.step_of(state)))
     return target
 
 
@@ -159,12 +160,12 @@ def _remove_abandoned(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _prune(directory: Path, newest: int, keep: int, major: int, back: int) -> None:
+def _prune(directory: Path, newest: int, keep: int, major: int, back: int, kept: int | None) -> None:
     """Keep what `save` says of steps up to `newest`; a later one is damaged, or the run would have gone on from it."""
     steps = [(step, path) for step, path in _steps(directory) if step <= newest]
-    targets = {newest // back * back, newest // back * back - back} if back else set()
+    wanted = {kept} | ({newest // back * back, newest // back * back - back} if back else set())
     for step, path in steps[:-keep] if keep else []:
-        if not (major and step % major == 0) and step not in targets:
+        if not (major and step % major == 0) and step not in wanted:
             _discard(path)
 
 
@@ -250,7 +251,16 @@ def _newest(directory: Path) -> Path | None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint meant by `path`: a step directory, or the newest good one of a run (or its checkpoints)."""
+    """The checkpoint meant by `path`: a step directory, the newest good one of a run (or its checkpoints), or RUN/best,
+    that of the lowest validation loss.
+    """
+    if path.name == "best" and not path.exists():
+        step = best.step_of(_read_json(find(path.parent) / STATE))
+        if step is None:
+            raise CheckpointError(
+                f"{path}: {path.parent} keeps no best checkpoint; train with --checkpoint.best val_loss"
+            )
+        return find(path.parent / "checkpoints" / f"step_{step:08d}")
     if _STEP.fullmatch(path.absolute().name):
         problems = verify(path)
         if problems:

@@ -145,6 +145,8 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
             "memory.recompute",
             f"{config.memory.recompute} is of more layers than model.n_layer {m.n_layer}; lower it",
         )
+    if config.checkpoint.best == "val_loss" and not e.every:
+        yield "checkpoint.best", "there is no validation loss to go by; set eval.every, or this to none"
     saved = config.checkpoint.every
     if t.rewind_after and not saved:
         yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"

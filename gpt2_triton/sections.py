@@ -178,6 +178,9 @@ class CheckpointConfig(Section):
     every: int = Field(0, ge=0, description="save every so many steps; the last is always saved")
     keep: int = Field(2, ge=0, description="newest checkpoints to keep; 0 keeps all")
     major: int = Field(0, ge=0, description="also keep those whose step is a multiple of this; 0 none")
+    best: Literal["none", "val_loss"] = Field(
+        "none", description="val_loss: also save after each lowest validation loss, and keep it; RUN/best names it"
+    )
 
 
 class LogConfig(Section):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpt2_triton import checkpoint
+from gpt2_triton import best, checkpoint
 from gpt2_triton.config import Config
 from gpt2_triton.crew import Crew
 from gpt2_triton.model import GPT2
@@ -84,6 +84,7 @@ def go_back(state: dict[str, Any], target: int, directory: Path, model: GPT2, sa
     crew.all(None)  # nothing is deleted while another rank looks for what is there
     crew.first(lambda: checkpoint.discard_after(directory, target))
     state |= {"step": target, "skipped_in_a_row": 0, "without_update": 0, "rewinds": state["rewinds"] + 1}
+    best.go_back(state, target)
 
 
 def _recall(target: int, model: GPT2, saver: Saver, crew: Crew) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint, compatible, hellaswag, replicas, stability, watch
+from gpt2_triton import best, checkpoint, compatible, hellaswag, replicas, stability, watch
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -82,7 +82,7 @@ class Trainer:
             val_shards = self._open_shards("val") if config.eval.every else []
             self.data = fingerprint(train_shards)
             replicas.require_alike(self.crew, configuration=config.to_dict(), data=[self.data, fingerprint(val_shards)])
-            self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None} | stability.COUNTS
+            self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None, "best": None} | stability.COUNTS
             tensors = self._load(found) if found else initial_weights(config)
             if config.sample.every:
                 get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
@@ -110,7 +110,7 @@ class Trainer:
         saved, tensors = checkpoint.load(found)
         changed = compatible.check_config(saved["config"], self.resolved)
         compatible.check_data(found, saved["data"], self.data, self.config.data.train)
-        self.state = {name: saved[name] for name in self.state}
+        self.state |= {name: saved[name] for name in self.state if name in saved}
         self.notes.append(f"resuming after step {saved['step']} from {found}")
         self.notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()]
         return tensors
@@ -195,7 +195,7 @@ class Trainer:
     def _between_steps(self, step: int) -> None:
         """What is due now that `step` steps are launched."""
         c = self.config
-        self._validate_if_due(step)
+        lowest = self._validate_if_due(step)
         if self.questions is not None and self._due(step, c.eval.hellaswag_every):
             self._settle()
             with self.pulse.during("answering HellaSwag"):
@@ -209,7 +209,7 @@ class Trainer:
         if self._due(step, c.debug.hash_state):
             self._settle()
             self.log.note(f"step {step}: weights {replicas.compare(self.model, self.crew, step)} on every rank")
-        if self._due(step, c.checkpoint.every) or step == c.train.steps:
+        if lowest or self._due(step, c.checkpoint.every) or step == c.train.steps:
             self._save(step)
 
     def _train_step(self, step: int) -> None:
@@ -272,12 +272,15 @@ class Trainer:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
-    def _validate_if_due(self, step: int) -> None:
-        if self.validation is not None and self._due(step, self.config.eval.every):
-            self._settle()
-            with self.pulse.during("validating"):
-                loss = validation_loss(self.model, self.validation, self.crew)
-            self.log.validation(step, loss)
+    def _validate_if_due(self, step: int) -> bool:
+        """Whether there was one whose model is to be kept."""
+        if self.validation is None or not self._due(step, self.config.eval.every):
+            return False
+        self._settle()
+        with self.pulse.during("validating"):
+            loss = validation_loss(self.model, self.validation, self.crew)
+        self.log.validation(step, loss)
+        return self.config.checkpoint.best == "val_loss" and best.enter(self.state, step, loss)
 
     def _save(self, step: int) -> None:
         """Copy this rank's share to the host and let the saver write it while training goes on."""

@@ -20,7 +20,7 @@ optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip optim.master
 memory.recompute memory.head_rows
 eval.every eval.tokens eval.hellaswag_every eval.hellaswag_data eval.hellaswag_limit
 sample.every sample.tokens sample.prompt sample.temperature sample.top_k
-checkpoint.every checkpoint.keep checkpoint.major
+checkpoint.every checkpoint.keep checkpoint.major checkpoint.best
 log.every log.main_log log.stats_every log.wandb log.wandb_project
 parallel.gpus parallel.zero parallel.timeout debug.hash_state
 init_from

@@ -1,0 +1,71 @@
+"""The promises of checkpoint.best: the lowest validation loss has a checkpoint, which stays, and a name."""
+
+import json
+
+import pytest
+
+from gpt2_triton import best, checkpoint, trainer
+from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.config import ConfigError
+from gpt2_triton.configfile import load_config
+from tests.test_trainer import run_config, stop_after, train
+
+LOSSES = [0.5, 3.0, 1.0, 2.0, float("nan"), 1.0]  # after 0 ... 5 steps
+
+
+def best_config(**checkpoints):
+    return run_config(eval=dict(every=1, tokens=64), sample=dict(every=0), checkpoint=dict(keep=1) | checkpoints)
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """The model's own loss is replaced by the one for its step, which the log tells."""
+    monkeypatch.setattr(trainer, "validation_loss", lambda model, *_: LOSSES[model.done])
+    original = trainer.Trainer._validate_if_due
+
+    def with_step(self, step):
+        self.model.done = step
+        return original(self, step)
+
+    monkeypatch.setattr(trainer.Trainer, "_validate_if_due", with_step)
+
+
+def steps(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("interrupted", [None, 1, 3], ids=["unbroken", "before the best", "after it"])
+def test_the_lowest_validation_loss_keeps_its_checkpoint(losses, tmp_path, monkeypatch, interrupted):
+    """That of the second step, though only the newest is kept; not the one before training, nor a later tie."""
+    if interrupted:
+        with monkeypatch.context() as patch:
+            stop_after(patch, interrupted)
+            train(best_config(best="val_loss"), tmp_path, resume=False)
+    assert train(best_config(best="val_loss"), tmp_path, resume=bool(interrupted)) == 0
+    assert steps(tmp_path) == ["step_00000002", "step_00000005"]
+    found = checkpoint.find(tmp_path / "best")
+    state = json.loads((found / "state.json").read_text())
+    assert found == tmp_path / "checkpoints" / "step_00000002" and state["best"] == [2, 1.0]
+
+
+def test_a_run_that_keeps_no_best_checkpoint_says_how_to(losses, tmp_path):
+    assert train(best_config(), tmp_path, resume=False) == 0
+    assert steps(tmp_path) == ["step_00000005"]
+    with pytest.raises(CheckpointError, match="keeps no best checkpoint; train with --checkpoint.best val_loss"):
+        checkpoint.find(tmp_path / "best")
+
+
+def test_a_run_that_goes_back_forgets_what_it_deletes():
+    for target, left in ((3, None), (4, [4, 1.0]), (5, [4, 1.0])):
+        state = {"best": [4, 1.0]}
+        best.go_back(state, target)
+        assert state["best"] == left
+    best.go_back(state := {"best": None}, 0)
+    assert best.step_of(state) is None and best.enter(state, 5, 2.0) and not best.enter(state, 6, 2.0)
+
+
+def test_without_validation_there_is_no_best_one(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("checkpoint: {best: val_loss}\neval: {every: 0}")
+    with pytest.raises(ConfigError, match="x.yaml:1: checkpoint.best: there is no validation loss to go by"):
+        load_config(path)
