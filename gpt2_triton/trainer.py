@@ -154,7 +154,10 @@ class Trainer:
         log = Logger(self.run_dir, self.config, step, wandb_id, about) if self.first_rank else Silent()
         each = f" each on {self.world.size} ranks, ZeRO-{self.config.zero}," if self.world.size > 1 else ""
         size = f"{self.model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB"
-        for note in (*self.notes, f"run directory {self.run_dir}", f"{size}{each} on {where}"):
+        t, sequences = self.config.train, self.loader.windows.n
+        epochs = t.steps * self.config.total_batch_tokens / t.seq_len / sequences
+        data = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"
+        for note in (*self.notes, f"run directory {self.run_dir}", f"{size}{each} on {where}", data):
             log.note(note)
         return log
 

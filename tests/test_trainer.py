@@ -100,6 +100,15 @@ def test_a_run_says_where_it_writes_and_how_it_goes_on(tmp_path, monkeypatch, ca
     assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume goes on"
 
 
+def test_a_run_says_how_often_it_sees_its_data(tmp_path, capsys):
+    """5 steps of 4 sequences."""
+    trainer = Trainer(run_config(), tmp_path, None)
+    sequences = trainer.loader.windows.n
+    trainer.close()
+    said = f"{sequences:,} training sequences of 16 tokens; 5 steps are {20 / sequences:.3g} epochs"
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_resuming_a_finished_run_changes_nothing(unbroken, capsys):
     before = final_bytes(unbroken), metrics(unbroken)
     assert train(run_config(), unbroken, resume=True) == 0
