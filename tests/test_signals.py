@@ -17,6 +17,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def left(monkeypatch):
     """The exit codes of a process that would have left at once; the handlers are put back."""
     codes, handlers = [], {number: signal.getsignal(number) for number in STOPPING}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as where nohup did not start the tests
     monkeypatch.setattr(os, "_exit", codes.append)
     yield codes
     for number, handler in handlers.items():
@@ -71,6 +72,7 @@ def test_a_run_whose_terminal_is_closed_saves_its_last_step(tmp_path, request):
     if process == 0:
         os.chdir(root)
         os.environ.pop("TRITON_INTERPRET", None)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.execv(sys.executable, command)
     printed = b""
     while b" 3/100000" not in printed:
