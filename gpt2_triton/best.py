@@ -1,11 +1,12 @@
 """The checkpoint of the lowest validation loss: a run's state["best"] is [step, loss], or None."""
 
+import math
 from typing import Any
 
 
 def enter(state: dict[str, Any], step: int, loss: float) -> bool:
     """Whether this validation loss is the lowest after any step so far; `state` then has it."""
-    lowest = step > 0 and (state["best"] is None or loss < state["best"][1])
+    lowest = step > 0 and loss < (state["best"][1] if state["best"] else math.inf)  # and so a number
     if lowest:
         state["best"] = [step, loss]
     return lowest

@@ -110,7 +110,7 @@ class Trainer:
         saved, tensors = checkpoint.load(found)
         changed = compatible.check_config(saved["config"], self.resolved)
         compatible.check_data(found, saved["data"], self.data, self.config.data.train)
-        self.state |= {name: saved[name] for name in self.state if name in saved}
+        self.state = {name: ({"best": None} | saved)[name] for name in self.state}  # older ones had no best
         self.notes.append(f"resuming after step {saved['step']} from {found}")
         self.notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()]
         return tensors

@@ -64,6 +64,12 @@ def test_a_run_that_goes_back_forgets_what_it_deletes():
     assert best.step_of(state) is None and best.enter(state, 5, 2.0) and not best.enter(state, 6, 2.0)
 
 
+def test_what_is_not_finite_is_never_the_best():
+    state = {"best": None}
+    assert not best.enter(state, 1, float("nan")) and not best.enter(state, 2, float("inf"))
+    assert best.enter(state, 3, 5.0) and not best.enter(state, 4, float("nan")) and state["best"] == [3, 5.0]
+
+
 def test_without_validation_there_is_no_best_one(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("checkpoint: {best: val_loss}\neval: {every: 0}")
