@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gpt2_triton.kernels.tile import tile_position
+
 # what Triton calls them now, or called them in 3.6
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -43,13 +45,9 @@ def tiles(M, N):
 
 @gluon.jit
 def corner(tile, M, N):
-    """First row and column of a tile: bands of GROUP_M rows of tiles, each walked column by column (tile.py)."""
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    band = GROUP_M * tiles_n
-    first = tile // band * GROUP_M
-    height = min(tiles_m - first, GROUP_M)
-    return (first + tile % band % height) * BLOCK_M, tile % band // height * BLOCK_N
+    """First row and column of a tile."""
+    tile_m, tile_n = tile_position(tile, gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), GROUP_M)
+    return tile_m * BLOCK_M, tile_n * BLOCK_N
 
 
 @gluon.jit

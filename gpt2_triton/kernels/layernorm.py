@@ -109,9 +109,7 @@ def layernorm_bwd(
     _layernorm_bwd_kernel[(programs,)](
         dx, ln, scratch, dout, x, w, b, mean, rstd, R, C, ADD_DX=add_dx, BLOCK_C=next_power_of_2(C), **row
     )
-    for i, out in enumerate((dw, db, dbias)):
-        if out is not None:
-            column_sums(out, scratch[i * programs * C :], programs, acc)
+    column_sums(dw, scratch, programs, acc, db, *([] if dbias is None else [dbias]))
 
 
 def _bwd_row(R: int, C: int, dtype: str) -> dict[str, int]:

@@ -221,26 +221,26 @@ def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool)
     """dw (+)= dout.T @ inp, in fp32."""
     (N, K), R = dw.shape, dout.shape[0]
     row = _dw_row(N, K, R, dtype_name(dout))
-    cut, block_m, block_n = cut_tiles(N, K, R, row), row["BLOCK_M"], row["BLOCK_N"]
-    needed = cut.rest * cut.pieces * block_m * block_n
+    cut = cut_tiles(N, K, R, row)
+    needed = cut.rest * cut.pieces * cut.rows * cut.columns
     assert scratch.numel() >= needed, f"matmul_dw: scratch holds {scratch.numel()}, needs {needed}"
     if is_hopper() and dtype_name(dout) == "bf16":
         hopper_dw.matmul_dw(dw, scratch, dout, inp, cut, acc)
     else:
         _launch_dw(dw, scratch, dout, inp, cut, acc, row)
     if cut.rest:
-        rows = block_m if INTERPRET else 8
-        _add_pieces_kernel[(cut.rest * block_m // rows,)](
+        rows = cut.rows if INTERPRET else 8
+        _add_pieces_kernel[(cut.rest * cut.rows // rows,)](
             dw, scratch, N, K, cut.whole, cut.pieces,
-            ACC=acc, BLOCK_M=block_m, BLOCK_N=block_n, GROUP_M=row["GROUP_M"], ROWS=rows,
+            ACC=acc, BLOCK_M=cut.rows, BLOCK_N=cut.columns, GROUP_M=row["GROUP_M"], ROWS=rows,
         )  # fmt: skip
 
 
 def _launch_dw(
     dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, cut: Cut, acc: bool, row: dict[str, int]
 ) -> None:
-    (N, K), row = dw.shape, {name: value for name, value in row.items() if name != "WAVE"}
-    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
+    (N, K), block_m, block_n, block_k = dw.shape, cut.rows, cut.columns, row["BLOCK_K"]
+    row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
     items = cut.whole + cut.rest * cut.pieces
     part_shape = [max(1, cut.rest * cut.pieces) * block_m, block_n]
     part_desc = TensorDescriptor(scratch, part_shape, [block_n, 1], [block_m, block_n // 2])
@@ -252,6 +252,5 @@ def _launch_dw(
 
 def matmul_dw_scratch(N: int, K: int, R: int, dtype: str) -> int:
     """fp32 elements: the pieces of the tiles that are cut."""
-    row = _dw_row(N, K, R, dtype)
-    cut = cut_tiles(N, K, R, row)
-    return cut.rest * cut.pieces * row["BLOCK_M"] * row["BLOCK_N"]
+    cut = cut_tiles(N, K, R, _dw_row(N, K, R, dtype))
+    return cut.rest * cut.pieces * cut.rows * cut.columns

@@ -16,7 +16,17 @@ from gpt2_triton.kernels.tuned import INTERPRET, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["P"])  # a count of rows: its divisibility buys nothing
-def _column_sums_kernel(out_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+def _column_sums_kernel(
+    out_ptr, second_ptr, third_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    which = tl.program_id(1)
+    if second_ptr is not None:
+        if which == 1:
+            out_ptr = second_ptr
+    if third_ptr is not None:
+        if which == 2:
+            out_ptr = third_ptr
+    part_ptr += which.to(tl.int64) * P * N
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tl.arange(0, BLOCK_P).to(tl.int64)
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -29,9 +39,9 @@ def _column_sums_kernel(out_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.
     tl.store(out_ptr + n, total, mask=n < N)
 
 
-def column_sums(out: Tensor, part: Tensor, P: int, acc: bool) -> None:
+def column_sums(out: Tensor, part: Tensor, P: int, acc: bool, *more: Tensor) -> None:
     """out[n] (+)= sum over p of part[p, n]; `out` is fp32 of N elements in any shape, `part` the first P*N elements
-    of an fp32 scratch.
+    of an fp32 scratch.  The same for up to two `more` of its size, from the next P*N elements each, in one launch.
     """
     N = out.numel()
     block_p = min(next_power_of_2(P), 64)
@@ -41,8 +51,9 @@ def column_sums(out: Tensor, part: Tensor, P: int, acc: bool) -> None:
         block_p, block_n = min(next_power_of_2(P), 512), 8
     else:
         block_n = max(64, 4096 // block_p)
-    _column_sums_kernel[(triton.cdiv(N, block_n),)](
-        out, part, P, N, ACC=acc, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4
+    second, third = (*more, None, None)[:2]
+    _column_sums_kernel[(triton.cdiv(N, block_n), 1 + len(more))](
+        out, second, third, part, P, N, ACC=acc, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4
     )
 
 

@@ -22,8 +22,12 @@ def halves(tile):
 
 
 class Cut(NamedTuple):
-    """How dW is shared out: `whole` tiles of all `steps` steps, and `rest` tiles in `pieces` of `piece_steps` each."""
+    """How dW is shared out: `whole` tiles of all `steps` steps, and `rest` tiles in `pieces` of `piece_steps` each.  A
+    tile is `rows` x `columns` of dW: BLOCK_M x BLOCK_N or, where fewer cover dW so, BLOCK_N x BLOCK_M.
+    """
 
+    rows: int
+    columns: int
     whole: int
     rest: int
     pieces: int
@@ -38,7 +42,9 @@ def cut_tiles(N: int, K: int, R: int, row: dict[str, int]) -> Cut:
     multiplied, are taken for 6 steps, and reading and adding a piece for 1/10.  WAVE is a number of the table and not
     of the GPU at hand: the same sizes are summed in the same order everywhere.
     """
-    tiles = triton.cdiv(N, row["BLOCK_M"]) * triton.cdiv(K, row["BLOCK_N"])
+    block_m, block_n = row["BLOCK_M"], row["BLOCK_N"]
+    shapes = (block_m, block_n), (block_n, block_m)
+    tiles, rows, columns = min((triton.cdiv(N, r) * triton.cdiv(K, c), r, c) for r, c in shapes)
     steps, wave = triton.cdiv(R, row["BLOCK_K"]), row["WAVE"]
 
     def cost(cut: tuple[int, int]) -> float:
@@ -50,4 +56,4 @@ def cut_tiles(N: int, K: int, R: int, row: dict[str, int]) -> Cut:
     full = tiles // wave * wave
     whole, pieces = min([(tiles, 1), *((full, p) for p in range(2, 33) if full < tiles)], key=cost)
     piece_steps = triton.cdiv(steps, pieces)
-    return Cut(whole, tiles - whole, triton.cdiv(steps, piece_steps), steps, piece_steps)
+    return Cut(rows, columns, whole, tiles - whole, triton.cdiv(steps, piece_steps), steps, piece_steps)

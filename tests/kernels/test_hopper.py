@@ -22,8 +22,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, GELU=False, DGELU=False)
     backward = base | dict(w_desc=(64, 256), W_T=False, GELU=False, DGELU=False)
     dgelu = backward | dict(pre_desc=(32, 64), part_ptr=F32, DGELU=True)
-    dw = dict(out_ptr=F32, part_ptr=F32, dout_desc=(64, 128), inp_desc=(64, 256), N=I32, K=I32)
-    dw |= dict(whole=I32, items=I32, steps=I32, piece_steps=I32)
+    dw = dict(out_ptr=F32, part_ptr=F32, a_desc=(64, 128), w_desc=(64, 256), N=I32, K=I32)
+    dw |= dict(whole=I32, rest=I32, items=I32, steps=I32, piece_steps=I32, ROWS=128, COLUMNS=256)
     head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
     head |= dict(R=I32, C=I32, V=I32, Vp=I32)
     return {
@@ -35,6 +35,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "matmul_dx_dgelu, gelu_out": ("_matmul_kernel", dgelu | dict(gelu_ptr=BF16)),
         "matmul_dw": ("_dw_kernel", dw | dict(ACC=False)),
         "matmul_dw, acc": ("_dw_kernel", dw | dict(ACC=True)),
+        "matmul_dw, acc, turned": ("_dw_kernel", dw | dict(ROWS=256, COLUMNS=128, ACC=True)),
         "classifier_fwd": ("_classifier_kernel", head | dict(p_desc=tile)),
         "classifier_fwd, loss only": ("_classifier_kernel", head | dict(p_desc=None)),
     }

@@ -15,8 +15,8 @@ from tests.helpers import EPS, error, poisoned
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 
 # R, N, K: one row; ragged; two blocks of rows and two of the sum; two blocks of columns (blocks of the interpreter);
-# one that hopper.py takes, with a tile and a bit either way
-SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32), (160, 320, 448)]
+# one that hopper.py takes, with a tile and a bit either way; the same in whole bands of tiles
+SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32), (160, 320, 448), (1024, 320, 576)]
 SUMS = 2e-6 if INTERPRET else 2e-5  # fp32 sums over R, whose error grows with R, which is larger on a GPU
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = pytest.mark.parametrize("R,N,K", SHAPES, ids=lambda size: str(size))
@@ -210,14 +210,10 @@ def test_pieces_cover_every_row_of_every_tile_once(R):
     for C in WIDTHS:
         for n, k in LINEAR:
             cut = cut_tiles(n * C, k * C, R, BF16_DW)
-            assert cut.whole + cut.rest == tiles_of_dw(n * C, k * C)
+            assert cut.whole + cut.rest == -(-n * C // cut.rows) * -(-k * C // cut.columns)
             assert (cut.steps - 1) * BF16_DW["BLOCK_K"] < R <= cut.steps * BF16_DW["BLOCK_K"]
             if cut.rest:  # none empty, none missing
                 assert (cut.pieces - 1) * cut.piece_steps < cut.steps <= cut.pieces * cut.piece_steps
-
-
-def tiles_of_dw(N, K):
-    return -(-N // BF16_DW["BLOCK_M"]) * -(-K // BF16_DW["BLOCK_N"])
 
 
 def test_pieces_keep_a_hopper_gpu_busy():
@@ -226,7 +222,7 @@ def test_pieces_keep_a_hopper_gpu_busy():
         for n, k in LINEAR:
             cut, wave = cut_tiles(n * C, k * C, R, BF16_DW), BF16_DW["WAVE"]
             time = -(-cut.whole // wave) * cut.steps + -(-cut.rest * cut.pieces // wave) * cut.piece_steps
-            assert tiles_of_dw(n * C, k * C) * cut.steps / (time * wave) > 0.85
+            assert (cut.whole + cut.rest) * cut.steps / (time * wave) > 0.85
     assert cut_tiles(50304, 768, 16384, BF16_DW).rest == 0  # the classifier's weight has tiles enough
 
 

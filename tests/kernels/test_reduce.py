@@ -32,6 +32,15 @@ def test_column_sums_match_float64(rng, P, N, acc):
     assert error(out, want) < SUMS
 
 
+@accumulate
+@pytest.mark.parametrize("more", [1, 2])
+def test_column_sums_of_several_in_one_launch(rng, more, acc):
+    part, outs = rng(1 + more, 33, 768), [rng(768) if acc else poisoned(768) for _ in range(1 + more)]
+    want = [p.double().sum(0) + (out.double() if acc else 0) for p, out in zip(part, outs, strict=True)]
+    column_sums(outs[0], part, 33, acc, *outs[1:])
+    assert all(error(out, w) < SUMS for out, w in zip(outs, want, strict=True))
+
+
 def test_column_sums_fill_any_shape(rng):
     part, out = rng(5, 3 * 16), poisoned(3, 16)
     column_sums(out, part, 5, False)
