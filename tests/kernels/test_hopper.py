@@ -1,6 +1,7 @@
 """The kernels of hopper*.py compile for sm_90 on a machine without a GPU, and no kernel spills registers.
 
-What its kernels compute is tested on a GPU, with the shapes that test_matmul.py and test_classifier.py mark for it.
+What they compute is tested on a GPU, with the shapes that test_matmul.py and test_classifier.py mark for it, and
+without one in test_hopper_simulated.py.
 """
 
 import os

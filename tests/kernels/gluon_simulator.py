@@ -1,0 +1,471 @@
+"""Runs the Gluon kernels of hopper*.py on a CPU: warps as threads that take turns, memory that comes when it likes.
+
+    with simulated(hopper, seed=1):
+        hopper.matmul(...)                # on CPU tensors
+
+Only what those kernels use is here.  Each partition of a program is a thread; which one goes on, and which transfer of
+TMA ends next, is drawn at every barrier.  wgmma reads its operands when it is waited for, the last moment at which it
+may, and a TMA store at any time before its wait.  So a buffer that is handed back too early spoils the result, and
+these raise: a wait that never ends, a read of memory to which a load is on its way, a write to memory that a store or
+a load still uses, a store of what was written without a fence, and an address outside a tensor.
+"""
+
+import contextlib
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+
+from gpt2_triton.kernels import gelu, hopper, hopper_dw, hopper_head, hopper_tiles, softmax, tile
+
+MODULES = (tile, gelu, softmax, hopper_tiles, hopper, hopper_dw, hopper_head)
+WARPS = 8  # of the first partition
+local = threading.local()  # .worker: the partition that this thread is
+
+
+class Race(AssertionError):
+    """Two accesses that nothing orders, or a wait that never ends."""
+
+
+# ---- threads that take turns ----
+
+
+class Worker:
+    """A partition: runs until it waits for a condition or gives way."""
+
+    def __init__(self, turns: "Turns", name: str, warps: int, function: Callable[..., Any], arguments: tuple[Any, ...]):
+        self.turns, self.name, self.warps, self.stores = turns, name, warps, 0
+        self.ready: Callable[[], bool] = lambda: True
+        self.go, self.done, self.error = threading.Semaphore(0), False, None
+        threading.Thread(target=self._run, args=(function, arguments), daemon=True).start()
+
+    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        local.worker = self
+        self.go.acquire()
+        try:
+            if not self.turns.over:
+                function(*arguments)
+        except BaseException as error:
+            self.error = error
+        self.done = True
+        self.turns.back.release()
+
+    def wait(self, ready: Callable[[], bool] = lambda: True) -> None:
+        self.ready = ready
+        self.turns.back.release()
+        self.go.acquire()
+        if self.turns.over:
+            raise Race("another partition failed")
+
+
+class Turns:
+    """One program: its partitions, and the transfers on their way."""
+
+    def __init__(self, random: random.Random, program: int, programs: int):
+        self.random, self.program, self.programs = random, program, programs
+        self.haste = random.choice((0.02, 0.2, 0.8))  # how soon transfers end
+        self.back, self.over = threading.Semaphore(0), False
+        self.workers: list[Worker] = []
+        self.memories: list[Memory] = []
+        self.loads: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []  # what of which memory, and how it ends
+        self.stores: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []
+
+    def run(self, partitions: list[tuple[str, int, Callable[..., Any], tuple[Any, ...]]]) -> None:
+        self.workers = [Worker(self, *partition) for partition in partitions]
+        while not all(worker.done for worker in self.workers) or self.stores:
+            able = [worker for worker in self.workers if not worker.done and worker.ready()]
+            transfers = [(kind, i) for kind in (self.loads, self.stores) for i in range(len(kind))]
+            if transfers and (not able or self.random.random() < self.haste):
+                kind, i = self.random.choice(transfers)
+                kind.pop(i)[2]()
+            elif able:
+                worker = self.random.choice(able)
+                worker.go.release()
+                self.back.acquire()
+                if worker.error:
+                    self._end(worker.error)
+            else:
+                waiting = ", ".join(worker.name for worker in self.workers if not worker.done)
+                self._end(Race(f"program {self.program}: {waiting} wait for ever"))
+        if self.loads:
+            raise Race(f"program {self.program}: a load still on its way at the end")
+
+    def _end(self, error: BaseException) -> None:
+        self.over = True
+        for worker in self.workers:
+            worker.go.release()
+        raise error
+
+    def check(self, what: str, memory: Any, places: torch.Tensor, *kinds: list[Any]) -> None:
+        for kind in kinds:
+            for busy, where, _ in kind:
+                if where is memory and bool(torch.isin(places, busy).any()):
+                    raise Race(f"{local.worker.name} {what} shared memory that a transfer still uses")
+
+
+# ---- values ----
+
+
+class Int(int):
+    """A scalar of a kernel, which has .to as tensors do."""
+
+    def to(self, dtype: Any) -> "Int":
+        return self
+
+
+def _keep(name: str) -> Callable[..., Any]:
+    function = getattr(int, name)
+
+    def operator(self: Int, other: Any) -> Any:
+        if isinstance(other, int) and not isinstance(other, bool):
+            result = function(self, int(other))
+            return Int(int(self / other) if name == "__floordiv__" else result)  # Triton's rounds towards zero
+        return NotImplemented
+
+    return operator
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and", "xor"):
+    setattr(Int, f"__{_name}__", _keep(f"__{_name}__"))
+
+
+class Value(torch.Tensor):
+    """A tensor in registers."""
+
+    type = SimpleNamespace(layout=None)
+
+    def split(self) -> tuple["Value", "Value"]:  # type: ignore[override]
+        return self[..., 0], self[..., 1]
+
+    def permute(self, order: tuple[int, ...]) -> "Value":  # type: ignore[override]
+        return super().permute(*order)
+
+
+def value(tensor: torch.Tensor) -> Value:
+    return tensor.as_subclass(Value)
+
+
+class Pointer:
+    def __init__(self, tensor: torch.Tensor, at: Any = 0):
+        self.flat, self.at = tensor.view(-1), at
+
+    def __add__(self, more: Any) -> "Pointer":
+        return Pointer(self.flat, self.at + more)
+
+    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        at = torch.as_tensor(self.at)
+        mask = torch.broadcast_to(torch.as_tensor(True if mask is None else mask), at.shape)
+        inside = (at >= 0) & (at < self.flat.numel())
+        if bool((mask & ~inside).any()):
+            raise Race(f"{local.worker.name} reads or writes outside a tensor")
+        return at.where(mask, 0).long(), mask
+
+
+class Memory:
+    """One allocation of shared memory."""
+
+    def __init__(self, count: int, dtype: torch.dtype):
+        self.data = torch.full((count,), float("nan")).to(dtype)
+        self.unfenced: list[tuple[Worker, torch.Tensor]] = []  # who wrote where, and has not passed a fence since
+
+
+class Shared:
+    """A view of shared memory: for each of its elements the place in it.  A matrix wider than 64 columns lies there
+    as its columns 0 ... 63, row by row, then the next 64.
+    """
+
+    def __init__(self, memory: Memory, places: torch.Tensor):
+        self.memory, self.places = memory, places
+        self.shape = tuple(places.shape)
+
+    @staticmethod
+    def view(memory: Memory, shape: list[int]) -> "Shared":
+        *outer, rows, columns = shape
+        parts = max(1, columns // 64)
+        places = torch.arange(memory.data.numel()).view(*outer, parts, rows, columns // parts)
+        return Shared(memory, places.transpose(-3, -2).reshape(shape))
+
+    def index(self, i: int) -> "Shared":
+        return Shared(self.memory, self.places[i])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        return Shared(self.memory, self.places.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.memory, self.places.permute(*order))
+
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
+        return Shared.view(self.memory, shape)
+
+    def read(self) -> Value:
+        turns = local.worker.turns
+        turns.check("reads", self.memory, self.places, turns.loads)
+        return value(self.memory.data[self.places])
+
+    def load(self, layout: Any) -> Value:
+        return self.read()
+
+    def store(self, x: torch.Tensor) -> None:
+        turns = local.worker.turns
+        turns.check("writes", self.memory, self.places, turns.loads, turns.stores)
+        assert tuple(x.shape) == self.shape and x.dtype == self.memory.data.dtype
+        self.memory.data[self.places] = x.as_subclass(torch.Tensor)
+        self.memory.unfenced.append((local.worker, self.places))
+
+
+class Descriptor:
+    """TMA's view of a matrix in blocks: zeros are read outside, and nothing is written."""
+
+    def __init__(self, tensor: torch.Tensor, rows: int, columns: int):
+        self.tensor, self.layout = tensor, None
+        self.block_type = SimpleNamespace(shape=[rows, columns], nbytes=rows * columns * tensor.element_size())
+
+    def block(self, corner: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Row numbers and column numbers of a block, and which elements are inside."""
+        r, c = (at + torch.arange(n) for at, n in zip(corner, self.block_type.shape, strict=True))
+        inside = (r < self.tensor.shape[0])[:, None] & (c < self.tensor.shape[1])[None, :]
+        return r.clamp(max=self.tensor.shape[0] - 1)[:, None], c.clamp(max=self.tensor.shape[1] - 1)[None, :], inside
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all arrivals and all bytes that it expects have come."""
+
+    def __init__(self) -> None:
+        self.count = self.missing = self.bytes = self.phase = 0
+
+    def arrive(self, count: int = 1, nbytes: int = 0) -> None:
+        self.missing -= count
+        self.bytes += nbytes
+        if self.missing < 0:
+            raise Race(f"{local.worker.name} arrives at a barrier once too often")
+        self.settle()
+
+    def settle(self) -> None:
+        if self.missing == self.bytes == 0:
+            self.missing, self.phase = self.count, self.phase + 1
+
+
+class Product:
+    """An accumulator with the products that have been started."""
+
+    def __init__(self, acc: torch.Tensor, todo: tuple[Any, ...]):
+        self.acc, self.todo = acc, todo
+
+    def finish(self, pending: int) -> "Product":
+        acc, ready = self.acc, len(self.todo) - pending
+        for a, b, use_acc in self.todo[: max(0, ready)]:
+            product = a.read().float() @ b.read().float()
+            acc = acc + product if use_acc else product
+        return Product(acc, self.todo[max(0, ready) :])
+
+
+# ---- the language ----
+
+
+def _barrier_wait(barrier: Barrier, parity: int) -> None:
+    local.worker.wait(lambda: barrier.phase & 1 != parity)
+
+
+def _expect(barrier: Barrier, nbytes: int) -> None:
+    barrier.arrive(nbytes=nbytes)
+
+
+def _arrive(barrier: Barrier, count: int) -> None:
+    barrier.arrive(count)
+    local.worker.wait()
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.missing = count
+
+
+def _tma_load(desc: Descriptor, corner: list[int], barrier: Barrier, shared: Shared) -> None:
+    turns = local.worker.turns
+    turns.check("loads into", shared.memory, shared.places, turns.loads, turns.stores)
+    assert shared.shape == tuple(desc.block_type.shape)
+
+    def arrive() -> None:
+        r, c, inside = desc.block(corner)
+        shared.memory.data[shared.places] = desc.tensor[r, c].where(inside, 0)
+        barrier.bytes -= desc.block_type.nbytes
+        barrier.settle()
+
+    turns.loads.append((shared.places, shared.memory, arrive))
+    local.worker.wait()
+
+
+def _tma_store(desc: Descriptor, corner: list[int], shared: Shared) -> None:
+    worker = local.worker
+    if any(bool(torch.isin(places, shared.places).any()) for _, places in shared.memory.unfenced):
+        raise Race(f"{worker.name} stores shared memory that was written without a fence")
+    worker.turns.check("stores", shared.memory, shared.places, worker.turns.loads)
+    worker.stores += 1
+
+    def leave() -> None:
+        r, c, inside = desc.block(corner)
+        r, c = torch.broadcast_tensors(r, c)
+        desc.tensor[r[inside], c[inside]] = shared.memory.data[shared.places][inside]
+        worker.stores -= 1
+
+    worker.turns.stores.append((shared.places, shared.memory, leave))
+    worker.wait()
+
+
+def _store_wait(pending: int) -> None:
+    worker = local.worker
+    worker.wait(lambda: worker.stores <= pending)
+
+
+def _fence() -> None:
+    """What this partition wrote may be read by TMA."""
+    for memory in local.worker.turns.memories:
+        memory.unfenced = [(worker, places) for worker, places in memory.unfenced if worker is not local.worker]
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+    if dtype == torch.int64:
+        bars = [Barrier() for _ in range(shape[0])]
+        return SimpleNamespace(index=lambda i: bars[i])
+    memory = Memory(torch.Size(shape).numel(), dtype)
+    local.worker.turns.memories.append(memory)
+    return Shared.view(memory, shape)
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
+    at, mask = pointer.places(mask)
+    return value(pointer.flat[at].where(mask, torch.tensor(other, dtype=pointer.flat.dtype)))
+
+
+def _store(pointer: Pointer, x: torch.Tensor, mask: Any = None) -> None:
+    at, mask = pointer.places(mask)
+    pointer.flat[at[mask]] = torch.broadcast_to(x, at.shape)[mask].as_subclass(torch.Tensor).to(pointer.flat.dtype)
+
+
+def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    assert sum(warps) <= 4, "twelve warps"
+    turns = local.worker.turns
+    todo = [
+        (function.__name__, n, function, arguments)
+        for (function, arguments), n in zip(partitions, (WARPS, *warps), strict=True)
+    ]
+    local.worker.then = lambda: turns.run(todo)
+
+
+LANGUAGE = dict(
+    program_id=lambda axis: Int(local.worker.turns.program),
+    num_programs=lambda axis: Int(local.worker.turns.programs),
+    num_warps=lambda: local.worker.warps,
+    cdiv=lambda a, b: Int(-(-a // b)),
+    arange=lambda start, end, layout=None: value(torch.arange(start, end)),
+    zeros=lambda shape, dtype, layout=None: value(torch.zeros(shape, dtype=dtype)),
+    sum=lambda x, axis: x.sum(axis),
+    reshape=lambda x, shape: x.reshape(shape),
+    convert_layout=lambda x, layout: x,
+    static_range=lambda *bounds: map(Int, range(*bounds)),
+    load=_load,
+    store=_store,
+    allocate_shared_memory=_allocate,
+    warp_specialize=_specialize,
+    SliceLayout=lambda *_: None,
+    BlockedLayout=lambda *_: None,
+    constexpr=None,
+    float32=torch.float32,
+    bfloat16=torch.bfloat16,
+    int64=torch.int64,
+    # of triton.language, in device functions
+    inline_asm_elementwise=lambda asm, constraints, arguments, **_: torch.tanh(*arguments),
+    exp2=torch.exp2,
+    where=lambda mask, a, b: torch.where(mask, a, torch.tensor(b)),
+    minimum=lambda a, b, propagate_nan=None: torch.clamp(a, max=b),
+    PropagateNan=SimpleNamespace(ALL=None),
+)
+NAMES: dict[str, Any] = dict(
+    gl=SimpleNamespace(**LANGUAGE),
+    tl=SimpleNamespace(**LANGUAGE),
+    mbarrier=SimpleNamespace(
+        init=_init, wait=_barrier_wait, arrive=_arrive, expect=_expect, MBarrierLayout=lambda: None
+    ),
+    tma=SimpleNamespace(store_wait=_store_wait),
+    tma_load=_tma_load,
+    tma_store=_tma_store,
+    fence_async_shared=_fence,
+    warpgroup_mma=lambda a, b, acc, use_acc, is_async: Product(
+        getattr(acc, "acc", acc), (*getattr(acc, "todo", ()), (a, b, use_acc))
+    ),
+    warpgroup_mma_init=lambda acc: acc,
+    warpgroup_mma_wait=lambda pending, deps: deps[0].finish(pending) if pending else deps[0].finish(0).acc,
+    range=lambda *bounds: map(Int, range(*bounds)),
+    min=lambda *numbers: Int(min(numbers)),
+)
+
+
+def _python_functions(replaced: dict[str, Any]) -> dict[tuple[str, str], FunctionType]:
+    """Every device function, by module and name, as a Python function in the simulator's language."""
+    spaces: dict[str, dict[str, Any]] = {module.__name__: {} for module in MODULES}
+    functions = {}
+    for module, (name, item) in itertools.chain.from_iterable(
+        zip(itertools.repeat(m), vars(m).items()) for m in MODULES
+    ):
+        if _is_device_function(item) and item.fn.__module__ == module.__name__:
+            f = item.fn
+            functions[module.__name__, name] = FunctionType(f.__code__, spaces[module.__name__], name, f.__defaults__)
+    for module in MODULES:
+        for name, item in vars(module).items():
+            if _is_device_function(item):
+                item = functions[item.fn.__module__, item.fn.__name__]
+            elif isinstance(item, triton.language.constexpr):
+                item = item.value
+            spaces[module.__name__][name] = item
+        spaces[module.__name__] |= NAMES | replaced
+    return functions
+
+
+def _is_device_function(item: Any) -> bool:
+    return callable(getattr(item, "fn", None)) and type(item).__module__.startswith("triton")
+
+
+def _argument(x: Any) -> Any:
+    return Pointer(x) if isinstance(x, torch.Tensor) else Int(x) if type(x) is int else x
+
+
+class Kernel:
+    """kernel[grid](arguments): all programs, one after the other."""
+
+    def __init__(self, function: FunctionType, draws: random.Random):
+        self.function, self.draws = function, draws
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
+            wrapped = [
+                Pointer(x) if isinstance(x, torch.Tensor) else Int(x) if type(x) is int else x for x in arguments
+            ]
+            for program in range(*grid):
+                turns = Turns(self.draws, program, *grid)
+                turns.memories = []
+                local.worker = SimpleNamespace(turns=turns, name="program", warps=num_warps, then=None)
+                self.function(*wrapped, **constants)
+                local.worker.then()
+
+        return launch
+
+
+@contextlib.contextmanager
+def simulated(module: ModuleType, seed: int, programs: int = 3, **replaced: Any) -> Iterator[None]:
+    """Inside, the launchers of hopper, hopper_dw or hopper_head run on CPU tensors, by that many programs.  `replaced`
+    are other functions for names in the kernels, to see what the simulator finds.
+    """
+    draws, functions = random.Random(seed), _python_functions(replaced)
+    kernels = {
+        name: Kernel(function, draws)
+        for (where, name), function in functions.items()
+        if where == module.__name__ and name.endswith("_kernel")
+    }
+    describe = lambda tensor, rows, columns: None if tensor is None else Descriptor(tensor, rows, columns)  # noqa: E731
+    with mock.patch.multiple(module, describe=describe, num_sms=lambda: programs, **kernels):
+        yield

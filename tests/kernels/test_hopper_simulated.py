@@ -1,0 +1,158 @@
+"""What the kernels of hopper*.py compute, on a machine without a GPU: by gluon_simulator.py, in any order of events."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpt2_triton.kernels import hopper, hopper_dw, hopper_head
+from gpt2_triton.kernels.tuned import TABLES, read_table
+from tests import reference
+from tests.helpers import EPS, error, poisoned
+from tests.kernels.gluon_simulator import NAMES, Race, simulated
+
+mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
+BF16 = torch.bfloat16
+ROUNDINGS = 2**0.5 * EPS[BF16]  # of the output, and of the product that the derivative of GELU meets
+
+# M, N, K: several tiles for a program, ragged; a tile and one step; one row of slices, less than a step
+SHAPES = [(416, 320, 200), (128, 256, 64), (32, 64, 40)]
+shapes = pytest.mark.parametrize("M,N,K", SHAPES, ids=lambda size: str(size))
+seeds = pytest.mark.parametrize("seed", [1, 2, 3])
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+
+
+def product(rng, M, N, K, w_is_nk):
+    a, w = rng(M, K, dtype=BF16), (rng(N, K) if w_is_nk else rng(K, N)).mul(K**-0.5).to(BF16)
+    return a, w, a.double() @ (w.double().T if w_is_nk else w.double())
+
+
+def launch(out, a, w, b=None, *, w_is_nk=True, epilogue="", res=None, pre=None, gelu_out=None, part=None):
+    hopper.matmul(out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part)
+
+
+@seeds
+@shapes
+def test_forward_products(rng, M, N, K, seed):
+    a, w, want = product(rng, M, N, K, w_is_nk=True)
+    b, res = rng(N, dtype=BF16), rng(M, N, dtype=BF16)
+    plain, added, out, pre = (poisoned(M, N, dtype=BF16) for _ in range(4))
+    with simulated(hopper, seed):
+        launch(plain, a, w)
+        launch(added, a, w, b, epilogue="add", res=res)
+        launch(out, a, w, b, epilogue="gelu", pre=pre)
+    assert error(plain, want) < EPS[BF16]
+    assert error(added, want + b.double() + res.double()) < EPS[BF16]
+    assert error(pre, want + b.double()) < EPS[BF16]
+    assert error(out, reference.gelu(pre.double())) < EPS[BF16]
+
+
+@seeds
+@shapes
+def test_products_with_the_weight_as_it_is_stored(rng, M, N, K, seed):
+    a, w, want = product(rng, M, N, K, w_is_nk=False)
+    dx = poisoned(M, N, dtype=BF16)
+    with simulated(hopper, seed):
+        launch(dx, a, w, w_is_nk=False)
+    assert error(dx, want) < EPS[BF16]
+
+
+@seeds
+@shapes
+@pytest.mark.parametrize("gelu_out", ["none", "its own", "in the place of pre"])
+def test_derivative_of_gelu(rng, M, N, K, seed, gelu_out):
+    a, w, want = product(rng, M, N, K, w_is_nk=False)
+    pre, dpre = rng(M, N, dtype=BF16), poisoned(M, N, dtype=BF16)
+    x = pre.double().requires_grad_()
+    reference.gelu(x).backward(want)
+    again = {"none": None, "its own": poisoned(M, N, dtype=BF16), "in the place of pre": pre}[gelu_out]
+    part = poisoned(-(-M // 128), N)
+    with simulated(hopper, seed):
+        launch(dpre, a, w, w_is_nk=False, epilogue="dgelu", pre=pre, gelu_out=again, part=part)
+    assert error(dpre, x.grad) < ROUNDINGS
+    assert error(part.sum(0), x.grad.sum(0)) < EPS[BF16]  # sums of terms that were rounded, whose errors cancel in part
+    if again is not None:
+        assert error(again, reference.gelu(x.detach())) < EPS[BF16]
+
+
+# N, K, R, how many tiles fill the GPU; rows of a tile, how many are whole, how many in pieces
+@seeds
+@pytest.mark.parametrize(
+    "N,K,R,wave,cut",
+    [
+        (304, 240, 200, 3, (128, 3, 0)),
+        (304, 240, 1100, 2, (128, 2, 1)),
+        (400, 80, 520, 8, (256, 0, 2)),
+        (784, 80, 520, 3, (256, 3, 1)),
+    ],
+)
+@pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
+def test_weight_gradients(rng, monkeypatch, N, K, R, wave, cut, acc, seed):
+    row = read_table(TABLES / "h200.json").rows["matmul_dw", "bf16"] | dict(WAVE=wave)
+    monkeypatch.setattr(mm, "is_hopper", lambda: True)
+    monkeypatch.setattr(mm, "_dw_row", lambda *sizes: row)
+    planned = mm.cut_tiles(N, K, R, row)
+    assert (planned.rows, planned.whole, planned.rest) == cut
+    dout, inp, dw = rng(R, N, dtype=BF16), rng(R, K, dtype=BF16), rng(N, K) if acc else poisoned(N, K)
+    want = dout.double().T @ inp.double() + (dw.double() if acc else 0)
+    with simulated(hopper_dw, seed):
+        mm.matmul_dw(dw, poisoned(max(1, mm.matmul_dw_scratch(N, K, R, "bf16"))), dout, inp, acc)
+    assert error(dw, want) < 1e-6  # products of bf16 are exact in fp32, whose sums of some hundred lose no more
+
+
+@seeds
+@pytest.mark.parametrize("stored", [True, False])
+def test_first_product_of_the_head(rng, seed, stored):
+    R, C, V, Vp = 200, 136, 300, 320
+    lnf, wte, zt = rng(R, C, dtype=BF16), rng(Vp, C).mul(C**-0.5).to(BF16), rng(R)
+    targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
+    p, part = poisoned(R, Vp, dtype=BF16) if stored else None, poisoned(2, R)
+    with simulated(hopper_head, seed):
+        hopper_head.classifier_fwd(p, part, lnf, wte, zt, targets, V)
+    want = torch.exp2(lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None])
+    columns = torch.arange(Vp)[None, :]
+    want = want * ((columns < V) & (columns != targets[:, None]))
+    assert error(part.sum(0), want.sum(1)) < 1e-6
+    if stored:
+        assert error(p, want) < EPS[BF16]
+
+
+def run_with(rng, seed, **replaced):
+    """The error of a residual add and of GELU, whose kernels a change may have broken."""
+    M, N, K = SHAPES[0]
+    a, w, want = product(rng, M, N, K, w_is_nk=True)
+    res, out, pre = rng(M, N, dtype=BF16), poisoned(M, N, dtype=BF16), poisoned(M, N, dtype=BF16)
+    with simulated(hopper, seed, **replaced):
+        launch(out, a, w, epilogue="add", res=res)
+        wrong = not error(out, want + res.double()) < EPS[BF16]
+        launch(out, a, w, epilogue="gelu", pre=pre)
+        return wrong or not error(out, reference.gelu(pre.double())) < EPS[BF16]
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        dict(await_empty=lambda *_: None),
+        dict(fence_async_shared=lambda: None),
+        dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
+        dict(warpgroup_mma_wait=lambda pending, deps: deps[0] if pending else deps[0].finish(0).acc),
+    ],
+    ids=["blocks loaded too early", "no fence", "stores not waited for", "blocks handed back too early"],
+)
+def test_the_simulator_finds_a_missing_wait(rng, replaced):
+    def found(seed):
+        try:
+            return run_with(rng, seed, **replaced)
+        except Race:
+            return True
+
+    assert not run_with(rng, seed=1)
+    assert any(found(seed) for seed in range(5))
+
+
+def test_the_simulator_finds_a_wait_that_never_ends(rng):
+    a, w, _ = product(rng, 128, 256, 128, w_is_nk=True)
+    silent = SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(arrive=lambda barrier, count: None))
+    with pytest.raises(Race, match="wait for ever"), simulated(hopper, 1, mbarrier=silent):
+        launch(poisoned(128, 256, dtype=BF16), a, w, epilogue="gelu", pre=poisoned(128, 256, dtype=BF16))
