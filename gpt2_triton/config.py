@@ -152,8 +152,6 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
         yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
     elif t.rewind_after > saved:
         yield "train.rewind_after", f"{t.rewind_after} is more than checkpoint.every {saved}; lower it"
-    if config.log.stats_every and config.gpus > 1:
-        yield "log.stats_every", "statistics are of one GPU's tensors; set it to 0, or run on one GPU"
     yield from _batch_disagreements(t, config.gpus)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from gpt2_triton import layout, schedule
 from gpt2_triton.arena import carve
 from gpt2_triton.config import Config
+from gpt2_triton.crew import Crew
 from gpt2_triton.link import Exchange, Link
 from gpt2_triton.parallel import World
 from gpt2_triton.planning import make_plan, refuse_if_too_large
@@ -188,15 +189,16 @@ class GPT2:
         self._step.ended.record()
         return self._step
 
-    def first_nonfinite(self, batches: Iterable[Tensor]) -> str:
+    def first_nonfinite(self, batches: Iterable[Tensor], crew: Crew) -> str:
         """Compute the gradients of these packed micro-batches, watched, and say which tensor is the first with
-        non-finite elements; empty if none has.  To be called between steps; with the weights as they then are.
+        non-finite elements on any rank; empty if none has.  To be called between steps, by all ranks; with the weights
+        as they then are.
         """
         assert self.watch, "statistics have no memory: log.stats_every is 0"
         self._watched, n = True, 0
         for n, packed in enumerate(batches, start=1):
-            self.micro_step(packed, first=n == 1)
-        return first_nonfinite(self.watch.read([self.watch.buffers[0].cpu()], n))
+            self.micro_step(packed, first=n == 1, last=False)
+        return first_nonfinite(self.watch.read([self.watch.buffers[0].cpu()], n, crew))
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
         if self.eager:

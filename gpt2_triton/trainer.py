@@ -232,9 +232,10 @@ class Trainer:
         finally:
             self.in_flight = launched
 
-    def _report_step(self) -> None:
+    def _report_step(self, together: bool = True) -> None:
         """Wait for the step in flight, if there is one; count it and log it.  Evaluation, samples and checkpoints come
-        after this, so that lines and numbers are those of a loop that waits for every step.
+        after this, so that lines and numbers are those of a loop that waits for every step.  Statistics are of all
+        ranks: there are none unless all report, `together`.
         """
         if self.in_flight is None:
             return
@@ -242,15 +243,17 @@ class Trainer:
         result = launched.result()
         step = self.state["step"] = self.state["step"] + 1
         cause = ""
-        if self.model.watch and not (result.applied or result.outlier):
-            cause = self.model.first_nonfinite(self.batches.step(self.state["sample"])) or "nothing when computed again"
+        watching = self.model.watch if together else None
+        if watching and not (result.applied or result.outlier):
+            batches = self.batches.step(self.state["sample"])
+            cause = self.model.first_nonfinite(batches, self.crew) or "nothing when computed again"
         self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
         stability.count(self.state, result)
         self.signals.agreed = result.stop
         self.pulse.begin_steps()
         self.log.step(step, result, cause)
-        if self.model.watch and self._due(step, self.config.log.stats_every):
-            record = self.model.watch.read(launched.watched, self.config.accumulation)
+        if watching and self._due(step, self.config.log.stats_every):
+            record = watching.read(launched.watched, self.config.accumulation, self.crew)
             self.log.statistics(step, record, watch.summary(record))
         stability.check(self.state, self.config)
 
@@ -296,7 +299,7 @@ class Trainer:
 
     def close(self, failed: bool = False) -> None:
         with contextlib.suppress(Exception):  # the step in flight may have finished, or be lost with the device
-            self._report_step()
+            self._report_step(together=self.world.size == 1)
         with contextlib.ExitStack() as closing:  # each of them, also when one before it fails
             if self.world.size > 1:  # NCCL's graphs have to go before its communicator
                 closing.callback(self.model.forget_graphs)

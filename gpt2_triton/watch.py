@@ -7,6 +7,9 @@ while it is alive, whatever shares its bytes later; and no byte of the training 
 x[p], qkv[l], att[l], fch[l]   the forward pass, by their names in tables.py
 dx[p]                          the gradient of the loss, loss scale included, at x[p]
 each parameter                 its gradient when the update begins, the weights, and the update before it is rounded
+
+Of several ranks each reads what it computes: activations of its own sequences, parameters of its own share.  What the
+kernels found is put together on the host.
 """
 
 import dataclasses
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from gpt2_triton.crew import Crew
 from gpt2_triton.tables import Acts, Params, State, entries
 
 FORWARD = ("x", "qkv", "att", "fch")
@@ -43,6 +47,7 @@ class Watch:
         self._slots = {key: i for i, key in enumerate(slots(dims))}
         self._names = {id(t): (name, i) for name in FORWARD for i, t in enumerate(getattr(acts, name))}
         self._acts, self._points = acts, dims["S"]  # the tensors stay, so that their ids do
+        self._shared_out = dims["zero"] > 0  # whether a rank updates its share of the parameters, or all of them
         self._elements = [
             getattr(acts, name)[i].numel() if name != "dx" else acts.dx.numel() for name, i in self._slots
         ]
@@ -86,25 +91,38 @@ class Watch:
             if r.start < r.stop:
                 self._K.parameter_stats(out, w[r], m[r], v[r], g[r], stats, hyper, decay, *betas_eps)
 
-    def read(self, partials: Sequence[Tensor], micro_steps: int) -> Record:
-        """The record of a step from host copies of `buffers`; a first part alone gives the activations alone."""
+    def read(self, partials: Sequence[Tensor], micro_steps: int, crew: Crew) -> Record:
+        """The record of a step from host copies of `buffers`, the same on all ranks, which call it together; a first
+        part alone gives the activations alone.
+        """
         record: Record = {"activations": {}, "parameters": {}}
-        names = [name for name, _ in self._slots]
-        columns = _finish(partials[0], np.array(self._elements) * micro_steps)
+        found = crew.all([_of_rank(part).tolist() for part in partials])
+        names, elements = [name for name, _ in self._slots], np.array(self._elements) * micro_steps * len(found)
+        columns = _finish([np.array(parts[0]) for parts in found], elements)
         _enter(record["activations"], names, dict(zip(ACTIVATION, columns, strict=True)))
         if len(partials) > 1:
-            columns = _finish(partials[1], np.array([stop - start for start, stop in self._spans]))
+            ranks = found if self._shared_out else found[:1]
+            elements = np.array([stop - start for start, stop in self._spans])
+            columns = _finish([np.array(parts[1]) for parts in ranks], elements)
             _enter(record["parameters"], [e.name for e in self._entries], dict(zip(PARAMETER, columns, strict=True)))
         return record
 
 
-def _finish(partials: Tensor, elements: np.ndarray) -> list[np.ndarray]:
-    """Columns from partial results [slots, 3 or 5, P], added in float64."""
+def _of_rank(partials: Tensor) -> np.ndarray:
+    """[slots, 3 or 5] from a rank's partial results [slots, 3 or 5, P]: sums in float64, the second a maximum."""
     parts = partials.numpy().astype(np.float64)
-    bad = parts[:, 2].sum(-1)
-    columns = [np.sqrt(parts[:, 0].sum(-1) / np.maximum(elements - bad, 1)), parts[:, 1].max(-1), bad]
-    if parts.shape[1] == 5:
-        weights, updates = parts[:, 3].sum(-1), parts[:, 4].sum(-1)
+    out = parts.sum(-1)
+    out[:, 1] = parts[:, 1].max(-1)
+    return out
+
+
+def _finish(ranks: Sequence[np.ndarray], elements: np.ndarray) -> list[np.ndarray]:
+    """Columns from what each rank found of its part of the elements."""
+    squares, _, bad, *more = np.sum(ranks, axis=0).T
+    largest = np.max([rank[:, 1] for rank in ranks], axis=0)
+    columns = [np.sqrt(squares / np.maximum(elements - bad, 1)), largest, bad]
+    if more:
+        weights, updates = more
         ratio = np.sqrt(np.divide(updates, weights, out=np.zeros_like(updates), where=weights != 0))
         columns += [np.sqrt(weights / elements), ratio]
     return columns

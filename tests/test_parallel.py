@@ -99,6 +99,35 @@ def test_any_number_of_ranks_at_any_stage_is_the_run_of_one(alone, tmp_path, n, 
     assert len(list(checkpoint.find(tmp_path).glob("rank_*"))) == n
 
 
+def numbers(run):
+    """(step, kind, tensor, column, index) -> number, of a run's statistics."""
+    found = {}
+    for record in map(json.loads, (run / "stats.jsonl").read_text().splitlines()):
+        for kind in ("activations", "parameters"):
+            for name, columns in record[kind].items():
+                for column, values in columns.items():
+                    found |= {(record["step"], kind, name, column, i): v for i, v in enumerate(values)}
+    return found
+
+
+def test_statistics_are_those_of_one_rank(tmp_path):
+    """Five digits are kept.  The update of an element divides its gradient by the root of its square, so that elements
+    whose gradient is about 0 depend on the order of sums: one in some hundred, of a tensor's ratio 1e-3 at most.
+    """
+    (tmp_path / "1").mkdir()
+    assert job(config_of(log=dict(stats_every=1)), tmp_path / "1") == 0
+    want = numbers(tmp_path / "1")
+    assert {kind for _, kind, *_ in want} == {"activations", "parameters"} and {s for s, *_ in want} == {1, 2}
+    for n, zero, batch_size in ((2, 0, 12), (2, 1, 3), (3, 2, 2)):
+        run = tmp_path / f"{n} {zero}"
+        config = config_of(zero, log=dict(stats_every=1), train=dict(batch_size=batch_size))
+        assert run_job(n, config, run) == 0
+        got = numbers(run)
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            assert got[key] == pytest.approx(value, rel=1e-3 if "update_ratio" in key else 1e-4), (n, zero, key)
+
+
 @pytest.mark.parametrize("master, zeros", [("none", (1, 0)), ("fp32", (1, 1))])
 def test_as_many_ranks_give_the_same_bytes(tmp_path, master, zeros):
     """bf16 with noise, keyed by the flat index, and with master weights.  gloo adds two numbers alike at every stage,
@@ -217,6 +246,26 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(tmp_p
     assert ranks.run(2, tmp_path / "stderr", nan_on_rank_1, config, tmp_path) == [0, 0]
     assert records(tmp_path)[0]["skipped"]
     assert not tensors(tmp_path)["m"].any()
+
+
+def infinite_weight_on_rank_1(config, run):
+    original = Trainer._train_step
+
+    def train_step(self, step):
+        if self.world.rank == 1:
+            self.model.K.fill(self.model.full.w.fcw[1][:1], math.inf)
+        original(self, step)
+
+    Trainer._train_step = train_step
+    return job(config, run)
+
+
+def test_the_first_tensor_that_is_not_finite_is_named_whichever_rank_has_it(tmp_path, capfd):
+    """ZeRO-0, where a rank's weights are its own; its 6 sequences of 16 tokens have the column in 96 rows."""
+    config = config_of(zero=0, train=dict(steps=1), log=dict(stats_every=9), debug=dict(hash_state=0))
+    assert ranks.run(2, tmp_path / "stderr", infinite_weight_on_rank_1, config, tmp_path) == [0, 0]
+    assert records(tmp_path)[0]["skipped"]
+    assert "skipped: not finite, first: fch of layer 1 (96 elements)" in capfd.readouterr().out
 
 
 def rewinding(config, run):

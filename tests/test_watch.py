@@ -13,6 +13,7 @@ import gpt2_triton.kernels as K
 import gpt2_triton.planning
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
+from gpt2_triton.crew import Crew
 from gpt2_triton.kernels.statistics import parameter_stats, stats_parts, tensor_stats
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
@@ -24,6 +25,7 @@ from tests.helpers import poisoned
 from tests.test_schedule import side_by_side
 from tests.tiny import packed_batch, tiny_config
 
+ALONE = Crew("alone")
 SUMS = 2e-6  # fp32 sums of up to a thousand squares a lane
 DIGITS = 5.2e-5  # records have five significant digits, the rest is SUMS
 
@@ -122,7 +124,7 @@ def test_the_record_of_a_step_equals_numpy_on_its_tensors(model):
     before = model.state.params.double().cpu()
     step = launch(model, 0, watched=True)
     step.result()
-    record = model.watch.read(step.watched, micro_steps=1)
+    record = model.watch.read(step.watched, 1, ALONE)
     tensors = {name: getattr(model.full.a, name) for name in FORWARD} | {"dx": model.K.dx}
     for name, values in tensors.items():
         got = record["activations"][name]
@@ -156,7 +158,7 @@ def test_micro_steps_are_joined():
         model.initialise(seed=1)
         step = launch(model, 0, True, batches)
         step.result()
-        records.append(model.watch.read(step.watched, len(batches))["activations"])
+        records.append(model.watch.read(step.watched, len(batches), ALONE)["activations"])
     assert records[0] == records[1]
 
 
@@ -171,7 +173,7 @@ def test_a_watched_step_changes_no_byte_of_training_whatever_is_recomputed():
         for name, flat in models[-1].persistent().items():
             assert torch.equal(flat, models[0].persistent()[name]), (level, name)
         if every:
-            records.append(models[-1].watch.read(step.watched, 1))
+            records.append(models[-1].watch.read(step.watched, 1, ALONE))
     assert models[0].watch is None and steps[0] == steps[1] == steps[2]
     assert records[0] == records[1]
 
@@ -188,7 +190,7 @@ def test_watched_steps_as_graphs_give_the_records_of_eager_launches_and_the_byte
             step = launch(model, number, watched=every > 0 and number % 2 == 1)
             step.result()
             if every and number % 2:
-                records.append(model.watch.read(step.watched, 1))
+                records.append(model.watch.read(step.watched, 1, ALONE))
         models.append(model)
     assert records[:3] == records[3:] and records[0] != records[1]
     for name, flat in models[0].persistent().items():
