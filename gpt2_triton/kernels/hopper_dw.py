@@ -97,7 +97,7 @@ def _dw_compute(
 ):  # fmt: skip
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, k, first, count, slot = _work(item, N, K, whole, rest, steps, piece_steps, ROWS, COLUMNS)
+        n, k, _, count, slot = _work(item, N, K, whole, rest, steps, piece_steps, ROWS, COLUMNS)
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
         acc = multiply(acc, step, a_bufs, w_bufs, full, False, True, False, STAGES)
         acc, step = multiply_rest(acc, step + 1, count, a_bufs, w_bufs, full, empty, True, False, STAGES)
