@@ -15,7 +15,7 @@ import triton
 import gpt2_triton.kernels as K
 from benchmarks.sizes import config_of, tokens_of
 from gpt2_triton.config import Config
-from gpt2_triton.crew import Crew
+from gpt2_triton.crew import ALONE
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
@@ -40,7 +40,7 @@ def step_times(model: GPT2, packed: torch.Tensor) -> tuple[float, float, str]:
                 times[in_flight[0]].append(seconds * 1e3)
         in_flight = launched
     in_flight[1].result()
-    return *map(statistics.median, times), summary(model.watch.read(in_flight[1].watched, 1, Crew("alone")))
+    return *map(statistics.median, times), summary(model.watch.read(in_flight[1].watched, 1, ALONE))
 
 
 def main(size: str, batch: int, recompute: str) -> None:

@@ -232,10 +232,9 @@ class Trainer:
         finally:
             self.in_flight = launched
 
-    def _report_step(self, together: bool = True) -> None:
+    def _report_step(self) -> None:
         """Wait for the step in flight, if there is one; count it and log it.  Evaluation, samples and checkpoints come
-        after this, so that lines and numbers are those of a loop that waits for every step.  Statistics are of all
-        ranks: there are none unless all report, `together`.
+        after this, so that lines and numbers are those of a loop that waits for every step.
         """
         if self.in_flight is None:
             return
@@ -243,10 +242,11 @@ class Trainer:
         result = launched.result()
         step = self.state["step"] = self.state["step"] + 1
         cause = ""
-        watching = self.model.watch if together else None
+        watching = self.model.watch
         if watching and not (result.applied or result.outlier):
-            batches = self.batches.step(self.state["sample"])
-            cause = self.model.first_nonfinite(batches, self.crew) or "nothing when computed again"
+            with self.pulse.during("looking for what is not finite"):
+                batches = self.batches.step(self.state["sample"])
+                cause = self.model.first_nonfinite(batches, self.crew) or "nothing when computed again"
         self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
         stability.count(self.state, result)
         self.signals.agreed = result.stop
@@ -298,8 +298,9 @@ class Trainer:
             self.saver.submit(step, self.model.share(), state)
 
     def close(self, failed: bool = False) -> None:
-        with contextlib.suppress(Exception):  # the step in flight may have finished, or be lost with the device
-            self._report_step(together=self.world.size == 1)
+        if self.world.size == 1:  # several ranks report together, or not at all
+            with contextlib.suppress(Exception):  # the step in flight may have finished, or be lost with the device
+                self._report_step()
         with contextlib.ExitStack() as closing:  # each of them, also when one before it fails
             if self.world.size > 1:  # NCCL's graphs have to go before its communicator
                 closing.callback(self.model.forget_graphs)

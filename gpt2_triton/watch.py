@@ -8,8 +8,8 @@ x[p], qkv[l], att[l], fch[l]   the forward pass, by their names in tables.py
 dx[p]                          the gradient of the loss, loss scale included, at x[p]
 each parameter                 its gradient when the update begins, the weights, and the update before it is rounded
 
-Of several ranks each reads what it computes: activations of its own sequences, parameters of its own share.  What the
-kernels found is put together on the host.
+Of several ranks each reads what it computes: activations of its own sequences, parameters of its own share, at ZeRO-0
+all of them.  What the kernels found is put together on the host.
 """
 
 import dataclasses

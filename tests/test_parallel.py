@@ -18,6 +18,7 @@ import torch
 from gpt2_triton import checkpoint, mirror, pulse, replicas, stability
 from gpt2_triton.config import Config, ConfigError
 from gpt2_triton.link import Exchange
+from gpt2_triton.model import GPT2
 from gpt2_triton.schedule import EMBED
 from gpt2_triton.sources import load_weights
 from gpt2_triton.trainer import Trainer, train
@@ -266,6 +267,39 @@ def test_the_first_tensor_that_is_not_finite_is_named_whichever_rank_has_it(tmp_
     assert ranks.run(2, tmp_path / "stderr", infinite_weight_on_rank_1, config, tmp_path) == [0, 0]
     assert records(tmp_path)[0]["skipped"]
     assert "skipped: not finite, first: fch of layer 1 (96 elements)" in capfd.readouterr().out
+
+
+def nan_on_rank_1_and_idle_queues(config, run):
+    """The same, and after the search for what is not finite nothing is left for the next step to exchange."""
+    search = GPT2.first_nonfinite
+
+    def first_nonfinite(self, batches, crew):
+        found, link = search(self, batches, crew), self.link
+        assert not (link._to_send or link._to_gather or link._arrived or link._sent)
+        (run / f"searched_{self.rank}").write_text(found)
+        return found
+
+    GPT2.first_nonfinite = first_nonfinite
+    return nan_on_rank_1(config, run)
+
+
+@pytest.mark.parametrize("zero, batch_size", [(1, 6), (2, 2)])
+def test_a_search_for_what_is_not_finite_changes_no_byte_of_the_run(tmp_path, zero, batch_size):
+    """The NaN comes once, in the first of four steps, two or three micro-steps each at ZeRO-2."""
+    runs = []
+    for every in (0, 3):
+        runs.append(tmp_path / str(every))
+        runs[-1].mkdir()
+        config = config_of(
+            zero, train=dict(steps=4, batch_size=batch_size), log=dict(stats_every=every), debug=dict(hash_state=0)
+        )
+        assert ranks.run(2, runs[-1] / "stderr", nan_on_rank_1_and_idle_queues, config, runs[-1]) == [0, 0]
+    plain, searched = runs
+    assert not list(plain.glob("searched_*"))
+    assert [path.read_text() for path in searched.glob("searched_*")] == ["", ""]
+    assert [records(run)[0]["skipped"] for run in runs] == [True, True]
+    assert losses(plain) == losses(searched)
+    assert_equal(tensors(plain), tensors(searched))
 
 
 def rewinding(config, run):

@@ -13,7 +13,7 @@ import gpt2_triton.kernels as K
 import gpt2_triton.planning
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
-from gpt2_triton.crew import Crew
+from gpt2_triton.crew import ALONE
 from gpt2_triton.kernels.statistics import parameter_stats, stats_parts, tensor_stats
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
@@ -25,7 +25,6 @@ from tests.helpers import poisoned
 from tests.test_schedule import side_by_side
 from tests.tiny import packed_batch, tiny_config
 
-ALONE = Crew("alone")
 SUMS = 2e-6  # fp32 sums of up to a thousand squares a lane
 DIGITS = 5.2e-5  # records have five significant digits, the rest is SUMS
 

@@ -7,6 +7,8 @@ loss_sum     out = loss_scale * sum_r losses[r]
 add          out += x
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,11 +41,11 @@ def _column_sums_kernel(
     tl.store(out_ptr + n, total, mask=n < N)
 
 
-def column_sums(out: Tensor, part: Tensor, P: int, acc: bool, *more: Tensor) -> None:
-    """out[n] (+)= sum over p of part[p, n]; `out` is fp32 of N elements in any shape, `part` the first P*N elements
-    of an fp32 scratch.  The same for up to two `more` of its size, from the next P*N elements each, in one launch.
+def column_sums(outs: Sequence[Tensor], part: Tensor, P: int, acc: bool) -> None:
+    """out[n] (+)= sum over p of part[i, p, n] for the i-th of one to three outs, fp32 of N elements in any shape;
+    `part` is the beginning of an fp32 scratch.
     """
-    N = out.numel()
+    N = outs[0].numel()
     block_p = min(next_power_of_2(P), 64)
     if INTERPRET:
         block_n = min(next_power_of_2(N), 1 << 18)
@@ -51,8 +53,8 @@ def column_sums(out: Tensor, part: Tensor, P: int, acc: bool, *more: Tensor) -> 
         block_p, block_n = min(next_power_of_2(P), 512), 8
     else:
         block_n = max(64, 4096 // block_p)
-    second, third = (*more, None, None)[:2]
-    _column_sums_kernel[(triton.cdiv(N, block_n), 1 + len(more))](
+    out, second, third = *outs, *[None] * (3 - len(outs))
+    _column_sums_kernel[(triton.cdiv(N, block_n), len(outs))](
         out, second, third, part, P, N, ACC=acc, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4
     )
 

@@ -43,8 +43,9 @@ def cut_tiles(N: int, K: int, R: int, row: dict[str, int]) -> Cut:
     of the GPU at hand: the same sizes are summed in the same order everywhere.
     """
     block_m, block_n = row["BLOCK_M"], row["BLOCK_N"]
-    shapes = (block_m, block_n), (block_n, block_m)
-    tiles, rows, columns = min((triton.cdiv(N, r) * triton.cdiv(K, c), r, c) for r, c in shapes)
+    upright, turned = (triton.cdiv(N, r) * triton.cdiv(K, c) for r, c in ((block_m, block_n), (block_n, block_m)))
+    rows, columns = (block_n, block_m) if turned < upright else (block_m, block_n)
+    tiles = min(upright, turned)
     steps, wave = triton.cdiv(R, row["BLOCK_K"]), row["WAVE"]
 
     def cost(cut: tuple[int, int]) -> float:

@@ -11,7 +11,6 @@ a load still uses, a store of what was written without a fence, and an address o
 """
 
 import contextlib
-import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -67,9 +66,9 @@ class Worker:
 class Turns:
     """One program: its partitions, and the transfers on their way."""
 
-    def __init__(self, random: random.Random, program: int, programs: int):
-        self.random, self.program, self.programs = random, program, programs
-        self.haste = random.choice((0.02, 0.2, 0.8))  # how soon transfers end
+    def __init__(self, draws: random.Random, program: int, programs: int):
+        self.draws, self.program, self.programs = draws, program, programs
+        self.haste = draws.choice((0.02, 0.2, 0.8))  # how soon transfers end
         self.back, self.over = threading.Semaphore(0), False
         self.workers: list[Worker] = []
         self.memories: list[Memory] = []
@@ -81,11 +80,11 @@ class Turns:
         while not all(worker.done for worker in self.workers) or self.stores:
             able = [worker for worker in self.workers if not worker.done and worker.ready()]
             transfers = [(kind, i) for kind in (self.loads, self.stores) for i in range(len(kind))]
-            if transfers and (not able or self.random.random() < self.haste):
-                kind, i = self.random.choice(transfers)
+            if transfers and (not able or self.draws.random() < self.haste):
+                kind, i = self.draws.choice(transfers)
                 kind.pop(i)[2]()
             elif able:
-                worker = self.random.choice(able)
+                worker = self.draws.choice(able)
                 worker.go.release()
                 self.back.acquire()
                 if worker.error:
@@ -409,12 +408,13 @@ def _python_functions(replaced: dict[str, Any]) -> dict[tuple[str, str], Functio
     """Every device function, by module and name, as a Python function in the simulator's language."""
     spaces: dict[str, dict[str, Any]] = {module.__name__: {} for module in MODULES}
     functions = {}
-    for module, (name, item) in itertools.chain.from_iterable(
-        zip(itertools.repeat(m), vars(m).items()) for m in MODULES
-    ):
-        if _is_device_function(item) and item.fn.__module__ == module.__name__:
-            f = item.fn
-            functions[module.__name__, name] = FunctionType(f.__code__, spaces[module.__name__], name, f.__defaults__)
+    for module in MODULES:
+        for name, item in vars(module).items():
+            if _is_device_function(item) and item.fn.__module__ == module.__name__:
+                f = item.fn
+                functions[module.__name__, name] = FunctionType(
+                    f.__code__, spaces[module.__name__], name, f.__defaults__
+                )
     for module in MODULES:
         for name, item in vars(module).items():
             if _is_device_function(item):
@@ -442,12 +442,9 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
-            wrapped = [
-                Pointer(x) if isinstance(x, torch.Tensor) else Int(x) if type(x) is int else x for x in arguments
-            ]
+            wrapped = [_argument(x) for x in arguments]
             for program in range(*grid):
                 turns = Turns(self.draws, program, *grid)
-                turns.memories = []
                 local.worker = SimpleNamespace(turns=turns, name="program", warps=num_warps, then=None)
                 self.function(*wrapped, **constants)
                 local.worker.then()

@@ -216,6 +216,22 @@ def test_pieces_cover_every_row_of_every_tile_once(R):
                 assert (cut.pieces - 1) * cut.piece_steps < cut.steps <= cut.pieces * cut.piece_steps
 
 
+def test_a_tile_is_turned_only_where_fewer_cover_dw():
+    turned = set()
+    for name in ("a100", "rtx4090", "h200", "b200"):
+        for dtype in ("bf16", "fp32"):
+            row = read_table(TABLES / f"{name}.json").rows["matmul_dw", dtype]
+            for C in WIDTHS:
+                for N, K in [(n * C, k * C) for n, k in LINEAR] + [(50304, C)]:
+                    cut = cut_tiles(N, K, 16384, row)
+                    if (cut.rows, cut.columns) != (row["BLOCK_M"], row["BLOCK_N"]):
+                        upright = -(-N // row["BLOCK_M"]) * -(-K // row["BLOCK_N"])
+                        assert cut.whole + cut.rest < upright, (name, dtype, N, K)
+                        turned.add((name, dtype, N, K))
+    on_h200 = {(N, K) for name, dtype, N, K in turned if (name, dtype) == ("h200", "bf16")}
+    assert on_h200 == {(4800, 1600), (6400, 1600), (50304, 1600)}
+
+
 def test_pieces_keep_a_hopper_gpu_busy():
     """At least 85% of the steps that 132 multiprocessors have time for are needed; uncut, attproj of C 768 uses 14%."""
     for C, R in zip(WIDTHS, (65536, 65536, 32768, 16384), strict=True):
