@@ -1,5 +1,5 @@
 """What only a GPU can show: gradients at GPT-2's width, real memory beside the plan, kernel names, bits run to run,
-graphs beside launches, and whether the device ever waits for the host.
+graphs beside launches, and whether the device ever waits for the host.  Nothing else may use the GPU meanwhile.
 """
 
 import collections
