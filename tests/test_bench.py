@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from benchmarks import bench, ceilings, ops, torch_gpt2
+from benchmarks import bench, ceilings, layernorm, ops, torch_gpt2
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, config_of
 from gpt2_triton import gpus
@@ -287,3 +287,25 @@ def test_options_are_passed_on(monkeypatch, tmp_path):
     ]
     assert main(tools_app, argv) == 0
     assert seen.pop() == ("d24", 4, "block", tmp_path / "a.png")
+
+
+def test_layernorm_is_timed_beside_copies_of_its_bytes(monkeypatch):
+    """Each launch really runs; the backward pass reads dx, dout and x and writes dx, or the norm's output too."""
+    launched, copied = [], []
+
+    def median_ms(function):
+        function()
+        launched.append(function)
+        return 0.001
+
+    def copy_ms(nbytes, device):
+        copied.append(nbytes)
+        return 0.002
+
+    monkeypatch.setattr(layernorm, "median_ms", median_ms)
+    monkeypatch.setattr(layernorm, "copy_ms", copy_ms)
+    lines = list(layernorm.report([(40, 48)], "cpu"))
+    tensor = 2 * 40 * 48
+    assert copied == [2 * layernorm.LONG, 2 * tensor, 4 * tensor, 5 * tensor] and len(launched) == 3
+    assert [line.split()[-1] for line in lines[2:]] == ["200%"] * 3  # twice as fast as the copies
+    assert "40 x 48" in lines[2] and "1.0" in lines[2].split()
