@@ -1,23 +1,17 @@
 """Layernorm at GPT-2's sizes beside copies: `python -m benchmarks.layernorm`.
 
-Single launches in bf16, with L2 emptied before each (triton.testing.do_bench), medians.  The backward pass includes the
-launch that finishes its three sums; "again" is the one that also writes the norm's output once more.  Beside each a
-copy of as many bytes: a short one ends before it gets to the bandwidth of a long one.
+In bf16, timed as ceilings.py times.  The backward pass includes the launch that finishes its three sums; "again" is the
+one that also writes the norm's output once more.  Beside each a copy of as many bytes: a short one ends before it gets
+to the bandwidth of a long one.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import triton
 
 import gpt2_triton.kernels as K
+from benchmarks.ceilings import copy_bandwidth, median_ms
 from benchmarks.sizes import SIZES, T
-
-LONG = 1 << 31  # bytes of the long copy's source
-
-
-def median_ms(function: Callable[[], object]) -> float:
-    return triton.testing.do_bench(function, warmup=25, rep=100, return_mode="median")
 
 
 def copy_ms(nbytes: int, device: str) -> float:
@@ -45,14 +39,14 @@ def launches(R: int, C: int, device: str) -> Iterator[tuple[str, int, Callable[[
 
 def report(shapes: Iterable[tuple[int, int]], device: str) -> Iterator[str]:
     """The table, line by line."""
-    longest = 2 * LONG / copy_ms(2 * LONG, device)
-    yield f"a copy of {LONG / 2**30:g} GiB: {longest / 1e9:.2f} TB/s"
+    longest = copy_bandwidth()
+    yield f"a copy of 1 GiB: {longest / 1e12:.2f} TB/s"
     yield f"{'layernorm':<18}{'rows x C':>14}{'us':>9}{'TB/s':>7}{'of it':>7}{'copy, us':>10}{'of it':>7}"
     for R, C in shapes:
         for name, nbytes, launch in launches(R, C, device):
             ms, copy = median_ms(launch), copy_ms(nbytes, device)
-            rate = nbytes / ms
-            numbers = f"{ms * 1e3:>9.1f}{rate / 1e9:>7.2f}{rate / longest:>7.0%}{copy * 1e3:>10.1f}{copy / ms:>7.0%}"
+            rate = nbytes / ms * 1e3
+            numbers = f"{ms * 1e3:>9.1f}{rate / 1e12:>7.2f}{rate / longest:>7.0%}{copy * 1e3:>10.1f}{copy / ms:>7.0%}"
             yield f"{name:<18}{f'{R} x {C}':>14}" + numbers
 
 

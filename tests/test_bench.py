@@ -304,8 +304,10 @@ def test_layernorm_is_timed_beside_copies_of_its_bytes(monkeypatch):
 
     monkeypatch.setattr(layernorm, "median_ms", median_ms)
     monkeypatch.setattr(layernorm, "copy_ms", copy_ms)
+    monkeypatch.setattr(layernorm, "copy_bandwidth", lambda: 40 * 48 * 1e6)
     lines = list(layernorm.report([(40, 48)], "cpu"))
     tensor = 2 * 40 * 48
-    assert copied == [2 * layernorm.LONG, 2 * tensor, 4 * tensor, 5 * tensor] and len(launched) == 3
+    assert copied == [2 * tensor, 4 * tensor, 5 * tensor] and len(launched) == 3
     assert [line.split()[-1] for line in lines[2:]] == ["200%"] * 3  # twice as fast as the copies
+    assert [line.split()[-3] for line in lines[2:]] == ["400%", "800%", "1000%"]  # of the long copy
     assert "40 x 48" in lines[2] and "1.0" in lines[2].split()

@@ -285,7 +285,7 @@ def nan_on_rank_1_and_idle_queues(config, run):
 
 @pytest.mark.parametrize("zero, batch_size", [(1, 6), (2, 2)])
 def test_a_search_for_what_is_not_finite_changes_no_byte_of_the_run(tmp_path, zero, batch_size):
-    """The NaN comes once, in the first of four steps, two or three micro-steps each at ZeRO-2."""
+    """The NaN comes once, in the first of four steps, of one micro-step at ZeRO-1, three at ZeRO-2."""
     runs = []
     for every in (0, 3):
         runs.append(tmp_path / str(every))

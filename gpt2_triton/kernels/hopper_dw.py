@@ -26,7 +26,7 @@ from gpt2_triton.kernels.hopper_tiles import (
     multiply_rest,
     tma_load,
 )
-from gpt2_triton.kernels.tile import Cut, tile_position
+from gpt2_triton.kernels.tile import Cut, halves, tile_position
 from gpt2_triton.kernels.tuned import num_sms
 
 STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in shared memory to be stored
@@ -69,11 +69,6 @@ def _dw_load(
 
 
 @gluon.jit
-def _halves(acc):
-    return acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def _store(acc, first, ptr, stride, height, width, slot, TURNED: gl.constexpr, ACC: gl.constexpr):
     """Part of an accumulator, from column `first` on: the addresses of all would take too many registers."""
     layout: gl.constexpr = acc.type.layout
@@ -111,9 +106,9 @@ def _dw_compute(
             stride = COLUMNS
             height = ROWS
             width = COLUMNS
-        left, right = _halves(acc)
-        first, second = _halves(left)
-        third, fourth = _halves(right)
+        left, right = halves(acc)
+        first, second = halves(left)
+        third, fourth = halves(right)
         _store(first, 0, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)
         _store(second, BLOCK_N // 4, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)
         _store(third, BLOCK_N // 2, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)

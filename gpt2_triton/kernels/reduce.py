@@ -1,6 +1,6 @@
 """Reductions in a fixed order: partial sums per program, then one more kernel; two runs agree bit for bit.
 
-column_sums  out[n] (+)= sum_p part[p, n]        finishes bias and layernorm gradients
+column_sums  out[n] (+)= sum_p part[p, n]        finishes bias and layernorm gradients, up to three at once
 sum_squares  out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range
 clip_factor  norm, min(1, clip / norm), finite   what AdamW multiplies gradients with
 loss_sum     out = loss_scale * sum_r losses[r]

@@ -139,12 +139,6 @@ class Value(torch.Tensor):
 
     type = SimpleNamespace(layout=None)
 
-    def split(self) -> tuple["Value", "Value"]:  # type: ignore[override]
-        return self[..., 0], self[..., 1]
-
-    def permute(self, order: tuple[int, ...]) -> "Value":  # type: ignore[override]
-        return super().permute(*order)
-
 
 def value(tensor: torch.Tensor) -> Value:
     return tensor.as_subclass(Value)
@@ -365,6 +359,8 @@ LANGUAGE = dict(
     zeros=lambda shape, dtype, layout=None: value(torch.zeros(shape, dtype=dtype)),
     sum=lambda x, axis: x.sum(axis),
     reshape=lambda x, shape: x.reshape(shape),
+    permute=lambda x, order: x.permute(*order),
+    split=lambda x: x.unbind(-1),
     convert_layout=lambda x, layout: x,
     static_range=lambda *bounds: map(Int, range(*bounds)),
     load=_load,

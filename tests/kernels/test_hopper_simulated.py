@@ -137,8 +137,9 @@ def run_with(rng, seed, **replaced):
         dict(fence_async_shared=lambda: None),
         dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
         dict(warpgroup_mma_wait=lambda pending, deps: deps[0] if pending else deps[0].finish(0).acc),
+        dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))),
     ],
-    ids=["blocks loaded too early", "no fence", "stores not waited for", "blocks handed back too early"],
+    ids=["loaded too early", "no fence", "stores not waited for", "handed back too early", "loads not waited for"],
 )
 def test_the_simulator_finds_a_missing_wait(rng, replaced):
     def found(seed):
@@ -149,6 +150,13 @@ def test_the_simulator_finds_a_missing_wait(rng, replaced):
 
     assert not run_with(rng, seed=1)
     assert any(found(seed) for seed in range(5))
+
+
+def test_the_simulator_finds_an_address_outside_a_tensor(rng):
+    a, w, _ = product(rng, 256, 256, 64, w_is_nk=False)
+    too_small, pre = poisoned(1, 256), rng(256, 256, dtype=BF16)  # one row of sums for two rows of tiles
+    with pytest.raises(Race, match="outside a tensor"), simulated(hopper, 1):
+        launch(poisoned(256, 256, dtype=BF16), a, w, w_is_nk=False, epilogue="dgelu", pre=pre, part=too_small)
 
 
 def test_the_simulator_finds_a_wait_that_never_ends(rng):
