@@ -15,8 +15,8 @@ quickstart: .venv/installed
 	$(BIN)/python -m gpt2_triton plot $(RUN) -o loss.png
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --ignore tests/test_gpu.py
 	$(BIN)/python -m pytest tests/test_gpu.py # a GPU's memory and time, by itself
+	$(BIN)/python -m pytest -n 2 --ignore tests/test_gpu.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
