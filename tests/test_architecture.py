@@ -42,6 +42,7 @@ ALLOWED_IMPORTS = {
             "hopper_dw",
             "hopper_head",
             "hopper_tiles",
+            "hopper_wide",
             "master",
             "random",
             "reduce",

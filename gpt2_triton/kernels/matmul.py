@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpt2_triton.kernels import hopper, hopper_dw
+from gpt2_triton.kernels import hopper, hopper_dw, hopper_wide
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.gelu import dgelu, gelu
@@ -156,8 +156,11 @@ def _launch(
 ) -> None:  # fmt: skip
     (M, K), N = a.shape, out.shape[1]
     if is_hopper() and dtype_name(a) == dtype_name(out) == "bf16" and M % hopper.ROWS.value == 0 and N % 64 == 0:
-        hopper.matmul(out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part)
-        return
+        if epilogue in ("", "add") and hopper_wide.is_better(M, N):
+            return hopper_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
+        return hopper.matmul(
+            out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part
+        )
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     out_desc, res_desc, pre_desc, gelu_desc = (_describe(t, block_m, block_n // 2) for t in (out, res, pre, gelu_out))

@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import gelu, hopper, hopper_dw, hopper_head, hopper_tiles, softmax, tile
+from gpt2_triton.kernels import gelu, hopper, hopper_dw, hopper_head, hopper_tiles, hopper_wide, softmax, tile
 
-MODULES = (tile, gelu, softmax, hopper_tiles, hopper, hopper_dw, hopper_head)
+MODULES = (tile, gelu, softmax, hopper_tiles, hopper, hopper_wide, hopper_dw, hopper_head)
 WARPS = 8  # of the first partition
 local = threading.local()  # .worker: the partition that this thread is
 
@@ -261,6 +261,13 @@ class Product:
 # ---- the language ----
 
 
+def _mma_wait(pending: int, deps: tuple[Product, ...]) -> Any:
+    """Accumulators that take turns: of the products under way, each has as many."""
+    done = tuple(product.finish(pending // len(deps)) for product in deps)
+    done = done if pending else tuple(product.acc for product in done)
+    return done if len(done) > 1 else done[0]
+
+
 def _barrier_wait(barrier: Barrier, parity: int) -> None:
     local.worker.wait(lambda: barrier.phase & 1 != parity)
 
@@ -394,7 +401,7 @@ NAMES: dict[str, Any] = dict(
         getattr(acc, "acc", acc), (*getattr(acc, "todo", ()), (a, b, use_acc))
     ),
     warpgroup_mma_init=lambda acc: acc,
-    warpgroup_mma_wait=lambda pending, deps: deps[0].finish(pending) if pending else deps[0].finish(0).acc,
+    warpgroup_mma_wait=_mma_wait,
     range=lambda *bounds: map(Int, range(*bounds)),
     min=lambda *numbers: Int(min(numbers)),
 )

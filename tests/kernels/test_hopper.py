@@ -1,4 +1,4 @@
-"""The kernels of hopper*.py compile for sm_90 on a machine without a GPU, and no kernel spills registers.
+"""The kernels of hopper*.py compile for sm_90 on a machine without a GPU, fit its shared memory and spill nothing.
 
 What they compute is tested on a GPU, with the shapes that test_matmul.py and test_classifier.py mark for it, and
 without one in test_hopper_simulated.py.
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 BF16, F32, I32 = "*bf16", "*fp32", "i32"
+SHARED = 227 * 1024  # bytes that a program may have
 
 
 def cases() -> dict[str, tuple[str, dict[str, object]]]:
@@ -27,9 +28,15 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     dw |= dict(whole=I32, rest=I32, items=I32, steps=I32, piece_steps=I32, ROWS=128, COLUMNS=256)
     head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
     head |= dict(R=I32, C=I32, V=I32, Vp=I32)
+    wide = dict(out_desc=(128, 64), a_desc=(128, 32), b_ptr=None, res_desc=None) | sizes
+    wide_forward = wide | dict(w_desc=(256, 32), w_more_desc=(64, 32), b_ptr=BF16, W_T=True)
+    wide_backward = wide | dict(w_desc=(32, 256), w_more_desc=(32, 64), W_T=False)
     return {
         "matmul": ("_matmul_kernel", forward),
         "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),
+        "matmul, wide": ("_wide_kernel", wide_forward),
+        "matmul_add, wide": ("_wide_kernel", wide_forward | dict(res_desc=(128, 64))),
+        "matmul_dx, wide": ("_wide_kernel", wide_backward),
         "matmul_gelu": ("_matmul_kernel", forward | dict(pre_desc=tile, GELU=True)),
         "matmul_dx": ("_matmul_kernel", backward),
         "matmul_dx_dgelu": ("_matmul_kernel", dgelu),
@@ -42,18 +49,18 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     }
 
 
-def print_ptxas_log(kernel_name: str, arguments: dict[str, object]) -> None:
+def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
+    """The shared memory it takes, in bytes; prints ptxas' log."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from gpt2_triton.kernels import hopper, hopper_dw, hopper_head, hopper_tiles
+    from gpt2_triton.kernels import hopper, hopper_dw, hopper_head, hopper_tiles, hopper_wide
 
-    kernel = next(
-        vars(module)[kernel_name] for module in (hopper, hopper_dw, hopper_head) if kernel_name in vars(module)
-    )
+    modules = hopper, hopper_wide, hopper_dw, hopper_head
+    kernel = next(vars(module)[kernel_name] for module in modules if kernel_name in vars(module))
     signature, constants, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
@@ -68,11 +75,11 @@ def print_ptxas_log(kernel_name: str, arguments: dict[str, object]) -> None:
     source = GluonASTSource(kernel, signature, constants, aligned)
     options = {name: value for name, value in hopper_tiles.OPTIONS.items() if value is not None}
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
 
 @pytest.mark.parametrize("name", cases())
-def test_kernel_compiles_for_hopper_without_spills(name):
+def test_kernel_compiles_for_hopper_and_fits_its_registers_and_shared_memory(name):
     """In a process of its own, as this one's kernels may belong to the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent.parent
@@ -83,8 +90,9 @@ def test_kernel_compiles_for_hopper_without_spills(name):
     assert run.returncode == 0, run.stderr[-2000:]
     spills = re.findall(r"(\d+) bytes spill", run.stdout)
     assert spills and set(spills) == {"0"}, run.stdout
+    assert int(re.findall(r"shared memory: (\d+) bytes", run.stdout)[0]) <= SHARED
     assert "C75" not in run.stdout, run.stdout  # C75xx: ptxas makes wgmma wait for one another
 
 
 if __name__ == "__main__":
-    print_ptxas_log(*cases()[sys.argv[1]])
+    print(f"shared memory: {compile_for_hopper(*cases()[sys.argv[1]])} bytes")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton.kernels import hopper, hopper_dw, hopper_head
+from gpt2_triton.kernels import hopper, hopper_dw, hopper_head, hopper_wide
 from gpt2_triton.kernels.tuned import TABLES, read_table
 from tests import reference
 from tests.helpers import EPS, error, poisoned
@@ -56,6 +56,20 @@ def test_products_with_the_weight_as_it_is_stored(rng, M, N, K, seed):
     with simulated(hopper, seed):
         launch(dx, a, w, w_is_nk=False)
     assert error(dx, want) < EPS[BF16]
+
+
+@seeds
+@pytest.mark.parametrize("M,N,K", [*SHAPES, (128, 640, 320)], ids=lambda size: str(size))
+def test_tiles_of_320_columns(rng, M, N, K, seed):
+    for w_is_nk in (True, False):
+        a, w, want = product(rng, M, N, K, w_is_nk)
+        b, res = rng(N, dtype=BF16), rng(M, N, dtype=BF16)
+        plain, added = (poisoned(M, N, dtype=BF16) for _ in range(2))
+        with simulated(hopper_wide, seed):
+            hopper_wide.matmul(plain, a, w, None, w_is_nk=w_is_nk, res=None)
+            hopper_wide.matmul(added, a, w, b, w_is_nk=w_is_nk, res=res)
+        assert error(plain, want) < EPS[BF16]
+        assert error(added, want + b.double() + res.double()) < EPS[BF16]
 
 
 @seeds

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from gpt2_triton.kernels import hopper, hopper_dw
+from gpt2_triton.kernels import hopper, hopper_dw, hopper_wide
 from gpt2_triton.kernels.tile import cut_tiles
 from gpt2_triton.kernels.tuned import INTERPRET, TABLES, dtype_name, is_hopper, read_table
 from tests import reference
@@ -264,6 +264,25 @@ def test_gpt2_backward_on_gpu(rng, R, C):
     check_dx_dgelu(rng, R, C, 4 * C, torch.bfloat16, acc=True, with_gelu=True)
     check_dx_dgelu(rng, R, C, 4 * C, torch.bfloat16, acc=False, with_gelu=False)
     check_recomputed_gelu(rng, R, 4 * C, C, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("w_is_nk", [True, False])
+def test_tiles_of_320_columns_give_the_same_bits_on_gpu(rng, w_is_nk):
+    M, N, K, BF16 = 16384, 1600, 4800, torch.bfloat16
+    assert hopper_wide.is_better(M, N)
+    assert not hopper_wide.is_better(M, 768) and not hopper_wide.is_better(M, 1280)
+    a, b, res = rng(M, K, dtype=BF16), rng(N, dtype=BF16), rng(M, N, dtype=BF16)
+    w = (rng(N, K) if w_is_nk else rng(K, N)).mul(K**-0.5).to(BF16)
+    wide, narrow = (poisoned(M, N, dtype=BF16) for _ in range(2))
+    for bias, add in ((None, None), (b, None), (b, res)):
+        hopper_wide.matmul(wide, a, w, bias, w_is_nk=w_is_nk, res=add)
+        epilogue = "" if add is None else "add"
+        hopper.matmul(
+            narrow, a, w, bias, w_is_nk=w_is_nk, epilogue=epilogue, res=add, pre=None, gelu_out=None, part=None
+        )
+        assert torch.equal(wide, narrow)
 
 
 @pytest.mark.gpu
