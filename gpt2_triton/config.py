@@ -41,12 +41,12 @@ class Config(sections.Section):
 
     @property
     def head_rows(self) -> int:
-        """Rows of logits at once.  By default a buffer of 0.8 to 1.6 GiB at GPT-2's vocabulary, and tiles of dX that
-        fill 132 multiprocessors two (n_embd 768) or almost four times (1024).
+        """Rows of logits at once.  By default a buffer of 0.9 to 1.6 GiB at GPT-2's vocabulary, and tiles of dX that
+        fill 132 multiprocessors two (n_embd 768), almost four (1024) or almost three times (1280, 1600).
         """
         if self.memory.head_rows:
             return self.memory.head_rows
-        return 11264 if self.model.n_embd <= 768 else 16384 if self.model.n_embd <= 1024 else 8192
+        return 11264 if self.model.n_embd <= 768 else 16384 if self.model.n_embd <= 1024 else 10112
 
     @property
     def total_batch_tokens(self) -> int:

@@ -154,7 +154,7 @@ class MemoryConfig(Section):
         "4 layers, gelu in the others; auto takes the first that fits",
     )
     head_rows: OptionalInt = Field(
-        None, ge=1, description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 8192"
+        None, ge=1, description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112"
     )
 
 

@@ -170,7 +170,7 @@ def test_derived_sizes():
     assert (config.model.padded_vocab, config.head_rows) == (50304, 11264)
     assert (config.micro_batch, config.accumulation, config.total_batch_tokens) == (64, 8, 524_288)
     small = Config.model_validate(dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20)))
-    assert (small.micro_batch, small.accumulation, small.head_rows) == (4, 1, 8192)
+    assert (small.micro_batch, small.accumulation, small.head_rows) == (4, 1, 10112)
     assert Config().total_batch_tokens == 64 * 1024
 
 

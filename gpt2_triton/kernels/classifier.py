@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpt2_triton.kernels import hopper_head
+from gpt2_triton.kernels import hopper_head, hopper_wide
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.reduce import column_sums
@@ -201,6 +201,8 @@ def classifier_stats(
 def classifier_dx(dln: Tensor, p: Tensor, wte: Tensor, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
     """dln = rs * (p @ wte) + ks * wte[target]."""
     (R, Vp), C = p.shape, wte.shape[1]
+    if is_hopper() and dtype_name(p) == "bf16" and hopper_wide.is_better(R, C):
+        return hopper_wide.classifier_dx(dln, p, wte, rs, ks, targets)
     row = tuned("classifier_dx", dtype_name(p), BLOCK_M=R, BLOCK_N=C, BLOCK_K=Vp)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     dln_desc = TensorDescriptor.from_tensor(dln, [block_m, block_n // 2])

@@ -102,22 +102,31 @@ def _multiply(acc, more, step, a_bufs, w_bufs, w_more_bufs, full, use_acc, W_T: 
 
 
 @gluon.jit
-def _finish(acc, part, b_ptr, ADD: gl.constexpr, c_parts, n, N):
-    """Bias and residual for 64 columns, which then lie in c."""
+def _finish(acc, part, b_ptr, ADD: gl.constexpr, rs_ptr, ks_ptr, targets_ptr, wte_ptr, c_parts, m, n, M, N):
+    """Bias and residual of 64 columns, or the head's factors and its targets' rows of wte; the result lies in c."""
     c = c_parts.index(part)
+    cols = n + part * MORE + gl.arange(0, MORE, layout=gl.SliceLayout(0, acc.type.layout))
     if b_ptr is not None:
-        cols = n + part * MORE + gl.arange(0, MORE, layout=gl.SliceLayout(0, acc.type.layout))
         acc += gl.load(b_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
     if ADD:
         acc += c.load(acc.type.layout).to(gl.float32)
+    if wte_ptr is not None:
+        rows = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, acc.type.layout))
+        rs = gl.load(rs_ptr + rows, mask=rows < M, other=0.0)
+        ks = gl.load(ks_ptr + rows, mask=rows < M, other=0.0)
+        target = gl.load(targets_ptr + rows, mask=rows < M, other=-1).to(gl.int64)
+        mask = (target >= 0)[:, None] & (cols < N)[None, :]
+        wte = gl.load(wte_ptr + target[:, None] * N + cols[None, :], mask=mask, other=0.0).to(gl.float32)
+        acc = rs[:, None] * acc + ks[:, None] * wte
     c.store(acc.to(gl.bfloat16))
 
 
 @gluon.jit
 def _compute(
-    out_desc, b_ptr, res_desc, a_bufs, w_bufs, w_more_bufs, c_parts,
+    out_desc, b_ptr, res_desc, rs_ptr, ks_ptr, targets_ptr, wte_ptr, a_bufs, w_bufs, w_more_bufs, c_parts,
     full, empty, c_full, c_empty, M, N, K, W_T: gl.constexpr,
 ):  # fmt: skip
+    ADD: gl.constexpr = res_desc is not None
     step = 0
     turn = 0
     for tile in range(gl.program_id(0), _tiles(M, N), gl.num_programs(0)):
@@ -145,11 +154,11 @@ def _compute(
         left, right = halves(acc)
         first, second = halves(left)
         third, fourth = halves(right)
-        _finish(first, 0, b_ptr, res_desc is not None, c_parts, n, N)
-        _finish(second, 1, b_ptr, res_desc is not None, c_parts, n, N)
-        _finish(third, 2, b_ptr, res_desc is not None, c_parts, n, N)
-        _finish(fourth, 3, b_ptr, res_desc is not None, c_parts, n, N)
-        _finish(more, 4, b_ptr, res_desc is not None, c_parts, n, N)
+        _finish(first, 0, b_ptr, ADD, rs_ptr, ks_ptr, targets_ptr, wte_ptr, c_parts, m, n, M, N)
+        _finish(second, 1, b_ptr, ADD, rs_ptr, ks_ptr, targets_ptr, wte_ptr, c_parts, m, n, M, N)
+        _finish(third, 2, b_ptr, ADD, rs_ptr, ks_ptr, targets_ptr, wte_ptr, c_parts, m, n, M, N)
+        _finish(fourth, 3, b_ptr, ADD, rs_ptr, ks_ptr, targets_ptr, wte_ptr, c_parts, m, n, M, N)
+        _finish(more, 4, b_ptr, ADD, rs_ptr, ks_ptr, targets_ptr, wte_ptr, c_parts, m, n, M, N)
         fence_async_shared()
         for part in range(PARTS):
             tma_store(out_desc, [m, n + part * MORE], c_parts.index(part))
@@ -159,7 +168,8 @@ def _compute(
 
 @gluon.jit
 def _wide_kernel(
-    out_desc, a_desc, w_desc, w_more_desc, b_ptr, res_desc, M, N, K, W_T: gl.constexpr,
+    out_desc, a_desc, w_desc, w_more_desc, b_ptr, res_desc, rs_ptr, ks_ptr, targets_ptr, wte_ptr, M, N, K,
+    W_T: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w_desc.block_type.shape, w_desc.layout)
@@ -171,8 +181,8 @@ def _wide_kernel(
     c_empty = barriers(1).index(0)
     # fmt: off
     gl.warp_specialize([
-        (_compute, (out_desc, b_ptr, res_desc, a_bufs, w_bufs, w_more_bufs, c_parts,
-                    full, empty, c_full, c_empty, M, N, K, W_T)),
+        (_compute, (out_desc, b_ptr, res_desc, rs_ptr, ks_ptr, targets_ptr, wte_ptr, a_bufs, w_bufs, w_more_bufs,
+                    c_parts, full, empty, c_full, c_empty, M, N, K, W_T)),
         (_load, (a_desc, w_desc, w_more_desc, res_desc, a_bufs, w_bufs, w_more_bufs, c_parts,
                  full, empty, c_full, c_empty, M, N, K, W_T)),
     ], [1], [24])
@@ -188,12 +198,25 @@ def is_better(M: int, N: int) -> bool:
     return columns(WIDTH) < 0.95 * columns(TILE_N)
 
 
-def matmul(out: Tensor, a: Tensor, w: Tensor, b: Tensor | None, *, w_is_nk: bool, res: Tensor | None) -> None:
+def _launch(
+    out: Tensor, a: Tensor, w: Tensor, b: Tensor | None = None, *, w_is_nk: bool, res: Tensor | None = None,
+    rs: Tensor | None = None, ks: Tensor | None = None, targets: Tensor | None = None, wte: Tensor | None = None,
+) -> None:  # fmt: skip
     (M, K), N = a.shape, out.shape[1]
     k, more = BLOCK_K.value, MORE.value
     w_desc, w_more_desc = (describe(w, c, k) if w_is_nk else describe(w, k, c) for c in (TILE_N, more))
     programs = min(num_sms(), triton.cdiv(M, TILE_M) * triton.cdiv(N, WIDTH))
     _wide_kernel[(programs,)](
         describe(out, TILE_M, more), describe(a, TILE_M, k), w_desc, w_more_desc, b, describe(res, TILE_M, more),
-        M, N, K, W_T=w_is_nk, **OPTIONS,
+        rs, ks, targets, wte, M, N, K, W_T=w_is_nk, **OPTIONS,
     )  # fmt: skip
+
+
+def matmul(out: Tensor, a: Tensor, w: Tensor, b: Tensor | None, *, w_is_nk: bool, res: Tensor | None) -> None:
+    """out[M, N] = a[M, K] @ w (+ b) (+ res)."""
+    _launch(out, a, w, b, w_is_nk=w_is_nk, res=res)
+
+
+def classifier_dx(dln: Tensor, p: Tensor, wte: Tensor, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
+    """dln[R, C] = rs * (p[R, Vp] @ wte) + ks * wte[target]."""
+    _launch(dln, p, wte, w_is_nk=False, rs=rs, ks=ks, targets=targets, wte=wte)

@@ -17,7 +17,7 @@ from tests.helpers import EPS, error, poisoned
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
 SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]
-GPT2 = [(8192, 768, 50257), (4096 + 40, 1600, 50257)]
+GPT2 = [(8192, 768, 50257), (6144 + 40, 1600, 50257)]  # dX in tiles of 256 columns, and of 320
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = pytest.mark.parametrize("R,C,V", SHAPES, ids=lambda size: str(size))
 gpu_shapes = pytest.mark.parametrize("R,C,V", GPT2, ids=["124M", "1558M-ragged"])

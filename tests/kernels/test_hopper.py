@@ -29,6 +29,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
     head |= dict(R=I32, C=I32, V=I32, Vp=I32)
     wide = dict(out_desc=(128, 64), a_desc=(128, 32), b_ptr=None, res_desc=None) | sizes
+    wide |= dict(rs_ptr=None, ks_ptr=None, targets_ptr=None, wte_ptr=None)
+    factors = dict(rs_ptr=F32, ks_ptr=F32, targets_ptr="*i32", wte_ptr=BF16)
     wide_forward = wide | dict(w_desc=(256, 32), w_more_desc=(64, 32), b_ptr=BF16, W_T=True)
     wide_backward = wide | dict(w_desc=(32, 256), w_more_desc=(32, 64), W_T=False)
     return {
@@ -44,6 +46,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "matmul_dw": ("_dw_kernel", dw | dict(ACC=False)),
         "matmul_dw, acc": ("_dw_kernel", dw | dict(ACC=True)),
         "matmul_dw, acc, turned": ("_dw_kernel", dw | dict(ROWS=256, COLUMNS=128, ACC=True)),
+        "classifier_dx, wide": ("_wide_kernel", wide_backward | factors),
         "classifier_fwd": ("_classifier_kernel", head | dict(p_desc=tile)),
         "classifier_fwd, loss only": ("_classifier_kernel", head | dict(p_desc=None)),
     }

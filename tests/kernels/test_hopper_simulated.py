@@ -73,6 +73,19 @@ def test_tiles_of_320_columns(rng, M, N, K, seed):
 
 
 @seeds
+def test_gradient_of_the_head_in_tiles_of_320_columns(rng, seed):
+    R, C, Vp = 200, 640, 320
+    p, wte, want = product(rng, R, C, Vp, w_is_nk=False)
+    rs, ks, targets = rng(R), rng(R), torch.randint(Vp, (R,), generator=rng.generator, dtype=torch.int32)
+    targets[::5] = -1
+    dln = poisoned(R, C, dtype=BF16)
+    with simulated(hopper_wide, seed):
+        hopper_wide.classifier_dx(dln, p, wte, rs, ks, targets)
+    rows = wte.double()[targets.clamp(min=0)] * (targets >= 0)[:, None]
+    assert error(dln, rs.double()[:, None] * want + ks.double()[:, None] * rows) < EPS[BF16]
+
+
+@seeds
 @shapes
 @pytest.mark.parametrize("gelu_out", ["none", "its own", "in the place of pre"])
 def test_derivative_of_gelu(rng, M, N, K, seed, gelu_out):
