@@ -16,7 +16,7 @@ from gpt2_triton.stream import capture
 
 
 def graph_ms(launch: Callable[[], None]) -> float:
-    """Of a launch that the host has prepared: it takes longer to launch these kernels than a GPU to run them."""
+    """Milliseconds of a launch, replayed as a graph: to launch these kernels from Python takes longer than they do."""
     launch()
     return median_ms(capture(launch).replay)
 

@@ -41,7 +41,7 @@ class Config(sections.Section):
 
     @property
     def head_rows(self) -> int:
-        """Rows of logits at once.  By default a buffer of 0.9 to 1.6 GiB at GPT-2's vocabulary, and tiles of dX that
+        """Rows of logits at once.  By default a buffer of 0.9 to 1.5 GiB at GPT-2's vocabulary, and tiles of dX that
         fill 132 multiprocessors two (n_embd 768), almost four (1024) or almost three times (1280, 1600).
         """
         if self.memory.head_rows:

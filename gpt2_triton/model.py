@@ -111,7 +111,7 @@ class GPT2:
         """Compile the kernels of a whole run on all cores: its calls without the launches (kernels/compile.py).
 
         `evaluated`: shapes (B, T) of the batches that it will evaluate.  Whether B*T and T are multiples of 16 or 32 is
-        compiled into kernels.
+        compiled into kernels, and B*T decides between some.
         """
         self.full.link = Link()
         with self.K.compiling() as compiled:

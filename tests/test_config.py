@@ -174,6 +174,13 @@ def test_derived_sizes():
     assert Config().total_batch_tokens == 64 * 1024
 
 
+@pytest.mark.parametrize("C, width", [(768, 256), (1024, 256), (1280, 256), (1600, 320)])
+def test_tiles_of_the_heads_dx_fill_an_h200s_waves(C, width):
+    model = dict(n_embd=C, n_head=C // 64)
+    tiles = -(-Config.model_validate(dict(model=model)).head_rows // 128) * -(-C // width)
+    assert tiles / (132 * -(-tiles // 132)) > 0.96
+
+
 def test_recompute_levels_are_those_of_the_tables():
     assert RECOMPUTE == LEVELS
 

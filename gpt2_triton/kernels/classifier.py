@@ -19,7 +19,8 @@ model is sure: a loss of 1e-6 has full precision.
 S sums p before it is rounded for storage.  From rounded values losses would be off by 1.7e-3, not 3e-6; the gradients
 would improve from 9e-4 to 4e-4 at best (peaked logits), and rounding dlnf to bf16 costs 1.7e-3 by itself.
 
-R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no gradient.
+R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no gradient.  Hopper
+has the first product in hopper_head.py and, where tiles of 320 columns are faster, dX in hopper_wide.py.
 """
 
 import triton
@@ -119,7 +120,7 @@ def _store_dx(acc, dln_desc, wte_ptr, rs, ks, target, m, n, C):
     c = n + tl.arange(0, acc.shape[1])
     mask = (target >= 0)[:, None] & (c < C)[None, :]
     wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    dln_desc.store([m, n], (rs[:, None] * acc + ks[:, None] * wte).to(dln_desc.dtype))
+    dln_desc.store([m, n], tl.fma(ks[:, None], wte, rs[:, None] * acc).to(dln_desc.dtype))
 
 
 @triton.jit
@@ -201,7 +202,7 @@ def classifier_stats(
 def classifier_dx(dln: Tensor, p: Tensor, wte: Tensor, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
     """dln = rs * (p @ wte) + ks * wte[target]."""
     (R, Vp), C = p.shape, wte.shape[1]
-    if is_hopper() and dtype_name(p) == "bf16" and hopper_wide.is_better(R, C):
+    if is_hopper() and dtype_name(p) == "bf16" and hopper_wide.is_faster(R, C):
         return hopper_wide.classifier_dx(dln, p, wte, rs, ks, targets)
     row = tuned("classifier_dx", dtype_name(p), BLOCK_M=R, BLOCK_N=C, BLOCK_K=Vp)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]

@@ -55,8 +55,8 @@ def load(
 ):  # fmt: skip
     step = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles(M, N), gl.num_programs(0)):
-        m, n = corner(tile, M, N)
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
         for k in range(0, K, BLOCK_K):
             await_empty(empty, step, STAGES)
             stage = step % STAGES
@@ -83,8 +83,8 @@ def _compute(
 ):  # fmt: skip
     step = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles(M, N), gl.num_programs(0)):
-        m, n = corner(tile, M, N)
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
         acc = multiply(acc, step, a_bufs, w_bufs, full, False, False, W_T, STAGES)
         # while the first product runs
@@ -119,8 +119,8 @@ def _compute(
 def _load_pre(pre_desc, ring, ring_full, ring_empty, M, N):
     """Slices in the order in which _activate takes them: down 64 columns of the tile, then down the next 64."""
     step = 0
-    for tile in range(gl.program_id(0), tiles(M, N), gl.num_programs(0)):
-        m, n = corner(tile, M, N)
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
         for s in range(SLICES):
             await_empty(ring_empty, step, RING)
             slot = step % RING
@@ -156,8 +156,8 @@ def _activate(
     at = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None] * N + cols[None, :]
     step = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles(M, N), gl.num_programs(0)):
-        m, n = corner(tile, M, N)
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
         mbarrier.wait(c_full, turn & 1)
         if not DGELU:
             tma_store(pre_desc, [m, n], c_buf)

@@ -26,7 +26,7 @@ from gpt2_triton.kernels.hopper_tiles import (
     multiply_rest,
     tma_load,
 )
-from gpt2_triton.kernels.tile import Cut, halves, tile_position
+from gpt2_triton.kernels.tile import Cut, quarters, tile_position
 from gpt2_triton.kernels.tuned import num_sms
 
 STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in shared memory to be stored
@@ -106,9 +106,7 @@ def _dw_compute(
             stride = COLUMNS
             height = ROWS
             width = COLUMNS
-        left, right = halves(acc)
-        first, second = halves(left)
-        third, fourth = halves(right)
+        first, second, third, fourth = quarters(acc)
         _store(first, 0, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)
         _store(second, BLOCK_N // 4, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)
         _store(third, BLOCK_N // 2, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)

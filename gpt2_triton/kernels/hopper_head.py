@@ -32,8 +32,8 @@ from gpt2_triton.kernels.tuned import num_sms
 @gluon.jit
 def _classifier_compute(p_desc, part_ptr, zt_ptr, targets_ptr, a_bufs, w_bufs, c_buf, full, empty, R, C, V, Vp):
     step = 0
-    for tile in range(gl.program_id(0), tiles(R, Vp), gl.num_programs(0)):
-        m, n = corner(tile, R, Vp)
+    for tile in range(gl.program_id(0), tiles(R, Vp, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, R, Vp, BLOCK_N)
         z = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
         z = multiply(z, step, a_bufs, w_bufs, full, False, False, True, STAGES)
         r = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))

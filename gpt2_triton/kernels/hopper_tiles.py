@@ -4,8 +4,8 @@ Warps with different work meet at mbarriers in shared memory, `full` and `empty`
 number i of a barrier passes once the barrier has completed phase i, told apart by parity; a first wait for `empty`
 passes at once, its parity being that of a phase before the first.
 
-Registers decide the shape of a tile.  An accumulator of 128 x 256 takes 128 of each thread's of two warpgroups; a
-kernel of 12 warps starts with 168 for each thread, and its warpgroups trade them (setmaxnreg).
+Registers decide the shape of a tile.  An accumulator of 128 x 256 takes 128 of each thread's of two warpgroups, one of
+128 x 320 takes 160; a kernel of 12 warps starts with 168 for each thread, and its warpgroups trade them (setmaxnreg).
 """
 
 from torch import Tensor
@@ -39,15 +39,15 @@ OPTIONS = dict(num_warps=8, maxnreg=168)
 
 
 @gluon.jit
-def tiles(M, N):
-    return gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+def tiles(M, N, WIDTH: gl.constexpr):
+    return gl.cdiv(M, BLOCK_M) * gl.cdiv(N, WIDTH)
 
 
 @gluon.jit
-def corner(tile, M, N):
+def corner(tile, M, N, WIDTH: gl.constexpr):
     """First row and column of a tile."""
-    tile_m, tile_n = tile_position(tile, gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), GROUP_M)
-    return tile_m * BLOCK_M, tile_n * BLOCK_N
+    tile_m, tile_n = tile_position(tile, gl.cdiv(M, BLOCK_M), gl.cdiv(N, WIDTH), GROUP_M)
+    return tile_m * BLOCK_M, tile_n * WIDTH
 
 
 @gluon.jit

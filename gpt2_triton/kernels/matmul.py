@@ -11,8 +11,8 @@ R = B*T rows.  Operands reach shared memory through TMA descriptors, which read 
 matrix: no edge needs a mask, and any R will do; N and K are multiples of 16, as TMA wants rows that begin on 16 bytes.
 Sums run in fp32.
 
-On Hopper the kernels are those of hopper.py and hopper_dw.py, which this file's launchers prefer where sizes allow; the
-ones here run everywhere else, and in the interpreter.
+On Hopper the kernels are those of hopper.py, hopper_wide.py and hopper_dw.py, which this file's launchers prefer where
+sizes allow; the ones here run everywhere else, and in the interpreter.
 
 Each program walks output tiles (a persistent kernel), so that the loads of the next tile overlap the epilogue of the
 last.  What a tile holds does not depend on which program computes it.  dw has few tiles and a long sum: the tiles that
@@ -156,7 +156,7 @@ def _launch(
 ) -> None:  # fmt: skip
     (M, K), N = a.shape, out.shape[1]
     if is_hopper() and dtype_name(a) == dtype_name(out) == "bf16" and M % hopper.ROWS.value == 0 and N % 64 == 0:
-        if epilogue in ("", "add") and hopper_wide.is_better(M, N):
+        if epilogue in ("", "add") and hopper_wide.is_faster(M, N):
             return hopper_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
         return hopper.matmul(
             out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part

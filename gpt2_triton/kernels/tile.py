@@ -21,6 +21,15 @@ def halves(tile):
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
+@triton.jit
+def quarters(tile):
+    """From left to right."""
+    left, right = halves(tile)
+    first, second = halves(left)
+    third, fourth = halves(right)
+    return first, second, third, fourth
+
+
 class Cut(NamedTuple):
     """How dW is shared out: `whole` tiles of all `steps` steps, and `rest` tiles in `pieces` of `piece_steps` each.  A
     tile is `rows` x `columns` of dW: BLOCK_M x BLOCK_N or, where fewer cover dW so, BLOCK_N x BLOCK_M.

@@ -89,6 +89,8 @@ class Turns:
                 self.back.acquire()
                 if worker.error:
                     self._end(worker.error)
+                if worker.done and worker.stores:
+                    self._end(Race(f"{worker.name} ends while a store still reads shared memory"))
             else:
                 waiting = ", ".join(worker.name for worker in self.workers if not worker.done)
                 self._end(Race(f"program {self.program}: {waiting} wait for ever"))
@@ -262,8 +264,8 @@ class Product:
 
 
 def _mma_wait(pending: int, deps: tuple[Product, ...]) -> Any:
-    """Accumulators that take turns: of the products under way, each has as many."""
-    done = tuple(product.finish(pending // len(deps)) for product in deps)
+    """The accumulators' products were started in turn: of the last `pending`, the later ones have the odd ones."""
+    done = tuple(product.finish((pending + i) // len(deps)) for i, product in enumerate(deps))
     done = done if pending else tuple(product.acc for product in done)
     return done if len(done) > 1 else done[0]
 
@@ -383,6 +385,7 @@ LANGUAGE = dict(
     # of triton.language, in device functions
     inline_asm_elementwise=lambda asm, constraints, arguments, **_: torch.tanh(*arguments),
     exp2=torch.exp2,
+    fma=lambda a, b, c: a * b + c,
     where=lambda mask, a, b: torch.where(mask, a, torch.tensor(b)),
     minimum=lambda a, b, propagate_nan=None: torch.clamp(a, max=b),
     PropagateNan=SimpleNamespace(ALL=None),
@@ -457,7 +460,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def simulated(module: ModuleType, seed: int, programs: int = 3, **replaced: Any) -> Iterator[None]:
-    """Inside, the launchers of hopper, hopper_dw or hopper_head run on CPU tensors, by that many programs.  `replaced`
+    """Inside, the launchers of one of hopper*.py run on CPU tensors, by that many programs.  `replaced`
     are other functions for names in the kernels, to see what the simulator finds.
     """
     draws, functions = random.Random(seed), _python_functions(replaced)

@@ -10,14 +10,14 @@ from gpt2_triton.data.loader import scatter_bounds, scatter_table
 from gpt2_triton.kernels import classifier as cl
 from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
-from gpt2_triton.kernels.tuned import INTERPRET, dtype_name
+from gpt2_triton.kernels.tuned import INTERPRET, dtype_name, is_hopper
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
 SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]
-GPT2 = [(8192, 768, 50257), (6144 + 40, 1600, 50257)]  # dX in tiles of 256 columns, and of 320
+GPT2 = [(8192, 768, 50257), (6144 + 40, 1600, 50257)]
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = pytest.mark.parametrize("R,C,V", SHAPES, ids=lambda size: str(size))
 gpu_shapes = pytest.mark.parametrize("R,C,V", GPT2, ids=["124M", "1558M-ragged"])
@@ -301,6 +301,20 @@ def test_gpt2_launchers_on_gpu(rng, R, C, V):
 @gpu_shapes
 def test_gpt2_recipe_on_gpu(rng, R, C, V):
     check_recipe(rng, R, C, V, torch.bfloat16, 3072)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
+def test_dx_in_tiles_of_320_columns_gives_the_same_bits_on_gpu(rng, monkeypatch):
+    R, C, V = GPT2[1]
+    _, wte, targets = draw(rng, R, C, V, torch.bfloat16)
+    p, rs, ks = rng(R, len(wte)).exp().to(torch.bfloat16), rng(R).exp(), rng(R).mul(10)
+    results = []
+    for faster in (True, False):
+        monkeypatch.setattr(cl.hopper_wide, "is_faster", lambda R, C, faster=faster: faster)
+        results.append(poisoned(R, C, dtype=torch.bfloat16))
+        cl.classifier_dx(results[-1], p, wte, rs, ks, targets)
+    assert torch.equal(*results)
 
 
 @pytest.mark.gpu

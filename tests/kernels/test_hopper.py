@@ -31,8 +31,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     wide = dict(out_desc=(128, 64), a_desc=(128, 32), b_ptr=None, res_desc=None) | sizes
     wide |= dict(rs_ptr=None, ks_ptr=None, targets_ptr=None, wte_ptr=None)
     factors = dict(rs_ptr=F32, ks_ptr=F32, targets_ptr="*i32", wte_ptr=BF16)
-    wide_forward = wide | dict(w_desc=(256, 32), w_more_desc=(64, 32), b_ptr=BF16, W_T=True)
-    wide_backward = wide | dict(w_desc=(32, 256), w_more_desc=(32, 64), W_T=False)
+    wide_forward = wide | dict(w_desc=(256, 32), w_strip_desc=(64, 32), b_ptr=BF16, W_T=True)
+    wide_backward = wide | dict(w_desc=(32, 256), w_strip_desc=(32, 64), W_T=False)
     return {
         "matmul": ("_matmul_kernel", forward),
         "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),

@@ -242,6 +242,31 @@ def test_pieces_keep_a_hopper_gpu_busy():
     assert cut_tiles(50304, 768, 16384, BF16_DW).rest == 0  # the classifier's weight has tiles enough
 
 
+def test_tiles_of_320_columns_are_taken_where_they_waste_less(monkeypatch):
+    """At GPT-2's sizes: 1558M's products of 1,600 columns, and the chunks of its head."""
+    monkeypatch.setattr(hopper_wide, "num_sms", lambda: 132)
+    rows = {768: (65536, 11264, 9216), 1024: (65536, 16384), 1280: (32768, 10112, 2432), 1600: (16384, 10112, 6272)}
+    shapes = [(R, C) for C, products_and_head in rows.items() for R in products_and_head]
+    shapes += [(products, 3 * C) for C, (products, *_) in rows.items()]
+    assert {shape for shape in shapes if hopper_wide.is_faster(*shape)} == {(R, 1600) for R in rows[1600]}
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_products_with_gelu_are_never_wide(monkeypatch, faster):
+    calls = []
+    monkeypatch.setattr(mm, "is_hopper", lambda: True)
+    monkeypatch.setattr(hopper_wide, "is_faster", lambda M, N: faster)
+    for module in (hopper, hopper_wide):
+        monkeypatch.setattr(module, "matmul", lambda *_, module=module, **__: calls.append(module))
+    x, w, b = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((32, 64), (64, 64), (64,)))
+    out, res = torch.empty_like(x), torch.empty_like(x)
+    mm.matmul(out, x, w, b)
+    mm.matmul_add(out, res, x, w, b)
+    mm.matmul_dx(out, x, w)
+    mm.matmul_gelu(out, res, x, w, b)
+    assert calls == [*(3 * [hopper_wide if faster else hopper]), hopper]
+
+
 def test_a_wrong_shape_names_the_argument(rng):
     with pytest.raises(ValueError, match=r"matmul: w is \(48, 64\)"):
         mm.matmul(poisoned(8, 48), rng(8, 80), rng(48, 64), None)
@@ -271,8 +296,6 @@ def test_gpt2_backward_on_gpu(rng, R, C):
 @pytest.mark.parametrize("w_is_nk", [True, False])
 def test_tiles_of_320_columns_give_the_same_bits_on_gpu(rng, w_is_nk):
     M, N, K, BF16 = 16384, 1600, 4800, torch.bfloat16
-    assert hopper_wide.is_better(M, N)
-    assert not hopper_wide.is_better(M, 768) and not hopper_wide.is_better(M, 1280)
     a, b, res = rng(M, K, dtype=BF16), rng(N, dtype=BF16), rng(M, N, dtype=BF16)
     w = (rng(N, K) if w_is_nk else rng(K, N)).mul(K**-0.5).to(BF16)
     wide, narrow = (poisoned(M, N, dtype=BF16) for _ in range(2))
