@@ -23,14 +23,15 @@ from gpt2_triton.stream import StepResult
 def run_steps(
     model: GPT2, packed: torch.Tensor, numbers: range, between: Callable[[], None] = lambda: None
 ) -> Iterator[StepResult]:
-    """Steps of one micro-batch, with what `between` launches behind each; each is read when the next has been
-    launched, so that the device never waits.
+    """Steps whose micro-batches are all this one, with what `between` launches behind each; each is read when the next
+    has been launched, so that the device never waits.
     """
     config, in_flight = model.config, None
     hyper = hyper_row(0, config, 1.0 / config.total_batch_tokens)
     for number in numbers:
         model.begin_step(hyper, number, config.train.seed)
-        model.micro_step(packed, first=True)
+        for i in range(config.accumulation):
+            model.micro_step(packed, first=i == 0, last=i == config.accumulation - 1)
         launched = model.end_step()
         between()
         if in_flight is not None:

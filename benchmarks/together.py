@@ -1,6 +1,7 @@
 """What the exchange costs: the same GPUs train each for itself and all together, in turn, and a picture of a step.
 
-torchrun --standalone --nproc_per_node 4 -m benchmarks.together SIZE [--zero 1] [--rounds 2] [--trace OUT.json]
+torchrun --standalone --nproc_per_node 4 -m benchmarks.together SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
+    [--trace OUT.json]
 python -m benchmarks.together --draw OUT.json PICTURE.png
 
 GPUs of one machine differ by some percent, and at its power limit each one's clock goes up and down as it likes.  A
@@ -54,8 +55,9 @@ class Kernel(NamedTuple):
 class Pair:
     """A model of its own and one of all ranks, on the same tokens."""
 
-    def __init__(self, world: World, size: str, batch: int, recompute: str, zero: int):
+    def __init__(self, world: World, size: str, batch: int, recompute: str, zero: int, micro_steps: int):
         config, one = config_of(size, batch, recompute), torch.zeros(1, device="cuda")
+        config = config.replace(train={"total_batch_tokens": micro_steps * config.total_batch_tokens})
         self.alone = GPT2(config, K, "cuda")
         self.together = GPT2(shared(config, world.size, zero), K, "cuda", world=world)
         self.packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
@@ -94,18 +96,20 @@ def trace(pair: Pair) -> list[Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return one_step(json.loads(path.read_text())["traceEvents"])
+        return one_step(json.loads(path.read_text())["traceEvents"], pair.together.config.accumulation)
 
 
-def one_step(events: Iterable[dict[str, Any]]) -> list[Kernel]:
-    """The second step's kernels, from one embedding to the next."""
+def one_step(events: Iterable[dict[str, Any]], micro_steps: int = 1) -> list[Kernel]:
+    """The second step's kernels, from its first embedding to the next step's."""
     found = [
         Kernel(e["name"].split("(")[0], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
         for e in events
         if e.get("cat") == "kernel"
     ]
     found.sort(key=lambda kernel: kernel.start)
-    _, begin, end = (kernel.start for kernel in found if kernel.name.startswith("_encoder_fwd"))
+    starts = [kernel.start for kernel in found if kernel.name.startswith("_encoder_fwd")]
+    assert len(starts) == TRACED * micro_steps, f"{len(starts)} embeddings in {TRACED} steps"
+    begin, end = starts[micro_steps], starts[2 * micro_steps]
     return [kernel for kernel in found if begin <= kernel.start < end]
 
 
@@ -199,22 +203,25 @@ def draw(steps: list[list[Kernel]], title: str, out: Path) -> None:
     figure.savefig(out, dpi=150)
 
 
-def main(size: str, batch: int | None, recompute: str | None, zero: int, steps: int, rounds: int, out: Path | None):
+def main(
+    size: str, batch: int | None, recompute: str | None, zero: int, micro_steps: int, steps: int, rounds: int,
+    out: Path | None,
+) -> None:  # fmt: skip
     """Measure on the ranks that torchrun started; rank 0 prints."""
     read_environment()
     world = World("cuda", 300)
     crew, B, level = world.crew("together"), batch or SIZES[size].batch, recompute or SIZES[size].recompute
-    pair = Pair(world, size, B, level, zero)
+    pair = Pair(world, size, B, level, zero, micro_steps)
     times = crew.all(pair.times(steps, rounds))
     used = crew.all((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
     traces = [[Kernel(*k) for k in kernels] for kernels in crew.all(trace(pair) if out else [])]
     if world.rank == 0:
-        title = f"{size}, B {B}, recompute {level}, {world.size} GPUs, ZeRO-{zero}"
+        title = f"{size}, {micro_steps} x B {B}, recompute {level}, {world.size} GPUs, ZeRO-{zero}"
         print(
             f"{title}; arenas {pair.together.plan.total / GIB:.2f} and {pair.alone.plan.total / GIB:.2f} GiB, ", end=""
         )
         print(f"in use {max(used):.2f} GiB")
-        print(speed_table(times, tokens=B * T))
+        print(speed_table(times, tokens=micro_steps * B * T))
         if out:
             print(exposure_table(traces))
             out.write_text(json.dumps(dict(title=title, steps=traces)) + "\n")
@@ -228,6 +235,9 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, help="sequences of 1024 tokens on each GPU")
     parser.add_argument("--recompute", help="what the backward pass computes again")
     parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2), help="what the GPUs share out")
+    parser.add_argument(
+        "--micro_steps", type=int, default=1, help="that add up gradients before the GPUs exchange them"
+    )
     parser.add_argument("--steps", type=int, default=30, help="that are timed at a stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
     parser.add_argument("--trace", type=Path, metavar="JSON", help="write the kernels of one step on every rank")
@@ -237,4 +247,5 @@ if __name__ == "__main__":
         drawn = json.loads(given.draw[0].read_text())
         draw([[Kernel(*k) for k in kernels] for kernels in drawn["steps"]], drawn["title"], given.draw[1])
     else:
-        main(given.size, given.batch, given.recompute, given.zero, given.steps, given.rounds, given.trace)
+        measured = given.zero, given.micro_steps, given.steps, given.rounds, given.trace
+        main(given.size, given.batch, given.recompute, *measured)

@@ -44,6 +44,17 @@ def calls(operations, name):
     return sorted((op.nbytes, len(op.spans)) for op in operations if op.name == name)
 
 
+def test_two_micro_steps_of_the_same_batch_are_one_step_of_it():
+    """The loss is a mean: of two equal micro-batches that of one, whose gradients are scaled by half and added up."""
+    losses = []
+    for micro_steps in (1, 2):
+        model, config = tiny_model(train=dict(total_batch_tokens=micro_steps * 32))
+        results = list(run_steps(model, packed_batch(config), range(2)))
+        assert config.accumulation == micro_steps and len(results) == 2
+        losses += [[(result.loss, result.norm) for result in results]]
+    assert losses[1] == [pytest.approx(step, rel=1e-5) for step in losses[0]]  # other roundings of the same sums
+
+
 # ---- what is counted ----
 
 

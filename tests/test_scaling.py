@@ -71,6 +71,12 @@ def test_the_second_of_three_steps_is_kept():
     assert kept == steps_of(("_encoder_fwd_kernel", 10, 1), (SUM, 15, 1))
 
 
+def test_a_step_of_two_micro_steps_is_kept_whole():
+    steps = [event("_encoder_fwd_kernel(x)", 10 * i, 1) for i in range(6)]
+    kept = together.one_step(steps, 2)
+    assert kept == steps_of(("_encoder_fwd_kernel", 20, 1), ("_encoder_fwd_kernel", 30, 1))
+
+
 def test_speeds_are_set_against_gpus_in_step_and_alone():
     ranks = [{"alone": [a, a + 9, a], "in step": [110.0], "together": [t]} for a, t in ((100.0, 112.0), (108.0, 112.0))]
     lines = together.speed_table(ranks, 65536).splitlines()
@@ -85,6 +91,8 @@ def test_every_gpu_has_the_work_of_one_alone():
     four = together.shared(config, 4, 2)
     assert (four.gpus, four.parallel.zero, four.micro_batch, four.accumulation) == (4, 2, 64, 1)
     assert four.total_batch_tokens == 4 * config.total_batch_tokens
+    twice = config.replace(train={"total_batch_tokens": 2 * config.total_batch_tokens})
+    assert together.shared(twice, 4, 1).accumulation == twice.accumulation == 2
 
 
 def test_a_step_is_drawn_from_its_file(tmp_path):
