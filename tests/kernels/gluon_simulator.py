@@ -7,7 +7,8 @@ Only what those kernels use is here.  Each partition of a program is a thread; w
 TMA ends next, is drawn at every barrier.  wgmma reads its operands when it is waited for, the last moment at which it
 may, and a TMA store at any time before its wait.  So a buffer that is handed back too early spoils the result, and
 these raise: a wait that never ends, a read of memory to which a load is on its way, a write to memory that a store or
-a load still uses, a store of what was written without a fence, and an address outside a tensor.
+a load still uses, a store of what was written without a fence, warps that end before their stores have, and an address
+outside a tensor.
 """
 
 import contextlib

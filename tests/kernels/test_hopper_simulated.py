@@ -186,6 +186,15 @@ def test_the_simulator_finds_an_address_outside_a_tensor(rng):
         launch(poisoned(256, 256, dtype=BF16), a, w, w_is_nk=False, epilogue="dgelu", pre=pre, part=too_small)
 
 
+def test_the_simulator_finds_a_store_that_outlives_its_warps(rng):
+    a, w, _ = product(rng, 128, 256, 64, w_is_nk=True)
+    silent = SimpleNamespace(store_wait=lambda pending: None)
+    with pytest.raises(Race, match="ends while a store still reads"):
+        for seed in range(5):  # one tile: the last wait is the only one that matters, if the store is slow
+            with simulated(hopper, seed, tma=silent):
+                launch(poisoned(128, 256, dtype=BF16), a, w)
+
+
 def test_the_simulator_finds_a_wait_that_never_ends(rng):
     a, w, _ = product(rng, 128, 256, 128, w_is_nk=True)
     silent = SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(arrive=lambda barrier, count: None))
