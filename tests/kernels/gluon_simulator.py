@@ -461,8 +461,8 @@ class Kernel:
 
 @contextlib.contextmanager
 def simulated(module: ModuleType, seed: int, programs: int = 3, **replaced: Any) -> Iterator[None]:
-    """Inside, the launchers of one of hopper*.py run on CPU tensors, by that many programs.  `replaced`
-    are other functions for names in the kernels, to see what the simulator finds.
+    """Inside, the launchers of one of hopper*.py run on CPU tensors, by that many programs.  `replaced` are other
+    functions for names in the kernels, to see what the simulator finds.
     """
     draws, functions = random.Random(seed), _python_functions(replaced)
     kernels = {
