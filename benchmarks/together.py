@@ -11,8 +11,11 @@ alone      each GPU for itself, at the same time
 in step    the same, but each step waits for the other GPUs' last one: what they lose even if nothing is exchanged
 together   one model on all of them
 
-A collective's time contains the wait for the slowest rank; of the exposed time, when nothing is computed, the least of
-all ranks is the exchange's own.
+Power, and with it speed, depends on the numbers that are multiplied, and on how warm a GPU is.  So every stretch of
+steps begins with the same weights, the kinds take turns in both orders, and a first round does not count.
+
+What waits for other ranks contains their lateness; of the exposed time, when nothing is computed, the least of all
+ranks is the exchange's own.
 """
 
 import argparse
@@ -41,15 +44,20 @@ TRACED = 3  # steps in a trace, of which the second is kept
 
 
 class Kernel(NamedTuple):
-    """When a kernel ran, in milliseconds; collectives among them wait for other ranks."""
+    """When a kernel, or a copy from another GPU, ran, in milliseconds."""
 
     name: str
     start: float
     end: float
 
     @property
-    def collective(self) -> bool:
-        return "nccl" in self.name
+    def exchange(self) -> bool:
+        """Part of it; NCCL's kernels among them wait for other ranks."""
+        return "nccl" in self.name or self.name in (COPY, SUM)
+
+
+COPY = "Memcpy PtoP"  # the profiler's name
+SUM = "_add_kernel"
 
 
 class Pair:
@@ -63,7 +71,6 @@ class Pair:
         self.packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
         for model in (self.alone, self.together):
             model.compile()
-            model.initialise(config.train.seed)
 
         self.kinds: list[tuple[str, GPT2, Callable[[], None]]] = [
             ("alone", self.alone, lambda: None),
@@ -74,10 +81,11 @@ class Pair:
     def times(self, steps: int, rounds: int) -> dict[str, list[float]]:
         """Milliseconds of steps of each kind, so many at a stretch."""
         out: dict[str, list[float]] = {name: [] for name, _, _ in self.kinds}
-        for _ in range(rounds):
-            for name, model, between in self.kinds:
+        for turn in range(1 + rounds):
+            for name, model, between in self.kinds[:: -1 if turn % 2 else 1]:
+                model.initialise(model.config.train.seed)
                 results = list(run_steps(model, self.packed, range(SETTLE + steps), between))
-                out[name] += [result.seconds * 1e3 for result in results[SETTLE:]]
+                out[name] += [result.seconds * 1e3 for result in results[SETTLE:]] if turn else []
         return out
 
 
@@ -89,6 +97,7 @@ def shared(config: Config, ranks: int, zero: int) -> Config:
 
 def trace(pair: Pair) -> list[Kernel]:
     """The kernels of one common step on this rank."""
+    pair.together.initialise(pair.together.config.train.seed)
     list(run_steps(pair.together, pair.packed, range(SETTLE)))
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         list(run_steps(pair.together, pair.packed, range(TRACED)))
@@ -102,9 +111,9 @@ def trace(pair: Pair) -> list[Kernel]:
 def one_step(events: Iterable[dict[str, Any]], micro_steps: int = 1) -> list[Kernel]:
     """The second step's kernels, from its first embedding to the next step's."""
     found = [
-        Kernel(e["name"].split("(")[0], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
+        Kernel(e["name"].split("(")[0].strip(), e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
         for e in events
-        if e.get("cat") == "kernel"
+        if e.get("cat") == "kernel" or e.get("cat") == "gpu_memcpy" and e["name"].startswith(COPY)
     ]
     found.sort(key=lambda kernel: kernel.start)
     starts = [kernel.start for kernel in found if kernel.name.startswith("_encoder_fwd")]
@@ -114,10 +123,10 @@ def one_step(events: Iterable[dict[str, Any]], micro_steps: int = 1) -> list[Ker
 
 
 def exposed(kernels: list[Kernel]) -> dict[str, tuple[int, float, float]]:
-    """Of each collective: calls, milliseconds, and those of them in which this rank computes nothing."""
-    busy, out = union((k.start, k.end) for k in kernels if not k.collective), dict[str, tuple[int, float, float]]()
+    """Of what is exchanged, by name: calls, milliseconds, and those of them in which this rank computes nothing."""
+    busy, out = union((k.start, k.end) for k in kernels if not k.exchange), dict[str, tuple[int, float, float]]()
     for k in kernels:
-        if k.collective:
+        if k.exchange:
             covered = sum(max(0.0, min(k.end, end) - max(k.start, start)) for start, end in busy)
             calls, ms, bare = out.get(k.name, (0, 0.0, 0.0))
             out[k.name] = calls + 1, ms + k.end - k.start, bare + k.end - k.start - covered
@@ -136,9 +145,9 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def exposure_table(steps: list[list[Kernel]]) -> str:
-    """A line a collective: calls, and of all ranks the least milliseconds and the least exposed ones."""
+    """A line a name: calls, and of all ranks the least milliseconds and the least exposed ones."""
     ranks = [exposed(kernels) for kernels in steps]
-    lines = [f"{'collective':<44}{'a step':>8}{'ms':>9}{'exposed ms':>12}"]
+    lines = [f"{'exchange':<44}{'a step':>8}{'ms':>9}{'exposed ms':>12}"]
     for name in sorted(ranks[0]):
         calls = ranks[0][name][0]
         ms, bare = (min(rank[name][i] for rank in ranks) for i in (1, 2))
@@ -170,28 +179,28 @@ KINDS = {  # a part of the kernel's name: what the picture calls it, its colour
     "classifier": ("classifier", "#8172b3"),
     "layernorm": ("layernorm", "#55a868"),
     "adamw": ("AdamW", "#dd8452"),
-    "AllGather": ("gather parameters", "#2f2f2f"),
-    "Reduce": ("sum gradients", "#d4a017"),
+    COPY: ("copies from other GPUs", "#2f2f2f"),
+    SUM: ("sums of gradients", "#d4a017"),
+    "nccl": ("NCCL: sum of losses and norms", "#e377c2"),
 }
 
 
 def draw(steps: list[list[Kernel]], title: str, out: Path) -> None:
-    """Two lanes a rank, computation and exchange: a whole step, and below it some layers of its backward pass."""
+    """Two lanes a rank, computation and exchange: a whole step, and below it its end, when gradients are exchanged."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     begin = min(kernels[0].start for kernels in steps)
-    scatters = [k.start - begin for k in steps[0] if "Reduce" in k.name]
-    middle = scatters[len(scatters) // 2]
     length = max(k.end for kernels in steps for k in kernels) - begin
+    late = min(k.start - begin for kernels in steps for k in kernels if k.exchange and k.start - begin > length / 2)
     figure = Figure(figsize=(12, 1.6 + 1.1 * len(steps)), layout="constrained")
     seen = dict[str, str]()
-    for axes, (first, last) in zip(figure.subplots(2), ((0, length), (middle - length / 40, middle + length / 40))):
+    for axes, (first, last) in zip(figure.subplots(2), ((0, length), (late - length / 100, length))):
         for row, kernels in enumerate(steps):
             for k in kernels:
                 name, colour = next((v for part, v in KINDS.items() if part in k.name), ("other", "#bbbbbb"))
                 seen[name] = colour
-                at = -row - (0.38 if k.collective else 0.0)
+                at = -row - (0.38 if k.exchange else 0.0)
                 axes.barh(at, k.end - k.start, left=k.start - begin, height=0.36, color=colour, linewidth=0)
         axes.set(xlim=(first, last), yticks=[-row - 0.19 for row in range(len(steps))])
         axes.set_yticklabels([f"GPU {row}" for row in range(len(steps))])

@@ -66,9 +66,9 @@ def gradient_starts(dims: dict[str, int]) -> list[int]:
     return [0, *places, embed.padded]
 
 
-def flat_sizes(dims: dict[str, int], training: bool, master: bool, accumulates: bool) -> dict[str, int]:
+def flat_sizes(dims: dict[str, int], training: bool, master: bool) -> dict[str, int]:
     """Elements of the flat buffers: Nf parameters, Nt moments, Nm low bits, Ng gradients, Nr of them reduced, Nx
-    received.
+    received, room for one rank's part of the largest bucket from each of the others.
     """
     made, zero = buckets(dims), dims["zero"]
     full, layer = sum(b.padded for b in made), made[1].padded
@@ -76,7 +76,7 @@ def flat_sizes(dims: dict[str, int], training: bool, master: bool, accumulates: 
     moments = own if zero else full
     grads = full if zero < 2 else made[0].padded + made[-1].padded + min(dims["L"], 2) * layer
     out = dict(Nf=full, Nt=moments, Nm=moments * master, Ng=grads, Nr=own * (zero == 2))
-    out["Nx"] = layer // dims["ranks"] * (zero == 2 and accumulates)
+    out["Nx"] = max(b.padded for b in made) // dims["ranks"] * (dims["ranks"] - 1)
     return {name: n * (training or name == "Nf") for name, n in out.items()}
 
 

@@ -1,19 +1,22 @@
-"""What ranks exchange in a step, each bucket as soon as it can go, on a stream beside the one that computes.
+"""What ranks exchange in a step, on a stream beside the one that computes.
 
-gradients   a layer's leave under the attention of the layer below, layer 0's under the embedding's backward pass;
-            wte's come last, and are waited for
-parameters  (ZeRO-1 and 2) a layer's are gathered under the attention of the layer before, in the next step, layer
-            0's under the embedding; the embedding's, norms' and biases' under the update of the layers
+gradients   those of most layers together, in the backward pass of the last ones; the rest when the layers are done,
+            under the embedding's backward pass; wte's come last, and are waited for
+parameters  (ZeRO-1 and 2) the embedding's, norms' and biases' are gathered under the update of the layers; all layers'
+            when the next step begins
 
-NCCL's kernels need multiprocessors of their own.  A product has one program on each for as long as it takes, so those
-that find theirs taken would begin when the transfer ends, and the product end that much later.  Attention's programs
-are short and many: the same transfer costs it only its share of the multiprocessors.
+Two ways lead from rank to rank.  Ranks of one host read each other's arenas: copy engines do that beside the
+multiprocessors, and each rank adds up its share.  Ranks of several hosts use NCCL's collectives.
 
-Streams wait for each other through events, which a CUDA graph captures with the collectives.  On a CPU every call is
+Why together: NVLink sleeps when it has been idle for 50 ms, and awake it takes some 25 of an H200's 700 W, which at its
+power limit the computation lacks.  A transfer after every layer would keep it awake for the whole step.
+
+Streams wait for each other through events, which a CUDA graph captures with everything else.  On a CPU every call is
 finished when it returns.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +24,11 @@ from torch import Tensor
 from gpt2_triton import layout
 from gpt2_triton.parallel import World
 from gpt2_triton.stream import Side
+
+# A layer's gradients, 48 C^2 bytes, take as long over NVLink as some 1,700 tokens take through its backward pass, of
+# about 48 C^2 operations each.  So those of all L layers are there in time if they set out 4096 L / R layers before the
+# end.
+TOKENS = 4096
 
 
 class Link:
@@ -32,14 +40,11 @@ class Link:
     def params(self, layer: int) -> None:
         """The layer's parameters are needed."""
 
-    def transfer(self) -> None:
-        """Attention is next, or the embedding, forward or backward: what waits to travel sets out."""
-
     def grads_begin(self, layer: int) -> None:
         """The layer's gradients are about to be written."""
 
     def grads_done(self, layer: int) -> None:
-        """The layer's gradients are complete; schedule.EMBED stands for those of no layer, which leave at once."""
+        """The layer's gradients are complete; after layer 0's only those of schedule.EMBED, layer -1, are not."""
 
     def end(self) -> None:
         """The micro-step ends: what was sent has to be there for what follows."""
@@ -50,58 +55,61 @@ class Link:
     def updated(self, bucket: int) -> None:
         """This rank's share of the bucket has its new values."""
 
+    def prepare(self) -> None:
+        """Launch what the exchange launches, to have it compiled."""
+
     def gather(self) -> None:
         """Bring every parameter up to date, for whatever reads them between steps; all ranks call it together."""
 
 
+def link_of(world: World | None, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]) -> Link:
+    """The Link of this rank; `arenas` are those of all, if it can read them."""
+    if world is None or world.size == 1:
+        return Link()
+    return Copies(world, K, state, dims, arenas) if arenas else Collectives(world, K, state, dims)
+
+
 class Exchange(Link):
-    """The Link of several ranks."""
+    """The Link of several ranks: when each bucket sets out.  How it gets there: Copies, Collectives."""
 
     def __init__(self, world: World, K: Any, state: Any, dims: dict[str, int]):
         self._world, self._K, self._s, self._zero = world, K, state, dims["zero"]
         self._buckets, self._share = layout.buckets(dims), layout.share(dims, world.rank)
         self._grad_starts, self._layers = layout.gradient_starts(dims), range(dims["L"])
+        self._rest = len(self._buckets) - 1
+        self._hold = dims["L"]  # gradients wait until this layer's are done
         self._side = Side(world.device)
         self._arrived: dict[int, Any] = {}
         self._sent: dict[int, Any] = {}
-        self._to_gather: deque[int] = deque()  # layers
-        self._to_send: deque[int] = deque()
+        self._waiting: list[int] = []
         self._acc = self._last = False
 
     def begin(self, acc: bool, last: bool) -> None:
         self._acc, self._last = acc, last
         if self._zero and not acc:
-            self._to_gather.extend(self._layers)
-            self.transfer()
+            with self._side.behind():
+                self._meet()
+                for layer in self._layers:
+                    self._gather(1 + layer)
+                    self._arrived[layer] = self._side.mark()
 
     def params(self, layer: int) -> None:
         if layer in self._arrived:
             self._side.wait(self._arrived.pop(layer))
-
-    def transfer(self) -> None:
-        if self._to_gather:
-            layer = self._to_gather.popleft()
-            with self._side.behind():
-                self._gather(1 + layer)
-                self._arrived[layer] = self._side.mark()
-        elif self._to_send:
-            layer = self._to_send.popleft()
-            with self._side.behind():
-                self._send(1 + layer, self._acc and self._zero == 2)
-                if self._zero == 2:  # layer - 2's gradients are to have the same place
-                    self._sent[layer] = self._side.mark()
 
     def grads_begin(self, layer: int) -> None:
         if layer + 2 in self._sent:
             self._side.wait(self._sent.pop(layer + 2))
 
     def grads_done(self, layer: int) -> None:
-        if layer >= 0 and (self._last or self._zero == 2):  # at stage 2 they have no place to wait in
-            self._to_send.append(layer)
+        rest = [self._rest] * (layer == 0 and self._last)
+        if self._zero == 2 and layer >= 0:  # they have no place to wait in, not even for the last micro-step
+            self._sent[layer] = self._leave([1 + layer, *rest])
         elif self._last:
-            with self._side.behind():
-                self._send(len(self._buckets) - 1)
-                self._send(0)
+            self._waiting.append(1 + layer)
+            if layer <= self._hold:
+                due, self._waiting = self._waiting + rest, []
+                self._leave(due)
 
     def end(self) -> None:
         self._sent.clear()
@@ -111,32 +119,155 @@ class Exchange(Link):
         self._world.all_reduce(stats)
 
     def updated(self, bucket: int) -> None:
-        last = len(self._buckets) - 1
-        if self._zero and bucket in (0, last):  # embedding; norms and biases
+        if self._zero and bucket == self._rest:  # after the embedding's and before the layers'
             with self._side.behind():
-                self._gather(bucket)
-        if self._zero and bucket == last - 1:
+                self._meet()
+                self._gather(0)
+                self._gather(self._rest)
+        if self._zero and bucket == self._rest - 1:
             self._side.join()
+
+    def prepare(self) -> None:
+        n, received = self._part(1), self._s.received
+        for parts in {1, self._world.size - 1}:
+            self._K.add(received[:n], received[: parts * n].view(parts, n))
 
     def gather(self) -> None:
         if self._zero:
-            for bucket in range(len(self._buckets)):
-                self._gather(bucket)
+            with self._side.behind():
+                self._meet()
+                for bucket in range(len(self._buckets)):
+                    self._gather(bucket)
+                self._meet()  # now whoever was read may write again
+            self._side.join()
 
-    def _send(self, bucket: int, acc: bool = False) -> None:
-        """Sum the gradients of a bucket over ranks: all of them, or this rank's share."""
-        b, piece, start, s = self._buckets[bucket], self._share[bucket], self._grad_starts[bucket], self._s
-        part = b.padded // self._world.size
-        whole = s.grads[start : start + b.padded]
-        if self._zero == 0:
-            return self._world.all_reduce(whole[: b.length])
-        target = s.reduced if self._zero == 2 else s.grads
-        own = target[piece.grad : piece.grad + part]
-        self._world.reduce_scatter(s.received if acc else own, whole)
-        if acc:
-            self._K.add(own, s.received)
+    def _leave(self, buckets: Sequence[int]) -> Any:
+        """The sums of these buckets, and the mark behind them."""
+        with self._side.behind():
+            self._sum(buckets)
+            return self._side.mark()
+
+    def _adds(self, bucket: int) -> bool:
+        """The sums of this micro-step are added to those of the ones before, at ZeRO-2, which sends layers in each."""
+        return self._acc and self._zero == 2 and 0 < bucket < self._rest
+
+    def _part(self, bucket: int) -> int:
+        return self._buckets[bucket].padded // self._world.size
+
+    def _grads(self, bucket: int) -> Tensor:
+        start = self._grad_starts[bucket]
+        return self._s.grads[start : start + self._buckets[bucket].padded]
+
+    def _params(self, bucket: int) -> Tensor:
+        b = self._buckets[bucket]
+        return self._s.params[b.start : b.start + b.padded]
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's part of a bucket."""
+        return whole.view(self._world.size, -1)[self._world.rank]
+
+    def _target(self, bucket: int) -> Tensor:
+        """Where the sums of this rank's part go."""
+        if self._zero < 2:
+            return self._own(self._grads(bucket))
+        at = self._share[bucket].grad
+        return self._s.reduced[at : at + self._part(bucket)]
+
+    def _meet(self) -> None:
+        """What ranks wrote before it, others read after it."""
+        raise NotImplementedError
+
+    def _sum(self, buckets: Sequence[int]) -> None:
+        """Sum the gradients of buckets over ranks: this rank's part of them, at stage 0 all."""
+        raise NotImplementedError
 
     def _gather(self, bucket: int) -> None:
-        b, at = self._buckets[bucket], self._share[bucket].param
-        part = b.padded // self._world.size
-        self._world.all_gather(self._s.params[b.start : b.start + b.padded], self._s.params[at : at + part])
+        """Bring the parameters of a bucket up to date."""
+        raise NotImplementedError
+
+
+class Collectives(Exchange):
+    """NCCL's, or gloo's.  They meet by themselves."""
+
+    def _meet(self) -> None:
+        pass
+
+    def _sum(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            whole, target = self._grads(bucket), self._target(bucket)
+            if self._zero == 0:
+                self._world.all_reduce(whole)
+            elif self._adds(bucket):
+                received = self._s.received[: len(target)]
+                self._world.reduce_scatter(received, whole)
+                self._K.add(target, received.view(1, -1))
+            else:
+                self._world.reduce_scatter(target, whole)
+
+    def _gather(self, bucket: int) -> None:
+        whole = self._params(bucket)
+        self._world.all_gather(whole, self._own(whole))
+
+
+class Copies(Exchange):
+    """Ranks that read each other's arenas.
+
+    Nobody writes what others still read: gradients and parameters are written again after the next sum of losses and
+    norms, which a rank joins when it has all that it reads; at stage 2 layers' gradients after another meeting.
+    """
+
+    def __init__(self, world: World, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]):
+        super().__init__(world, K, state, dims)
+        self._arenas = arenas
+        self._hold = -(-dims["L"] * TOKENS // dims["R"])
+        # each begins with the next one, so that no rank is read by two at a time
+        self._others = [(world.rank + i) % world.size for i in range(1, world.size)]
+
+    def _of(self, rank: int, tensor: Tensor) -> Tensor:
+        """What another rank has in the place of this one's tensor."""
+        at = tensor.data_ptr() - self._arenas[self._world.rank].data_ptr()
+        return self._arenas[rank][at : at + tensor.nbytes].view(tensor.dtype)
+
+    def _meet(self) -> None:
+        self._world.barrier()
+
+    def _sum(self, buckets: Sequence[int]) -> None:
+        self._meet()
+        todo = deque(buckets)
+        while todo:
+            at, arrived = 0, list[tuple[int, Tensor]]()
+            while todo and at + self._part(todo[0]) * len(self._others) <= len(self._s.received):
+                arrived.append((todo[0], self._receive(todo.popleft(), at)))
+                at += arrived[-1][1].numel()
+            for bucket, parts in arrived:  # after all copies: a sum may have to wait for a multiprocessor
+                self._add(bucket, parts)
+        if self._zero != 1:
+            self._meet()
+        if self._zero == 0:
+            for bucket in buckets:
+                self._share_out(self._grads(bucket))
+
+    def _receive(self, bucket: int, at: int) -> Tensor:
+        """The others' gradients of this rank's part, [ranks - 1, part], at `at` in `received`."""
+        own = self._own(self._grads(bucket))
+        parts = self._s.received[at : at + len(own) * len(self._others)].view(-1, len(own))
+        for part, rank in zip(parts, self._others, strict=True):
+            part.copy_(self._of(rank, own))
+        return parts
+
+    def _add(self, bucket: int, parts: Tensor) -> None:
+        target, own = self._target(bucket), self._own(self._grads(bucket))
+        self._K.add(own, parts)
+        if self._adds(bucket):
+            self._K.add(target, own.view(1, -1))
+        elif self._zero == 2:
+            target.copy_(own)
+
+    def _gather(self, bucket: int) -> None:
+        self._share_out(self._params(bucket))
+
+    def _share_out(self, whole: Tensor) -> None:
+        """Every rank's part of `whole` from that rank."""
+        parts = whole.view(self._world.size, -1)
+        for rank in self._others:
+            parts[rank].copy_(self._of(rank, parts[rank]))

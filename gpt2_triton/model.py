@@ -17,7 +17,7 @@ from gpt2_triton import layout, schedule
 from gpt2_triton.arena import carve
 from gpt2_triton.config import Config
 from gpt2_triton.crew import Crew
-from gpt2_triton.link import Exchange, Link
+from gpt2_triton.link import Link, link_of
 from gpt2_triton.parallel import World
 from gpt2_triton.planning import make_plan, refuse_if_too_large
 from gpt2_triton.stream import STEPS, Replay, Step
@@ -50,13 +50,16 @@ class GPT2:
         levels = layer_levels(config.memory.recompute if training else "block", self.dims["L"])
         self.recompute = [Recompute.at(level) for level in levels]
         refuse_if_too_large(self.plan, config, K, device, texts)
-        self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
+        if world:
+            self.arena, arenas = world.allocate(self.plan.total)
+        else:
+            self.arena, arenas = torch.empty(self.plan.total, dtype=torch.uint8, device=device), []
         self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.rows, self.arena, self.dims)
         self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
         self.rank = world.rank if world else 0
         self._own, self._pieces = layout.share(self.dims, self.rank), layout.updated(self.dims, self.rank)
-        self.link = Exchange(world, K, self.state, self.dims) if world and world.size > 1 else Link()
+        self.link = link_of(world, K, self.state, self.dims, arenas)
         self._replay = Replay()
         self._views: dict[tuple[int, int], View] = {}
         self.full = self.view(self.B, self.T)
@@ -120,8 +123,7 @@ class GPT2:
                 for acc in (False, True):
                     self._forward_backward(acc, watched, True)
                 self._update(watched)
-            if self.state.received is not None:  # what the link would launch
-                self.K.add(self.state.received, self.state.received)
+            self.link.prepare()
             for shape in evaluated:
                 self.evaluate(*np.zeros((2, *shape), np.int32))
             if self.config.sample.every:

@@ -1,4 +1,5 @@
-"""The process group: several processes as one run, and the collectives of a step.
+"""The process group: several processes as one run, the collectives of a step, and memory that the ranks of one host
+share.
 
 NCCL carries device tensors, gloo those of a run on the CPU.  What hosts tell each other goes through the key-value
 store that started the group (crew.py).
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt2_triton.crew import Crew, muster
+from gpt2_triton.lines import say
+from gpt2_triton.peers import Window, opened
 from gpt2_triton.ranks import rank_and_size
 
 
@@ -32,6 +35,8 @@ class World:
         self.local = int(os.environ.get("LOCAL_RANK", "0"))  # among the ranks of this host
         self.device = device
         self.store: Any = None
+        self._allocations, self._opened = 0, list[list[Tensor]]()
+        self._flags: Tensor | None = None
         if device == "cuda":
             torch.cuda.set_device(self.local % torch.cuda.device_count())  # SLURM may show each process its own only
         if self.size == 1:
@@ -46,14 +51,62 @@ class World:
             reason = str(error).splitlines()[0]
             raise PeerLost(f"the {self.size} ranks did not come together ({reason}); start all of them") from error
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
+        options: Any = None
+        if gpu and self.one_host:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             store=self.store,
             rank=self.rank,
             world_size=self.size,
             timeout=4 * limit,
+            pg_options=options,
             device_id=gpu,
         )
+        if gpu and self.one_host:
+            self._flags = self._register(gpu)
+
+    @property
+    def one_host(self) -> bool:
+        """All ranks are on this host, says the launcher."""
+        return os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)
+
+    # ---- memory ----
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, list[Tensor]]:
+        """So many bytes on every rank, all of which call it together; and all ranks' by rank, as this one sees them, if
+        they are on one host and can read each other's memory.
+        """
+        if self.size == 1 or not self.one_host:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device), []
+        self._allocations += 1
+        crew, window = self.crew(f"memory {self._allocations}"), Window(nbytes, self.device)
+        handles, reason, seen = crew.all(window.handle()), "", list[Tensor]()
+        try:
+            seen = [window.memory if r == self.rank else opened(h, nbytes, self.device) for r, h in enumerate(handles)]
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+        reasons = [text for text in crew.all(reason) if text]
+        window.forget()
+        if reasons:
+            if self.rank == 0:
+                what = f"the ranks of this host cannot read each other's memory ({reasons[0]})"
+                say(f"warning: {what}: they exchange gradients and parameters through collectives, slower", error=True)
+            return window.memory, []
+        self._opened.append(seen)
+        return window.memory, seen
+
+    def _register(self, gpu: torch.device) -> Tensor:
+        """A few bytes of each rank that NCCL's copy engines gather.  Ranks that meet in this all-gather wait in the
+        stream, where a kernel would wait on a multiprocessor.
+        """
+        backend: Any = dist.group.WORLD._get_backend(gpu)  # type: ignore[union-attr]
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool):
+            flags = torch.empty(4 * self.size, dtype=torch.int32, device=gpu)
+        backend.register_mem_pool(self._pool, symm=True)
+        return flags
 
     # ---- collectives, in the order of the current stream ----
 
@@ -68,6 +121,15 @@ class World:
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
         """whole = the ranks' parts one behind the other; `part` may be this rank's place in it."""
         self._collective(_named("all_gather_single", "all_gather_into_tensor"), whole, part)
+
+    def barrier(self) -> None:
+        """What any rank has written before it, the others may read after it.  On a GPU not in the default stream, where
+        NCCL's copy engines refuse to work.
+        """
+        if self._flags is None:
+            self._collective(dist.barrier)
+        else:
+            self.all_gather(self._flags, self._flags[4 * self.rank :][:4])
 
     def _collective(self, function: Callable[..., Any], *tensors: Tensor) -> None:
         try:
@@ -86,6 +148,8 @@ class World:
 
     def close(self) -> None:
         """Wait for the other ranks and leave the group: without both, ranks that end first break those behind."""
+        for seen in self._opened:
+            seen.clear()  # whoever opened memory gives it up before its owner ends
         if self.size > 1:
             dist.barrier()
             dist.destroy_process_group()

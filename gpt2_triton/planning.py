@@ -40,7 +40,7 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, te
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
     d["ranks"], d["zero"] = (config.gpus, config.zero) if training else (1, 0)
-    d |= flat_sizes(d, training, master, config.accumulation > 1)
+    d |= flat_sizes(d, training, master)
     watched = training and config.log.stats_every > 0
     d["Sa"], d["Sp"], d["P"] = (len(slots(d)), len(list(entries(d))), K.stats_parts()) if watched else (0, 0, 0)
     d["W"] = K.scratch_elements(d, config.train.dtype)

@@ -19,6 +19,8 @@ def read_environment() -> None:
     port = 20000 + int(env["SLURM_JOB_ID"]) % 20000
     values = (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"])
     found = dict(zip(NAMES, (*values, first_host(env["SLURM_STEP_NODELIST"]), str(port)), strict=True))
+    if env.get("SLURM_STEP_NUM_NODES") == "1":
+        found["LOCAL_WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
     env.update({name: value for name, value in found.items() if name not in env})
 
 

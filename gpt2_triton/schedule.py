@@ -3,13 +3,13 @@
 K is the kernel package (or tests/reference, to check the mathematics), m a model view: w parameters, g gradients, a
 activations, s state, ids/targets/order/segments/hot the batch.  Names are explained in tables.py.  `acc` is False in
 a step's first micro-step, which overwrites the gradients, and True in the later ones, which add to them.
-m.link is told when a layer's parameters are needed, when its gradients are done, and when there is room for transfers,
-to exchange both with other ranks; on one rank it does nothing (link.py).
+m.link is told when a layer's parameters are needed and when its gradients are done, to exchange both with other ranks;
+on one rank it does nothing (link.py).
 """
 
 from typing import Any
 
-EMBED = -1  # m.link's name for wte, wpe and everything that belongs to no layer
+EMBED = -1  # m.link's name for wte and wpe
 
 
 def embed(K: Any, m: Any) -> None:
@@ -23,7 +23,6 @@ def layer(K: Any, m: Any, l: int) -> None:
     # x[i+1] = x[i] + attproj(attention(qkv(ln[i])))
     K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
     K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
-    m.link.transfer()
     K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
     K.matmul_add(a.x[i + 1], a.x[i], a.att[l], w.attprojw[l], w.attprojb[l])
     # fcg = gelu(fch), fch = fc(ln[i+1])
@@ -127,7 +126,6 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         if redo.qkv:
             K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
             K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
-        m.link.transfer()
         K.attention_bwd(a.dqkv, g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc)
         K.matmul_dx(a.dln, a.dqkv, w.qkvw[l])
         ln = a.ln[i] if redo.ln and not redo.qkv else None
@@ -140,7 +138,6 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
     a = m.a
-    m.link.transfer()
     K.encoder_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
     m.link.grads_done(EMBED)
 

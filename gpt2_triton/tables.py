@@ -86,7 +86,7 @@ class State:
     v:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
     grads:  Tensor = buf("Ng", "f32", "embed..update",    "gradients")  # of this rank's batches; summed in place
     reduced:  Tensor = buf("Nr", "f32", "embed..update",  "gradients")  # ZeRO-2: this rank's share of the sums
-    received: Tensor = buf("Nx", "f32", "block_bwd..embed_bwd", "gradients")  # ZeRO-2: what is added to it
+    received: Tensor = buf("Nx", "f32", "block_bwd..embed_bwd", "gradients")  # other ranks', to be added up
     window: Tensor = buf("2 Nw", "f32", "embed..between", "optimizer")  # recent losses, norms: kernels/outlier.py
     # loss, gradient norm, clip factor, apply, squared norm, ranks that were asked to stop
     stats:  Tensor = buf("6",  "f32", "embed..between",   "inputs")

@@ -21,8 +21,8 @@ def free_port() -> int:
 def _rank(
     rank: int, ranks: int, port: int, errors: str, function: Callable[..., Any], args: tuple, results: Any
 ) -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    os.environ.update(zip(names, map(str, (rank, ranks, rank, "127.0.0.1", port)), strict=True))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    os.environ.update(zip(names, map(str, (rank, ranks, rank, ranks, "127.0.0.1", port)), strict=True))
     with open(errors, "a", buffering=1) as sys.stderr:
         try:
             results.put((rank, function(*args)))

@@ -233,8 +233,9 @@ def sum_squares(out, scratch, g, acc=False):
     _give(out, (g * g).sum(), acc)
 
 
-def add(out, x):
-    out.add_(x)
+def add(out, parts):
+    for part in parts:
+        out.add_(part)
 
 
 def clip_factor(stats, sumsq, hyper):

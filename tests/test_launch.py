@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in [*NAMES, *(name for name in os.environ if name.startswith("SLURM"))]:
+    for name in [*NAMES, "LOCAL_WORLD_SIZE", *(name for name in os.environ if name.startswith("SLURM"))]:
         monkeypatch.delenv(name, raising=False)
 
     def setenv(**values):
@@ -33,7 +33,7 @@ def environment(monkeypatch):
             monkeypatch.setenv(name, value)
 
     yield setenv
-    for name in NAMES:
+    for name in [*NAMES, "LOCAL_WORLD_SIZE"]:
         os.environ.pop(name, None)
 
 
@@ -47,10 +47,18 @@ def test_the_first_host_of_slurms_list(nodes, first):
 
 def test_a_task_of_srun_is_a_rank(environment):
     environment(SLURM_JOB_ID="70001", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="16", SLURM_STEP_NODELIST="gpu[2-3]")
-    environment(SLURM_PROCID="9", SLURM_LOCALID="1")
+    environment(SLURM_PROCID="9", SLURM_LOCALID="1", SLURM_STEP_NUM_NODES="2")
     read_environment()
     assert rank_and_size() == (9, 16)
     assert [os.environ[name] for name in NAMES] == ["9", "16", "1", "gpu2", "30001"]
+    assert "LOCAL_WORLD_SIZE" not in os.environ
+
+
+def test_sruns_tasks_on_one_node_know_that_they_are_on_one_host(environment):
+    environment(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_NODELIST="gpu2")
+    environment(SLURM_PROCID="3", SLURM_LOCALID="3", SLURM_STEP_NUM_NODES="1")
+    read_environment()
+    assert os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] == "4"
 
 
 @pytest.mark.parametrize("given", [
@@ -210,9 +218,10 @@ def test_the_batch_script_passes_the_signal_on_and_requeues_what_is_not_finished
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_two_gpus_are_one(tmp_path, zero):
-    """Through NCCL and CUDA graphs, two micro-steps a step: the weights of both GPUs are equal after every step, two
-    runs give the same bytes, and losses are those of one GPU but for bf16 weights, which round otherwise where a sum
-    differs in its last bit: 2^-9 of an update, 1e-3 of the loss at most after 8 steps.
+    """Through copies and CUDA graphs, two micro-steps a step: the weights of both GPUs are equal after every step, and
+    two runs give the same bytes, as does one of two nodes, through NCCL's collectives.  Losses are those of one GPU but
+    for bf16 weights, which round otherwise where a sum differs in its last bit: 2^-9 of an update, 1e-3 of the loss at
+    most after 8 steps.
     """
     options = "--train.steps 8 --train.dtype bf16 --train.batch_size 2 --train.total_batch_tokens 2048 --eval.every 4"
     options += f" --sample.every 8 --debug.hash_state 1 --parallel.zero {zero} --run_dir"
@@ -220,8 +229,20 @@ def test_two_gpus_are_one(tmp_path, zero):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     for run, launcher in (("one", []), ("two", torchrun), ("again", torchrun)):
         subprocess.run([sys.executable, *launcher, *train, str(tmp_path / run)], cwd=ROOT, env=env, check=True)
-    one, two, again = ([r["loss"] for r in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in r]
-                       for run in ("one", "two", "again"))  # fmt: skip
-    assert len(two) == 8 and two == again and two == pytest.approx(one, rel=1e-3)
-    shares = [sorted((tmp_path / run / "checkpoints").glob("*/rank_*")) for run in ("two", "again")]
-    assert [p.read_bytes() for p in shares[0]] == [p.read_bytes() for p in shares[1]] and len(shares[0]) == 2
+    nodes = ["-m", "torch.distributed.run", "--nnodes", "2", "--master_port", str(free_port()), "--node_rank"]
+    apart = [
+        subprocess.Popen(
+            [sys.executable, *nodes, str(node), *train, str(tmp_path / "apart")],
+            cwd=ROOT, env=env | {"CUDA_VISIBLE_DEVICES": str(node)},
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    assert [agent.wait() for agent in apart] == [0, 0]
+    one, two, again, nodes_of_one = (
+        [r["loss"] for r in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in r]
+        for run in ("one", "two", "again", "apart")
+    )
+    assert len(two) == 8 and two == again == nodes_of_one and two == pytest.approx(one, rel=1e-3)
+    shares = [sorted((tmp_path / run / "checkpoints").glob("*/rank_*")) for run in ("two", "again", "apart")]
+    bytes_of = [[p.read_bytes() for p in paths] for paths in shares]
+    assert bytes_of[0] == bytes_of[1] == bytes_of[2] and len(shares[0]) == 2

@@ -15,7 +15,7 @@ RANKS = (1, 2, 3, 4, 7, 64, 1000)
 
 def dims_of(ranks, zero):
     dims = SIZES | dict(ranks=ranks, zero=zero)
-    return dims | layout.flat_sizes(dims, True, True, True)
+    return dims | layout.flat_sizes(dims, True, True)
 
 
 def total():

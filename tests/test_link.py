@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from gpt2_triton import layout
+from gpt2_triton import layout, link
 from gpt2_triton.model import GPT2
 from gpt2_triton.stream import Side
 from tests.tiny import tiny_config
@@ -15,18 +15,31 @@ LAYERS = 3
 
 
 class Log:
-    """Launchers and collectives that only write down that they were called; also the World of rank 0 of 2."""
+    """Launchers and exchanges that only write down that they were called; also the World of rank 0 of 2, whose arena
+    it can read or not.
+    """
 
     rank, size, device = 0, 2, "cpu"
     compiling = contextlib.nullcontext
 
-    def __init__(self):
+    def __init__(self, near: bool):
         self.calls: list[tuple[str, int | None]] = []
+        self.near = near
 
     def __getattr__(self, name):
         if name == "scratch_elements":
             return gpt2_triton.kernels.scratch_elements
         return lambda *tensors, **_: self.calls.append((name, None))
+
+    def allocate(self, nbytes):
+        own, other = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+        return own, [own, other] if self.near else []
+
+    def barrier(self):
+        self.calls.append(("barrier", None))
+
+    def add(self, out, parts):
+        self.calls.append(("add", self.bucket(out)))
 
     def all_reduce(self, tensor):
         self.calls.append(("all_reduce", self.bucket(tensor)))
@@ -49,9 +62,12 @@ class Log:
         return None
 
 
-def model_of_two(zero: int, micro_steps: int) -> GPT2:
+EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather", "barrier", "add"}
+
+
+def model_of_two(near: bool, zero: int, micro_steps: int) -> GPT2:
     """Rank 0's model, whose K is a Log."""
-    log = Log()
+    log = Log(near)
     config = tiny_config(
         model=dict(n_layer=LAYERS), parallel=dict(zero=zero), train=dict(total_batch_tokens=64 * micro_steps)
     )
@@ -59,70 +75,90 @@ def model_of_two(zero: int, micro_steps: int) -> GPT2:
     return log.model
 
 
-def travel(zero: int, micro_steps: int = 1) -> list[tuple[str, int | None, str]]:
-    """Of a step: each collective over a bucket, and the launch that comes next."""
-    model = model_of_two(zero, micro_steps)
+def travel(near: bool, zero: int, micro_steps: int = 1) -> list[tuple[str, int | None, str]]:
+    """Of a step: what is exchanged, the bucket where that is known, and the launch that comes next."""
+    model = model_of_two(near, zero, micro_steps)
     log = model.K
     for micro in range(micro_steps):
         model._forward_backward(micro > 0, False, micro == micro_steps - 1)
     model._update(False)
-    collectives = {"all_reduce", "reduce_scatter", "all_gather"}
     out = []
     for i, (name, bucket) in enumerate(log.calls):
-        if name in collectives and bucket is not None:
-            rest = (call for call, _ in log.calls[i:] if call not in collectives | {"add"})  # add: of what arrived
+        if name in EXCHANGES and (name, bucket) != ("all_reduce", None):  # that is the sum of losses and norms
+            rest = (call for call, _ in log.calls[i:] if call not in EXCHANGES)
             out.append((name, bucket, next(rest, "end")))
     return out
 
 
 LAST = LAYERS + 1  # the bucket of norms and biases; 0 is the embedding's, 1 that of layer 0
+BELOW = "matmul_dx_dgelu"  # the first launch of a layer's backward pass
 
 
 @pytest.mark.parametrize("zero, sums", [(0, "all_reduce"), (1, "reduce_scatter")])
 @pytest.mark.parametrize("micro_steps", [1, 2])
-def test_gradients_travel_under_the_attention_of_the_layer_below_or_the_embedding(zero, sums, micro_steps):
-    sent = [call for call in travel(zero, micro_steps) if call[0] == sums]
-    assert sent == [
-        (sums, 3, "attention_bwd"),
-        (sums, 2, "attention_bwd"),
-        (sums, 1, "encoder_bwd"),
-        (sums, LAST, "loss_sum"),
-        (sums, 0, "loss_sum"),
-    ]
+def test_between_hosts_gradients_travel_when_their_layer_is_done(zero, sums, micro_steps):
+    sent = [call for call in travel(False, zero, micro_steps) if call[0] == sums]
+    layers = [(sums, 3, BELOW), (sums, 2, BELOW), (sums, 1, "encoder_bwd"), (sums, LAST, "encoder_bwd")]
+    assert sent == [*layers, (sums, 0, "loss_sum")]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_on_one_host_gradients_travel_together(monkeypatch, zero, micro_steps):
+    """When layer 1 is done, as if so many tokens took as long as the transfers of two layers: after one meeting, those
+    of layers 2 and 1; then layer 0's with norms and biases, then the embedding's.  At stage 0 the sums are shared out
+    after another meeting.
+    """
+    monkeypatch.setattr(link, "TOKENS", 32 / LAYERS)
+    sent = [call for call in travel(True, zero, micro_steps) if call[0] in ("barrier", "add")]
+    meet = [("barrier", None)]
+    again = meet * (zero == 0)
+    want = [(call, BELOW) for call in [*meet, ("add", 3), ("add", 2), *again]]
+    want += [(call, "encoder_bwd") for call in [*meet, ("add", 1), ("add", LAST), *again]]
+    want += [(call, "loss_sum") for call in [*meet, ("add", 0), *again]]
+    gathers = 2 * (zero > 0)  # the first and the last meeting
+    assert len(sent) == len(want) + gathers
+    assert [((name, bucket), after) for name, bucket, after in sent][gathers // 2 :][: len(want)] == want
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_parameters_travel_under_the_attention_of_the_layer_before_or_the_embedding(zero):
-    gathered = [call[1:] for call in travel(zero) if call[0] == "all_gather"]
-    layers = [(1, "encoder_fwd"), (2, "attention_fwd"), (3, "attention_fwd")]
+def test_parameters_of_all_layers_travel_when_a_step_begins_and_the_others_under_the_update(zero):
+    gathered = [call[1:] for call in travel(False, zero) if call[0] == "all_gather"]
+    layers = [(1 + layer, "encoder_fwd") for layer in range(LAYERS)]
     assert gathered == [*layers, (0, "adamw"), (LAST, "adamw")]
+    meetings = [after for name, _, after in travel(True, zero) if name == "barrier"]
+    assert (meetings[0], meetings[-1]) == ("encoder_fwd", "adamw")
 
 
 def test_at_stage_2_every_micro_step_sends_its_layers():
-    sent = [after for name, _, after in travel(2, micro_steps=2) if name == "reduce_scatter"]
-    layers = ["attention_bwd", "attention_bwd", "encoder_bwd"]
-    assert sent == layers + layers + ["loss_sum", "loss_sum"]
+    sent = [after for name, _, after in travel(False, 2, micro_steps=2) if name == "reduce_scatter"]
+    layers = [BELOW, BELOW, "encoder_bwd"]
+    assert sent == [*layers, *layers, "encoder_bwd", "loss_sum"]
+    meetings = [after for name, _, after in travel(True, 2, micro_steps=2) if name == "barrier"]
+    twice = [after for after in layers for _ in range(2)]  # before and after: then their place may be written again
+    assert meetings == ["encoder_fwd", *twice, *twice, "loss_sum", "loss_sum", "adamw"]
 
 
-def test_what_the_exchange_launches_is_compiled_ahead():
+@pytest.mark.parametrize("near", [True, False])
+def test_what_the_exchange_launches_is_compiled_ahead(near):
     for zero, micro_steps in ((2, 2), (2, 1), (1, 2)):
-        model = model_of_two(zero, micro_steps)
+        model = model_of_two(near, zero, micro_steps)
         model.compile()
         ahead = {name for name, _ in model.K.calls}
-        assert not ahead & {"all_reduce", "reduce_scatter", "all_gather"}
+        assert not ahead & (EXCHANGES - {"add"})
         model.K.calls.clear()
         for micro in range(micro_steps):
             model._forward_backward(micro > 0, False, micro == micro_steps - 1)
-        launched = {name for name, _ in model.K.calls} - {"all_reduce", "reduce_scatter", "all_gather"}
-        assert launched <= ahead and ("add" in launched) == ((zero, micro_steps) == (2, 2))
+        launched = {name for name, _ in model.K.calls} - (EXCHANGES - {"add"})
+        assert launched <= ahead and ("add" in launched) == (near or (zero, micro_steps) == (2, 2))
 
 
 def test_a_rank_alone_exchanges_nothing():
-    log = Log()
+    log = Log(False)
     model = GPT2(tiny_config(), log, "cpu")
     model._forward_backward(False, False, True)
     model._update(False)
-    assert not {name for name, _ in log.calls} & {"all_reduce", "reduce_scatter", "all_gather"}
+    assert not {name for name, _ in log.calls} & EXCHANGES
 
 
 def test_a_stream_that_has_no_work_is_not_waited_for(monkeypatch):

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint, mirror, pulse, replicas, stability
+from gpt2_triton import checkpoint, kernels, layout, link, mirror, parallel, pulse, replicas, stability
 from gpt2_triton.config import Config, ConfigError
 from gpt2_triton.link import Exchange
 from gpt2_triton.model import GPT2
+from gpt2_triton.planning import make_plan
 from gpt2_triton.schedule import EMBED
 from gpt2_triton.sources import load_weights
 from gpt2_triton.trainer import Trainer, train
@@ -98,6 +99,49 @@ def test_any_number_of_ranks_at_any_stage_is_the_run_of_one(alone, tmp_path, n, 
     assert values[0] == pytest.approx(values[1], rel=2e-6)
     assert_close(tensors(tmp_path), tensors(alone))
     assert len(list(checkpoint.find(tmp_path).glob("rank_*"))) == n
+
+
+def apart(config, run):
+    """As a host for each rank: through collectives."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    return job(config, run)
+
+
+def blind(config, run):
+    """Rank 1 cannot read rank 0's memory."""
+
+    def opened(*_):
+        raise RuntimeError("no peer access")
+
+    if os.environ["RANK"] == "1":
+        parallel.opened = opened
+    return job(config, run)
+
+
+def all_at_the_end(config, run):
+    """No gradient sets out before layer 0's."""
+    link.TOKENS = 0
+    return job(config, run)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_two_ranks_get_the_same_bytes_whichever_way_their_gradients_take(tmp_path, zero):
+    """One host or two, memory that can be read or not, transfers one by one or together: a sum of two numbers is one
+    sum.  Of three micro-steps the last one sends, at stage 2 each.
+    """
+    config, runs = config_of(zero, model=dict(n_layer=4), train=dict(batch_size=2)), {}
+    for way in (job, apart, blind, all_at_the_end):
+        run = tmp_path / way.__name__
+        run.mkdir()
+        assert ranks.run(2, run / "stderr", way, config, run) == [0, 0]
+        runs[way] = run
+        warned = "cannot read each other's memory (no peer access)" in (run / "stderr").read_text()
+        assert warned == (way is blind)
+    for run in runs.values():
+        assert_equal(tensors(run), tensors(runs[job]))
+    dims = make_plan(config.with_gpus(2), kernels, 2, config.train.seq_len)[1]
+    burst = sum(b.padded for b in layout.buckets(dims)[1:]) // 2
+    assert burst > dims["Nx"]  # so that it takes more than one round
 
 
 def numbers(run):
@@ -275,7 +319,7 @@ def nan_on_rank_1_and_idle_queues(config, run):
 
     def first_nonfinite(self, batches, crew):
         found, link = search(self, batches, crew), self.link
-        assert not (link._to_send or link._to_gather or link._arrived or link._sent)
+        assert not (link._waiting or link._arrived or link._sent)
         (run / f"searched_{self.rank}").write_text(found)
         return found
 

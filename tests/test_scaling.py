@@ -46,14 +46,14 @@ def event(name, start, duration):
     return {"cat": "kernel", "name": name, "ts": start * 1e3, "dur": duration * 1e3}
 
 
-SUM = "ncclDevKernel_ReduceScatter"
+COPY, SUM = "Memcpy PtoP", "_add_kernel"
 
 
 def steps_of(*kernels):
     return [Kernel(name, start, start + duration) for name, start, duration in kernels]
 
 
-def test_the_exposed_part_of_a_collective_is_what_nothing_is_computed_beside():
+def test_the_exposed_part_of_the_exchange_is_what_nothing_is_computed_beside():
     busy = [("matmul", 0, 4), ("matmul", 3, 3), ("matmul", 8, 2)]
     kernels = steps_of(*busy, (SUM, 2, 7), (SUM, 9, 1))
     assert together.exposed(kernels) == {SUM: (2, 8.0, 2.0)}
@@ -67,8 +67,11 @@ def test_the_second_of_three_steps_is_kept():
     steps = [
         event(f"{name}(x)", 10 * i + at, 1) for i in range(3) for name, at in (("_encoder_fwd_kernel", 0), (SUM, 5))
     ]
-    kept = together.one_step([*steps[::-1], {"cat": "cpu_op", "name": "x", "ts": 0, "dur": 9e9}])
-    assert kept == steps_of(("_encoder_fwd_kernel", 10, 1), (SUM, 15, 1))
+    copies = [event(f"{COPY} (Device -> Device)", 16, 2) | {"cat": "gpu_memcpy"}]
+    others = [event("Memcpy HtoD (Pinned -> Device)", 17, 2) | {"cat": "gpu_memcpy"}, event("x", 0, 9) | {"cat": "cpu"}]
+    kept = together.one_step([*steps[::-1], *copies, *others])
+    assert kept == steps_of(("_encoder_fwd_kernel", 10, 1), (SUM, 15, 1), (COPY, 16, 2))
+    assert [kernel.exchange for kernel in kept] == [False, True, True]
 
 
 def test_a_step_of_two_micro_steps_is_kept_whole():
@@ -97,7 +100,7 @@ def test_every_gpu_has_the_work_of_one_alone():
 
 def test_a_step_is_drawn_from_its_file(tmp_path):
     pytest.importorskip("matplotlib")
-    kernels = steps_of(("_encoder_fwd_kernel", 0, 1), ("_matmul_kernel", 1, 8), (SUM, 2, 3))
+    kernels = steps_of(("_encoder_fwd_kernel", 0, 1), ("_matmul_kernel", 1, 8), (COPY, 6, 2), (SUM, 8, 1))
     saved = [[Kernel(*k) for k in step] for step in json.loads(json.dumps([kernels, kernels]))]
     together.draw(saved, "two GPUs", tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")

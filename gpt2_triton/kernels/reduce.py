@@ -127,16 +127,19 @@ def clip_factor(stats: Tensor, sumsq: Tensor, hyper: Tensor) -> None:
 
 
 @triton.jit
-def _add_kernel(out_ptr, x_ptr, n, BLOCK: tl.constexpr):
+def _add_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
-    total = tl.load(out_ptr + i, mask=mask, other=0.0) + tl.load(x_ptr + i, mask=mask, other=0.0)
+    total = tl.load(out_ptr + i, mask=mask, other=0.0)
+    for _ in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + i, mask=mask, other=0.0)
+        parts_ptr += n
     tl.store(out_ptr + i, total, mask=mask)
 
 
-@contract("out[n]+ <- x[n]")
-def add(out: Tensor, x: Tensor) -> None:
-    """out += x, fp32."""
-    n = out.numel()
+@contract("out[n]+ <- parts[k,n]")
+def add(out: Tensor, parts: Tensor) -> None:
+    """out += parts[0], += parts[1] ..., fp32, in this order."""
+    k, n = parts.shape
     block = min(next_power_of_2(n), 1 << 18) if INTERPRET else 4096
-    _add_kernel[(triton.cdiv(n, block),)](out, x, n, BLOCK=block)
+    _add_kernel[(triton.cdiv(n, block),)](out, parts, n, PARTS=k, BLOCK=block)

@@ -107,10 +107,14 @@ def test_sums_of_squares_of_several_ranges_add_up():
 
 
 @pytest.mark.parametrize("n", [1, 4096, 5001])
-def test_add_is_one_rounded_sum(n):
-    x, y = torch.linspace(-1, 2, n, device=DEVICE), torch.linspace(3, -5, n, device=DEVICE)
-    want = x + y
-    add(x, y)
+@pytest.mark.parametrize("k", [1, 3])
+def test_add_rounds_after_every_part(n, k):
+    generator = torch.Generator().manual_seed(n)
+    x, parts = (torch.randn(shape, generator=generator).to(DEVICE) for shape in ((n,), (k, n)))
+    want = x.clone()
+    for part in parts:
+        want += part
+    add(x, parts)
     assert torch.equal(x, want)
 
 
