@@ -37,6 +37,8 @@ class World:
         self.store: Any = None
         self._allocations, self._opened = 0, list[list[Tensor]]()
         self._flags: Tensor | None = None
+        self._backend: Any = None
+        self._pool: Any = None
         if device == "cuda":
             torch.cuda.set_device(self.local % torch.cuda.device_count())  # SLURM may show each process its own only
         if self.size == 1:
@@ -101,11 +103,11 @@ class World:
         """A few bytes of each rank that NCCL's copy engines gather.  Ranks that meet in this all-gather wait in the
         stream, where a kernel would wait on a multiprocessor.
         """
-        backend: Any = dist.group.WORLD._get_backend(gpu)  # type: ignore[union-attr]
-        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        self._backend = dist.group.WORLD._get_backend(gpu)  # type: ignore[union-attr]
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool):
             flags = torch.empty(4 * self.size, dtype=torch.int32, device=gpu)
-        backend.register_mem_pool(self._pool, symm=True)
+        self._backend.register_mem_pool(self._pool, symm=True)
         return flags
 
     # ---- collectives, in the order of the current stream ----
@@ -152,6 +154,9 @@ class World:
             seen.clear()  # whoever opened memory gives it up before its owner ends
         if self.size > 1:
             dist.barrier()
+            if self._flags is not None:
+                self._backend.deregister_mem_pool(self._pool)
+                self._flags = self._pool = None  # memory of NCCL's, which does not outlive the group
             dist.destroy_process_group()
 
 
