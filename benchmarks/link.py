@@ -1,12 +1,14 @@
-"""How fast the collectives of a step are between these GPUs, for the buckets of GPT-2 124M and 1558M.
+"""How fast collectives and copies are between these GPUs, for the buckets of GPT-2 124M and 1558M.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.link
 
-GB/s are what each GPU sends: (n - 1) / n of the bucket, of all_reduce twice that.
+GB/s are what each GPU sends: (n - 1) / n of the bucket, of all_reduce twice that.  Copies begin with a barrier, whose
+time is the first line's.
 """
 
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -27,28 +29,45 @@ def main() -> None:
     world = World("cuda", 100)
     if world.rank == 0:
         print(f"{'bucket':<16}{'collective':<16}{'MB':>8}{'us':>9}{'GB/s':>8}", flush=True)
-    for name, n in BUCKETS.items():
-        for line in lines(world, name, n - n % (world.size * 64)):
-            if world.rank == 0:
-                print(line, flush=True)
+    arenas = world.allocate(4 * max(BUCKETS.values()))[1]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        meeting = measure(world.barrier)
+        if world.rank == 0:
+            print(f"{'':<16}{'barrier':<16}{0.0:>8.1f}{meeting * 1e6:>9.1f}", flush=True)
+        for name, n in BUCKETS.items():
+            for line in lines(world, arenas, name, n - n % (world.size * 64)):
+                if world.rank == 0:
+                    print(line, flush=True)
+    arenas.clear()
     world.close()
 
 
-def lines(world: World, name: str, n: int) -> Iterator[str]:
-    """Every collective of a step over a bucket of n elements."""
+def lines(world: World, arenas: list[torch.Tensor], name: str, n: int) -> Iterator[str]:
+    """A bucket of n elements by collectives, and by copies if ranks can read each other's arenas."""
     grads, params = (torch.zeros(n, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16))
     own = slice(world.rank * n // world.size, (world.rank + 1) * n // world.size)
     for what, times, whole, function, arguments in (
         ("all_reduce", 2, grads, world.all_reduce, (grads,)),
         ("reduce_scatter", 1, grads, world.reduce_scatter, (grads[own], grads)),
         ("all_gather", 1, params, world.all_gather, (params, params[own])),
-    ):
+        ("copies, fp32", 1, grads, copy_parts, (world, arenas, grads)),
+        ("copies, bf16", 1, params, copy_parts, (world, arenas, params)),
+    )[: None if arenas else 3]:
         seconds = measure(function, *arguments)
         rate = times * whole.nbytes * (world.size - 1) / world.size / seconds / 1e9
         yield f"{name:<16}{what:<16}{whole.nbytes / 1e6:>8.1f}{seconds * 1e6:>9.1f}{rate:>8.1f}"
 
 
-def measure(function: Callable[..., None], *arguments: torch.Tensor) -> float:
+def copy_parts(world: World, arenas: list[torch.Tensor], into: torch.Tensor) -> None:
+    """The others' parts of a bucket."""
+    world.barrier()
+    parts = into.view(world.size, -1)
+    for i in range(1, world.size):
+        rank = (world.rank + i) % world.size
+        parts[rank].copy_(arenas[rank][: parts[rank].nbytes].view(into.dtype))
+
+
+def measure(function: Callable[..., None], *arguments: Any) -> float:
     """Median seconds of a call on the device."""
     times = []
     for i in range(WARM + TIMED):

@@ -2,28 +2,40 @@
 
 python -m benchmarks.scaling [--link GB/s] [--start MICROSECONDS] [--hop MICROSECONDS] > the tables of docs/scaling.md
 
-N GPUs, each bucket of b bytes, ring algorithms: reduce-scatter of fp32 gradients and all-gather of bf16 parameters take
+N GPUs, each bucket of b bytes, fp32 gradients and bf16 parameters.  Up to 8 GPUs, one host, copy them from each other:
+    (N - 1) * (b / N / copy + copy_start)    each
+beside the multiprocessors.  More take collectives in rings, reduce-scatter and all-gather:
     (N - 1) / N * b / link + start + (N - 1) * hop    each
-Layers travel under the computation, the gradients in its backward two thirds and the parameters in its forward third:
-they cost SHARE of their time, for the multiprocessors that they take, and all of it once there is no more room.  The
-gradients of the embedding come last and are waited for; so are its parameters, but for the time of the layers'
-update.  Computation is taken as proportional to the tokens, which flatters small batches.
+and these cost SHARE of their time, for the multiprocessors that they take.  Both travel under the computation, the
+gradients in its backward two thirds and the parameters in its forward third, and what has no room there is lost.  The
+gradients of the embedding come last and are waited for; so are its parameters, but for the time of the layers' update.
+NVLink costs AWAKE of a step while it is awake: on one host SLEEPLESS seconds of it, between hosts always.  Each GPU
+updates a share of the parameters, which saves it time.  Computation is taken as proportional to the tokens, which
+flatters small batches.
 """
 
 import argparse
 from typing import NamedTuple
 
 GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+HOST = 8  # GPUs that reach each other's memory
 SHARE = 0.25  # in traces of four H200s 0.34 at 124M and 0.17 at 1558M, of the time of what travels under attention
 UPDATE = 24 / 4.2e12  # seconds a parameter: AdamW reads and writes 24 bytes, at an H200's bandwidth
+AWAKE = 0.016  # two H200s at their power limit, 124M: NVLink awake for all or for 52% of a step, 110.2 or 109.4 ms
+SLEEPLESS = 50e-3  # seconds from the last transfer until NVLink sleeps (nvidia-smi nvlink -gLowPwrInfo)
 
 
 class Link(NamedTuple):
-    """What NCCL 2.28 reaches on 2 and 4 H200s behind one NVSwitch, by least squares over benchmarks.link's sizes."""
+    """What collectives of NCCL 2.28 reach on 2 and 4 H200s behind one NVSwitch, by least squares over benchmarks.link's
+    sizes, and copies between 2, in a step's trace.
+    """
 
     bandwidth: float = 290e9  # bytes/s that a GPU sends in a large collective
     start: float = 30e-6  # seconds
     hop: float = 8e-6  # from a GPU to the next in the ring
+    copy: float = 370e9  # bytes/s that a GPU reads from another one
+    copy_start: float = 5e-6
+    meet: float = 25e-6  # all GPUs wait for each other
 
 
 class Size(NamedTuple):
@@ -43,28 +55,33 @@ SIZES = (
 
 
 def seconds(elements: float, width: int, gpus: int, link: Link) -> float:
-    """A reduce-scatter or all-gather of `elements` of `width` bytes."""
+    """A bucket of `elements` of `width` bytes, gradients to their sums or parameters to all."""
+    if gpus <= HOST:
+        return (gpus - 1) * (elements * width / gpus / link.copy + link.copy_start)
     return (gpus - 1) / gpus * elements * width / link.bandwidth + link.start + (gpus - 1) * link.hop
 
 
 def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float, float]:
-    """(computation, communication, what of it makes the step longer) with `tokens` on each GPU, in seconds."""
-    compute, lost = tokens / size.tok_s, 0.0
+    """(computation, communication, how much longer the step is than one GPU's) with `tokens` on each, in seconds."""
+    compute, lost, near = tokens / size.tok_s, 0.0, gpus <= HOST
     (layer_sum, layer_gather), (embed_sum, embed_gather) = (
         [seconds(n, width, gpus, link) for width in (4, 2)] for n in (size.layer, size.embed)
     )
     sums, gathers = size.layers * layer_sum, size.layers * layer_gather
     for under, room in ((sums, compute * 2 / 3), (gathers, compute / 3)):
-        lost += SHARE * min(under, room) + max(under - room, 0.0)
+        lost += (0.0 if near else SHARE) * min(under, room) + max(under - room, 0.0)
     update = size.layers * size.layer / gpus * UPDATE
-    lost += embed_sum + max(embed_gather - update, 0.0)
-    return compute, size.layers * (layer_sum + layer_gather) + embed_sum + embed_gather, lost
+    lost += embed_sum + link.meet * near + max(embed_gather - update, 0.0)
+    communicate = sums + gathers + embed_sum + embed_gather
+    lost += AWAKE * min(compute, SLEEPLESS + communicate if near else compute)
+    saved = (gpus - 1) / gpus * (size.layers * size.layer + size.embed) * UPDATE
+    return compute, communicate, lost - saved
 
 
 def table(size: Size, fixed: bool, link: Link) -> str:
     """Markdown: GPUs with `batch` tokens each, or with a fixed step of `total` tokens divided among them."""
     lines = [
-        "| GPUs | tokens a GPU | computation, ms | communication, ms | lost to it, ms | tokens/s | of N alone |",
+        "| GPUs | tokens a GPU | computation, ms | communication, ms | longer by, ms | tokens/s | of N alone |",
         "|---|---|---|---|---|---|---|",
     ]
     for gpus in GPUS:
@@ -82,8 +99,9 @@ def table(size: Size, fixed: bool, link: Link) -> str:
 def report(link: Link) -> str:
     """All tables, with what they assume."""
     parts = [
-        f"Arithmetic, not measurement: links of {link.bandwidth / 1e9:.0f} GB/s a GPU, {link.start * 1e6:.0f} us a "
-        f"collective and {link.hop * 1e6:.0f} us a hop, ZeRO-1.",
+        f"Arithmetic, not measurement, ZeRO-1: up to {HOST} GPUs copies of {link.copy / 1e9:.0f} GB/s, beyond that "
+        f"links of {link.bandwidth / 1e9:.0f} GB/s a GPU, {link.start * 1e6:.0f} us a collective and "
+        f"{link.hop * 1e6:.0f} us a hop.",
         "",
     ]
     for size in SIZES:

@@ -174,6 +174,7 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
 KINDS = {  # a part of the kernel's name: what the picture calls it, its colour
     "attention": ("attention", "#c44e52"),
     "matmul": ("products", "#9db7d5"),
+    "_wide": ("products", "#9db7d5"),
     "dw_kernel": ("weight gradients", "#5b83b0"),
     "add_pieces": ("weight gradients", "#5b83b0"),
     "classifier": ("classifier", "#8172b3"),
