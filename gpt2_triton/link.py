@@ -124,6 +124,7 @@ class Exchange(Link):
                 self._meet()
                 self._gather(0)
                 self._gather(self._rest)
+                self._meet()  # whoever loads weights after a step overwrites nothing that others still read
         if self._zero and bucket == self._rest - 1:
             self._side.join()
 
