@@ -1,15 +1,15 @@
 """What ranks exchange in a step, on a stream beside the one that computes.
 
-gradients   those of most layers together, in the backward pass of the last ones; the rest when the layers are done,
-            under the embedding's backward pass; wte's come last, and are waited for
+gradients   a layer's when they are done, or those of most layers together, in the backward pass of the last ones;
+            norms' and biases' with layer 0's, under the embedding's backward pass; wte's come last, and are waited for
 parameters  (ZeRO-1 and 2) the embedding's, norms' and biases' are gathered under the update of the layers; all layers'
             when the next step begins
 
 Two ways lead from rank to rank.  Ranks of one host read each other's arenas: copy engines do that beside the
-multiprocessors, and each rank adds up its share.  Ranks of several hosts use NCCL's collectives.
+multiprocessors, and each rank adds up its share.  Ranks of several hosts, or that cannot read, use NCCL's collectives.
 
-Why together: NVLink sleeps when it has been idle for 50 ms, and awake it takes some 25 of an H200's 700 W, which at its
-power limit the computation lacks.  A transfer after every layer would keep it awake for the whole step.
+Why together, on one host: NVLink sleeps when it has been idle for 50 ms, and awake it takes some 25 of an H200's 700 W,
+which at its power limit the computation lacks.  A transfer after every layer would keep it awake for the whole step.
 
 Streams wait for each other through events, which a CUDA graph captures with everything else.  On a CPU every call is
 finished when it returns.
@@ -57,6 +57,9 @@ class Link:
 
     def prepare(self) -> None:
         """Launch what the exchange launches, to have it compiled."""
+
+    def close(self) -> None:
+        """Give up what other ranks own."""
 
     def gather(self) -> None:
         """Bring every parameter up to date, for whatever reads them between steps; all ranks call it together."""
@@ -175,7 +178,7 @@ class Exchange(Link):
         return self._s.reduced[at : at + self._part(bucket)]
 
     def _meet(self) -> None:
-        """What ranks wrote before it, others read after it."""
+        """What ranks wrote before it others read after it, and what they read others write."""
         raise NotImplementedError
 
     def _sum(self, buckets: Sequence[int]) -> None:
@@ -213,8 +216,9 @@ class Collectives(Exchange):
 class Copies(Exchange):
     """Ranks that read each other's arenas.
 
-    Nobody writes what others still read: gradients and parameters are written again after the next sum of losses and
-    norms, which a rank joins when it has all that it reads; at stage 2 layers' gradients after another meeting.
+    Nobody writes what others still read.  In a step gradients and parameters are written again after the next sum of
+    losses and norms, which a rank joins when it has all that it reads; at stages 0 and 2 gradients are overwritten
+    earlier, after another meeting.  Between steps nobody reads: updates and `gather` end with a meeting.
     """
 
     def __init__(self, world: World, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]):
@@ -223,6 +227,9 @@ class Copies(Exchange):
         self._hold = -(-dims["L"] * TOKENS // dims["R"])
         # each begins with the next one, so that no rank is read by two at a time
         self._others = [(world.rank + i) % world.size for i in range(1, world.size)]
+
+    def close(self) -> None:
+        self._arenas.clear()
 
     def _of(self, rank: int, tensor: Tensor) -> Tensor:
         """What another rank has in the place of this one's tensor."""
@@ -240,6 +247,7 @@ class Copies(Exchange):
             while todo and at + self._part(todo[0]) * len(self._others) <= len(self._s.received):
                 arrived.append((todo[0], self._receive(todo.popleft(), at)))
                 at += arrived[-1][1].numel()
+            assert arrived, "a bucket has more than `received` has room for"
             for bucket, parts in arrived:  # after all copies: a sum may have to wait for a multiprocessor
                 self._add(bucket, parts)
         if self._zero != 1:

@@ -254,8 +254,11 @@ class GPT2:
         schedule.decode(self.K, v, self.decoding, temperature, top_k, top_p)
 
     def forget_graphs(self) -> None:
-        """Before the process group ends: NCCL waits for graphs that hold collectives of its."""
+        """Before the process group ends: NCCL waits for graphs that hold collectives of its, and CUDA complains of
+        memory that others had open when its owner ended.
+        """
         self._replay.forget()
+        self.link.close()
 
     # ---- checkpoints ----
 

@@ -35,9 +35,10 @@ class World:
         self.local = int(os.environ.get("LOCAL_RANK", "0"))  # among the ranks of this host
         self.device = device
         self.store: Any = None
-        self._allocations, self._opened = 0, list[list[Tensor]]()
-        self._flags: Tensor | None = None
-        self._backend: Any = None
+        self.one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)  # so says the launcher
+        self._allocations = 0
+        self._flags: Tensor | None = None  # what ranks meet over, and what it belongs to
+        self._meeting: Any = None
         self._pool: Any = None
         if device == "cuda":
             torch.cuda.set_device(self.local % torch.cuda.device_count())  # SLURM may show each process its own only
@@ -45,6 +46,7 @@ class World:
             return
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast sums in an order that NCCL does not promise
         limit = timedelta(seconds=3 * timeout)
+        self._limit = 4 * limit
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
             name = muster(store, self.rank, self.size, 3 * timeout)
@@ -53,26 +55,14 @@ class World:
             reason = str(error).splitlines()[0]
             raise PeerLost(f"the {self.size} ranks did not come together ({reason}); start all of them") from error
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
-        options: Any = None
-        if gpu and self.one_host:
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             store=self.store,
             rank=self.rank,
             world_size=self.size,
-            timeout=4 * limit,
-            pg_options=options,
+            timeout=self._limit,
             device_id=gpu,
         )
-        if gpu and self.one_host:
-            self._flags = self._register(gpu)
-
-    @property
-    def one_host(self) -> bool:
-        """All ranks are on this host, says the launcher."""
-        return os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)
 
     # ---- memory ----
 
@@ -90,24 +80,28 @@ class World:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
         reasons = [text for text in crew.all(reason) if text]
-        window.forget()
+        window.settle()
         if reasons:
             if self.rank == 0:
                 what = f"the ranks of this host cannot read each other's memory ({reasons[0]})"
                 say(f"warning: {what}: they exchange gradients and parameters through collectives, slower", error=True)
             return window.memory, []
-        self._opened.append(seen)
+        if self.device == "cuda" and self._flags is None:
+            self._flags = self._register()
         return window.memory, seen
 
-    def _register(self, gpu: torch.device) -> Tensor:
+    def _register(self) -> Tensor:
         """A few bytes of each rank that NCCL's copy engines gather.  Ranks that meet in this all-gather wait in the
         stream, where a kernel would wait on a multiprocessor.
         """
-        self._backend = dist.group.WORLD._get_backend(gpu)  # type: ignore[union-attr]
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        gpu, options = torch.device("cuda", torch.cuda.current_device()), dist.ProcessGroupNCCL.Options()
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+        self._meeting = dist.new_group(timeout=self._limit, pg_options=options, device_id=gpu)
+        backend = self._meeting._get_backend(gpu)
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool):
             flags = torch.empty(4 * self.size, dtype=torch.int32, device=gpu)
-        self._backend.register_mem_pool(self._pool, symm=True)
+        backend.register_mem_pool(self._pool, symm=True)
         return flags
 
     # ---- collectives, in the order of the current stream ----
@@ -120,22 +114,22 @@ class World:
         """out = this rank's part of the sum of `whole` over ranks; it may be that part of `whole`."""
         self._collective(_named("reduce_scatter_single", "reduce_scatter_tensor"), out, whole)
 
-    def all_gather(self, whole: Tensor, part: Tensor) -> None:
+    def all_gather(self, whole: Tensor, part: Tensor, group: Any = None) -> None:
         """whole = the ranks' parts one behind the other; `part` may be this rank's place in it."""
-        self._collective(_named("all_gather_single", "all_gather_into_tensor"), whole, part)
+        self._collective(_named("all_gather_single", "all_gather_into_tensor"), whole, part, group=group)
 
     def barrier(self) -> None:
-        """What any rank has written before it, the others may read after it.  On a GPU not in the default stream, where
-        NCCL's copy engines refuse to work.
+        """What ranks wrote before it others may read after it, and what they read others may write.  On a GPU for ranks
+        that have allocated memory together, and not in the default stream, where NCCL's copy engines refuse to work.
         """
         if self._flags is None:
             self._collective(dist.barrier)
         else:
-            self.all_gather(self._flags, self._flags[4 * self.rank :][:4])
+            self.all_gather(self._flags, self._flags[4 * self.rank :][:4], self._meeting)
 
-    def _collective(self, function: Callable[..., Any], *tensors: Tensor) -> None:
+    def _collective(self, function: Callable[..., Any], *tensors: Tensor, group: Any = None) -> None:
         try:
-            function(*tensors)
+            function(*tensors, group=group)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise PeerLost(
@@ -150,12 +144,10 @@ class World:
 
     def close(self) -> None:
         """Wait for the other ranks and leave the group: without both, ranks that end first break those behind."""
-        for seen in self._opened:
-            seen.clear()  # whoever opened memory gives it up before its owner ends
         if self.size > 1:
             dist.barrier()
             if self._flags is not None:
-                self._backend.deregister_mem_pool(self._pool)
+                self._meeting._get_backend(self._flags.device).deregister_mem_pool(self._pool)
                 self._flags = self._pool = None  # memory of NCCL's, which does not outlive the group
             dist.destroy_process_group()
 

@@ -1,9 +1,8 @@
 """Memory that the processes of one host open to each other: a GPU's through CUDA's IPC handles, which the others' copy
-engines read over NVLink; on a CPU a file that all map.
+engines read over NVLink or PCIe; on a CPU memory that has a file descriptor.
 """
 
 import os
-import tempfile
 from typing import Any
 
 import torch
@@ -14,18 +13,21 @@ class Window:
     """Memory of this process that others can open."""
 
     def __init__(self, nbytes: int, device: str):
-        self._path = ""
+        self._file: int | None = None
         if device == "cuda":
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         else:
-            file, self._path = tempfile.mkstemp(prefix="gpt2_triton_")
-            os.posix_fallocate(file, 0, nbytes)  # a disk that is full says so here and not in the middle of a step
-            os.close(file)
+            self._file = os.memfd_create("gpt2_triton")
+            os.posix_fallocate(self._file, 0, nbytes)  # what there is no room for fails here and not in a step
             self.memory = _mapped(self._path, nbytes)
+
+    @property
+    def _path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def handle(self) -> list[Any] | None:
         """What `opened` takes, as JSON; None if this memory cannot be shared."""
-        if self._path:
+        if self._file is not None:
             return [self._path]
         try:
             parts = self.memory.untyped_storage()._share_cuda_()
@@ -33,10 +35,10 @@ class Window:
             return None
         return [part.hex() if isinstance(part, bytes) else part for part in parts]
 
-    def forget(self) -> None:
-        """Nobody will open it any more."""
-        if self._path:
-            os.unlink(self._path)
+    def settle(self) -> None:
+        """Nobody will open it any more; those who have keep it."""
+        if self._file is not None:
+            os.close(self._file)
 
 
 def opened(handle: list[Any] | None, nbytes: int, device: str) -> Tensor:

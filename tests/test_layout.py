@@ -61,6 +61,14 @@ def test_stages_share_out_moments_and_then_gradients(ranks):
     assert all(b.padded % (ranks * layout.QUANTUM) == 0 for b in layout.buckets(zero2))
 
 
+@pytest.mark.parametrize("sizes", [SIZES, SIZES | dict(Vp=4096)])  # the largest bucket is a layer's, or the embedding's
+@pytest.mark.parametrize("ranks", RANKS)
+def test_there_is_room_for_every_other_ranks_part_of_the_largest_bucket(sizes, ranks):
+    dims = sizes | dict(ranks=ranks, zero=1)
+    largest = max(b.padded for b in layout.buckets(dims))
+    assert layout.flat_sizes(dims, True, True)["Nx"] * ranks == largest * (ranks - 1)
+
+
 def test_spans_that_overlap_or_leave_gaps_do_not_tile():
     assert tile([[[0, 4]], [[4, 4], [8, 0]]]) == 8
     assert tile([[[0, 4]], [[3, 5]]]) is None and tile([[[0, 4]], [[5, 3]]]) is None

@@ -15,16 +15,17 @@ LAYERS = 3
 
 
 class Log:
-    """Launchers and exchanges that only write down that they were called; also the World of rank 0 of 2, whose arena
-    it can read or not.
+    """Launchers and exchanges that only write down that they were called; also the World of rank 0, or another, of 2 or
+    more, whose arenas it can read or not.
     """
 
-    rank, size, device = 0, 2, "cpu"
+    device = "cpu"
     compiling = contextlib.nullcontext
 
-    def __init__(self, near: bool):
+    def __init__(self, near: bool, rank: int = 0, size: int = 2):
         self.calls: list[tuple[str, int | None]] = []
-        self.near = near
+        self.added: set[tuple[int, ...]] = set()  # shapes of what was added up, in parts
+        self.near, self.rank, self.size = near, rank, size
 
     def __getattr__(self, name):
         if name == "scratch_elements":
@@ -32,14 +33,15 @@ class Log:
         return lambda *tensors, **_: self.calls.append((name, None))
 
     def allocate(self, nbytes):
-        own, other = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
-        return own, [own, other] if self.near else []
+        arenas = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self.size)]
+        return arenas[self.rank], arenas if self.near else []
 
     def barrier(self):
         self.calls.append(("barrier", None))
 
     def add(self, out, parts):
         self.calls.append(("add", self.bucket(out)))
+        self.added.add(tuple(parts.shape))
 
     def all_reduce(self, tensor):
         self.calls.append(("all_reduce", self.bucket(tensor)))
@@ -67,11 +69,15 @@ EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather", "barrier", "add"}
 
 def model_of_two(near: bool, zero: int, micro_steps: int) -> GPT2:
     """Rank 0's model, whose K is a Log."""
-    log = Log(near)
+    return model_of(Log(near), zero, micro_steps)
+
+
+def model_of(log: Log, zero: int, micro_steps: int = 1) -> GPT2:
+    tokens = 32 * log.size * micro_steps
     config = tiny_config(
-        model=dict(n_layer=LAYERS), parallel=dict(zero=zero), train=dict(total_batch_tokens=64 * micro_steps)
+        model=dict(n_layer=LAYERS), parallel=dict(zero=zero), train=dict(total_batch_tokens=tokens, batch_size=2)
     )
-    log.model = GPT2(config.with_gpus(2), log, "cpu", world=log)
+    log.model = GPT2(config.with_gpus(log.size), log, "cpu", world=log)
     return log.model
 
 
@@ -150,6 +156,105 @@ def test_what_the_exchange_launches_is_compiled_ahead(near):
             model._forward_backward(micro > 0, False, micro == micro_steps - 1)
         launched = {name for name, _ in model.K.calls} - (EXCHANGES - {"add"})
         assert launched <= ahead and ("add" in launched) == (near or (zero, micro_steps) == (2, 2))
+
+
+def test_sums_of_as_many_parts_as_there_are_other_ranks_are_compiled_ahead():
+    for near, zero, micro_steps in ((True, 2, 2), (True, 0, 1), (False, 2, 2)):
+        log = Log(near, size=3)
+        model = model_of(log, zero, micro_steps)
+        model.compile()
+        ahead = {parts for parts, _ in log.added}
+        log.added.clear()
+        for micro in range(micro_steps):
+            model._forward_backward(micro > 0, False, micro == micro_steps - 1)
+        launched = {parts for parts, _ in log.added}
+        assert launched <= ahead == {1, 2} and (2 in launched) == near and (1 in launched) == (zero == 2)
+
+
+def test_more_than_there_is_room_for_is_added_up_in_turns(monkeypatch):
+    """All layers of three ranks at once."""
+    monkeypatch.setattr(link, "TOKENS", 0)
+    model = model_of(Log(True, size=3), 1)
+    dims, made = model.dims, layout.buckets(model.dims)
+    assert sum(b.padded for b in made[1:]) // 3 * 2 > dims["Nx"]
+    model._forward_backward(False, False, True)
+    assert [bucket for name, bucket in model.K.calls if name == "add"] == [3, 2, 1, LAST, 0]
+
+
+def test_every_rank_begins_with_the_next_one():
+    assert [model_of(Log(True, rank, 4), 1).link._others for rank in range(4)] == [
+        [1, 2, 3], [2, 3, 0], [3, 0, 1], [0, 1, 2],
+    ]  # fmt: skip
+
+
+def test_parameters_that_were_gathered_between_steps_may_be_written_again():
+    model = model_of_two(True, 1, 1)
+    model.K.calls.clear()
+    model.link.gather()
+    assert model.K.calls == [("barrier", None)] * 2
+
+
+def waits(near: bool, zero: int, monkeypatch) -> list[str]:
+    """Of a step of two micro-steps: marks in the second stream, waits for them and for all of it, and the launches
+    that come first in an embedding, a layer and a sum of losses.
+    """
+    calls: list[str] = []
+
+    class Stream:
+        """Side, written down; a mark is a number."""
+
+        def __init__(self, _device):
+            self.marks = 0
+
+        behind = contextlib.nullcontext
+
+        def mark(self):
+            self.marks += 1
+            calls.append(f"mark {self.marks}")
+            return self.marks
+
+        def wait(self, mark):
+            calls.append(f"wait {mark}")
+
+        def join(self):
+            calls.append("join")
+
+    class Named(list):
+        def append(self, call):
+            if call[0] in ("encoder_fwd", "layernorm_fwd", BELOW, "encoder_bwd", "loss_sum", "adamw"):
+                calls.append(call[0])
+
+    monkeypatch.setattr(link, "Side", Stream)
+    model = model_of_two(near, zero, 2)
+    model.K.calls = Named()
+    calls.clear()
+    for micro in range(2):
+        model._forward_backward(micro > 0, False, micro == 1)
+    model._update(False)
+    return calls
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_layer_waits_for_its_parameters_and_a_step_for_all(monkeypatch, near):
+    """A layer has two norms and the head one."""
+    calls = waits(near, 1, monkeypatch)
+    norms = ["layernorm_fwd"] * 2
+    layers = [call for layer in range(LAYERS) for call in [f"wait {1 + layer}", *norms]]
+    assert calls[: 4 + len(layers)] == ["mark 1", "mark 2", "mark 3", "encoder_fwd", *layers]
+    assert [call for call in calls if call.startswith("wait")] == ["wait 1", "wait 2", "wait 3"]
+    ends = [call for call in calls if call in ("encoder_bwd", "join", "loss_sum", "adamw")]
+    updates = ["adamw"] * (LAYERS + 2)
+    assert ends == ["encoder_bwd", "join", "encoder_bwd", "join", "loss_sum", *updates, "join"]
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_at_stage_2_gradients_wait_until_their_place_is_free(monkeypatch, near):
+    """Of three layers, which share two places, layer 0 has layer 2's."""
+    calls = waits(near, 2, monkeypatch)
+    backward = [call for call in calls if call == BELOW or call.split()[0] in ("mark", "wait", "join")]
+    first = ["mark 1", "mark 2", "mark 3", "wait 1", "wait 2", "wait 3"]  # the parameters
+    micro_steps = [[BELOW, f"mark {m}", BELOW, f"mark {m + 1}", f"wait {m}", BELOW, f"mark {m + 2}"] for m in (4, 7)]
+    assert backward == [*first, *micro_steps[0], "join", *micro_steps[1], "mark 10", "join", "join"]
 
 
 def test_a_rank_alone_exchanges_nothing():

@@ -1,23 +1,71 @@
-"""Memory that processes of one host open to each other."""
+"""Memory that the processes of one host open to each other."""
 
+import gc
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from gpt2_triton import parallel
+from gpt2_triton.parallel import World
 from gpt2_triton.peers import Window, opened
+from tests import ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
 
 
-def test_what_one_writes_the_other_reads_and_no_name_remains():
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:gpt2_triton")
+
+
+def test_what_one_writes_the_other_reads_and_nothing_remains():
+    before, files = mapped(), len(os.listdir("/proc/self/fd"))
     window = Window(1000, "cpu")
-    handle = window.handle()
-    other = opened(handle, 1000, "cpu")
-    window.forget()
+    other = opened(window.handle(), 1000, "cpu")
+    window.settle()
     window.memory.copy_(torch.arange(1000).to(torch.uint8))
     assert torch.equal(other, window.memory) and other.data_ptr() != window.memory.data_ptr()
-    assert handle is not None and not Path(handle[0]).exists()
+    assert mapped() == before + 2 and len(os.listdir("/proc/self/fd")) == files
+    del window, other
+    gc.collect()
+    assert mapped() == before
 
 
 def test_memory_that_its_owner_cannot_share_is_not_opened():
     with pytest.raises(RuntimeError, match="CUDA does not share it"):
         opened(None, 1000, "cpu")
+
+
+def allocate(near: str, blind: bool) -> list[list[int]]:
+    """Of two allocations, what this rank sees when each rank has written its number and they have met."""
+    os.environ["LOCAL_WORLD_SIZE"] = near
+    world, found, held = World("cpu", 30), [], []
+    if blind and world.rank == 1:
+
+        def refuse(*_):
+            raise RuntimeError("no peer access")
+
+        parallel.opened = refuse
+    for _ in range(2):
+        own, seen = world.allocate(1000)
+        own.fill_(world.rank + 1)
+        world.barrier()
+        found.append([int(memory[7]) for memory in seen])
+        world.barrier()
+        seen.clear()
+        held.append(own)
+    gc.collect()
+    assert mapped() == (2 if near == "2" else 0)  # its own
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "near, blind, want", [("2", False, [1, 2]), ("2", True, []), ("1", False, []), ("", False, [])]
+)
+def test_ranks_see_each_others_memory_on_one_host_or_none_does(tmp_path, near, blind, want):
+    """One that cannot read is enough, and is spoken of once for each allocation."""
+    assert ranks.run(2, tmp_path / "stderr", allocate, near, blind) == [[want, want]] * 2
+    warning = "warning: the ranks of this host cannot read each other's memory (no peer access)"
+    assert (tmp_path / "stderr").read_text().count(warning) == 2 * blind
