@@ -95,6 +95,7 @@ class World:
         stream, where a kernel would wait on a multiprocessor.
         """
         gpu, options = torch.device("cuda", torch.cuda.current_device()), dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = options.config.min_ctas = 1  # for more, NCCL would have 0.2 GiB of buffers
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self._meeting = dist.new_group(timeout=self._limit, pg_options=options, device_id=gpu)
         backend = self._meeting._get_backend(gpu)
