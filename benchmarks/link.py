@@ -31,8 +31,8 @@ def main() -> None:
         print(f"{'bucket':<16}{'collective':<16}{'MB':>8}{'us':>9}{'GB/s':>8}", flush=True)
     arenas = world.allocate(4 * max(BUCKETS.values()))[1]
     with torch.cuda.stream(torch.cuda.Stream()):
-        meeting = measure(world.barrier)
-        if world.rank == 0:
+        meeting = measure(world.barrier) if arenas else 0.0
+        if arenas and world.rank == 0:
             print(f"{'':<16}{'barrier':<16}{0.0:>8.1f}{meeting * 1e6:>9.1f}", flush=True)
         for name, n in BUCKETS.items():
             for line in lines(world, arenas, name, n - n % (world.size * 64)):

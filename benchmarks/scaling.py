@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 HOST = 8  # GPUs that reach each other's memory
-SHARE = 0.25  # in traces of four H200s 0.34 at 124M and 0.17 at 1558M, of the time of what travels under attention
+SHARE = 0.25  # in traces of four H200s 0.34 at 124M and 0.17 at 1558M, when collectives travelled under attention
 UPDATE = 24 / 4.2e12  # seconds a parameter: AdamW reads and writes 24 bytes, at an H200's bandwidth
 AWAKE = 0.016  # two H200s at their power limit, 124M: NVLink awake for all or for 52% of a step, 110.2 or 109.4 ms
 SLEEPLESS = 50e-3  # seconds from the last transfer until NVLink sleeps (nvidia-smi nvlink -gLowPwrInfo)

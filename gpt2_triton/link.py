@@ -8,7 +8,7 @@ parameters  (ZeRO-1 and 2) the embedding's, norms' and biases' are gathered unde
 Two ways lead from rank to rank.  Ranks of one host read each other's arenas: copy engines do that beside the
 multiprocessors, and each rank adds up its share.  Ranks of several hosts, or that cannot read, use NCCL's collectives.
 
-Why together, on one host: NVLink sleeps when it has been idle for 50 ms, and awake it takes some 25 of an H200's 700 W,
+Why together, on one host: NVLink sleeps when it has been idle for 50 ms, and awake it takes some 23 of an H200's 700 W,
 which at its power limit the computation lacks.  A transfer after every layer would keep it awake for the whole step.
 
 Streams wait for each other through events, which a CUDA graph captures with everything else.  On a CPU every call is
@@ -25,9 +25,9 @@ from gpt2_triton import layout
 from gpt2_triton.parallel import World
 from gpt2_triton.stream import Side
 
-# A layer's gradients, 48 C^2 bytes, take as long over NVLink as some 1,700 tokens take through its backward pass, of
-# about 48 C^2 operations each.  So those of all L layers are there in time if they set out 4096 L / R layers before the
-# end.
+# A layer's gradients, 48 C^2 bytes, take as long over NVLink as some 1,400 tokens take through its backward pass, of
+# about 48 C^2 operations each (370 GB/s, 500 TFLOP/s).  Sums wait for multiprocessors besides; so those of all L layers
+# are there in time if they set out 4096 L / R layers before the end.
 TOKENS = 4096
 
 

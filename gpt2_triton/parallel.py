@@ -37,8 +37,8 @@ class World:
         self.store: Any = None
         self.one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)  # so says the launcher
         self._allocations = 0
-        self._flags: Tensor | None = None  # what ranks meet over, and what it belongs to
-        self._meeting: Any = None
+        self._flags: Tensor | None = None  # what ranks on GPUs meet over, of memory that _register makes
+        self._meeting: Any = None  # their group for that
         self._pool: Any = None
         if device == "cuda":
             torch.cuda.set_device(self.local % torch.cuda.device_count())  # SLURM may show each process its own only
@@ -115,9 +115,9 @@ class World:
         """out = this rank's part of the sum of `whole` over ranks; it may be that part of `whole`."""
         self._collective(_named("reduce_scatter_single", "reduce_scatter_tensor"), out, whole)
 
-    def all_gather(self, whole: Tensor, part: Tensor, group: Any = None) -> None:
+    def all_gather(self, whole: Tensor, part: Tensor) -> None:
         """whole = the ranks' parts one behind the other; `part` may be this rank's place in it."""
-        self._collective(_named("all_gather_single", "all_gather_into_tensor"), whole, part, group=group)
+        self._all_gather(whole, part, None)
 
     def barrier(self) -> None:
         """What ranks wrote before it others may read after it, and what they read others may write.  On a GPU for ranks
@@ -126,7 +126,10 @@ class World:
         if self._flags is None:
             self._collective(dist.barrier)
         else:
-            self.all_gather(self._flags, self._flags[4 * self.rank :][:4], self._meeting)
+            self._all_gather(self._flags, self._flags[4 * self.rank :][:4], self._meeting)
+
+    def _all_gather(self, whole: Tensor, part: Tensor, group: Any) -> None:
+        self._collective(_named("all_gather_single", "all_gather_into_tensor"), whole, part, group=group)
 
     def _collective(self, function: Callable[..., Any], *tensors: Tensor, group: Any = None) -> None:
         try:
