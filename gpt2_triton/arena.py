@@ -14,15 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PHASES = (
-    "embed",
-    "block",
-    "head",
-    "block_bwd",
-    "embed_bwd",
-    "update",
-    "between",
-)  # one step, in order; block* loop over layers
+PHASES = ("embed", "block", "head", "block_bwd", "update", "between")  # one step, in order; block* loop over layers
 ALIGN = 256
 GIB = 2**30
 

@@ -1,7 +1,8 @@
 """What ranks exchange in a step, on a stream beside the one that computes.
 
 gradients   a layer's when they are done, or those of most layers together, in the backward pass of the last ones;
-            norms' and biases' with layer 0's, under the embedding's backward pass; wte's come last, and are waited for
+            the embedding's, the most, under layer 0's last product; layer 0's come last, with norms' and biases', and
+            are waited for
 parameters  (ZeRO-1 and 2) the embedding's, norms' and biases' are gathered under the update of the layers; all layers'
             when the next step begins
 
@@ -44,7 +45,7 @@ class Link:
         """The layer's gradients are about to be written."""
 
     def grads_done(self, layer: int) -> None:
-        """The layer's gradients are complete; after layer 0's only those of schedule.EMBED, layer -1, are not."""
+        """The layer's gradients are complete; schedule.EMBED, layer -1, comes before layer 0, with which all are."""
 
     def end(self) -> None:
         """The micro-step ends: what was sent has to be there for what follows."""

@@ -219,7 +219,6 @@ class GPT2:
         self._phase("block")
         self._phase("head", acc)
         self._phase("block_bwd", acc)
-        self._phase("embed_bwd", acc)
         self.full.link.end()
 
     def _phase(self, name: str, *acc: bool) -> None:

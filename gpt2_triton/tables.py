@@ -86,7 +86,7 @@ class State:
     v:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
     grads:  Tensor = buf("Ng", "f32", "embed..update",    "gradients")  # of this rank's batches; summed in place
     reduced:  Tensor = buf("Nr", "f32", "embed..update",  "gradients")  # ZeRO-2: this rank's share of the sums
-    received: Tensor = buf("Nx", "f32", "block_bwd..embed_bwd", "gradients")  # other ranks', to be added up
+    received: Tensor = buf("Nx", "f32", "block_bwd",      "gradients")  # other ranks', to be added up
     window: Tensor = buf("2 Nw", "f32", "embed..between", "optimizer")  # recent losses, norms: kernels/outlier.py
     # loss, gradient norm, clip factor, apply, squared norm, ranks that were asked to stop
     stats:  Tensor = buf("6",  "f32", "embed..between",   "inputs")
@@ -95,7 +95,7 @@ class State:
     par_stats: Tensor = buf("Sp 5 P", "f32", "embed..between", "statistics")
     hyper:  Tensor = buf("8",  "f32", "embed..update",    "inputs")  # optim.hyper_row
     rng:    Tensor = buf("4",  "i32", "embed..update",    "inputs")  # step, seed low, seed high
-    packed: Tensor = buf("Np", "i32", "embed..embed_bwd", "inputs")  # the batch, as data/loader.py packs it
+    packed: Tensor = buf("Np", "i32", "embed..block_bwd", "inputs")  # the batch, as data/loader.py packs it
 
 
 @dataclasses.dataclass
@@ -110,14 +110,14 @@ class Acts:
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block")  # before GELU
     fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu", again="block")  # after
-    lnf:     Tensor  = buf("R C",        "act", "head..embed_bwd",  "head")  # the final norm, norm of x[2L]
+    lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final norm, norm of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
     p:       Tensor  = buf("Rc Vp",      "act", "head",             "head")  # exp(logit - target logit)
     rs:      Tensor  = buf("R",          "f32", "head",             "head")  # factor of p in dlogits
-    ks:      Tensor  = buf("R",          "f32", "head..embed_bwd",  "head")  # dlogits of the target
+    ks:      Tensor  = buf("R",          "f32", "head..block_bwd",  "head")  # dlogits of the target
     lns:     Tensor  = buf("Rc C",       "act", "head",             "head")  # rs * lnf
     losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")  # of each token, summed over micro-steps
-    dx:      Tensor  = buf("R C",        "act", "head..embed_bwd",  "backward")  # gradient of the residual stream
+    dx:      Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")  # gradient of the residual stream
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
     dfch:    Tensor  = buf("R 4*C",      "act", "block_bwd",        "backward")

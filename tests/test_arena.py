@@ -85,7 +85,7 @@ def test_a_row_within_another_takes_its_bytes_and_no_more():
 
 def test_phases_reads_uses_and_spans():
     assert phases("block block_bwd") == {"block", "block_bwd"}
-    assert phases("head..embed_bwd") == {"head", "block_bwd", "embed_bwd"}
+    assert phases("head..update") == {"head", "block_bwd", "update"}
     assert phases("embed..between") == set(PHASES)
 
 

@@ -104,24 +104,24 @@ BELOW = "matmul_dx_dgelu"  # the first launch of a layer's backward pass
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_between_hosts_gradients_travel_when_their_layer_is_done(zero, sums, micro_steps):
     sent = [call for call in travel(False, zero, micro_steps) if call[0] == sums]
-    layers = [(sums, 3, BELOW), (sums, 2, BELOW), (sums, 1, "encoder_bwd"), (sums, LAST, "encoder_bwd")]
-    assert sent == [*layers, (sums, 0, "loss_sum")]
+    layers = [(sums, 3, BELOW), (sums, 2, BELOW), (sums, 0, "matmul_dw")]
+    assert sent == [*layers, (sums, 1, "loss_sum"), (sums, LAST, "loss_sum")]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_on_one_host_gradients_travel_together(monkeypatch, zero, micro_steps):
     """When layer 1 is done, as if so many tokens took as long as the transfers of two layers: after one meeting, those
-    of layers 2 and 1; then layer 0's with norms and biases, then the embedding's.  At stage 0 the sums are shared out
-    after another meeting.
+    of layers 2 and 1; then the embedding's, under layer 0's last product, then layer 0's with norms and biases.  At
+    stage 0 the sums are shared out after another meeting.
     """
     monkeypatch.setattr(link, "TOKENS", 32 / LAYERS)
     sent = [call for call in travel(True, zero, micro_steps) if call[0] in ("barrier", "add")]
     meet = [("barrier", None)]
     again = meet * (zero == 0)
     want = [(call, BELOW) for call in [*meet, ("add", 3), ("add", 2), *again]]
-    want += [(call, "encoder_bwd") for call in [*meet, ("add", 1), ("add", LAST), *again]]
-    want += [(call, "loss_sum") for call in [*meet, ("add", 0), *again]]
+    want += [(call, "matmul_dw") for call in [*meet, ("add", 0), *again]]
+    want += [(call, "loss_sum") for call in [*meet, ("add", 1), ("add", LAST), *again]]
     gathers = [(meet[0], after) for after in ("encoder_fwd", "adamw", "adamw")] if zero else []
     assert [((name, bucket), after) for name, bucket, after in sent] == gathers[:1] + want + gathers[1:]
 
@@ -137,11 +137,11 @@ def test_parameters_of_all_layers_travel_when_a_step_begins_and_the_others_under
 
 def test_at_stage_2_every_micro_step_sends_its_layers():
     sent = [after for name, _, after in travel(False, 2, micro_steps=2) if name == "reduce_scatter"]
-    layers = [BELOW, BELOW, "encoder_bwd"]
-    assert sent == [*layers, *layers, "encoder_bwd", "loss_sum"]
+    first, last = [BELOW, BELOW, "encoder_fwd"], [BELOW, BELOW, "matmul_dw", "loss_sum"]
+    assert sent == [*first, *last, "loss_sum"]  # the embedding's before layer 0's, with which go norms and biases
     meetings = [after for name, _, after in travel(True, 2, micro_steps=2) if name == "barrier"]
-    twice = [after for after in layers for _ in range(2)]  # before and after: then their place may be written again
-    assert meetings == ["encoder_fwd", *twice, *twice, "loss_sum", "loss_sum", "adamw", "adamw"]
+    twice = [after for after in first + last for _ in range(2)]  # before and after: then their place may be written
+    assert meetings == ["encoder_fwd", *twice, "adamw", "adamw"]
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -178,7 +178,7 @@ def test_more_than_there_is_room_for_is_added_up_in_turns(monkeypatch):
     dims, made = model.dims, layout.buckets(model.dims)
     assert sum(b.padded for b in made[1:]) // 3 * 2 > dims["Nx"]
     model._forward_backward(False, False, True)
-    assert [bucket for name, bucket in model.K.calls if name == "add"] == [3, 2, 1, LAST, 0]
+    assert [bucket for name, bucket in model.K.calls if name == "add"] == [3, 2, 0, 1, LAST]
 
 
 def test_every_rank_begins_with_the_next_one():

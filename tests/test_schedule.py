@@ -313,7 +313,7 @@ def poison(model: GPT2) -> GPT2:
     def phase_and_poison(phase: str, *acc: bool) -> None:
         run(phase, *acc)
         after = arena.PHASES[arena.PHASES.index(phase) + 1]
-        survivors = {"embed", "update"} if phase == "embed_bwd" else {after}  # the next micro-step, or the update
+        survivors = {"embed", "update"} if phase == "block_bwd" else {after}  # the next micro-step, or the update
         for row in model.plan.rows.values():
             if row.dtype.is_floating_point and not row.within and phase in row.phases and not row.phases & survivors:
                 model.arena[row.offset : row.offset + row.nbytes].view(row.dtype).fill_(float("nan"))
