@@ -8,7 +8,8 @@ beside the multiprocessors.  More take collectives in rings, reduce-scatter and 
     (N - 1) / N * b / link + start + (N - 1) * hop    each
 and these cost SHARE of their time, for the multiprocessors that they take.  Both travel under the computation, the
 gradients in its backward two thirds and the parameters in its forward third, and what has no room there is lost.  The
-gradients of the embedding come last and are waited for; so are its parameters, but for the time of the layers' update.
+embedding's gradients have layer 0's last product to travel under, if they are copied, and layer 0's come last and are
+waited for.  So are the embedding's parameters, but for the time of the layers' update.
 NVLink costs AWAKE of a step while it is awake: on one host SLEEPLESS seconds of it, between hosts always.  Each GPU
 updates a share of the parameters, which saves it time.  Computation is taken as proportional to the tokens, which
 flatters small batches.
@@ -20,8 +21,9 @@ from typing import NamedTuple
 GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 HOST = 8  # GPUs that reach each other's memory
 SHARE = 0.25  # in traces of four H200s 0.34 at 124M and 0.17 at 1558M, when collectives travelled under attention
+LAST = 1 / 4 / 3  # layer 0's last product: a quarter of a layer's weights, and one of three products with them
 UPDATE = 24 / 4.2e12  # seconds a parameter: AdamW reads and writes 24 bytes, at an H200's bandwidth
-AWAKE = 0.016  # two H200s at their power limit, 124M: NVLink awake for all or for 52% of a step, 110.2 or 109.4 ms
+AWAKE = 0.023  # products at the power limit while 64 KB or 16 bytes come every 30 ms, awake or asleep: 13.55, 13.24 ms
 SLEEPLESS = 50e-3  # seconds from the last transfer until NVLink sleeps (nvidia-smi nvlink -gLowPwrInfo)
 
 
@@ -67,12 +69,13 @@ def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float
     (layer_sum, layer_gather), (embed_sum, embed_gather) = (
         [seconds(n, width, gpus, link) for width in (4, 2)] for n in (size.layer, size.embed)
     )
-    sums, gathers = size.layers * layer_sum, size.layers * layer_gather
+    sums, gathers = (size.layers - 1) * layer_sum, size.layers * layer_gather
     for under, room in ((sums, compute * 2 / 3), (gathers, compute / 3)):
         lost += (0.0 if near else SHARE) * min(under, room) + max(under - room, 0.0)
     update = size.layers * size.layer / gpus * UPDATE
-    lost += embed_sum + link.meet * near + max(embed_gather - update, 0.0)
-    communicate = sums + gathers + embed_sum + embed_gather
+    product = compute * LAST * size.layer / (size.layers * size.layer + size.embed)
+    lost += max(embed_sum - product * near, 0.0) + layer_sum + link.meet * near + max(embed_gather - update, 0.0)
+    communicate = sums + layer_sum + gathers + embed_sum + embed_gather
     lost += AWAKE * min(compute, SLEEPLESS + communicate if near else compute)
     saved = (gpus - 1) / gpus * (size.layers * size.layer + size.embed) * UPDATE
     return compute, communicate, lost - saved

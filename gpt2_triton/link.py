@@ -9,7 +9,7 @@ parameters  (ZeRO-1 and 2) the embedding's, norms' and biases' are gathered unde
 Two ways lead from rank to rank.  Ranks of one host read each other's arenas: copy engines do that beside the
 multiprocessors, and each rank adds up its share.  Ranks of several hosts, or that cannot read, use NCCL's collectives.
 
-Why together, on one host: NVLink sleeps when it has been idle for 50 ms, and awake it takes some 23 of an H200's 700 W,
+Why together, on one host: NVLink sleeps when it has been idle for 50 ms, and awake it takes some 29 of an H200's 700 W,
 which at its power limit the computation lacks.  A transfer after every layer would keep it awake for the whole step.
 
 Streams wait for each other through events, which a CUDA graph captures with everything else.  On a CPU every call is
