@@ -3,7 +3,7 @@
 torchrun --standalone --nproc_per_node 4 -m benchmarks.link
 
 GB/s are what each GPU sends: (n - 1) / n of the bucket, of all_reduce twice that.  Copies begin with a barrier, whose
-time is the first line's.
+time is the first line's.  What travels is drawn anew for each line.
 """
 
 import statistics
@@ -29,7 +29,8 @@ def main() -> None:
     world = World("cuda", 100)
     if world.rank == 0:
         print(f"{'bucket':<16}{'collective':<16}{'MB':>8}{'us':>9}{'GB/s':>8}", flush=True)
-    arenas = world.allocate(4 * max(BUCKETS.values()))[1]
+    own, arenas = world.allocate(4 * max(BUCKETS.values()))
+    own.random_()
     with torch.cuda.stream(torch.cuda.Stream()):
         meeting = measure(world.barrier) if arenas else 0.0
         if arenas and world.rank == 0:
@@ -44,7 +45,7 @@ def main() -> None:
 
 def lines(world: World, arenas: list[torch.Tensor], name: str, n: int) -> Iterator[str]:
     """A bucket of n elements by collectives, and by copies if ranks can read each other's arenas."""
-    grads, params = (torch.zeros(n, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16))
+    grads, params = (torch.empty(n, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16))
     own = slice(world.rank * n // world.size, (world.rank + 1) * n // world.size)
     for what, times, whole, function, arguments in (
         ("all_reduce", 2, grads, world.all_reduce, (grads,)),
@@ -53,6 +54,7 @@ def lines(world: World, arenas: list[torch.Tensor], name: str, n: int) -> Iterat
         ("copies, fp32", 1, grads, copy_parts, (world, arenas, grads)),
         ("copies, bf16", 1, params, copy_parts, (world, arenas, params)),
     )[: None if arenas else 3]:
+        whole.normal_()
         seconds = measure(function, *arguments)
         rate = times * whole.nbytes * (world.size - 1) / world.size / seconds / 1e9
         yield f"{name:<16}{what:<16}{whole.nbytes / 1e6:>8.1f}{seconds * 1e6:>9.1f}{rate:>8.1f}"
