@@ -3,7 +3,7 @@
 torchrun --standalone --nproc_per_node 4 -m benchmarks.link
 
 GB/s are what each GPU sends: (n - 1) / n of the bucket, of all_reduce twice that.  Copies begin with a barrier, whose
-time is the first line's.  What travels is drawn anew for each line.
+time is the first line's.  What travels are random numbers.
 """
 
 import statistics
@@ -30,8 +30,8 @@ def main() -> None:
     if world.rank == 0:
         print(f"{'bucket':<16}{'collective':<16}{'MB':>8}{'us':>9}{'GB/s':>8}", flush=True)
     own, arenas = world.allocate(4 * max(BUCKETS.values()))
-    own.random_()
     with torch.cuda.stream(torch.cuda.Stream()):
+        own.random_()
         meeting = measure(world.barrier) if arenas else 0.0
         if arenas and world.rank == 0:
             print(f"{'':<16}{'barrier':<16}{0.0:>8.1f}{meeting * 1e6:>9.1f}", flush=True)

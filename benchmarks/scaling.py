@@ -4,13 +4,14 @@ python -m benchmarks.scaling [--link GB/s] [--start MICROSECONDS] [--hop MICROSE
 
 N GPUs, each bucket of b bytes, fp32 gradients and bf16 parameters.  Up to 8 GPUs, one host, copy them from each other:
     (N - 1) * (b / N / copy + copy_start)    each
-beside the multiprocessors.  More take collectives in rings, reduce-scatter and all-gather:
+beside the multiprocessors, which add up what arrived.  More take collectives in rings, reduce-scatter and all-gather:
     (N - 1) / N * b / link + start + (N - 1) * hop    each
 and these cost SHARE of their time, for the multiprocessors that they take.  Both travel under the computation, the
 gradients in its backward two thirds and the parameters in its forward third, and what has no room there is lost.  The
 embedding's gradients have layer 0's last product to travel under, if they are copied, and layer 0's come last and are
 waited for.  So are the embedding's parameters, but for the time of the layers' update.
-NVLink costs AWAKE of a step while it is awake: on one host SLEEPLESS seconds of it, between hosts always.  Each GPU
+NVLink costs AWAKE of a step while it is awake: on one host SLEEPLESS seconds longer than from the first gradients'
+transfer to the last parameters', between hosts always.  Each GPU
 updates a share of the parameters, which saves it time.  Computation is taken as proportional to the tokens, which
 flatters small batches.
 """
@@ -18,11 +19,13 @@ flatters small batches.
 import argparse
 from typing import NamedTuple
 
+from gpt2_triton.link import TOKENS
+
 GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 HOST = 8  # GPUs that reach each other's memory
 SHARE = 0.25  # in traces of four H200s 0.34 at 124M and 0.17 at 1558M, when collectives travelled under attention
-LAST = 1 / 4 / 3  # layer 0's last product: a quarter of a layer's weights, and one of three products with them
-UPDATE = 24 / 4.2e12  # seconds a parameter: AdamW reads and writes 24 bytes, at an H200's bandwidth
+MEMORY = 4.2e12  # bytes/s of an H200
+UPDATE = 24 / MEMORY  # seconds a parameter: AdamW reads and writes 24 bytes
 AWAKE = 0.023  # products at the power limit while 64 KB or 16 bytes come every 30 ms, awake or asleep: 13.55, 13.24 ms
 SLEEPLESS = 50e-3  # seconds from the last transfer until NVLink sleeps (nvidia-smi nvlink -gLowPwrInfo)
 
@@ -48,11 +51,12 @@ class Size(NamedTuple):
     tok_s: float  # tokens/s of one H200, measured (README.md)
     batch: int  # tokens of a GPU at that speed
     total: int  # tokens of a step in llm.c's recipe
+    product: float  # seconds of layer 0's last product, dW of qkv, with that batch, in a trace of two H200s
 
 
 SIZES = (
-    Size("124M", 12, 7_077_888, 39_419_904, 632e3, 64 * 1024, 524_288),
-    Size("1558M", 48, 30_720_000, 82_124_800, 54.2e3, 16 * 1024, 1_048_576),
+    Size("124M", 12, 7_077_888, 39_419_904, 632e3, 64 * 1024, 524_288, 0.35e-3),
+    Size("1558M", 48, 30_720_000, 82_124_800, 54.2e3, 16 * 1024, 1_048_576, 0.41e-3),
 )
 
 
@@ -73,11 +77,16 @@ def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float
     for under, room in ((sums, compute * 2 / 3), (gathers, compute / 3)):
         lost += (0.0 if near else SHARE) * min(under, room) + max(under - room, 0.0)
     update = size.layers * size.layer / gpus * UPDATE
-    product = compute * LAST * size.layer / (size.layers * size.layer + size.embed)
+    product, every = size.product * tokens / size.batch, size.layers * size.layer + size.embed
     lost += max(embed_sum - product * near, 0.0) + layer_sum + link.meet * near + max(embed_gather - update, 0.0)
     communicate = sums + layer_sum + gathers + embed_sum + embed_gather
-    lost += AWAKE * min(compute, SLEEPLESS + communicate if near else compute)
-    saved = (gpus - 1) / gpus * (size.layers * size.layer + size.embed) * UPDATE
+    if near:
+        lost += (gpus + 1) / gpus * 4 * every / MEMORY
+        under = compute * 2 / 3 * -(-size.layers * TOKENS // tokens) / size.layers
+        lost += AWAKE * min(compute, SLEEPLESS + under + communicate - sums)
+    else:
+        lost += AWAKE * compute
+    saved = (gpus - 1) / gpus * every * UPDATE
     return compute, communicate, lost - saved
 
 

@@ -1,7 +1,7 @@
 """What ranks exchange in a step, on a stream beside the one that computes.
 
 gradients   a layer's when they are done, or those of most layers together, in the backward pass of the last ones;
-            the embedding's, the most, under layer 0's last product; layer 0's come last, with norms' and biases', and
+            the embedding's, the largest, with norms' and biases' under layer 0's last product; layer 0's come last, and
             are waited for
 parameters  (ZeRO-1 and 2) the embedding's, norms' and biases' are gathered under the update of the layers; all layers'
             when the next step begins
@@ -45,7 +45,7 @@ class Link:
         """The layer's gradients are about to be written."""
 
     def grads_done(self, layer: int) -> None:
-        """The layer's gradients are complete; schedule.EMBED, layer -1, comes before layer 0, with which all are."""
+        """The layer's gradients are complete; all others' when schedule.EMBED's, layer -1, are, before layer 0's."""
 
     def end(self) -> None:
         """The micro-step ends: what was sent has to be there for what follows."""
@@ -106,13 +106,13 @@ class Exchange(Link):
             self._side.wait(self._sent.pop(layer + 2))
 
     def grads_done(self, layer: int) -> None:
-        rest = [self._rest] * (layer == 0 and self._last)
+        buckets = [1 + layer] if layer >= 0 else [0, self._rest]
         if self._zero == 2 and layer >= 0:  # they have no place to wait in, not even for the last micro-step
-            self._sent[layer] = self._leave([1 + layer, *rest])
+            self._sent[layer] = self._leave(buckets)
         elif self._last:
-            self._waiting.append(1 + layer)
+            self._waiting += buckets
             if layer <= self._hold:
-                due, self._waiting = self._waiting + rest, []
+                due, self._waiting = self._waiting, []
                 self._leave(due)
 
     def end(self) -> None:

@@ -103,7 +103,7 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """dx holds the gradient of the residual stream throughout; gb[i] is the bias whose branch ends at x[i], the
-    column sums of dx there.  The embedding's is part of it.
+    column sums of dx there.  The embedding's backward pass comes before layer 0's last product.
     """
     w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_leave
     for l in reversed(range(m.L)):
@@ -131,7 +131,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         ln = a.ln[i] if redo.ln and not redo.qkv else None
         norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
         K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.gb[i], ln, a.scratch, a.dln, *norm, acc)
-        if l == 0:  # before the last product, under which their gradients, the largest, travel
+        if l == 0:  # before the last product, under which wte's gradient, the largest of all, travels
             embed_bwd(K, m, acc)
         K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv, a.ln[i], acc_layer)
         m.link.grads_done(l)

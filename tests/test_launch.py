@@ -218,12 +218,14 @@ def test_the_batch_script_passes_the_signal_on_and_requeues_what_is_not_finished
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_two_gpus_are_one(tmp_path, zero):
-    """Through copies and CUDA graphs, two micro-steps a step: the weights of both GPUs are equal after every step, and
-    two runs give the same bytes, as does one of two nodes, through NCCL's collectives.  Losses are those of one GPU but
+    """Through copies and CUDA graphs, two micro-steps a step, gradients of six layers together, as many as have room:
+    the weights of both GPUs are equal after every step, and two runs give the same bytes, as does one of two nodes,
+    through NCCL's collectives.  Losses are those of one GPU but
     for bf16 weights, which round otherwise where a sum differs in its last bit: 2^-9 of an update, 1e-3 of the loss at
     most after 8 steps.
     """
-    options = "--train.steps 8 --train.dtype bf16 --train.batch_size 2 --train.total_batch_tokens 2048 --eval.every 4"
+    options = "--model.n_layer 8 --model.vocab_size 4096 --train.steps 8 --train.dtype bf16 --train.batch_size 64"
+    options += " --train.total_batch_tokens 65536 --eval.every 4"
     options += f" --sample.every 8 --debug.hash_state 1 --parallel.zero {zero} --run_dir"
     train, env = ["train.py", "configs/quickstart.yaml", *options.split()], os.environ | {"OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
