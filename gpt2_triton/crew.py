@@ -13,6 +13,10 @@ from typing import Any
 POLL = 0.02  # seconds between two looks at the store
 
 
+class PeerLost(RuntimeError):
+    """Ranks did not come together, or can no longer be reached, most likely because another rank has ended."""
+
+
 class Crew:
     """Values that all ranks exchange in the same order; JSON, so that numbers arrive as they are."""
 
@@ -21,9 +25,15 @@ class Crew:
         self._name, self._store, self._calls = name, store, 0
 
     def all(self, value: Any) -> list[Any]:
-        """Everyone's value, by rank, on every rank."""
+        """Everyone's value, by rank, on every rank; PeerLost if who has the store, rank 0 or launcher, has ended."""
         if self.size == 1:
             return [value]
+        try:
+            return self._exchange(value)
+        except RuntimeError as error:
+            raise PeerLost("rank 0, or the launcher, has ended: its message says why") from error
+
+    def _exchange(self, value: Any) -> list[Any]:
         self._calls += 1
         key = f"{self._name}/{self._calls}"
         self._store.set(f"{key}/{self.rank}", json.dumps(value))

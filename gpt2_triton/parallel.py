@@ -6,6 +6,7 @@ store that started the group (crew.py).
 """
 
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,14 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt2_triton.crew import Crew, muster
+from gpt2_triton.crew import Crew, PeerLost, muster
 from gpt2_triton.lines import say
 from gpt2_triton.peers import Window, opened
 from gpt2_triton.ranks import rank_and_size
-
-
-class PeerLost(RuntimeError):
-    """Ranks did not come together, or a collective failed, most likely because another rank has ended."""
 
 
 class World:
@@ -53,7 +50,8 @@ class World:
             self.store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
-            raise PeerLost(f"the {self.size} ranks did not come together ({reason}); start all of them") from error
+            todo = "start all of them, with a MASTER_PORT that nothing else uses"
+            raise PeerLost(f"the {self.size} ranks did not come together ({reason}); {todo}") from error
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
         dist.init_process_group(
             "nccl" if gpu else "gloo",
@@ -74,7 +72,8 @@ class World:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), []
         self._allocations += 1
         crew, window = self.crew(f"memory {self._allocations}"), Window(nbytes, self.device)
-        handles, reason, seen = crew.all(window.handle()), "", list[Tensor]()
+        given = crew.all([None if rank == self.rank else window.handle() for rank in range(self.size)])
+        handles, reason, seen = [handles[self.rank] for handles in given], "", list[Tensor]()
         try:
             seen = [window.memory if r == self.rank else opened(h, nbytes, self.device) for r, h in enumerate(handles)]
         except RuntimeError as error:
@@ -135,10 +134,9 @@ class World:
         try:
             function(*tensors, group=group)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise PeerLost(
-                f"lost the other ranks in {function.__name__} ({reason}); another rank's message, above, says why"
-            ) from error
+            reason = re.sub(r"^\[\S+:\d+\] |\. .*", "", str(error).splitlines()[0])  # first sentence, no line of C++
+            what = f"lost the other ranks in {function.__name__} ({reason})"
+            raise PeerLost(f"{what}; one has ended: its message, or the launcher's, says why") from error
 
     # ---- words between hosts ----
 

@@ -26,7 +26,9 @@ class Window:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def handle(self) -> list[Any] | None:
-        """What `opened` takes, as JSON; None if this memory cannot be shared."""
+        """What one other process's `opened` takes, as JSON; None if this memory cannot be shared.  Each needs its own:
+        torch keeps a count in it, which the one reader takes from 1 to 0.
+        """
         if self._file is not None:
             return [self._path]
         try:

@@ -30,7 +30,7 @@ class Pulse:
     """This rank's pulse, and its ear for those of the others; a rank alone has none."""
 
     def __init__(self, world: World, timeout: float):
-        self._world, self._timeout, self._interval = world, timeout, min(1.0, timeout / 20)
+        self.world, self._timeout, self._interval = world, timeout, min(1.0, timeout / 20)
         self._step, self._done, self._phase, self._tick = 0, 0, STARTING, 0
         self._moved, self._over, self._told = time.monotonic(), False, False
         if world.size > 1:
@@ -70,7 +70,7 @@ class Pulse:
             time.sleep(5 * self._interval)  # collectives outside of CUDA graphs tell of it themselves
             if not self._over:
                 lost = "the first rank, or the launcher, has ended; restart the job, with --resume"
-                print(f"error: rank {self._world.rank}: {lost}", file=sys.stderr, flush=True)
+                print(f"error: rank {self.world.rank}: {lost}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _watch(self) -> None:
@@ -84,7 +84,7 @@ class Pulse:
     def _publish(self) -> None:
         self._tick += 1
         state = (self._tick, self._done, self._step, self._phase)
-        self._world.store.set(f"pulse/{self._world.rank}", json.dumps(state))
+        self.world.store.set(f"pulse/{self.world.rank}", json.dumps(state))
         time.sleep(self._interval)
 
     def _signalled(self) -> bool:
@@ -104,7 +104,7 @@ class Pulse:
         earlier = self._others()
         if time.monotonic() - self._moved < self._timeout * max(PATIENCE.get(s[3], OTHER) for s in earlier):
             return
-        still = [rank for rank, state in enumerate(earlier) if rank != self._world.rank]
+        still = [rank for rank, state in enumerate(earlier) if rank != self.world.rank]
         for _ in range(5):  # this thread says meanwhile that this rank is alive
             self._publish()
         later = self._others()
@@ -112,11 +112,11 @@ class Pulse:
         self._end(silent, later)
 
     def _others(self) -> list[list[Any]]:
-        store, keys = self._world.store, [f"pulse/{rank}" for rank in range(self._world.size)]
+        store, keys = self.world.store, [f"pulse/{rank}" for rank in range(self.world.size)]
         return [json.loads(store.get(key)) if store.check([key]) else [0, 0, 0, STARTING] for key in keys]
 
     def _end(self, silent: list[int], states: list[list[Any]]) -> None:
-        """Say who hangs, one rank for all, and leave; the launcher ends the others."""
+        """Say who hangs, the rank that finds out first for all, and leave; the launcher ends the others."""
         least = min(state[1] for state in states)
         behind = [rank for rank, state in enumerate(states) if state[1] == least]
         if silent:
@@ -125,10 +125,9 @@ class Pulse:
             what = f"{_ranks(behind)} behind the others, {states[behind[0]][3]} at step {states[behind[0]][2]}"
         else:
             what = "all ranks at the same point: the network, or a GPU"
-        speakers = [rank for rank in range(len(states)) if rank not in (silent or behind)] or [0]
-        if self._world.rank == speakers[0]:
+        if self.world.store.add("pulse/ended", 1) == 1:
             waited = time.monotonic() - self._moved
-            message = f"error: rank {self._world.rank}: nothing moved for {waited:.0f} s at step {self._step}: {what}"
+            message = f"error: rank {self.world.rank}: nothing moved for {waited:.0f} s at step {self._step}: {what}"
             print(f"{message}; restart the job, with --resume", file=sys.stderr, flush=True)
         else:
             time.sleep(2 * self._interval)  # let it speak before the launcher sees that a rank has ended

@@ -42,12 +42,13 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped; the checkpoint of
     the last finished step is saved).  Every rank calls it; rank 0's run_dir counts.
     """
-    world = World(device_name(), config.parallel.timeout)
+    pulse = Pulse(world := World(device_name(), config.parallel.timeout), config.parallel.timeout)
     crew = world.crew("trainer")
-    run_dir = Path(crew.first(lambda: str(run_dir)))
-    replicas.require_shared(run_dir, crew)
-    found = crew.first(lambda: str(checkpoint.latest(run_dir) or "")) if resume else ""
-    trainer = Trainer(config, run_dir, Path(found) if found else None, world)
+    with pulse.during("reading checkpoints"):
+        run_dir = Path(crew.first(lambda: str(run_dir)))
+        replicas.require_shared(run_dir, crew)
+        found = crew.first(lambda: str(checkpoint.latest(run_dir) or "")) if resume else ""
+    trainer = Trainer(config, run_dir, Path(found) if found else None, pulse)
     try:
         code = trainer.run()
     except NonFinite:
@@ -66,11 +67,12 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
 class Trainer:
     """Everything one run holds; `run` is the loop."""
 
-    def __init__(self, config: Config, run_dir: Path, found: Path | None, world: World | None = None):
+    def __init__(self, config: Config, run_dir: Path, found: Path | None, pulse: Pulse | None = None):
+        """`pulse` is that of the run's ranks; without one there is this rank alone, or those of the environment."""
         self.config, self.run_dir = config, run_dir
-        self.world = world or World(device_name(), config.parallel.timeout)
+        self.pulse = pulse or Pulse(World(device_name(), config.parallel.timeout), config.parallel.timeout)
+        self.world = self.pulse.world
         self.device, self.first_rank, self.crew = self.world.device, self.world.rank == 0, self.world.crew("loop")
-        self.pulse = Pulse(self.world, config.parallel.timeout)
         self.bytes_before = used_bytes(self.device)
         self.signals = Signals(self.world.size)
         self.in_flight: Step | None = None

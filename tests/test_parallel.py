@@ -417,12 +417,12 @@ def flip_on_rank_1(config, run):
 
 
 def bad_rank_1(config, run, how):
-    """Rank 1 does `how` to itself when its second step is due."""
+    """Rank 1 does `how`, a signal to itself or sleep, when its second step is due."""
     original = Trainer._train_step
 
     def bad(self, step):
         if step == 1 and self.world.rank == 1:
-            os.kill(os.getpid(), how)
+            time.sleep(600) if how == "sleep" else os.kill(os.getpid(), how)
         original(self, step)
 
     Trainer._train_step = bad
@@ -444,14 +444,20 @@ def test_a_killed_rank_ends_the_others_and_a_restart_gives_the_unbroken_bytes(tm
     assert losses(run) == losses(whole)
 
 
-def test_a_rank_that_hangs_is_named(tmp_path):
-    config = config_of(parallel=dict(timeout=2))
-    processes, _ = ranks.start(2, tmp_path / "stderr", bad_rank_1, config, tmp_path, signal.SIGSTOP)
+@pytest.mark.parametrize(
+    "how, what", [(signal.SIGSTOP, "no longer answering"), ("sleep", "behind the others, starting")]
+)
+def test_a_rank_that_hangs_is_named(tmp_path, how, what):
+    """Once, by the rank that finds out first: of one that sleeps perhaps by itself.  At stage 0 no exchange at the
+    beginning of a step keeps ranks together.
+    """
+    config = config_of(0, parallel=dict(timeout=2), debug=dict(hash_state=0))
+    processes, _ = ranks.start(2, tmp_path / "stderr", bad_rank_1, config, tmp_path, how)
     processes[0].join(60)
     processes[1].kill()
     assert processes[0].exitcode == 1
-    message = (tmp_path / "stderr").read_text()
-    assert "error: rank 0: nothing moved for" in message and "rank 1 is no longer answering" in message
+    [message] = [line for line in (tmp_path / "stderr").read_text().splitlines() if "nothing moved for" in line]
+    assert message.startswith("error: rank ") and f"rank 1 is {what}" in message
 
 
 def waiting_for_the_dead(config, run, rank):
@@ -492,9 +498,14 @@ def test_when_the_first_rank_dies_the_others_end_without_a_launcher(tmp_path):
 def test_who_is_behind_is_named(capsys, monkeypatch):
     """All answer, and one has done less than the others."""
     speaker = object.__new__(pulse.Pulse)
-    speaker._world, speaker._moved, speaker._step, speaker._interval = SimpleNamespace(rank=0), 0.0, 7, 0.0
+    calls = itertools.count(1)
+    speaker.world = SimpleNamespace(rank=0, store=SimpleNamespace(add=lambda key, amount: next(calls)))
+    speaker._moved, speaker._step, speaker._interval = 0.0, 7, 0.0
     monkeypatch.setattr(os, "_exit", lambda code: None)
     speaker._end([], [[9, 40, 7, "training"], [9, 40, 7, "training"], [9, 39, 6, "training"]])
     assert "rank 2 is behind the others, training at step 6" in capsys.readouterr().err
+    speaker._end([], [[9, 40, 7, "training"]] * 2)
+    assert not capsys.readouterr().err  # another rank has said it
+    calls = itertools.count(1)
     speaker._end([], [[9, 40, 7, "training"]] * 2)
     assert "all ranks at the same point" in capsys.readouterr().err

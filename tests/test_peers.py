@@ -61,6 +61,25 @@ def allocate(near: str, blind: bool) -> list[list[int]]:
     return found
 
 
+def handles_given() -> int:
+    given, original = [], Window.handle
+
+    def handle(self):
+        given.append(original(self))
+        return given[-1]
+
+    Window.handle = handle
+    world = World("cpu", 30)
+    world.allocate(1000)[1].clear()
+    world.close()
+    return len(given)
+
+
+def test_every_reader_has_a_handle_of_its_own(tmp_path):
+    """torch counts in a handle how many hold it, from one to none: with two readers it would end below."""
+    assert ranks.run(3, tmp_path / "stderr", handles_given) == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     "near, blind, want", [("2", False, [1, 2]), ("2", True, []), ("1", False, []), ("", False, [])]
 )

@@ -12,7 +12,7 @@ from benchmarks.together import Kernel
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "scaling.md"
 MEASURED = {  # ms on 4 H200s, docs/scaling.md: (size, width): reduce_scatter (4) or all_gather (2) of a layer's bucket
-    (0, 4): 0.124, (0, 2): 0.088, (1, 4): 0.372, (1, 2): 0.222,
+    (0, 4): 0.137, (0, 2): 0.087, (1, 4): 0.371, (1, 2): 0.201,
 }  # fmt: skip
 
 
@@ -30,10 +30,10 @@ def test_a_transfer_takes_bytes_and_hops_or_copies():
 
 @pytest.mark.parametrize("size, width", MEASURED)
 def test_the_links_are_as_fast_as_they_were_measured(monkeypatch, size, width):
-    """Within 5%, as the fit is over more sizes; on another machine the same collectives took up to 15% longer."""
+    """Within 10%, as two runs on the same GPUs, of which these are the means, differ by as much."""
     monkeypatch.setattr(scaling, "HOST", 1)
     model = scaling.seconds(scaling.SIZES[size].layer, width, 4, Link())
-    assert model * 1e3 == pytest.approx(MEASURED[size, width], rel=0.05)
+    assert model * 1e3 == pytest.approx(MEASURED[size, width], rel=0.1)
 
 
 @pytest.mark.parametrize("elements, width, ms", [(7_077_888, 4, 0.0431), (39_419_904, 4, 0.2147)])
@@ -71,11 +71,13 @@ def test_copies_cost_what_is_waited_for_their_sums_and_the_power_of_their_links(
     assert longer == pytest.approx(want) and bare == (4 * part * size.embed > product)
 
 
-@pytest.mark.parametrize("size, measured", [(0, 1.2), (1, 0.4)])
-def test_two_gpus_are_as_the_model_has_them(size, measured):
-    """Milliseconds of "together" over "in step", docs/scaling.md.  Medians vary by 0.2% of a step from run to run."""
-    compute, _, longer = scaling.step(scaling.SIZES[size], scaling.SIZES[size].batch, 2, Link())
-    assert longer * 1e3 == pytest.approx(measured, abs=0.002 * compute * 1e3)
+@pytest.mark.parametrize("gpus, size, measured", [(2, 0, 1.2), (2, 1, 0.4), (4, 0, 0.7), (4, 1, -1.9)])
+def test_two_and_four_gpus_are_as_the_model_has_them(gpus, size, measured):
+    """Milliseconds of "together" over "in step", docs/scaling.md; within 0.5% of a step, since four runs of 124M on two
+    GPUs had 98.5 to 98.8%, and on four GPUs 99.4 and 99.5%, where there are twice the transfers.
+    """
+    compute, _, longer = scaling.step(scaling.SIZES[size], scaling.SIZES[size].batch, gpus, Link())
+    assert longer * 1e3 == pytest.approx(measured, abs=0.005 * compute * 1e3)
 
 
 def event(name, start, duration):
