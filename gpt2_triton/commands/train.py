@@ -58,7 +58,8 @@ def train(
     resume: bool
         Go on from the newest checkpoint in --run_dir that verifies; a fresh start when there is none.
     """
-    require_least(gpus=(gpus or 1, 1))
+    if gpus is not None:
+        require_least(gpus=(gpus, 1))
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
     if plan or print_config:
