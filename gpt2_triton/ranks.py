@@ -1,5 +1,6 @@
 """Which of several processes this is: torchrun's environment, or SLURM's as torchrun would have set it."""
 
+import math
 import os
 import re
 
@@ -14,13 +15,17 @@ def read_environment() -> None:
     Only a step that srun started has SLURM_STEP_ID: in the batch script itself there is one process, whatever the job.
     """
     env = os.environ
-    if "RANK" in env or "SLURM_STEP_ID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+    if "RANK" in env or "SLURM_STEP_ID" not in env:
         return
-    port = 20000 + int(env["SLURM_JOB_ID"]) % 20000
-    values = (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"])
-    found = dict(zip(NAMES, (*values, first_host(env["SLURM_STEP_NODELIST"]), str(port)), strict=True))
+    size = _number("SLURM_STEP_NUM_TASKS", 1, default="1")
+    if size == 1:
+        return
+    rank, local = (_number(name, 0, size - 1) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+    port = 20000 + _number("SLURM_JOB_ID", 0) % 20000
+    values = (rank, size, local, first_host(env["SLURM_STEP_NODELIST"]), port)
+    found = dict(zip(NAMES, map(str, values), strict=True))
     if env.get("SLURM_STEP_NUM_NODES") == "1":
-        found["LOCAL_WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+        found["LOCAL_WORLD_SIZE"] = str(size)
     env.update({name: value for name, value in found.items() if name not in env})
 
 
@@ -31,11 +36,21 @@ def first_host(nodes: str) -> str:
 
 def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks, as the environment says; (0, 1) for a process on its own."""
-    try:
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE: {error}; start several ranks with torchrun or srun") from error
-    missing = [name for name in NAMES if name not in os.environ]
-    if size > 1 and missing:
-        raise ConfigError(f"WORLD_SIZE is {size}, but {', '.join(missing)} not set; start with torchrun or srun")
+    size = _number("WORLD_SIZE", 1, default="1")
+    rank = _number("RANK", 0, size - 1, default="0")
+    if size > 1:
+        missing = [name for name in NAMES if name not in os.environ]
+        if missing:
+            raise ConfigError(f"WORLD_SIZE is {size}, but {', '.join(missing)} not set; start with torchrun or srun")
+        _number("LOCAL_RANK", 0, size - 1)
+        _number("MASTER_PORT", 1, 65535)
     return rank, size
+
+
+def _number(name: str, least: int, most: float = math.inf, default: str = "") -> int:
+    """The environment's variable as a number."""
+    value = os.environ.get(name, default)
+    if not value.isdecimal() or not least <= int(value) <= most:
+        span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ConfigError(f"{name}: expected a number {span}, got {value!r}; start the ranks with torchrun or srun")
+    return int(value)

@@ -85,6 +85,34 @@ def test_an_environment_that_is_not_whole_is_refused(environment):
         rank_and_size()
 
 
+@pytest.mark.parametrize("wrong, got", [
+    (dict(WORLD_SIZE="0"), "WORLD_SIZE: expected a number of at least 1, got '0'"),
+    (dict(WORLD_SIZE="two"), "WORLD_SIZE: expected a number of at least 1, got 'two'"),
+    (dict(RANK="2"), "RANK: expected a number from 0 to 1, got '2'"),
+    (dict(RANK="-1"), "RANK: expected a number from 0 to 1, got '-1'"),
+    (dict(LOCAL_RANK="x"), "LOCAL_RANK: expected a number from 0 to 1, got 'x'"),
+    (dict(MASTER_PORT="foo"), "MASTER_PORT: expected a number from 1 to 65535, got 'foo'"),
+    (dict(MASTER_PORT="65536"), "MASTER_PORT: expected a number from 1 to 65535, got '65536'"),
+])  # fmt: skip
+def test_an_environment_that_cannot_be_is_refused(environment, wrong, got):
+    environment(**dict(zip(NAMES, ("1", "2", "1", "localhost", "29500"), strict=True)) | wrong)
+    with pytest.raises(ConfigError, match=f"^{got}; start the ranks with torchrun or srun$"):
+        rank_and_size()
+
+
+@pytest.mark.parametrize("wrong, got", [
+    (dict(SLURM_JOB_ID="x"), "SLURM_JOB_ID: expected a number of at least 0, got 'x'"),
+    (dict(SLURM_STEP_NUM_TASKS="4(x2)"), r"SLURM_STEP_NUM_TASKS: expected a number of at least 1, got '4\(x2\)'"),
+    (dict(SLURM_PROCID=""), "SLURM_PROCID: expected a number from 0 to 3, got ''"),
+    (dict(SLURM_LOCALID="4"), "SLURM_LOCALID: expected a number from 0 to 3, got '4'"),
+])  # fmt: skip
+def test_a_slurm_step_that_cannot_be_is_refused(environment, wrong, got):
+    environment(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_NODELIST="gpu2")
+    environment(**dict(SLURM_PROCID="3", SLURM_LOCALID="3") | wrong)
+    with pytest.raises(ConfigError, match=f"^{got}; start the ranks"):
+        read_environment()
+
+
 class Store(dict):
     """torch.distributed's key-value store, as far as a crew needs it."""
 
