@@ -6,12 +6,14 @@ GB/s are what each GPU sends: (n - 1) / n of the bucket, of all_reduce twice tha
 time is the first line's.  What travels are random numbers.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from gpt2_triton import gpus
 from gpt2_triton.parallel import World
 from gpt2_triton.ranks import read_environment
 
@@ -84,4 +86,8 @@ def measure(function: Callable[..., None], *arguments: Any) -> float:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.parse_args()
+    if not gpus.present():
+        parser.exit(2, "error: link: needs CUDA GPUs, found none\n")
     main()

@@ -129,4 +129,6 @@ if __name__ == "__main__":
     parser.add_argument("--start", type=float, default=30.0, help="microseconds that any collective takes")
     parser.add_argument("--hop", type=float, default=8.0, help="microseconds from a GPU to the next in the ring")
     given = parser.parse_args()
+    if not (given.link > 0 and given.start >= 0 and given.hop >= 0):
+        parser.error("--link must be above 0, --start and --hop at least 0")
     print(report(Link(given.link * 1e9, given.start * 1e-6, given.hop * 1e-6)))

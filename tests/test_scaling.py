@@ -1,6 +1,8 @@
 """The arithmetic of communication: the model of docs/scaling.md, and what benchmarks.together makes of steps."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from benchmarks import scaling, together
 from benchmarks.scaling import Link
 from benchmarks.sizes import config_of
 from benchmarks.together import Kernel
+from gpt2_triton import gpus
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "scaling.md"
 MEASURED = {  # ms on 4 H200s, docs/scaling.md: (size, width): reduce_scatter (4) or all_gather (2) of a layer's bucket
@@ -78,6 +81,28 @@ def test_two_and_four_gpus_are_as_the_model_has_them(gpus, size, measured):
     """
     compute, _, longer = scaling.step(scaling.SIZES[size], scaling.SIZES[size].batch, gpus, Link())
     assert longer * 1e3 == pytest.approx(measured, abs=0.005 * compute * 1e3)
+
+
+def run_script(monkeypatch, name, *words):
+    """benchmarks/<name>.py, called with these words, which it refuses."""
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(SystemExit) as refused:
+        runpy.run_path(str(DOCUMENT.parents[1] / "benchmarks" / f"{name}.py"), run_name="__main__")
+    return refused.value.code
+
+
+@pytest.mark.parametrize("words", [("--link", "0"), ("--link", "nan"), ("--start", "-1"), ("--hop", "-1")])
+def test_a_link_that_cannot_be_is_refused(monkeypatch, capsys, words):
+    assert run_script(monkeypatch, "scaling", *words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith("error: --link must be above 0, --start and --hop at least 0\n")
+
+
+@pytest.mark.parametrize("name", ["link", "together", "torch_ddp"])
+def test_what_measures_gpus_says_that_there_are_none(monkeypatch, capsys, name):
+    monkeypatch.setattr(gpus, "present", lambda: False)
+    assert run_script(monkeypatch, name) == 2
+    assert capsys.readouterr() == ("", f"error: {name}: needs CUDA GPUs, found none\n")
 
 
 def event(name, start, duration):
