@@ -104,6 +104,20 @@ def test_shards_of_another_tokenizer_do_not_reach_the_trainer(here, module, caps
     assert "others/shards.json: made with another tokenizer: got gpt2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("run_dir", "holds", "stays"), [("new", [], False), ("new", ["a"], True), ("own", [], True)])
+def test_a_refused_start_leaves_no_empty_directory_of_its_own(here, module, run_dir, holds, stays):
+    def train(_, run_dir, __):
+        assert run_dir.is_dir()
+        for name in holds:
+            (run_dir / name).touch()
+        raise type("DataError", (ValueError,), {})("no file matches")
+
+    module("trainer", train=train)
+    (here / "own").mkdir()
+    assert main(train_app, ["x.yaml", "--run_dir", run_dir]) == 3
+    assert (here / run_dir).exists() == stays
+
+
 @pytest.mark.parametrize("code", [0, 130, 143])
 def test_the_trainer_decides_the_exit_code(here, module, code):
     module("trainer", train=lambda *_: code)

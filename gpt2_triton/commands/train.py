@@ -1,9 +1,10 @@
 """train.py: train a GPT-2 from a YAML file."""
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -77,16 +78,13 @@ def train(
         run_dir = choose_run_dir(config, run_dir, resume)
         for split in (settings.data.train, settings.data.val):
             require_tokenizer(split, settings.data.tokenizer)
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--run_dir: cannot make {run_dir}: {error.strerror}; choose another") from error
     else:
-        sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
-    choose_device()
-    from gpt2_triton import trainer
+        run_dir, sys.stdout = None, open(os.devnull, "w")  # rank 0 chooses and speaks for all
+    with made(run_dir) if run_dir else contextlib.nullcontext():
+        choose_device()
+        from gpt2_triton import trainer
 
-    return trainer.train(settings, run_dir, resume)
+        return trainer.train(settings, run_dir, resume)
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
@@ -123,6 +121,22 @@ def choose_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
             f"--run_dir: {run_dir} has checkpoints up to {found[-1].name}; add --resume, or choose another"
         )
     return run_dir
+
+
+@contextlib.contextmanager
+def made(run_dir: Path) -> Iterator[None]:
+    """Make the run's directory; a start that is refused before anything is in it leaves none."""
+    try:
+        new = not run_dir.exists()
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run_dir: cannot make {run_dir}: {error.strerror}; choose another") from error
+    try:
+        yield
+    finally:
+        if new:
+            with contextlib.suppress(OSError):  # something is in it
+                run_dir.rmdir()
 
 
 def _plan(config: Config, gpu: str | None) -> str:
