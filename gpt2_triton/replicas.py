@@ -6,6 +6,7 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,35 @@ class Diverged(RuntimeError):
 
 
 def require_shared(run_dir: Path, crew: Crew, seconds: float = 5.0) -> None:
-    """ConfigError with the ranks that do not see rank 0's run directory: else the first checkpoint would tell, or fail
-    to.  A network's file system has so many seconds to show a new file.
+    """ConfigError with the ranks that do not see rank 0's run directory, or cannot write to it: else the first
+    checkpoint would tell, or fail to.  A network's file system has so many seconds to show a new file.
     """
     if crew.size == 1:
         return
-    name, end = crew.first(lambda: f".{secrets.token_hex(8)}.seen"), time.monotonic() + seconds
-    crew.first(lambda: (run_dir / name).touch())
-    while not (seen := (run_dir / name).exists()) and time.monotonic() < end:
+    own, end = run_dir / f".{secrets.token_hex(8)}.seen", time.monotonic() + seconds
+    wrong = _refused(run_dir, own.touch) if crew.rank == 0 else ""
+    name, no_file = crew.all([own.name, wrong])[0]
+    while not (seen := no_file or (run_dir / name).exists()) and time.monotonic() < end:
         time.sleep(0.1)
-    blind = [rank for rank, there in enumerate(crew.all(seen)) if not there]
-    crew.first(lambda: (run_dir / name).unlink())
-    if blind:
-        raise ConfigError(f"--run_dir: ranks {blind} do not see {run_dir}; give one on a file system of all nodes")
+    if crew.rank > 0:
+        wrong = _refused(run_dir, own.touch, own.unlink) if seen else f"do not see {run_dir}"
+    answers = crew.all(wrong)
+    if crew.rank == 0 and not no_file:
+        own.unlink()
+    kinds = sorted({*answers} - {""})
+    found = [f"ranks {[rank for rank, answer in enumerate(answers) if answer == kind]} {kind}" for kind in kinds]
+    if found:
+        raise ConfigError(f"--run_dir: {'; '.join(found)}; give one that all nodes see and may write to")
+
+
+def _refused(directory: Path, *actions: Callable[[], None]) -> str:
+    """What to say of a directory where one of these actions fails; empty if none does."""
+    try:
+        for action in actions:
+            action()
+    except OSError as error:
+        return f"cannot write to {directory} ({error.strerror})"
+    return ""
 
 
 def require_alike(crew: Crew, **values: Any) -> None:

@@ -2,6 +2,7 @@
 all; a checkpoint for any number; one bad rank ends the job and is named.
 """
 
+import errno
 import hashlib
 import itertools
 import json
@@ -10,6 +11,7 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -387,11 +389,32 @@ def test_ranks_with_another_configuration_or_other_data_are_refused(tmp_path):
 
 def test_a_run_directory_that_not_all_ranks_see_is_refused_at_the_start(tmp_path):
     """Rank 1 looks into a directory of the same name on a disk of its own."""
-    crew = SimpleNamespace(size=2, first=lambda function: "name", all=lambda seen: [True, seen])
-    with pytest.raises(ConfigError, match=r"--run_dir: ranks \[1\] do not see .*; give one on a file system of all"):
+    crew = SimpleNamespace(rank=1, size=2, all=lambda mine: [["name", ""] if isinstance(mine, list) else "", mine])
+    with pytest.raises(ConfigError, match=r"--run_dir: ranks \[1\] do not see .*; give one that all nodes see and may"):
         replicas.require_shared(tmp_path, crew, seconds=0.2)
     (tmp_path / "name").touch()
     replicas.require_shared(tmp_path, crew, seconds=0.2)
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]
+
+
+@pytest.mark.parametrize("refused", [[1], [0], [0, 2]], ids=str)
+def test_a_run_directory_that_not_all_ranks_can_write_to_is_refused_at_the_start(tmp_path, refused):
+    (run := tmp_path / "run").mkdir()
+    processes, _ = ranks.start(3, tmp_path / "stderr", read_only_on, refused, config_of(), run)
+    assert [process.join(60) or process.exitcode for process in processes] == [1, 1, 1]
+    message = f"ConfigError: --run_dir: ranks {refused} cannot write to {run} (Read-only file system); give one that"
+    assert message in (tmp_path / "stderr").read_text() and not list(run.iterdir())
+
+
+def read_only_on(refused, config, run):
+    """These ranks have the run directory mounted so; chmod would not keep root from writing."""
+
+    def touch(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    if int(os.environ["RANK"]) in refused:
+        Path.touch = touch
+    return job(config, run)
 
 
 def test_weights_that_differ_end_the_run(tmp_path):
