@@ -75,7 +75,7 @@ def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], shares: in
     if target.exists() and not verify(target):
         return None
     if lack := lack_of_room(directory, tensors, shares):
-        raise OSError(errno.ENOSPC, lack)
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {lack}")
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     return str(temporary)

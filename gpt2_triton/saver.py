@@ -1,5 +1,7 @@
 """Checkpoints written while the run goes on: its tensors are copied to the host, and a thread writes the copy."""
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +75,11 @@ class Saver:
             return
         if not isinstance(error, (OSError, SafetensorError)):
             raise error  # our own slip
-        failure = f"{self._directory}: a checkpoint could not be written ({error}); older ones stay; free some space"
+        # by its text: safetensors and the other ranks give no number
+        full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+        older = "; older ones stay" if any(self._directory.glob("step_*")) else ""
+        todo = "free some space" if full else "make it writable"
+        failure = f"{self._directory}: a checkpoint could not be written ({error}){older}; {todo}"
         if raise_errors:
             raise checkpoint.CheckpointError(f"{failure} and resume") from error
         if self._crew.rank == 0:

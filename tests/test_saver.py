@@ -1,5 +1,6 @@
 """The promises of saving while a run goes on: what is written is what was there; a full disk ends no run."""
 
+import errno
 import os
 import resource
 import shutil
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from gpt2_triton import checkpoint, checks
 from gpt2_triton.checkpoint import CheckpointError
@@ -78,6 +80,7 @@ def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [warning] = capsys.readouterr().err.splitlines()
     assert warning.startswith(f"warning: {newest.parent}: a checkpoint could not be written (") and "27" in warning
+    assert warning.endswith("; older ones stay; make it writable")
     assert names(newest.parent) == [STEP_10, STEP_20] and checkpoint.find(newest.parent) == newest
     saver.submit(30, share(30, n), {"text": text})
     saver.wait(raise_errors=True)
@@ -94,7 +97,8 @@ def test_a_save_begins_only_where_there_is_room(newest, monkeypatch, capsys):
         saver.submit(30, share(30), {})
         saver.wait()
     [warning] = capsys.readouterr().err.splitlines()
-    assert f"{needed:,} bytes needed, {needed - 1:,} free" in warning and "free some space" in warning
+    assert f"{needed:,} bytes needed, {needed - 1:,} free" in warning
+    assert warning.endswith("; older ones stay; free some space")
     assert names(newest.parent) == [STEP_10, STEP_20]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     saver.submit(30, share(30), {})
@@ -106,8 +110,22 @@ def test_on_request_a_save_that_failed_is_an_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file in the way")
     saver = Saver(tmp_path / "checkpoints", keep=1, major=0)
     saver.submit(10, share(10), {})
-    with pytest.raises(CheckpointError, match="could not be written .*File exists"):
+    with pytest.raises(CheckpointError, match=r"could not be written .*File exists[^;]*; make it writable and resume$"):
         saver.wait(raise_errors=True)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_filled_up_while_writing_is_told_by_its_text(tmp_path, monkeypatch, capsys, number):
+    """safetensors gives no number; and there is no older checkpoint."""
+
+    def full(*arguments):
+        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    saver = Saver(tmp_path / "checkpoints", keep=1, major=0)
+    saver.submit(10, share(10), {})
+    saver.wait()
+    assert capsys.readouterr().err.endswith("); free some space\n")
 
 
 def test_a_slip_of_ours_in_the_thread_is_raised_where_it_is_waited_for(tmp_path):
