@@ -191,22 +191,23 @@ def _problems(step_dir: Path) -> Iterator[str]:
     if step_dir.is_symlink() or not step_dir.is_dir():
         yield "is missing or not a directory"
         return
-    found = {path.name for path in step_dir.iterdir()}
-    ranks = sum(_RANK.fullmatch(name) is not None for name in found)
-    files = [*(tensors_name(rank) for rank in range(max(ranks, 1))), STATE]
-    for extra in sorted(found - {*files, MANIFEST}):
-        yield f"{extra}: does not belong there"
-    irregular = [n for n in (*files, MANIFEST) if (step_dir / n).is_symlink() or not (step_dir / n).is_file()]
-    yield from (f"{name}: is missing or not a regular file" for name in irregular)
-    if not irregular:
-        yield from _differences_from_manifest(step_dir, files)
-
-
-def _differences_from_manifest(step_dir: Path, files: list[str]) -> Iterator[str]:
+    regular = {path.name: path.is_file() and not path.is_symlink() for path in step_dir.iterdir()}
     try:
-        manifest = _read_json(step_dir / MANIFEST)
+        manifest = _read_json(step_dir / MANIFEST) if regular.get(MANIFEST) else {}
     except CheckpointError:
         manifest = {}
+    whole = manifest.keys() == {*map(tensors_name, range(len(manifest) - 1)), STATE}  # else go by what is there
+    ranks = len(manifest) - 1 if whole else sum(_RANK.fullmatch(name) is not None for name in regular)
+    files = [*map(tensors_name, range(max(ranks, 1))), STATE]
+    for extra in sorted(regular.keys() - {*files, MANIFEST}):
+        yield f"{extra}: does not belong there"
+    irregular = [name for name in (*files, MANIFEST) if not regular.get(name)]
+    yield from (f"{name}: is missing or not a regular file" for name in irregular)
+    if not irregular:
+        yield from _differences_from_manifest(step_dir, files, manifest)
+
+
+def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[str, Any]) -> Iterator[str]:
     if manifest.keys() != set(files) or not all(isinstance(entry, dict) for entry in manifest.values()):
         yield f"{MANIFEST}: is not a JSON object about {' and '.join(files)} and nothing else"
         return
@@ -257,9 +258,8 @@ def find(path: Path) -> Path:
     if path.name == "best" and not path.exists():
         step = best.step_of(_read_json(find(path.parent) / STATE))
         if step is None:
-            raise CheckpointError(
-                f"{path}: {path.parent} keeps no best checkpoint; train with --checkpoint.best val_loss"
-            )
+            wrong = f"{path}: {path.parent} keeps no best checkpoint"
+            raise CheckpointError(f"{wrong}; train with --checkpoint.best val_loss")
         return find(path.parent / "checkpoints" / f"step_{step:08d}")
     if _STEP.fullmatch(path.absolute().name):
         problems = verify(path)

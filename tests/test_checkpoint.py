@@ -234,6 +234,23 @@ def test_an_extra_file_is_noticed(newest, capsys):
     assert_refused(newest, "rank_00003.safetensors: does not belong there", capsys)
 
 
+@pytest.mark.parametrize("missing", [{0}, {1}, {0, 2}, {0, 1, 2}], ids=str)
+def test_a_missing_share_of_several_is_named(newest, capsys, missing):
+    """By the manifest, unless that is what is damaged."""
+    shares = [checkpoint.tensors_name(rank) for rank in range(3)]
+    for name in shares[1:]:
+        shutil.copy(newest / TENSORS, newest / name)
+    files = {name: checkpoint._fingerprint(newest / name) for name in (*shares, STATE)}
+    (newest / MANIFEST).write_text(json.dumps(files).replace(shares[2], "rank_x"))
+    assert_refused(newest, f"{MANIFEST}: is not a JSON object about {' and '.join(files)} and nothing else", capsys)
+    (newest / MANIFEST).write_text(json.dumps(files))
+    assert checkpoint.verify(newest) == []
+    for rank in missing:
+        (newest / shares[rank]).unlink()
+    assert_refused(newest, f"{shares[min(missing)]}: is missing", capsys)
+    assert checkpoint.verify(newest) == [f"{shares[r]}: is missing or not a regular file" for r in sorted(missing)]
+
+
 def test_a_file_that_cannot_be_read_is_damage(newest, capsys, monkeypatch):
     fingerprint = checkpoint._fingerprint
 
@@ -290,7 +307,7 @@ def test_a_step_that_is_a_symlink_is_refused(newest, tmp_path, capsys):
     assert_refused(newest, "is missing or not a directory", capsys)
 
 
-@pytest.mark.parametrize("evil", ["../secret", "/etc/hostname", "rank_00001.safetensors"])
+@pytest.mark.parametrize("evil", ["../secret", "/etc/hostname", "rank_00002.safetensors"])
 @pytest.mark.parametrize("instead", [True, False])
 def test_names_in_the_manifest_are_never_followed(newest, capsys, monkeypatch, evil, instead):
     manifest, opened, real = json.loads((newest / MANIFEST).read_text()), [], open
