@@ -161,14 +161,14 @@ def _batch_disagreements(t: sections.TrainConfig, gpus: int) -> Iterator[tuple[s
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
         unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
-        todo = f"start {_fitting_gpus(t, gpus)} GPUs, or " if gpus > 1 and total % t.seq_len == 0 else ""
+        todo = f"start {_fitting_gpus(t, gpus)} GPUs, or, in a new run, " if gpus > 1 and total % t.seq_len == 0 else ""
         yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
         below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
         step = f"a step of {rows * gpus} sequences{several and ' on '}{several} (total_batch_tokens {total})"
         wrong = f"{step} does not divide into batches of {t.batch_size}"
-        yield "train.batch_size", f"{wrong}; set it to {best}, or total_batch_tokens to {below}"
+        yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"
 
 
 def _fitting_gpus(t: sections.TrainConfig, gpus: int) -> str:

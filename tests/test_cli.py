@@ -32,7 +32,7 @@ MISTAKES = [  # arguments of train.py, what stderr says
     (["x.yaml", "--optim.lr", "-1"], "--optim.lr: must be greater than 0, got '-1'"),
     (["x.yaml", "--optim.weight-decay", "x"], "--optim.weight_decay: must be a valid number"),
     (["x.yaml", "--model.n_head", "5"], "--model.n_head: 5 heads do not divide n_embd 128"),
-    (["x.yaml", "--train.batch_size=3", "--train.total_batch_tokens=1024"], "to 2, or total_batch_tokens to 768"),
+    (["x.yaml", "--train.batch_size=3", "--train.total_batch_tokens=1024"], "in a new run, total_batch_tokens to 768"),
     (["x.yaml", "--gpu", "h200"], "--gpu: goes with --plan only"),
     (["x.yaml", "--plan", "--gpus", "0"], "--gpus: must be at least 1, got 0"),
     (["x.yaml", "--plan", "--gpu", "h20"], "--gpu: unknown GPU h20; known are a100-40"),

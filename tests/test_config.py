@@ -84,7 +84,7 @@ MISTAKES = [  # YAML, overrides, what the message says
         "train: {total_batch_tokens: 524288, batch_size: 48}",
         {},
         "a step of 512 sequences (total_batch_tokens 524288) does not divide into batches of 48; "
-        "set it to 32, or total_batch_tokens to 491520",
+        "set it to 32, or, in a new run, total_batch_tokens to 491520",
     ),
 ]  # fmt: skip
 
