@@ -213,4 +213,8 @@ class ParallelConfig(Section):
 
 
 class DebugConfig(Section):
-    hash_state: int = Field(0, ge=0, description="compare the weights of all GPUs every so many steps; 0 never")
+    hash_state: int = Field(
+        0,
+        ge=0,
+        description="compare the weights of all GPUs, and AdamW's state at ZeRO stage 0, every so many steps; 0 never",
+    )
