@@ -219,7 +219,8 @@ def batch(tmp_path, monkeypatch):
     programs = {
         "scontrol": 'echo "$@" >> calls; echo node1',
         "srun": '[ $1 = --kill-on-bad-exit=1 ] && shift; exec "$@"',
-        "torchrun": "trap 'mkdir -p runs/7; [ -e finished ] || touch runs/7/PREEMPTED; exit 1' TERM; touch started\n"
+        "torchrun": "trap 'mkdir -p runs/7; [ -e finished ] || touch runs/7/PREEMPTED; exit 1' TERM\n"
+        'echo "$@" > started\n'
         "for i in $(seq 100); do sleep 0.1; done",
     }
     for name, text in programs.items():
@@ -240,6 +241,7 @@ def test_the_batch_script_passes_the_signal_on_and_requeues_what_is_not_finished
     batch.send_signal(signal.SIGTERM)
     assert batch.wait(10) == (1 if finished else 0)
     assert ("requeue 7" in (tmp_path / "calls").read_text()) is not finished
+    assert "--rdzv_endpoint node1:20007 --rdzv_id 7 " in (tmp_path / "started").read_text()  # a port of this job's
 
 
 @pytest.mark.gpu
