@@ -86,8 +86,9 @@ def _leave(code: int) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    rank = os.environ.get("RANK", "0")
-    if code == 2 and rank != "0":  # every rank sees the same mistake: rank 0 speaks, before the launcher ends it
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    others = rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
+    if code == 2 and others:  # every rank sees the same mistake: rank 0 speaks, before the launcher ends it
         time.sleep(2)
         return code
     name = f"rank {rank}: " if _several_ranks() and code != 2 else ""
@@ -105,6 +106,7 @@ def choose_device() -> None:
     # read when torch and numpy load: the interpreter's arrays are small, and a quickstart step took 4.4 s on two
     # threads, 1.5 s on one
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what c10d logs, with C++ stacks, is raised besides
     from gpt2_triton import gpus
 
     if gpus.present():

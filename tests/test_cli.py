@@ -75,9 +75,13 @@ def test_a_mistake_is_exit_2_and_a_line_on_stderr(here, capsys, argv, message):
 
 
 def test_other_ranks_do_not_repeat_a_mistake(here, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    assert main(train_app, ["missing.yaml"]) == 2
-    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    for rank, line in ("1", ""), ("2", "error: missing.yaml: "), ("one", "error: missing.yaml: "):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert main(train_app, ["missing.yaml", "--print_config"]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(line) and bool(err) == bool(line)
 
 
 def test_train_gets_the_configuration_the_directory_and_resume(here, module):
@@ -144,12 +148,12 @@ def test_errors_have_their_exit_codes(here, module, capsys, name, base, code):
 
 def test_the_errors_of_the_package_are_those_that_have_codes():
     """The codes go by name: a renamed error would lose its code."""
-    from gpt2_triton import arena, checkpoint, config, parallel, replicas, stability
+    from gpt2_triton import arena, checkpoint, config, crew, replicas, stability
     from gpt2_triton.data import shards
     from gpt2_triton.kernels import tuned
 
     errors = [config.ConfigError, shards.DataError, checkpoint.CheckpointError, arena.OutOfMemory, stability.NonFinite]
-    errors += [tuned.TableError, parallel.PeerLost, replicas.Diverged]
+    errors += [tuned.TableError, crew.PeerLost, replicas.Diverged]
     assert [error.__name__ for error in errors] == list(cli.EXIT_CODES)
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from gpt2_triton.config import ConfigError
-from gpt2_triton.crew import Crew, muster
+from gpt2_triton.crew import Crew, PeerLost, muster
 from gpt2_triton.metrics import read_metrics
-from gpt2_triton.parallel import PeerLost, World
+from gpt2_triton.parallel import World
 from gpt2_triton.ranks import NAMES, first_host, rank_and_size, read_environment
 from tests.ranks import free_port
 

@@ -19,8 +19,10 @@ import torch
 
 from gpt2_triton import checkpoint, kernels, layout, link, mirror, pulse, replicas, stability
 from gpt2_triton.config import Config, ConfigError
+from gpt2_triton.crew import Crew, PeerLost
 from gpt2_triton.link import Exchange
 from gpt2_triton.model import GPT2
+from gpt2_triton.parallel import World
 from gpt2_triton.planning import make_plan
 from gpt2_triton.schedule import EMBED
 from gpt2_triton.sources import load_weights
@@ -533,3 +535,19 @@ def test_who_is_behind_is_named(capsys, monkeypatch):
     calls = itertools.count(1)
     speaker._end([], [[9, 40, 7, "training"]] * 2)
     assert "all ranks at the same point" in capsys.readouterr().err
+
+
+def gone(*_arguments, **_names):
+    raise RuntimeError(
+        "[/torch/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:9. This is typical. Good luck\nframe"
+    )
+
+
+def test_who_loses_the_others_says_so_in_one_line():
+    """Of torch's message the first sentence, without the line of C++."""
+    with pytest.raises(PeerLost) as lost:
+        World("cpu", 30)._collective(gone)
+    closed = "lost the other ranks in gone (Connection closed by peer [10.0.0.1]:9)"
+    assert str(lost.value) == f"{closed}; one has ended: its message, or the launcher's, says why"
+    with pytest.raises(PeerLost, match="^rank 0, or the launcher, has ended: its message says why$"):
+        Crew("words", 1, 2, SimpleNamespace(set=gone)).all(1)
