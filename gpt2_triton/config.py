@@ -161,8 +161,11 @@ def _batch_disagreements(t: sections.TrainConfig, gpus: int) -> Iterator[tuple[s
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
         unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
-        todo = f"start {_fitting_gpus(t, gpus)} GPUs, or, in a new run, " if gpus > 1 and total % t.seq_len == 0 else ""
-        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}"
+        todo = table = ""
+        if gpus > 1 and total % t.seq_len == 0:
+            near, table = _fitting_gpus(t, total // t.seq_len, gpus)
+            todo = f"start {near} GPUs, or, in a new run, "
+        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}{table}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
         below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
@@ -171,12 +174,17 @@ def _batch_disagreements(t: sections.TrainConfig, gpus: int) -> Iterator[tuple[s
         yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"
 
 
-def _fitting_gpus(t: sections.TrainConfig, gpus: int) -> str:
-    """The numbers next to this one that share out the step: of a run that goes on, its tokens may not change."""
-    rows = (t.total_batch_tokens or t.batch_size * t.seq_len) // t.seq_len
-    fits = [n for n in range(1, rows + 1) if rows % n == 0 and rows // n % min(t.batch_size, rows // n) == 0]
-    near = [max((n for n in fits if n < gpus), default=0), min((n for n in fits if n > gpus), default=0)]
-    return " or ".join(str(n) for n in near if n)
+def _fitting_gpus(t: sections.TrainConfig, sequences: int, gpus: int) -> tuple[str, str]:
+    """The numbers next to this one that share out the sequences of a step, and a table of what each of up to three
+    below and above would do: of a run that goes on, its tokens may not change.
+    """
+    each = {n: sequences // n for n in range(1, sequences + 1) if sequences % n == 0}
+    fits = [n for n, rows in each.items() if rows % min(t.batch_size, rows) == 0]
+    below, above = [n for n in fits if n < gpus][-3:], [n for n in fits if n > gpus][:3]
+    table: list[tuple[Any, ...]] = [("GPUs", "sequences each", "at once", "micro-steps")]
+    table += [(n, rows, b := min(t.batch_size, rows), rows // b) for n in below + above for rows in [each[n]]]
+    lines = ["".join(f"{cell:>{len(title) + 2}}" for cell, title in zip(row, table[0], strict=True)) for row in table]
+    return " or ".join(str(n) for n in below[-1:] + above[:1]), "".join(f"\n{line}" for line in lines)
 
 
 def _fitting_heads(n_embd: int) -> str:

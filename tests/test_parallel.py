@@ -223,9 +223,12 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(stopped, unbroken, tmp_pa
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_step_is_refused():
-    todo = "start 4 or 6 GPUs, or, in a new run, set it to 160 or 240"  # one that goes on keeps the tokens of a step
-    with pytest.raises(ConfigError, match=f"192 is no multiple of train.seq_len 16 times 5 GPUs; {todo}"):
-        config_of().with_gpus(5)
+    todo = "start 3 or 6 GPUs, or, in a new run, set it to 160 or 240"  # one that goes on keeps the tokens of a step
+    with pytest.raises(ConfigError, match=f"192 is no multiple of train.seq_len 16 times 5 GPUs; {todo}") as refused:
+        config_of(train=dict(batch_size=2)).with_gpus(5)
+    table = [line.split() for line in str(refused.value).splitlines()[1:]]
+    assert table[0] == ["GPUs", "sequences", "each", "at", "once", "micro-steps"]  # up to three below and above
+    assert table[1:] == [list(row.split()) for row in ("1 12 2 6", "2 6 2 3", "3 4 2 2", "6 2 2 1", "12 1 1 1")]
     with pytest.raises(ConfigError, match="192 is no multiple of train.seq_len 16 times 16 GPUs; start 12 GPUs, or"):
         config_of().with_gpus(16)
     with pytest.raises(ConfigError, match="parallel.gpus: 2, but 3 started"):
