@@ -179,10 +179,11 @@ def _fitting_gpus(t: sections.TrainConfig, sequences: int, gpus: int) -> tuple[s
     below and above would do: of a run that goes on, its tokens may not change.
     """
     each = {n: sequences // n for n in range(1, sequences + 1) if sequences % n == 0}
-    fits = [n for n, rows in each.items() if rows % min(t.batch_size, rows) == 0]
+    batch = {n: min(t.batch_size, rows) for n, rows in each.items()}
+    fits = [n for n in each if each[n] % batch[n] == 0]
     below, above = [n for n in fits if n < gpus][-3:], [n for n in fits if n > gpus][:3]
     table: list[tuple[Any, ...]] = [("GPUs", "sequences each", "at once", "micro-steps")]
-    table += [(n, rows, b := min(t.batch_size, rows), rows // b) for n in below + above for rows in [each[n]]]
+    table += [(n, each[n], batch[n], each[n] // batch[n]) for n in below + above]
     lines = ["".join(f"{cell:>{len(title) + 2}}" for cell, title in zip(row, table[0], strict=True)) for row in table]
     return " or ".join(str(n) for n in below[-1:] + above[:1]), "".join(f"\n{line}" for line in lines)
 
