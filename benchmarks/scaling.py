@@ -11,9 +11,8 @@ gradients in its backward two thirds and the parameters in its forward third, an
 embedding's gradients have layer 0's last product to travel under, if they are copied, and layer 0's come last and are
 waited for.  So are the embedding's parameters, but for the time of the layers' update.
 NVLink costs AWAKE of a step while it is awake: on one host SLEEPLESS seconds longer than from the first gradients'
-transfer to the last parameters', between hosts always.  Each GPU
-updates a share of the parameters, which saves it time.  Computation is taken as proportional to the tokens, which
-flatters small batches.
+transfer to the last parameters', between hosts always.  Each GPU updates a share of the parameters, which saves it
+time.  Computation is taken as proportional to the tokens, which flatters small batches.
 """
 
 import argparse

@@ -87,8 +87,8 @@ def _leave(code: int) -> int:
 
 def _fail(message: str, code: int) -> int:
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    others = rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
-    if code == 2 and others:  # every rank sees the same mistake: rank 0 speaks, before the launcher ends it
+    repeats = code == 2 and rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
+    if repeats:  # every rank sees the same mistake: rank 0 speaks, before the launcher ends it
         time.sleep(2)
         return code
     name = f"rank {rank}: " if _several_ranks() and code != 2 else ""

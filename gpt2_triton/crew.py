@@ -25,7 +25,7 @@ class Crew:
         self._name, self._store, self._calls = name, store, 0
 
     def all(self, value: Any) -> list[Any]:
-        """Everyone's value, by rank, on every rank; PeerLost if who has the store, rank 0 or launcher, has ended."""
+        """Everyone's value, by rank, on every rank; PeerLost if the store is gone, with rank 0 or the launcher."""
         if self.size == 1:
             return [value]
         try:

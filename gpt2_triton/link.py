@@ -1,8 +1,8 @@
 """What ranks exchange in a step, on a stream beside the one that computes.
 
 gradients   a layer's when they are done, or those of most layers together, in the backward pass of the last ones;
-            the embedding's, the largest, with norms' and biases' under layer 0's last product; layer 0's come last, and
-            are waited for
+            the embedding's, the largest, with norms' and biases', under layer 0's last product; layer 0's come last,
+            and are waited for
 parameters  (ZeRO-1 and 2) the embedding's, norms' and biases' are gathered under the update of the layers; all layers'
             when the next step begins
 
@@ -45,7 +45,7 @@ class Link:
         """The layer's gradients are about to be written."""
 
     def grads_done(self, layer: int) -> None:
-        """The layer's gradients are complete; all others' when schedule.EMBED's, layer -1, are, before layer 0's."""
+        """The layer's gradients are complete; schedule.EMBED, layer -1, is all that is no layer's, before layer 0."""
 
     def end(self) -> None:
         """The micro-step ends: what was sent has to be there for what follows."""

@@ -9,7 +9,7 @@ on one rank it does nothing (link.py).
 
 from typing import Any
 
-EMBED = -1  # m.link's name for wte and wpe
+EMBED = -1  # m.link's name for what is no layer's: wte and wpe, norms and biases
 
 
 def embed(K: Any, m: Any) -> None:

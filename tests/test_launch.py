@@ -166,6 +166,16 @@ def test_a_rank_that_waits_in_vain_says_so(environment):
         World("cpu", 0.3)
 
 
+def test_a_rank_whose_first_rank_is_missing_says_so_in_one_line(tmp_path):
+    """torch would log the stack in C++ as well."""
+    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "TORCH_CPP_LOG_LEVEL")}
+    env |= dict(zip(NAMES, ("1", "2", "1", "127.0.0.1", str(free_port())), strict=True))
+    command = [sys.executable, "train.py", "configs/quickstart.yaml", "--parallel.timeout", "1", "--run_dir", tmp_path]
+    started = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    [line] = started.stderr.splitlines()
+    assert started.returncode == 1 and line.startswith("error: rank 1: the 2 ranks did not come together")
+
+
 DYING = """
 import os, sys
 from gpt2_triton.cli import main
@@ -248,11 +258,10 @@ def test_the_batch_script_passes_the_signal_on_and_requeues_what_is_not_finished
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_two_gpus_are_one(tmp_path, zero):
-    """Through copies and CUDA graphs, two micro-steps a step, gradients of six layers together, as many as have room:
-    the weights of both GPUs are equal after every step, and two runs give the same bytes, as does one of two nodes,
-    through NCCL's collectives.  Losses are those of one GPU but
-    for bf16 weights, which round otherwise where a sum differs in its last bit: 2^-9 of an update, 1e-3 of the loss at
-    most after 8 steps.
+    """Through copies and CUDA graphs, two micro-steps a step, gradients of six layers together, two at a time: the
+    weights of both GPUs are equal after every step, and two runs give the same bytes, as does one of two nodes, through
+    NCCL's collectives.  Losses are those of one GPU but for bf16 weights, which round otherwise where a sum differs in
+    its last bit: 2^-9 of an update, 1e-3 of the loss at most after 8 steps.
     """
     options = "--model.n_layer 8 --model.vocab_size 4096 --train.steps 8 --train.dtype bf16 --train.batch_size 64"
     options += " --train.total_batch_tokens 65536 --eval.every 4"

@@ -31,12 +31,12 @@ def test_a_transfer_takes_bytes_and_hops_or_copies():
     assert scaling.seconds(1e9, 4, 4, near) == pytest.approx(0.030003)  # 3 copies of 1 GB each
 
 
-@pytest.mark.parametrize("size, width", MEASURED)
-def test_the_links_are_as_fast_as_they_were_measured(monkeypatch, size, width):
-    """Within 10%, as two runs on the same GPUs, of which these are the means, differ by as much."""
+def test_the_links_are_as_fast_as_they_were_measured(monkeypatch):
+    """Within 10% each, as two runs on the same GPUs, of which these are the means, differ by as much; 2% in the mean."""
     monkeypatch.setattr(scaling, "HOST", 1)
-    model = scaling.seconds(scaling.SIZES[size].layer, width, 4, Link())
-    assert model * 1e3 == pytest.approx(MEASURED[size, width], rel=0.1)
+    found = {key: scaling.seconds(scaling.SIZES[key[0]].layer, key[1], 4, Link()) * 1e3 for key in MEASURED}
+    assert found == pytest.approx(MEASURED, rel=0.1)
+    assert sum(found[key] / ms for key, ms in MEASURED.items()) / len(MEASURED) == pytest.approx(1, rel=0.02)
 
 
 @pytest.mark.parametrize("elements, width, ms", [(7_077_888, 4, 0.0431), (39_419_904, 4, 0.2147)])
