@@ -32,7 +32,7 @@ def test_a_transfer_takes_bytes_and_hops_or_copies():
 
 
 def test_the_links_are_as_fast_as_they_were_measured(monkeypatch):
-    """Within 10% each, as two runs on the same GPUs, of which these are the means, differ by as much; 2% in the mean."""
+    """Within 10% each, as two runs on the same GPUs, of which these are the means, differ as much; 2% in the mean."""
     monkeypatch.setattr(scaling, "HOST", 1)
     found = {key: scaling.seconds(scaling.SIZES[key[0]].layer, key[1], 4, Link()) * 1e3 for key in MEASURED}
     assert found == pytest.approx(MEASURED, rel=0.1)
