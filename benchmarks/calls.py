@@ -22,8 +22,8 @@ from benchmarks.ceilings import AHEAD, events
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, VOCAB, T, config_of
 from gpt2_triton.data.loader import pack_batch
-from gpt2_triton.kernels import tuned
-from gpt2_triton.kernels.tuned import Key, Row
+from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.tuning import Key, Row
 from gpt2_triton.model import GPT2
 from gpt2_triton.stream import capture
 
@@ -46,15 +46,15 @@ class Rows(dict[Key, Row]):
 @contextlib.contextmanager
 def asked_rows() -> Iterator[Rows]:
     """Inside, launchers take their rows from what this yields, a copy of the table's."""
-    table = tuned.table
+    table = tuning.table
     rows = Rows(table().rows)
     rows.asked = set()
     replaced = table()._replace(rows=rows)
-    tuned.table = lambda: replaced
+    tuning.table = lambda: replaced
     try:
         yield rows
     finally:
-        tuned.table = table
+        tuning.table = table
 
 
 @dataclasses.dataclass

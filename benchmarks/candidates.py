@@ -7,7 +7,7 @@ here: no step of the four sizes uses them, and they keep their values.
 import itertools
 from collections.abc import Callable
 
-from gpt2_triton.kernels.tuned import Row
+from gpt2_triton.kernels.tuning import Row
 
 _TILES = dict(num_warps=(4, 8), num_stages=(2, 3, 4))
 _BACKWARD = dict(num_warps=(4, 8), num_stages=(2, 3), maxnreg=(128, 168, 255))  # 255 is no cap

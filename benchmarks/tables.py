@@ -6,7 +6,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-from gpt2_triton.kernels.tuned import TABLES, Key, Row, Table
+from gpt2_triton.kernels.tuning import TABLES, Key, Row, Table
 
 
 def updated(table: Table, name: str, device: str, changes: dict[Key, Row]) -> tuple[Path, Table]:

@@ -24,8 +24,8 @@ from benchmarks import calls, tables
 from benchmarks.calls import Call, Stopped
 from benchmarks.candidates import SPACE, candidates
 from gpt2_triton.config import ConfigError
-from gpt2_triton.kernels import tuned
-from gpt2_triton.kernels.tuned import Key, Row
+from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.tuning import Key, Row
 
 GAIN = 1.02  # a row is replaced for no less; twice what medians of FINAL rounds vary by
 SCREEN, FINAL = 5, 25  # rounds
@@ -41,7 +41,7 @@ Times = dict[str, list[float | None]]  # size -> ms of the launchers that use a 
 
 def select(only: str | None) -> list[str]:
     """The operations to tune: all that can be on this GPU, or those whose name or family is in `only`."""
-    ops = [op for op in SPACE if not (tuned.is_hopper() and op in HOPPERS_OWN)]
+    ops = [op for op in SPACE if not (tuning.is_hopper() and op in HOPPERS_OWN)]
     if only is None:
         return ops
     wanted = only.split(",")
@@ -158,7 +158,7 @@ class Search:
 
 def tune(sizes: list[str], batch: int | None, only: str | None, out: Path | None) -> int:
     """Search, print old and new milliseconds of every row, and write the table if a row gains; 0."""
-    ops, table = select(only), tuned.table()
+    ops, table = select(only), tuning.table()
     shared = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
     tries = {op: candidates(op, table.rows[op, DTYPE], shared) for op in ops}
     progress = Progress()
@@ -180,7 +180,7 @@ def tune(sizes: list[str], batch: int | None, only: str | None, out: Path | None
     if not changes:
         print(f"no row gains {GAIN - 1:.0%}: nothing is written")
         return 0
-    file, new = tables.updated(table, tuned.table_name(), torch.cuda.get_device_name(), changes)
+    file, new = tables.updated(table, tuning.table_name(), torch.cuda.get_device_name(), changes)
     target = out or file
     target.write_text(tables.text(new))
     print(f"wrote {target}: {len(changes)} rows changed, in {time.monotonic() - progress.began:.0f} s")

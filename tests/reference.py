@@ -172,7 +172,7 @@ def cache_fill(cache, qkv):
 
 
 def draw(seq, logits, V, temperature, top_k, top_p):
-    """The most likely token; draws are tested against numpy in tests/kernels/test_draw.py."""
+    """The most likely token; draws are tested against numpy in tests/kernels/test_sampling.py."""
     assert temperature == 0
     seq[:, 0] = logits[:, :V].argmax(1)
     seq[:, 1:3] += 1

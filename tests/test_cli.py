@@ -150,10 +150,10 @@ def test_the_errors_of_the_package_are_those_that_have_codes():
     """The codes go by name: a renamed error would lose its code."""
     from gpt2_triton import arena, checkpoint, config, crew, replicas, stability
     from gpt2_triton.data import shards
-    from gpt2_triton.kernels import tuned
+    from gpt2_triton.kernels import tuning
 
     errors = [config.ConfigError, shards.DataError, checkpoint.CheckpointError, arena.OutOfMemory, stability.NonFinite]
-    errors += [tuned.TableError, crew.PeerLost, replicas.Diverged]
+    errors += [tuning.TableError, crew.PeerLost, replicas.Diverged]
     assert [error.__name__ for error in errors] == list(cli.EXIT_CODES)
 
 

@@ -15,7 +15,7 @@ import triton
 import gpt2_triton.kernels
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.decoding import begin, generate
-from gpt2_triton.kernels.tuned import is_hopper
+from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.tables import LEVELS
@@ -48,7 +48,7 @@ def gpt2_model(**shape) -> GPT2:
 
 def jit_functions() -> list[triton.JITFunction]:
     """All kernels of the package, and the functions that they call."""
-    names = (m.name for m in pkgutil.iter_modules(gpt2_triton.kernels.__path__, "gpt2_triton.kernels."))
+    names = (m.name for m in pkgutil.walk_packages(gpt2_triton.kernels.__path__, "gpt2_triton.kernels."))
     modules = map(importlib.import_module, names)
     return [f for m in modules for f in vars(m).values() if isinstance(f, triton.JITFunction)]
 

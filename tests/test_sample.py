@@ -14,7 +14,7 @@ from gpt2_triton import checkpoint, decoding, sample, schedule
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.model import GPT2
 from tests.conftest import DEVICE
-from tests.kernels.test_draw import kept, scores
+from tests.kernels.test_sampling import kept, scores
 from tests.tiny import tiny_config, tiny_model
 
 PROMPT = [72, 101, 108, 108, 111]

@@ -15,8 +15,8 @@ from gpt2_triton import gpus
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
 from gpt2_triton.config import ConfigError
-from gpt2_triton.kernels import tuned
-from gpt2_triton.kernels.tuned import DTYPES, FIXED, PARAMETERS, TABLES, read_table
+from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.tuning import DTYPES, FIXED, PARAMETERS, TABLES, read_table
 from tests.tiny import packed_batch, tiny_model
 
 H200 = read_table(TABLES / "h200.json")
@@ -76,7 +76,7 @@ def test_candidates_begin_with_the_current_row_and_leave_alone_what_all_gpus_sha
     assert len({tuple(sorted(row.items())) for row in rows}) == len(rows)
     for row in rows:
         assert all(row[block] == current[block] for block in FIXED.get(op, ()))
-        assert set(row) <= {*PARAMETERS[op], *tuned.OPTIONS}
+        assert set(row) <= {*PARAMETERS[op], *tuning.OPTIONS}
 
 
 DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "draw"}  # no part of a training step
@@ -88,7 +88,7 @@ def test_every_row_of_bf16_is_tuned_but_those_of_wide_heads_and_of_decoding():
 
 
 def test_only_chooses_operations_and_families(monkeypatch):
-    monkeypatch.setattr(tuned, "is_hopper", lambda: False)
+    monkeypatch.setattr(tuning, "is_hopper", lambda: False)
     assert tune.select(None) == list(candidates.SPACE)
     assert tune.select("attention,adamw") == ["attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq", "adamw"]
     assert tune.select("layernorm_fwd") == ["layernorm_fwd"]
@@ -97,7 +97,7 @@ def test_only_chooses_operations_and_families(monkeypatch):
 
 
 def test_hoppers_own_products_are_left_out(monkeypatch):
-    monkeypatch.setattr(tuned, "is_hopper", lambda: True)
+    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     assert "classifier_dx" in tune.select(None) and "matmul" not in tune.select(None)
     with pytest.raises(ConfigError, match=r"--only: matmul has no rows to tune on this GPU"):
         tune.select("matmul")
@@ -141,7 +141,7 @@ def tiny(monkeypatch):
         monkeypatch.setattr(candidates, "FITS", {})
         monkeypatch.setattr(gpt2_triton.kernels, "compiling", compiling)
         monkeypatch.setattr(calls.Stopped, "_launches", lambda self: 1)
-        monkeypatch.setattr(calls.Stopped, "graph", lambda self: dict(tuned.table().rows))
+        monkeypatch.setattr(calls.Stopped, "graph", lambda self: dict(tuning.table().rows))
         monkeypatch.setattr(calls, "interleaved", lambda graphs, _: {i: clock(rows) for i, rows in graphs.items()})
         monkeypatch.setattr(calls, "model_of", lambda config, K: small_model(K))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -167,9 +167,9 @@ def test_a_search_finds_the_fastest_row_and_writes_it_alone(tiny, tmp_path, caps
         return (0.5 if adamw == 32768 else 1.0) * (0.99 if norm == 64 else 1.0)
 
     tiny(dict(adamw=dict(BLOCK=(32768, 65536)), layernorm_fwd=dict(ROWS=(64, 128))), clock)
-    out, before = tmp_path / "new.json", tuned.table()
+    out, before = tmp_path / "new.json", tuning.table()
     assert tune.tune(["d12", "d24"], None, None, out) == 0
-    assert tuned.table() is before and before.rows["adamw", "bf16"]["BLOCK"] == 1 << 18
+    assert tuning.table() is before and before.rows["adamw", "bf16"]["BLOCK"] == 1 << 18
     text = capsys.readouterr().out
     assert "d24 adamw" in text and "left] d12 layernorm_fwd 32x64: layernorm_fwd 3" in text
     adamw = next(line for line in text.splitlines() if line.startswith("adamw"))
@@ -201,7 +201,7 @@ def test_a_candidate_that_is_wrong_or_refused_is_out_however_fast(tiny, tmp_path
     right = gpt2_triton.kernels.adamw
 
     def adamw(*args):
-        block = tuned.tuned("adamw", "bf16")["BLOCK"]
+        block = tuning.tuned("adamw", "bf16")["BLOCK"]
         if block == 32768:
             raise RuntimeError("out of resource: shared memory")
         right(*args)
@@ -272,7 +272,7 @@ def test_a_gpu_that_borrowed_a_table_gets_its_own():
     file, new = tables.updated(H200, "h200", "NVIDIA H100 80GB HBM3", {})
     assert (file.name, file.parent.name) == ("h100-80gb-hbm3.json", "tables")
     assert (new.gpu, new.capabilities, new.notes, new.source) == ("NVIDIA H100 80GB HBM3", [], [], "measured")
-    assert tuned.choose("NVIDIA H100 80GB HBM3", "9.0", {"h200": H200, "h100-80gb-hbm3": new}) == "h100-80gb-hbm3"
+    assert tuning.choose("NVIDIA H100 80GB HBM3", "9.0", {"h200": H200, "h100-80gb-hbm3": new}) == "h100-80gb-hbm3"
 
 
 # ---- the command line ----

@@ -9,10 +9,8 @@ from gpt2_triton.kernels.classifier import (
     classifier_stats,
     classifier_target,
 )
-from gpt2_triton.kernels.compile import compiling
 from gpt2_triton.kernels.decode import cache_fill, decode_attention, decode_embed, decode_matmul
-from gpt2_triton.kernels.draw import draw
-from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch, encoder_fwd
+from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch, encoder_fwd
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.matmul import (
     matmul,
@@ -25,9 +23,11 @@ from gpt2_triton.kernels.matmul import (
     matmul_gelu,
 )
 from gpt2_triton.kernels.outlier import skip_outliers
-from gpt2_triton.kernels.random import fill, normal_init
+from gpt2_triton.kernels.philox import fill, normal_init
+from gpt2_triton.kernels.precompile import compiling
 from gpt2_triton.kernels.reduce import add, clip_factor, loss_sum, sum_squares, sum_squares_scratch
-from gpt2_triton.kernels.statistics import parameter_stats, stats_parts, tensor_stats
+from gpt2_triton.kernels.sampling import draw
+from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
 
 __all__ = [
     "adamw",

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.master import join_master, split_master
-from gpt2_triton.kernels.random import ROUND, philox_words
-from gpt2_triton.kernels.tuned import dtype_name, tuned
+from gpt2_triton.kernels.philox import ROUND, philox_words
+from gpt2_triton.kernels.tuning import dtype_name, tuned
 
 
 @triton.jit(do_not_specialize=["first"])  # an index and no address: its divisibility buys nothing

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.tuned import dtype_name, next_power_of_2, tuned
+from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
 _LOG2E = math.log2(math.e)
 

@@ -28,13 +28,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpt2_triton.kernels import hopper_head, hopper_wide
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
+from gpt2_triton.kernels.hopper import classifier as hopper_classifier
+from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.softmax import LOG2E, unnormalised
-from gpt2_triton.kernels.tile import halves, tile_position
-from gpt2_triton.kernels.tuned import dtype_name, is_hopper, num_sms, tuned
+from gpt2_triton.kernels.tiles import halves, tile_position
+from gpt2_triton.kernels.tuning import dtype_name, is_hopper, num_sms, tuned
 
 
 @triton.jit
@@ -170,7 +171,7 @@ def classifier_fwd(
     sums, part = rowsum[:R], rowsum[R : R + tiles_n * R]
     assert part.numel() == tiles_n * R, f"classifier_fwd: rowsum has {rowsum.numel()} elements, needs {R + tiles_n * R}"
     if is_hopper() and dtype_name(lnf) == "bf16":
-        hopper_head.classifier_fwd(p, part, lnf, wte, zt, targets, V)
+        hopper_classifier.classifier_fwd(p, part, lnf, wte, zt, targets, V)
     else:
         p_desc = None if p is None else TensorDescriptor.from_tensor(p, [block_m, block_n // 2])
         lnf_desc = TensorDescriptor.from_tensor(lnf, [block_m, block_k])
@@ -202,8 +203,8 @@ def classifier_stats(
 def classifier_dx(dln: Tensor, p: Tensor, wte: Tensor, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
     """dln = rs * (p @ wte) + ks * wte[target]."""
     (R, Vp), C = p.shape, wte.shape[1]
-    if is_hopper() and dtype_name(p) == "bf16" and hopper_wide.is_faster(R, C):
-        return hopper_wide.classifier_dx(dln, p, wte, rs, ks, targets)
+    if is_hopper() and dtype_name(p) == "bf16" and hopper_matmul_wide.is_faster(R, C):
+        return hopper_matmul_wide.classifier_dx(dln, p, wte, rs, ks, targets)
     row = tuned("classifier_dx", dtype_name(p), BLOCK_M=R, BLOCK_N=C, BLOCK_K=Vp)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     dln_desc = TensorDescriptor.from_tensor(dln, [block_m, block_n // 2])

@@ -24,7 +24,7 @@ from torch import Tensor
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.gelu import gelu as gelu_of
-from gpt2_triton.kernels.tuned import dtype_name, next_power_of_2, tuned
+from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
 NARROW = 16
 FIELDS = tl.constexpr(5)  # of a row of seq

@@ -8,7 +8,7 @@ so the result means the same.
 import triton
 import triton.language as tl
 
-from gpt2_triton.kernels.tuned import INTERPRET
+from gpt2_triton.kernels.tuning import INTERPRET
 
 _WIDEN = tl.constexpr(INTERPRET)
 

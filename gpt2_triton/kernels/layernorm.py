@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.tuned import dtype_name, next_power_of_2, tuned
+from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
 
 @triton.jit

@@ -26,13 +26,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpt2_triton.kernels import hopper, hopper_dw, hopper_wide
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dot import dot
 from gpt2_triton.kernels.gelu import dgelu, gelu
+from gpt2_triton.kernels.hopper import matmul as hopper_matmul
+from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
+from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.tile import Cut, cut_tiles, halves, tile_position
-from gpt2_triton.kernels.tuned import INTERPRET, dtype_name, is_hopper, num_sms, tuned
+from gpt2_triton.kernels.tiles import Cut, cut_tiles, halves, tile_position
+from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper, num_sms, tuned
 
 
 @triton.jit
@@ -155,10 +157,10 @@ def _launch(
     res: Tensor | None = None, pre: Tensor | None = None, gelu_out: Tensor | None = None, part: Tensor | None = None,
 ) -> None:  # fmt: skip
     (M, K), N = a.shape, out.shape[1]
-    if is_hopper() and dtype_name(a) == dtype_name(out) == "bf16" and M % hopper.ROWS.value == 0 and N % 64 == 0:
-        if epilogue in ("", "add") and hopper_wide.is_faster(M, N):
-            return hopper_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
-        return hopper.matmul(
+    if is_hopper() and dtype_name(a) == dtype_name(out) == "bf16" and M % hopper_matmul.ROWS.value == 0 and N % 64 == 0:
+        if epilogue in ("", "add") and hopper_matmul_wide.is_faster(M, N):
+            return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
+        return hopper_matmul.matmul(
             out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part
         )
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
@@ -228,7 +230,7 @@ def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool)
     needed = cut.rest * cut.pieces * cut.rows * cut.columns
     assert scratch.numel() >= needed, f"matmul_dw: scratch holds {scratch.numel()}, needs {needed}"
     if is_hopper() and dtype_name(dout) == "bf16":
-        hopper_dw.matmul_dw(dw, scratch, dout, inp, cut, acc)
+        hopper_matmul_dw.matmul_dw(dw, scratch, dout, inp, cut, acc)
     else:
         _launch_dw(dw, scratch, dout, inp, cut, acc, row)
     if cut.rest:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.tuned import INTERPRET, next_power_of_2
+from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["P"])  # a count of rows: its divisibility buys nothing

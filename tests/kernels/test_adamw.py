@@ -10,7 +10,7 @@ from gpt2_triton.kernels.adamw import adamw
 from gpt2_triton.kernels.master import join_master, split_master
 from tests.conftest import DEVICE
 from tests.helpers import error, poisoned
-from tests.kernels.test_random import philox
+from tests.kernels.test_philox import philox
 
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.95, 1e-8, 0.1
 SEED = (5 << 31) | 12345

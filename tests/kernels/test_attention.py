@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
-from gpt2_triton.kernels.tuned import INTERPRET, TABLES, dtype_name, read_table, table
+from gpt2_triton.kernels.tuning import INTERPRET, TABLES, dtype_name, read_table, table
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from gpt2_triton.data.loader import scatter_bounds, scatter_table
 from gpt2_triton.kernels import classifier as cl
-from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch
+from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
-from gpt2_triton.kernels.tuned import INTERPRET, dtype_name, is_hopper
+from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt2_triton import kernels
-from gpt2_triton.kernels.tuned import INTERPRET
+from gpt2_triton.kernels.tuning import INTERPRET
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned

@@ -60,9 +60,13 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from gpt2_triton.kernels import hopper, hopper_dw, hopper_head, hopper_tiles, hopper_wide
+    from gpt2_triton.kernels.hopper import classifier as hopper_classifier
+    from gpt2_triton.kernels.hopper import matmul as hopper_matmul
+    from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
+    from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+    from gpt2_triton.kernels.hopper import pipeline
 
-    modules = hopper, hopper_wide, hopper_dw, hopper_head
+    modules = hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier
     kernel = next(vars(module)[kernel_name] for module in modules if kernel_name in vars(module))
     signature, constants, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -76,7 +80,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
         else:
             signature[name], constants[name] = "constexpr", value
     source = GluonASTSource(kernel, signature, constants, aligned)
-    options = {name: value for name, value in hopper_tiles.OPTIONS.items() if value is not None}
+    options = {name: value for name, value in pipeline.OPTIONS.items() if value is not None}
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton.kernels import hopper, hopper_dw, hopper_head, hopper_wide
-from gpt2_triton.kernels.tuned import TABLES, read_table
+from gpt2_triton.kernels.hopper import classifier as hopper_classifier
+from gpt2_triton.kernels.hopper import matmul as hopper_matmul
+from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
+from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+from gpt2_triton.kernels.tuning import TABLES, read_table
 from tests import reference
 from tests.helpers import EPS, error, poisoned
-from tests.kernels.gluon_simulator import NAMES, Race, simulated
+from tests.support.gluon_simulator import NAMES, Race, simulated
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 BF16 = torch.bfloat16
@@ -29,7 +32,9 @@ def product(rng, M, N, K, w_is_nk):
 
 
 def launch(out, a, w, b=None, *, w_is_nk=True, epilogue="", res=None, pre=None, gelu_out=None, part=None):
-    hopper.matmul(out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part)
+    hopper_matmul.matmul(
+        out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part
+    )
 
 
 @seeds
@@ -38,7 +43,7 @@ def test_forward_products(rng, M, N, K, seed):
     a, w, want = product(rng, M, N, K, w_is_nk=True)
     b, res = rng(N, dtype=BF16), rng(M, N, dtype=BF16)
     plain, added, out, pre = (poisoned(M, N, dtype=BF16) for _ in range(4))
-    with simulated(hopper, seed):
+    with simulated(hopper_matmul, seed):
         launch(plain, a, w)
         launch(added, a, w, b, epilogue="add", res=res)
         launch(out, a, w, b, epilogue="gelu", pre=pre)
@@ -53,7 +58,7 @@ def test_forward_products(rng, M, N, K, seed):
 def test_products_with_the_weight_as_it_is_stored(rng, M, N, K, seed):
     a, w, want = product(rng, M, N, K, w_is_nk=False)
     dx = poisoned(M, N, dtype=BF16)
-    with simulated(hopper, seed):
+    with simulated(hopper_matmul, seed):
         launch(dx, a, w, w_is_nk=False)
     assert error(dx, want) < EPS[BF16]
 
@@ -65,9 +70,9 @@ def test_tiles_of_320_columns(rng, M, N, K, seed):
         a, w, want = product(rng, M, N, K, w_is_nk)
         b, res = rng(N, dtype=BF16), rng(M, N, dtype=BF16)
         plain, added = (poisoned(M, N, dtype=BF16) for _ in range(2))
-        with simulated(hopper_wide, seed):
-            hopper_wide.matmul(plain, a, w, None, w_is_nk=w_is_nk, res=None)
-            hopper_wide.matmul(added, a, w, b, w_is_nk=w_is_nk, res=res)
+        with simulated(hopper_matmul_wide, seed):
+            hopper_matmul_wide.matmul(plain, a, w, None, w_is_nk=w_is_nk, res=None)
+            hopper_matmul_wide.matmul(added, a, w, b, w_is_nk=w_is_nk, res=res)
         assert error(plain, want) < EPS[BF16]
         assert error(added, want + b.double() + res.double()) < EPS[BF16]
 
@@ -79,8 +84,8 @@ def test_gradient_of_the_head_in_tiles_of_320_columns(rng, seed):
     rs, ks, targets = rng(R), rng(R), torch.randint(Vp, (R,), generator=rng.generator, dtype=torch.int32)
     targets[::5], targets[1] = -1, Vp - 1
     dln = poisoned(R, C, dtype=BF16)
-    with simulated(hopper_wide, seed):
-        hopper_wide.classifier_dx(dln, p, wte, rs, ks, targets)
+    with simulated(hopper_matmul_wide, seed):
+        hopper_matmul_wide.classifier_dx(dln, p, wte, rs, ks, targets)
     rows = wte.double()[targets.clamp(min=0)] * (targets >= 0)[:, None]
     assert error(dln, rs.double()[:, None] * want + ks.double()[:, None] * rows) < EPS[BF16]
 
@@ -95,7 +100,7 @@ def test_derivative_of_gelu(rng, M, N, K, seed, gelu_out):
     reference.gelu(x).backward(want)
     again = {"none": None, "its own": poisoned(M, N, dtype=BF16), "in the place of pre": pre}[gelu_out]
     part = poisoned(-(-M // 128), N)
-    with simulated(hopper, seed):
+    with simulated(hopper_matmul, seed):
         launch(dpre, a, w, w_is_nk=False, epilogue="dgelu", pre=pre, gelu_out=again, part=part)
     assert error(dpre, x.grad) < ROUNDINGS
     assert error(part.sum(0), x.grad.sum(0)) < EPS[BF16]  # sums of terms that were rounded, whose errors cancel in part
@@ -123,7 +128,7 @@ def test_weight_gradients(rng, monkeypatch, N, K, R, wave, cut, acc, seed):
     assert (planned.rows, planned.whole, planned.rest) == cut
     dout, inp, dw = rng(R, N, dtype=BF16), rng(R, K, dtype=BF16), rng(N, K) if acc else poisoned(N, K)
     want = dout.double().T @ inp.double() + (dw.double() if acc else 0)
-    with simulated(hopper_dw, seed):
+    with simulated(hopper_matmul_dw, seed):
         mm.matmul_dw(dw, poisoned(max(1, mm.matmul_dw_scratch(N, K, R, "bf16"))), dout, inp, acc)
     assert error(dw, want) < 1e-6  # products of bf16 are exact in fp32, whose sums of some hundred lose no more
 
@@ -135,8 +140,8 @@ def test_first_product_of_the_head(rng, seed, stored):
     lnf, wte, zt = rng(R, C, dtype=BF16), rng(Vp, C).mul(C**-0.5).to(BF16), rng(R)
     targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
     p, part = poisoned(R, Vp, dtype=BF16) if stored else None, poisoned(2, R)
-    with simulated(hopper_head, seed):
-        hopper_head.classifier_fwd(p, part, lnf, wte, zt, targets, V)
+    with simulated(hopper_classifier, seed):
+        hopper_classifier.classifier_fwd(p, part, lnf, wte, zt, targets, V)
     want = torch.exp2(lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None])
     columns = torch.arange(Vp)[None, :]
     want = want * ((columns < V) & (columns != targets[:, None]))
@@ -150,7 +155,7 @@ def run_with(rng, seed, **replaced):
     M, N, K = SHAPES[0]
     a, w, want = product(rng, M, N, K, w_is_nk=True)
     res, out, pre = rng(M, N, dtype=BF16), poisoned(M, N, dtype=BF16), poisoned(M, N, dtype=BF16)
-    with simulated(hopper, seed, **replaced):
+    with simulated(hopper_matmul, seed, **replaced):
         launch(out, a, w, epilogue="add", res=res)
         wrong = not error(out, want + res.double()) < EPS[BF16]
         launch(out, a, w, epilogue="gelu", pre=pre)
@@ -182,7 +187,7 @@ def test_the_simulator_finds_a_missing_wait(rng, replaced):
 def test_the_simulator_finds_an_address_outside_a_tensor(rng):
     a, w, _ = product(rng, 256, 256, 64, w_is_nk=False)
     too_small, pre = poisoned(1, 256), rng(256, 256, dtype=BF16)  # one row of sums for two rows of tiles
-    with pytest.raises(Race, match="outside a tensor"), simulated(hopper, 1):
+    with pytest.raises(Race, match="outside a tensor"), simulated(hopper_matmul, 1):
         launch(poisoned(256, 256, dtype=BF16), a, w, w_is_nk=False, epilogue="dgelu", pre=pre, part=too_small)
 
 
@@ -191,12 +196,12 @@ def test_the_simulator_finds_a_store_that_outlives_its_warps(rng):
     silent = SimpleNamespace(store_wait=lambda pending: None)
     with pytest.raises(Race, match="ends while a store still reads"):
         for seed in range(5):  # one tile: the last wait is the only one that matters, if the store is slow
-            with simulated(hopper, seed, tma=silent):
+            with simulated(hopper_matmul, seed, tma=silent):
                 launch(poisoned(128, 256, dtype=BF16), a, w)
 
 
 def test_the_simulator_finds_a_wait_that_never_ends(rng):
     a, w, _ = product(rng, 128, 256, 128, w_is_nk=True)
     silent = SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(arrive=lambda barrier, count: None))
-    with pytest.raises(Race, match="wait for ever"), simulated(hopper, 1, mbarrier=silent):
+    with pytest.raises(Race, match="wait for ever"), simulated(hopper_matmul, 1, mbarrier=silent):
         launch(poisoned(128, 256, dtype=BF16), a, w, epilogue="gelu", pre=poisoned(128, 256, dtype=BF16))

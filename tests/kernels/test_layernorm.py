@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
-from gpt2_triton.kernels.tuned import INTERPRET, dtype_name
+from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned

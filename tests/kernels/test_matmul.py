@@ -5,9 +5,11 @@ import importlib
 import pytest
 import torch
 
-from gpt2_triton.kernels import hopper, hopper_dw, hopper_wide
-from gpt2_triton.kernels.tile import cut_tiles
-from gpt2_triton.kernels.tuned import INTERPRET, TABLES, dtype_name, is_hopper, read_table
+from gpt2_triton.kernels.hopper import matmul as hopper_matmul
+from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
+from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+from gpt2_triton.kernels.tiles import cut_tiles
+from gpt2_triton.kernels.tuning import INTERPRET, TABLES, dtype_name, is_hopper, read_table
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned
@@ -79,7 +81,7 @@ def check_dx_dgelu(rng, R, N, K, dtype, acc, with_gelu):
     expected = want("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
     part = scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout)))
     mm.matmul_dx_dgelu(dpre, dbias, gelu_out, part, dout, w, pre, acc)
-    handed_on = dtype == torch.bfloat16 and is_hopper() and R % hopper.ROWS.value == 0 and K % 64 == 0
+    handed_on = dtype == torch.bfloat16 and is_hopper() and R % hopper_matmul.ROWS.value == 0 and K % 64 == 0
     # there gelu'(pre) meets a product rounded once: two independent roundings in dpre, one in the terms of dbias
     assert error(dpre, expected[0]) < tolerance(dtype) * (2**0.5 if handed_on else 1)
     assert error(dbias, expected[1]) < (EPS[dtype] if handed_on else SUMS)  # else of the unrounded values
@@ -177,7 +179,7 @@ either_kernel = pytest.mark.parametrize("R,N,K", [(2100, 48, 80), (2144, 320, 44
 def test_results_do_not_depend_on_the_number_of_programs(monkeypatch, R, N, K, dtype):
     runs = []
     for programs in (1, 3, 3):
-        for module in (mm, hopper, hopper_dw):
+        for module in (mm, hopper_matmul, hopper_matmul_dw):
             monkeypatch.setattr(module, "num_sms", lambda programs=programs: programs)
         runs.append(run_all(R, N, K, dtype, poisoned))
     for one, three, again in zip(*runs, strict=True):
@@ -244,19 +246,19 @@ def test_pieces_keep_a_hopper_gpu_busy():
 
 def test_tiles_of_320_columns_are_taken_where_they_waste_less(monkeypatch):
     """At GPT-2's sizes: 1558M's products of 1,600 columns, and the chunks of its head."""
-    monkeypatch.setattr(hopper_wide, "num_sms", lambda: 132)
+    monkeypatch.setattr(hopper_matmul_wide, "num_sms", lambda: 132)
     rows = {768: (65536, 11264, 9216), 1024: (65536, 16384), 1280: (32768, 10112, 2432), 1600: (16384, 10112, 6272)}
     shapes = [(R, C) for C, products_and_head in rows.items() for R in products_and_head]
     shapes += [(products, 3 * C) for C, (products, *_) in rows.items()]
-    assert {shape for shape in shapes if hopper_wide.is_faster(*shape)} == {(R, 1600) for R in rows[1600]}
+    assert {shape for shape in shapes if hopper_matmul_wide.is_faster(*shape)} == {(R, 1600) for R in rows[1600]}
 
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_products_with_gelu_are_never_wide(monkeypatch, faster):
     calls = []
     monkeypatch.setattr(mm, "is_hopper", lambda: True)
-    monkeypatch.setattr(hopper_wide, "is_faster", lambda M, N: faster)
-    for module in (hopper, hopper_wide):
+    monkeypatch.setattr(hopper_matmul_wide, "is_faster", lambda M, N: faster)
+    for module in (hopper_matmul, hopper_matmul_wide):
         monkeypatch.setattr(module, "matmul", lambda *_, module=module, **__: calls.append(module))
     x, w, b = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((32, 64), (64, 64), (64,)))
     out, res = torch.empty_like(x), torch.empty_like(x)
@@ -264,7 +266,7 @@ def test_products_with_gelu_are_never_wide(monkeypatch, faster):
     mm.matmul_add(out, res, x, w, b)
     mm.matmul_dx(out, x, w)
     mm.matmul_gelu(out, res, x, w, b)
-    assert calls == [*(3 * [hopper_wide if faster else hopper]), hopper]
+    assert calls == [*(3 * [hopper_matmul_wide if faster else hopper_matmul]), hopper_matmul]
 
 
 def test_a_wrong_shape_names_the_argument(rng):
@@ -300,9 +302,9 @@ def test_tiles_of_320_columns_give_the_same_bits_on_gpu(rng, w_is_nk):
     w = (rng(N, K) if w_is_nk else rng(K, N)).mul(K**-0.5).to(BF16)
     wide, narrow = (poisoned(M, N, dtype=BF16) for _ in range(2))
     for bias, add in ((None, None), (b, None), (b, res)):
-        hopper_wide.matmul(wide, a, w, bias, w_is_nk=w_is_nk, res=add)
+        hopper_matmul_wide.matmul(wide, a, w, bias, w_is_nk=w_is_nk, res=add)
         epilogue = "" if add is None else "add"
-        hopper.matmul(
+        hopper_matmul.matmul(
             narrow, a, w, bias, w_is_nk=w_is_nk, epilogue=epilogue, res=add, pre=None, gelu_out=None, part=None
         )
         assert torch.equal(wide, narrow)

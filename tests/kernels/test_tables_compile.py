@@ -122,16 +122,16 @@ def compile_for(name: str, only: str | None) -> None:
     from triton import knobs
     from triton.runtime import driver
 
-    from gpt2_triton.kernels import compiling, tuned
+    from gpt2_triton.kernels import compiling, tuning
 
     driver.set_active(Device(name))
     torch.cuda.is_available = lambda: False  # even beside a GPU: the Gluon kernels stay out
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
-    tuned.table_name = lambda: name
+    tuning.table_name = lambda: name
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     with compiling() as compiled:
-        for dtype, wide in itertools.product(tuned.DTYPES, (False, True)):
+        for dtype, wide in itertools.product(tuning.DTYPES, (False, True)):
             for launcher, arguments in calls(dtype, wide):
                 if only is None or (launcher.__name__, dtype, wide) == (only, "bf16", False):
                     launcher(*arguments)

@@ -50,7 +50,7 @@ def print_accesses() -> None:
     from triton.runtime import driver
 
     from gpt2_triton import kernels as K
-    from gpt2_triton.kernels import compiling, tuned
+    from gpt2_triton.kernels import compiling, tuning
 
     found: dict[str, list[Counter[int]]] = {}
 
@@ -62,7 +62,7 @@ def print_accesses() -> None:
     driver.set_active(Recorder("h200"))
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
-    tuned.table_name = lambda: "h200"
+    tuning.table_name = lambda: "h200"
     knobs.compilation.always_compile = True
     with compiling():
         for launcher, arguments in calls("bf16", False):

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.decode import DRAWN, FIELDS, ROW, SEED_HIGH, SEED_LOW, TOKEN
-from gpt2_triton.kernels.random import SAMPLE, philox_words
+from gpt2_triton.kernels.philox import SAMPLE, philox_words
 from gpt2_triton.kernels.softmax import LOG2E
-from gpt2_triton.kernels.tuned import tuned
+from gpt2_triton.kernels.tuning import tuned
 
 
 @triton.jit

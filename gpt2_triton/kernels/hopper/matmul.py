@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from gpt2_triton.kernels.gelu import dgelu, gelu
-from gpt2_triton.kernels.hopper_tiles import (
+from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
@@ -41,7 +41,7 @@ from gpt2_triton.kernels.hopper_tiles import (
     tma_load,
     tma_store,
 )
-from gpt2_triton.kernels.tuned import num_sms
+from gpt2_triton.kernels.tuning import num_sms
 
 ROWS = gl.constexpr(32)  # a slice of a tile is ROWS x 64: 32 numbers for each thread of activate
 DOWN = gl.constexpr(BLOCK_M.value // ROWS.value)

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from gpt2_triton.kernels.random import fill, normal_init, philox_words
-from gpt2_triton.kernels.tuned import INTERPRET
+from gpt2_triton.kernels.philox import fill, normal_init, philox_words
+from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
 from tests.helpers import error, poisoned
 
-random_module = importlib.import_module("gpt2_triton.kernels.random")
+random_module = importlib.import_module("gpt2_triton.kernels.philox")
 
 SEED = (0x299F31D0 << 32) | 0x24A0D3B5
 N = 1 << 18

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.tuned import dtype_name, tuned
+from gpt2_triton.kernels.tuning import dtype_name, tuned
 
 
 @triton.jit

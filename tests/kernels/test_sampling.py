@@ -6,7 +6,7 @@ import torch
 
 from gpt2_triton.kernels import draw
 from tests.conftest import DEVICE
-from tests.kernels.test_random import philox
+from tests.kernels.test_philox import philox
 
 SAMPLE = 2  # the purpose of the numbers, in Philox's counter
 

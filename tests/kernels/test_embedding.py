@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from gpt2_triton.data.loader import SEGMENT, scatter_bounds, scatter_table
-from gpt2_triton.kernels.encoder import encoder_bwd, encoder_bwd_scratch, encoder_fwd
-from gpt2_triton.kernels.tuned import INTERPRET
+from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch, encoder_fwd
+from gpt2_triton.kernels.tuning import INTERPRET
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned

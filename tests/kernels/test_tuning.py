@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from gpt2_triton.kernels import hopper_tiles, tuned
-from gpt2_triton.kernels.tile import cut_tiles
-from gpt2_triton.kernels.tuned import DTYPES, FIXED, PARAMETERS, TABLES, TableError, choose, read_table
+from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.hopper import pipeline
+from gpt2_triton.kernels.tiles import cut_tiles
+from gpt2_triton.kernels.tuning import DTYPES, FIXED, PARAMETERS, TABLES, TableError, choose, read_table
 
 FILES = sorted(file.name for file in TABLES.iterdir())
 GPUS = {file.removesuffix(".json"): read_table(TABLES / file) for file in FILES if file != "interpreter.json"}
@@ -15,7 +16,7 @@ GPUS = {file.removesuffix(".json"): read_table(TABLES / file) for file in FILES 
 
 def test_the_tables_are_package_data():
     assert FILES == ["a100.json", "b200.json", "h200.json", "interpreter.json", "rtx4090.json"]
-    assert TABLES.parent.joinpath("tuned.py").is_file()  # inside the package, all of which the wheel takes
+    assert TABLES.parent.joinpath("tuning.py").is_file()  # inside the package, all of which the wheel takes
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -45,11 +46,11 @@ def test_dw_needs_no_more_scratch_than_on_hopper(name):
 
 
 def test_what_hoppers_kernels_have_as_constants_is_what_scratch_is_sized_by():
-    rows, tile = GPUS["h200"].rows, (hopper_tiles.TILE_M, hopper_tiles.TILE_N, hopper_tiles.TILE_K)
+    rows, tile = GPUS["h200"].rows, (pipeline.TILE_M, pipeline.TILE_N, pipeline.TILE_K)
     assert rows["matmul", "bf16"]["BLOCK_M"] == tile[0]
     assert rows["classifier_fwd", "bf16"]["BLOCK_N"] == tile[1]
     assert tuple(rows["matmul_dw", "bf16"][block] for block in ("BLOCK_M", "BLOCK_N", "BLOCK_K")) == tile
-    assert rows["matmul_dw", "bf16"]["GROUP_M"] == hopper_tiles.GROUP_M.value  # the order in which tiles are cut
+    assert rows["matmul_dw", "bf16"]["GROUP_M"] == pipeline.GROUP_M.value  # the order in which tiles are cut
 
 
 @pytest.mark.parametrize(
@@ -78,10 +79,10 @@ def test_a_table_of_ones_own_comes_before_that_of_the_capability():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's bounds")
 def test_in_the_interpreter_a_block_covers_its_dimension_and_rows_are_copies():
-    row = tuned.tuned("matmul", "bf16", BLOCK_M=40, BLOCK_N=5000, BLOCK_K=3)
+    row = tuning.tuned("matmul", "bf16", BLOCK_M=40, BLOCK_N=5000, BLOCK_K=3)
     assert (row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]) == (64, 1024, 16)
     row["BLOCK_M"] = 1
-    assert tuned.tuned("matmul", "bf16")["BLOCK_M"] == 1024
+    assert tuning.tuned("matmul", "bf16")["BLOCK_M"] == 1024
 
 
 def broken(change):

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpt2_triton.kernels.hopper_tiles import (
+from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
     BLOCK_N,
     LAYOUT,
@@ -34,8 +34,8 @@ from gpt2_triton.kernels.hopper_tiles import (
     tma_load,
     tma_store,
 )
-from gpt2_triton.kernels.tile import quarters
-from gpt2_triton.kernels.tuned import num_sms
+from gpt2_triton.kernels.tiles import quarters
+from gpt2_triton.kernels.tuning import num_sms
 
 WIDTH = gl.constexpr(320)
 STRIP = gl.constexpr(WIDTH.value - TILE_N)  # columns of the second accumulator, and of what is stored at once

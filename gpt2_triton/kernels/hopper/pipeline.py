@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gpt2_triton.kernels.tile import tile_position
+from gpt2_triton.kernels.tiles import tile_position
 
 # what Triton calls them now, or called them in 3.6
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

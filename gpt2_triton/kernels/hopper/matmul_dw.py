@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from gpt2_triton.kernels.hopper_tiles import (
+from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
@@ -26,8 +26,8 @@ from gpt2_triton.kernels.hopper_tiles import (
     multiply_rest,
     tma_load,
 )
-from gpt2_triton.kernels.tile import Cut, quarters, tile_position
-from gpt2_triton.kernels.tuned import num_sms
+from gpt2_triton.kernels.tiles import Cut, quarters, tile_position
+from gpt2_triton.kernels.tuning import num_sms
 
 STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in shared memory to be stored
 

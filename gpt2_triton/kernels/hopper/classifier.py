@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from gpt2_triton.kernels.hopper import load
-from gpt2_triton.kernels.hopper_tiles import (
+from gpt2_triton.kernels.hopper.matmul import load
+from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
@@ -26,7 +26,7 @@ from gpt2_triton.kernels.hopper_tiles import (
     tma_store,
 )
 from gpt2_triton.kernels.softmax import unnormalised
-from gpt2_triton.kernels.tuned import num_sms
+from gpt2_triton.kernels.tuning import num_sms
 
 
 @gluon.jit

@@ -22,9 +22,14 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import gelu, hopper, hopper_dw, hopper_head, hopper_tiles, hopper_wide, softmax, tile
+from gpt2_triton.kernels import gelu, softmax, tiles
+from gpt2_triton.kernels.hopper import classifier as hopper_classifier
+from gpt2_triton.kernels.hopper import matmul as hopper_matmul
+from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
+from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+from gpt2_triton.kernels.hopper import pipeline
 
-MODULES = (tile, gelu, softmax, hopper_tiles, hopper, hopper_wide, hopper_dw, hopper_head)
+MODULES = (tiles, gelu, softmax, pipeline, hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier)
 WARPS = 8  # of the first partition
 local = threading.local()  # .worker: the partition that this thread is
 
