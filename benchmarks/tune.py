@@ -23,7 +23,7 @@ import gpt2_triton.kernels as kernels
 from benchmarks import calls, tables
 from benchmarks.calls import Call, Stopped
 from benchmarks.candidates import SPACE, candidates
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import Key, Row
 

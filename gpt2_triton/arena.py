@@ -19,10 +19,6 @@ ALIGN = 256
 GIB = 2**30
 
 
-class OutOfMemory(ValueError):
-    """The plan does not fit the GPU."""
-
-
 def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", again: str = "", within: str = "") -> Any:
     """A table row.
 

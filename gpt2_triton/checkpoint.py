@@ -27,6 +27,7 @@ from torch import Tensor
 from gpt2_triton import best
 from gpt2_triton.checks import lack_of_room, not_finite
 from gpt2_triton.crew import ALONE, Crew
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.shares import join, tile
 
 FORMAT = 2  # 1 had no window of losses and norms
@@ -34,10 +35,6 @@ STATE, MANIFEST = "state.json", "manifest.json"
 _STEP = re.compile(r"step_([0-9]{8,})")
 _RANK = re.compile(r"rank_[0-9]{5}\.safetensors")
 _HIDDEN = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # being written or deleted by that process
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged or of another run."""
 
 
 # ---- writing ----

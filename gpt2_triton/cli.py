@@ -18,12 +18,8 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import __version__
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.lines import say
-
-# by name, so that no command imports the kernels for the sake of an exception
-EXIT_CODES = {"ConfigError": 2, "DataError": 3, "CheckpointError": 4, "OutOfMemory": 5, "NonFinite": 6, "TableError": 2}
-EXIT_CODES |= {"PeerLost": 1, "Diverged": 1}
 
 
 def make_app(name: str, help: str) -> App:
@@ -45,14 +41,13 @@ def main(app: App, argv: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's end fails on what is left to flush
         return _leave(_fail("nobody reads the output any more", 141))
+    except UserError as error:
+        return _leave(_fail(str(error), error.exit_code))
     except Exception as error:
-        code = next((EXIT_CODES[c.__name__] for c in type(error).__mro__ if c.__name__ in EXIT_CODES), None)
-        if code is None and not _several_ranks():
+        if not _several_ranks():
             raise
-        if code is None:
-            traceback.print_exc()
-            code, error = 1, RuntimeError(f"{type(error).__name__}: {error}")
-        return _leave(_fail(str(error), code))
+        traceback.print_exc()
+        return _leave(_fail(f"{type(error).__name__}: {error}", 1))
 
 
 def _flush() -> None:

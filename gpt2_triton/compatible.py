@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.errors import CheckpointError
 
 # What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
 # compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.

@@ -11,14 +11,11 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from gpt2_triton import sections
+from gpt2_triton.errors import ConfigError
 
 HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
 TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
 INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # init_from, but scratch
-
-
-class ConfigError(ValueError):
-    """A mistake in the configuration or on the command line; one line per mistake."""
 
 
 class Config(sections.Section):

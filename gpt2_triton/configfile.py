@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from gpt2_triton.config import Config, ConfigError, options
+from gpt2_triton.config import Config, options
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.sections import SIZE_KEYS, Disagreement
 
 

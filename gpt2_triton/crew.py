@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from gpt2_triton.errors import PeerLostError
+
 POLL = 0.02  # seconds between two looks at the store
-
-
-class PeerLost(RuntimeError):
-    """Ranks did not come together, or can no longer be reached, most likely because another rank has ended."""
 
 
 class Crew:
@@ -25,13 +23,13 @@ class Crew:
         self._name, self._store, self._calls = name, store, 0
 
     def all(self, value: Any) -> list[Any]:
-        """Everyone's value, by rank, on every rank; PeerLost if the store is gone, with rank 0 or the launcher."""
+        """Everyone's value, by rank, on every rank; PeerLostError if the store is gone, with rank 0 or the launcher."""
         if self.size == 1:
             return [value]
         try:
             return self._exchange(value)
         except RuntimeError as error:
-            raise PeerLost("rank 0, or the launcher, has ended: its message says why") from error
+            raise PeerLostError("rank 0, or the launcher, has ended: its message says why") from error
 
     def _exchange(self, value: Any) -> list[Any]:
         self._calls += 1

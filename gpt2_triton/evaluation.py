@@ -15,8 +15,9 @@ from gpt2_triton.config import Config
 from gpt2_triton.crew import ALONE, Crew
 from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.progress import Progress
-from gpt2_triton.data.shards import DataError, Shard, bad_data
+from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import DataError, bad_data
 from gpt2_triton.gpus import device_name
 from gpt2_triton.model import GPT2
 from gpt2_triton.planning import free_bytes, make_plan

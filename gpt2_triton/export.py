@@ -9,8 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from gpt2_triton import checkpoint, huggingface, llmc
-from gpt2_triton.config import ConfigError
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.sources import open_weights
 
 WRITERS = {"hf": huggingface.write, "llmc": llmc.write}

@@ -18,8 +18,8 @@ from gpt2_triton.config import Config
 from gpt2_triton.crew import ALONE, Crew
 from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
 from gpt2_triton.data.progress import Progress
-from gpt2_triton.data.shards import bad_data
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import bad_data
 from gpt2_triton.model import GPT2
 
 MULTIPLE = 32

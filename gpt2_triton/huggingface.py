@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpt2_triton.checkpoint import CheckpointError
 from gpt2_triton.data.tokenizer import Tokenizer, byte_spelling
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.sections import ModelConfig
 from gpt2_triton.weights import Weights, from_bf16, round_bf16, sized, tokenizer_of
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2_triton.checkpoint import CheckpointError
 from gpt2_triton.data.tokenizer import LLMC_FILE, Tokenizer, write_llmc
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.weights import Weights, count, from_bf16, round_bf16, sized, tokenizer_of
 
 MODEL_MAGIC = 20240326

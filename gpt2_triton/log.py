@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton import gpus
-from gpt2_triton.config import Config, ConfigError
+from gpt2_triton.config import Config
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.lines import Lines, say
 from gpt2_triton.metrics import (
     MAIN_LOG,

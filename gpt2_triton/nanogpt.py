@@ -12,7 +12,7 @@ import textwrap
 import numpy as np
 import torch
 
-from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.weights import Weights, from_bf16, sized, tokenizer_of
 
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt2_triton.crew import Crew, PeerLost, muster
+from gpt2_triton.crew import Crew, muster
+from gpt2_triton.errors import PeerLostError
 from gpt2_triton.lines import say
 from gpt2_triton.peers import Window, opened
 from gpt2_triton.ranks import rank_and_size
@@ -51,7 +52,7 @@ class World:
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
             todo = "start all of them, with a MASTER_PORT that nothing else uses"
-            raise PeerLost(f"the {self.size} ranks did not come together ({reason}); {todo}") from error
+            raise PeerLostError(f"the {self.size} ranks did not come together ({reason}); {todo}") from error
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
         dist.init_process_group(
             "nccl" if gpu else "gloo",
@@ -136,7 +137,7 @@ class World:
         except RuntimeError as error:
             reason = re.sub(r"^\[\S+:\d+\] |\. .*", "", str(error).splitlines()[0])  # first sentence, no line of C++
             what = f"lost the other ranks in {function.__name__} ({reason})"
-            raise PeerLost(f"{what}; one has ended: its message, or the launcher's, says why") from error
+            raise PeerLostError(f"{what}; one has ended: its message, or the launcher's, says why") from error
 
     # ---- words between hosts ----
 

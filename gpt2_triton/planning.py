@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from gpt2_triton.arena import GIB, OutOfMemory, Plan, largest_batch, plan, resolve
+from gpt2_triton.arena import GIB, Plan, largest_batch, plan, resolve
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import packed_size, scatter_bounds
+from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.layout import flat_sizes
 from gpt2_triton.sections import ModelConfig
 from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries, layer_levels
@@ -151,7 +152,7 @@ def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: 
         free, total = torch.cuda.mem_get_info()
         has = f"the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free"
     if made.total > free and texts:
-        raise OutOfMemory(
+        raise OutOfMemoryError(
             f"to decode {texts} texts at once takes {made.total / GIB:.2f} GiB, {has}: set --batch below {texts}"
         )
     if made.total > free:
@@ -163,7 +164,7 @@ def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: 
             if best
             else "set"
         )
-        raise OutOfMemory(
+        raise OutOfMemoryError(
             f"the plan needs {made.total / GIB:.2f} GiB, {has}: {advice} a deeper memory.recompute "
             f"(now batch {config.micro_batch}, {config.memory.recompute}); --plan shows the buffers"
         )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.metrics import METRICS, read_metrics
 
 SMOOTH_FROM = 200  # points; a shorter curve is readable as it is

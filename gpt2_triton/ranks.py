@@ -4,7 +4,7 @@ import math
 import os
 import re
 
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

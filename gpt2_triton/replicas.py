@@ -13,13 +13,9 @@ from typing import Any
 import torch
 
 from gpt2_triton import layout
-from gpt2_triton.config import ConfigError
 from gpt2_triton.crew import Crew
+from gpt2_triton.errors import ConfigError, ReplicaMismatchError
 from gpt2_triton.model import GPT2
-
-
-class Diverged(RuntimeError):
-    """Weights that have to be equal on all ranks are not."""
 
 
 def require_shared(run_dir: Path, crew: Crew, seconds: float = 5.0) -> None:
@@ -76,8 +72,8 @@ def digest(model: GPT2) -> str:
 
 
 def compare(model: GPT2, crew: Crew, step: int) -> str:
-    """The digest that all ranks have; Diverged, with the ranks that differ from rank 0, if they do not agree."""
+    """Return the digest that all ranks have; raise ReplicaMismatchError with the ranks that differ from rank 0."""
     found = crew.all(digest(model))
     if others := [rank for rank, value in enumerate(found) if value != found[0]]:
-        raise Diverged(f"step {step}: the weights of ranks {others} are not those of rank 0")
+        raise ReplicaMismatchError(f"step {step}: the weights of ranks {others} are not those of rank 0")
     return found[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpt2_triton import checkpoint
 from gpt2_triton.crew import ALONE, Crew
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.lines import say
 
 
@@ -81,6 +82,6 @@ class Saver:
         todo = "free some space" if full else "make it writable"
         failure = f"{self._directory}: a checkpoint could not be written ({error}){older}; {todo}"
         if raise_errors:
-            raise checkpoint.CheckpointError(f"{failure} and resume") from error
+            raise CheckpointError(f"{failure} and resume") from error
         if self._crew.rank == 0:
             say(f"warning: {failure}", error=True)

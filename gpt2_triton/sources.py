@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpt2_triton import checkpoint, huggingface, llmc, nanogpt
 from gpt2_triton.config import Config
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.weights import Weights, first_problem, of_checkpoint, pack
 
 READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
@@ -53,7 +54,7 @@ def _of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
         then, now = saved["config"][section], config.to_dict()[section]
         for key in keys or now:
             if then.get(key) != now[key]:
-                raise checkpoint.CheckpointError(
+                raise CheckpointError(
                     f"init_from: {path} has {section}.{key} {then.get(key)}, this run {now[key]}; make them equal"
                 )
     return {name: tensors[name] for name in ("params", "low") if name in tensors}
@@ -73,13 +74,13 @@ def _load_checkpoint(step_dir: Path) -> tuple[Config, dict[str, Tensor]]:
         return Config.model_validate(state["config"], context=dict(gpus=ranks)), tensors
     except ValidationError as error:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton"
-        raise checkpoint.CheckpointError(wrong) from error
+        raise CheckpointError(wrong) from error
 
 
 def _config_of(weights: Weights) -> Config:
     model = weights.model
     if weights.tokenizer is None:
-        raise checkpoint.CheckpointError(f"{weights.where}: no tokenizer is known for {model.vocab_size} tokens")
+        raise CheckpointError(f"{weights.where}: no tokenizer is known for {model.vocab_size} tokens")
     sections = {
         "model": model.model_dump(),
         "data": {"tokenizer": weights.tokenizer},
@@ -89,4 +90,4 @@ def _config_of(weights: Weights) -> Config:
     try:
         return Config.model_validate(sections)
     except ValidationError as error:
-        raise checkpoint.CheckpointError(f"{weights.where}: does not run here: {first_problem(error)}") from None
+        raise CheckpointError(f"{weights.where}: does not run here: {first_problem(error)}") from None

@@ -13,6 +13,7 @@ import torch
 from gpt2_triton import best, checkpoint
 from gpt2_triton.config import Config
 from gpt2_triton.crew import Crew
+from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.model import GPT2
 from gpt2_triton.saver import Saver
 from gpt2_triton.stream import StepResult
@@ -22,14 +23,6 @@ MAX_REWINDS = 10  # to one checkpoint; what the data of so many rewinds did not 
 # what a checkpoint keeps of it: skipped steps in all, those of them that were outliers, how many steps in a row were
 # not finite, how many had no update for either reason, and rewinds since the last checkpoint that was due
 COUNTS = {"skipped": 0, "outliers": 0, "skipped_in_a_row": 0, "without_update": 0, "rewinds": 0}
-
-
-class NonFinite(RuntimeError):
-    """Steps stayed non-finite for train.skip_limit steps in a row, or rewinds did not help.
-
-    The host learns of it when the next step is already under way.  No update of a non-finite step reaches the weights:
-    AdamW itself skips it, on the device.
-    """
 
 
 class Rewind(Exception):
@@ -45,17 +38,17 @@ def count(state: dict[str, Any], result: StepResult) -> None:
 
 
 def check(state: dict[str, Any], config: Config) -> None:
-    """Raise Rewind or NonFinite if the counts say so; `state` is that after the step."""
+    """Raise Rewind or NonFiniteError if the counts say so; `state` is that after the step."""
     train, step = config.train, state["step"]
     if train.rewind_after and state["without_update"] >= train.rewind_after and rewind_target(state, config):
         if state["rewinds"] < MAX_REWINDS:
             raise Rewind
-        raise NonFinite(
+        raise NonFiniteError(
             f"step {step}: skipped {train.rewind_after} steps in a row again, after {MAX_REWINDS} rewinds to step "
             f"{rewind_target(state, config)}; lower optim.lr, or resume from an older checkpoint"
         )
     if train.skip_limit and state["skipped_in_a_row"] >= train.skip_limit:
-        raise NonFinite(
+        raise NonFiniteError(
             f"step {step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row "
             f"(samples up to {state['sample']:,}); the last update was step {step - state['without_update']}: "
             "lower optim.lr, or resume from an older checkpoint"

@@ -19,6 +19,7 @@ from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare import builtin_shards
 from gpt2_triton.data.shards import Shard, fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.evaluation import validation_loss
 from gpt2_triton.gpus import device_name
 from gpt2_triton.log import Logger, Silent
@@ -32,7 +33,7 @@ from gpt2_triton.sample import text_of_run
 from gpt2_triton.saver import Saver
 from gpt2_triton.signals import Signals
 from gpt2_triton.sources import initial_weights
-from gpt2_triton.stability import NonFinite, Rewind
+from gpt2_triton.stability import Rewind
 from gpt2_triton.stream import Step
 
 PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
@@ -51,7 +52,7 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     trainer = Trainer(config, run_dir, Path(found) if found else None, pulse)
     try:
         code = trainer.run()
-    except NonFinite:
+    except NonFiniteError:
         trainer.in_flight = None  # the run ends with the step that the message names
         trainer.close(failed=True)
         raise

@@ -13,8 +13,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from gpt2_triton.checkpoint import CheckpointError
 from gpt2_triton.config import TOKENIZER_SIZES, Config
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.planning import model_dimensions
 from gpt2_triton.sections import ModelConfig
 from gpt2_triton.tables import entries, named

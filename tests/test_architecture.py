@@ -20,80 +20,6 @@ ALLOWED_TORCH = {
 # of them that executes nothing
 ALLOWED_IN = {"nanogpt": {"load"}, "peers": {"UntypedStorage", "from_file"}}
 
-# who may import whom: a module's own imports from the package, by prefix
-ALLOWED_IMPORTS = {
-    "kernels/contract": set(),
-    "kernels/tuning": set(),
-    "kernels/dot": {"kernels.tuning"},
-    "kernels/gelu": set(),
-    "kernels/softmax": set(),
-    "kernels/master": set(),
-    "kernels/tiles": set(),
-    "kernels/__init__": {"kernels"},
-    "kernels/": {"kernels"},
-    "arena": set(),
-    "tables": {"arena"},
-    "schedule": set(),
-    "optim": {"config", "sections"},
-    "sections": set(),
-    "config": {"sections"},
-    "data/": {"data"},
-    "best": set(),
-    "checkpoint": {"best", "checks", "crew", "shares"},
-    "saver": {"checkpoint", "crew", "lines"},
-    "compatible": {"checkpoint"},
-    "crew": set(),
-    "shares": set(),
-    "signals": set(),
-    "ranks": {"config"},
-    "parallel": {"crew", "lines", "peers", "ranks"},
-    "peers": set(),
-    "pulse": {"parallel"},
-    "layout": {"tables"},
-    "link": {"layout", "parallel", "stream"},
-    "replicas": {"config", "crew", "layout", "model"},
-    "checks": set(),
-    "configfile": {"config", "sections"},
-    "configtable": {"compatible", "config"},
-    "gpus": {"arena", "config"},
-    "lines": set(),
-    "log": {"config", "gpus", "lines", "metrics", "mirror", "optim", "provenance", "stream"},
-    "metrics": {"lines"},
-    "mirror": {"config", "configfile", "metrics", "provenance"},
-    "provenance": {"", "config", "metrics"},  # "" is the version of the package
-    "plot": {"config", "metrics"},
-    "weights": {"checkpoint", "config", "planning", "sections", "tables"},
-    "huggingface": {"checkpoint", "data.tokenizer", "sections", "weights"},
-    "llmc": {"checkpoint", "data.tokenizer", "weights"},
-    "nanogpt": {"checkpoint", "weights"},
-    "sources": {"checkpoint", "config", "huggingface", "llmc", "nanogpt", "weights"},
-    "export": {"checkpoint", "config", "data.tokenizer", "huggingface", "llmc", "sources"},
-    "sample": {"kernels", "config", "data", "decoding", "gpus", "model", "sources"},
-    "decoding": {"model", "stream"},
-    "stream": set(),
-    "view": {"link", "tables"},
-    "watch": {"crew", "tables"},
-    "stability": {"best", "checkpoint", "config", "crew", "model", "saver", "stream"},
-    "hellaswag": {"config", "crew", "data", "model"},
-    "evaluation": {"kernels", "arena", "config", "crew", "data", "gpus", "model", "planning"},
-    "planning": {"tables", "arena", "config", "data.loader", "layout", "sections", "watch"},
-    "model": {
-        "schedule",
-        "tables",
-        "arena",
-        "config",
-        "crew",
-        "layout",
-        "link",
-        "parallel",
-        "planning",
-        "stream",
-        "view",
-        "watch",
-    },
-}
-
-
 def _name(path: pathlib.Path) -> str:
     return str(path.relative_to(PACKAGE).with_suffix(""))
 
@@ -119,38 +45,6 @@ def test_torch_gives_memory_and_nothing_else(path):
         if name not in ALLOWED_TORCH | ALLOWED_IN.get(_name(path), set())
     ]
     assert not refused
-
-
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_imports_point_one_way(path):
-    name = _name(path)
-    rule = next((allowed for prefix, allowed in ALLOWED_IMPORTS.items() if name == prefix), None)
-    if rule is None:
-        rule = next(
-            (
-                allowed
-                for prefix, allowed in ALLOWED_IMPORTS.items()
-                if prefix.endswith("/") and name.startswith(prefix)
-            ),
-            None,
-        )
-    if rule is None:
-        return  # commands, trainer: the top, which may import all below
-    for node in ast.walk(ast.parse(path.read_text())):
-        modules = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            submodules = [
-                f"{node.module}.{a.name}"
-                for a in node.names
-                if (PACKAGE.parent / f"{node.module}.{a.name}".replace(".", "/")).with_suffix(".py").exists()
-            ]
-            modules = submodules or [node.module]
-        elif isinstance(node, ast.Import):
-            modules = [a.name for a in node.names]
-        for module in modules:
-            if module.startswith("gpt2_triton"):
-                target = module.removeprefix("gpt2_triton").lstrip(".")
-                assert any(target == a or target.startswith(a + ".") for a in rule), f"{name} may not import {module}"
 
 
 def test_a_training_step_runs_no_torch_arithmetic():

@@ -12,7 +12,8 @@ from torch import Tensor
 import gpt2_triton.model
 import gpt2_triton.planning
 from gpt2_triton import arena
-from gpt2_triton.arena import ALIGN, PHASES, OutOfMemory, Row, buf, carve, largest_batch, phases, plan, resolve
+from gpt2_triton.arena import ALIGN, PHASES, Row, buf, carve, largest_batch, phases, plan, resolve
+from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.planning import choose_recompute
 from gpt2_triton.tables import LEVELS, Acts, State, layer_levels
 from tests import reference
@@ -147,12 +148,14 @@ def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
     config = tiny_config()
     made, _ = gpt2_triton.planning.make_plan(config, reference, 1, config.train.seq_len)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (made.total, 2 * arena.GIB))
-    with pytest.raises(OutOfMemory, match=r"set train.batch_size to 1 and .* \(now batch 2, gelu\)"):
+    with pytest.raises(OutOfMemoryError, match=r"set train.batch_size to 1 and .* \(now batch 2, gelu\)"):
         gpt2_triton.model.GPT2(config, reference, "cuda")
-    with pytest.raises(OutOfMemory, match=r"^to decode 900 texts at once takes .* GiB free: set --batch below 900$"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"^to decode 900 texts at once takes .* GiB free: set --batch below 900$"
+    ):
         gpt2_triton.model.GPT2(config, reference, "cuda", batch=57, training=False, texts=900)
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": made.total}.__getitem__)
-    with pytest.raises(OutOfMemory, match=r"the machine has .* GiB: set train.batch_size to 1 and "):
+    with pytest.raises(OutOfMemoryError, match=r"the machine has .* GiB: set train.batch_size to 1 and "):
         gpt2_triton.model.GPT2(config, reference, "cpu")
 
 
@@ -163,7 +166,7 @@ def test_the_batch_that_would_fit_divides_a_gpus_share_of_the_step(monkeypatch):
     made, _ = gpt2_triton.planning.make_plan(config, reference, 3, config.train.seq_len)
     assert made.total > fits.total
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (fits.total, 2 * arena.GIB))
-    with pytest.raises(OutOfMemory, match="set train.batch_size to 1 and train.total_batch_tokens to 192"):
+    with pytest.raises(OutOfMemoryError, match="set train.batch_size to 1 and train.total_batch_tokens to 192"):
         gpt2_triton.planning.refuse_if_too_large(made, config, reference, "cuda")
 
 

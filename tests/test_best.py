@@ -5,9 +5,8 @@ import json
 import pytest
 
 from gpt2_triton import best, checkpoint, trainer
-from gpt2_triton.checkpoint import CheckpointError
-from gpt2_triton.config import ConfigError
 from gpt2_triton.configfile import load_config
+from gpt2_triton.errors import CheckpointError, ConfigError
 from tests.test_trainer import run_config, stop_after, train
 
 LOSSES = [0.5, 3.0, 1.0, 2.0, float("nan"), 1.0]  # after 0 ... 5 steps

@@ -5,8 +5,9 @@ import yaml
 from pydantic import ValidationError
 
 from gpt2_triton import configfile
-from gpt2_triton.config import Config, ConfigError, options
+from gpt2_triton.config import Config, options
 from gpt2_triton.configfile import load_config
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.sections import RECOMPUTE, SIZES, MemoryConfig
 from gpt2_triton.tables import LEVELS
 

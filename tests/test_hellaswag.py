@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from gpt2_triton import hellaswag
 from gpt2_triton.data import hellaswag as data
-from gpt2_triton.data.shards import DataError
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import DataError
 from gpt2_triton.trainer import train
 from tests import torch_gpt2
 from tests.data.test_prepare import gpt2

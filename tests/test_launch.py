@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_triton.config import ConfigError
-from gpt2_triton.crew import Crew, PeerLost, muster
+from gpt2_triton.crew import Crew, muster
+from gpt2_triton.errors import ConfigError, PeerLostError
 from gpt2_triton.metrics import read_metrics
 from gpt2_triton.parallel import World
 from gpt2_triton.ranks import NAMES, first_host, rank_and_size, read_environment
@@ -162,7 +162,7 @@ def test_ranks_that_do_not_come_are_named():
 
 def test_a_rank_that_waits_in_vain_says_so(environment):
     environment(**dict(zip(NAMES, ("0", "2", "0", "127.0.0.1", str(free_port())), strict=True)))
-    with pytest.raises(PeerLost, match=r"the 2 ranks did not come together \(.*\); start all of them"):
+    with pytest.raises(PeerLostError, match=r"the 2 ranks did not come together \(.*\); start all of them"):
         World("cpu", 0.3)
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from gpt2_triton import llmc
-from gpt2_triton.checkpoint import CheckpointError
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.export import export
 from gpt2_triton.sources import initial_weights
 from gpt2_triton.tables import named

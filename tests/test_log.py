@@ -5,7 +5,8 @@ import json
 import pytest
 
 from gpt2_triton import gpus
-from gpt2_triton.config import Config, ConfigError
+from gpt2_triton.config import Config
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.log import Logger, duration
 from gpt2_triton.metrics import MAIN_LOG, METRICS, STATS, llmc_line, read_metrics
 from gpt2_triton.optim import learning_rate

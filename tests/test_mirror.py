@@ -17,7 +17,7 @@ import pytest
 from gpt2_triton import mirror
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.log import Logger
 from gpt2_triton.metrics import METRICS, read_metrics
 from tests.test_log import config, result

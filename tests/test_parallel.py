@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from gpt2_triton import checkpoint, kernels, layout, link, mirror, pulse, replicas, stability
-from gpt2_triton.config import Config, ConfigError
-from gpt2_triton.crew import Crew, PeerLost
+from gpt2_triton.config import Config
+from gpt2_triton.crew import Crew
+from gpt2_triton.errors import ConfigError, PeerLostError
 from gpt2_triton.link import Exchange
 from gpt2_triton.model import GPT2
 from gpt2_triton.parallel import World
@@ -374,7 +375,7 @@ def test_steps_that_stay_not_finite_end_all_ranks(tmp_path):
     config = config_of(train=dict(steps=4, skip_limit=2), debug=dict(hash_state=0))
     processes, _ = ranks.start(2, tmp_path / "stderr", nan_on_rank_1, config, tmp_path, range(4))
     assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
-    message = "NonFinite: step 2: loss or gradient norm was not finite for 2 steps in a row"
+    message = "NonFiniteError: step 2: loss or gradient norm was not finite for 2 steps in a row"
     assert (tmp_path / "stderr").read_text().count(message) == 2
 
 
@@ -427,7 +428,10 @@ def test_weights_that_differ_end_the_run(tmp_path):
     """As if a bit of rank 1's memory had flipped."""
     processes, _ = ranks.start(2, tmp_path / "stderr", flip_on_rank_1, config_of(0), tmp_path)
     assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
-    assert "Diverged: step 1: the weights of ranks [1] are not those of rank 0" in (tmp_path / "stderr").read_text()
+    assert (
+        "ReplicaMismatchError: step 1: the weights of ranks [1] are not those of rank 0"
+        in (tmp_path / "stderr").read_text()
+    )
 
 
 def flip_on_rank_1(config, run):
@@ -465,7 +469,7 @@ def test_a_killed_rank_ends_the_others_and_a_restart_gives_the_unbroken_bytes(tm
     processes, _ = ranks.start(2, run / "stderr", bad_rank_1, config, run, signal.SIGKILL)
     began = time.monotonic()
     assert [process.join(60) or process.exitcode for process in processes] == [1, -signal.SIGKILL]
-    assert time.monotonic() - began < 60 and "PeerLost" in (run / "stderr").read_text()
+    assert time.monotonic() - began < 60 and "PeerLostError" in (run / "stderr").read_text()
     assert run_job(2, config, run, resume=True) == 0
     whole = tmp_path / "whole"
     assert run_job(2, config, whole) == 0
@@ -548,9 +552,9 @@ def gone(*_arguments, **_names):
 
 def test_who_loses_the_others_says_so_in_one_line():
     """Of torch's message the first sentence, without the line of C++."""
-    with pytest.raises(PeerLost) as lost:
+    with pytest.raises(PeerLostError) as lost:
         World("cpu", 30)._collective(gone)
     closed = "lost the other ranks in gone (Connection closed by peer [10.0.0.1]:9)"
     assert str(lost.value) == f"{closed}; one has ended: its message, or the launcher's, says why"
-    with pytest.raises(PeerLost, match="^rank 0, or the launcher, has ended: its message says why$"):
+    with pytest.raises(PeerLostError, match="^rank 0, or the launcher, has ended: its message says why$"):
         Crew("words", 1, 2, SimpleNamespace(set=gone)).all(1)

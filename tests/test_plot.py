@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.plot import OPENAI, _apart, plot, smoothed
 
 TOKENS = 1000  # of a step

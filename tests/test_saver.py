@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from gpt2_triton import checkpoint, checks
-from gpt2_triton.checkpoint import CheckpointError
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.saver import Saver
 from tests.test_checkpoint import STEP_10, STEP_20, STEP_30, content, example, names, write
 

@@ -12,13 +12,12 @@ import torch
 
 import gpt2_triton.planning
 from gpt2_triton import checkpoint, stability, trainer
-from gpt2_triton.config import ConfigError
 from gpt2_triton.configfile import load_config
 from gpt2_triton.data.loader import TrainLoader, pack_batch
+from gpt2_triton.errors import ConfigError, NonFiniteError
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.saver import Saver
-from gpt2_triton.stability import NonFinite
 from gpt2_triton.stream import StepResult
 from gpt2_triton.trainer import Trainer, train
 from tests.tiny import tiny_config
@@ -206,7 +205,7 @@ def test_rewinds_that_do_not_help_end_the_run(tmp_path, monkeypatch):
         original(self, index)
 
     monkeypatch.setattr(Trainer, "_train_step", poisoned)
-    with pytest.raises(NonFinite, match="step 3: skipped 1 steps in a row again, after 1 rewinds to step 2"):
+    with pytest.raises(NonFiniteError, match="step 3: skipped 1 steps in a row again, after 1 rewinds to step 2"):
         train(rewind_config(), tmp_path, resume=False)
 
 

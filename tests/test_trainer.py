@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from gpt2_triton import checkpoint
+from gpt2_triton.errors import CheckpointError, NonFiniteError
 from gpt2_triton.log import Logger
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.saver import Saver
-from gpt2_triton.stability import NonFinite
 from gpt2_triton.trainer import Trainer, train
 from tests.tiny import packed_batch, tiny_config, tiny_model
 
@@ -134,7 +134,7 @@ def test_non_finite_steps_are_skipped_counted_and_finally_stop_the_run(tmp_path,
         original(self, index)
 
     monkeypatch.setattr(Trainer, "_train_step", poisoned_from_step_1)
-    with pytest.raises(NonFinite, match="step 3: loss or gradient norm was not finite for 2 steps in a row"):
+    with pytest.raises(NonFiniteError, match="step 3: loss or gradient norm was not finite for 2 steps in a row"):
         train(config, tmp_path, resume=False)
     assert [r["skipped"] for r in metrics(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [True, True]
 
@@ -214,12 +214,12 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(unbroken, tmp
 
 def test_init_from_another_model_is_refused(unbroken, tmp_path):
     config = run_config(model=dict(n_layer=1), init_from=f"checkpoint:{unbroken}")
-    with pytest.raises(checkpoint.CheckpointError, match=r"model.n_layer 2, this run 1"):
+    with pytest.raises(CheckpointError, match=r"model.n_layer 2, this run 1"):
         Trainer(config, tmp_path, None)
 
 
 def test_a_run_that_could_not_save_does_not_begin(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(checkpoint.CheckpointError, match="no room for a checkpoint: .* bytes needed, 1,000 free; make"):
+    with pytest.raises(CheckpointError, match="no room for a checkpoint: .* bytes needed, 1,000 free; make"):
         train(run_config(), tmp_path / "run", resume=False)
     assert not (tmp_path / "run").exists()

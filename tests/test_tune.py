@@ -14,7 +14,7 @@ from benchmarks.our_gpt2 import run_steps
 from gpt2_triton import gpus
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import DTYPES, FIXED, PARAMETERS, TABLES, read_table
 from tests.tiny import packed_batch, tiny_model

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2_triton.cli import choose_device, require_directory, require_least
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.sections import check_recompute
 
 

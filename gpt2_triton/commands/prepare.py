@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2_triton.cli import make_app, require_least
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
 Tokenizer = Literal["gpt2", "bytes"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gpt2_triton.cli import choose_device, require_least
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 
 
 def sample(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gpt2_triton.config import ConfigError
+from gpt2_triton.errors import ConfigError
 
 
 def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] = None) -> None:

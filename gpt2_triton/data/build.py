@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_triton.data.shards import HEADER_BYTES, RECORD, bad_data, map_tokens, read_record, write_shard
+from gpt2_triton.data.shards import HEADER_BYTES, RECORD, map_tokens, read_record, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import bad_data
 
 PIECE = 1 << 20  # characters tokenised at a time, by one worker
 SHARD_TOKENS = 100_000_000  # llm.c's

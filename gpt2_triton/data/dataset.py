@@ -23,8 +23,9 @@ import numpy as np
 from gpt2_triton.data import build
 from gpt2_triton.data.build import SHARD_TOKENS, Meter, Progress, Rows, Run, encode, print_now
 from gpt2_triton.data.hub import asking, repository
-from gpt2_triton.data.shards import RECORD, bad_data, read_record, write_atomic
+from gpt2_triton.data.shards import RECORD, read_record, write_atomic
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import bad_data
 
 PROGRESS = "progress.json"
 AGAIN = "run the same command again: it goes on after the last finished shard"

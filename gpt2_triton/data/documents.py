@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from gpt2_triton.data.shards import DataError, bad_data
+from gpt2_triton.errors import DataError, bad_data
 
 READ_BYTES = 1 << 20
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")

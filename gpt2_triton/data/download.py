@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpt2_triton.data.progress import Progress
-from gpt2_triton.data.shards import bad_data
+from gpt2_triton.errors import bad_data
 
 TIMEOUT = 30  # seconds without an answer or a byte
 BLOCK = 1 << 18

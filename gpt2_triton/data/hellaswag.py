@@ -21,8 +21,8 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from gpt2_triton.data.download import fetch
-from gpt2_triton.data.shards import bad_data
 from gpt2_triton.data.tokenizer import Tokenizer
+from gpt2_triton.errors import bad_data
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpt2_triton.data.shards import DataError, bad_data
+from gpt2_triton.errors import DataError, bad_data
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from gpt2_triton.data.shards import Shard, bad_data
+from gpt2_triton.data.shards import Shard
+from gpt2_triton.errors import bad_data
 
 SEGMENT = 128  # most entries that one program of the embedding backward adds up
 

@@ -23,8 +23,9 @@ import numpy as np
 from gpt2_triton.data import build
 from gpt2_triton.data.build import SHARD_TOKENS, Meter, Progress, Rows, Run, encode, in_use, is_done, print_now
 from gpt2_triton.data.documents import Source, find_sources, measure, pieces, read
-from gpt2_triton.data.shards import RECORD, bad_data, write_atomic
+from gpt2_triton.data.shards import RECORD, write_atomic
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import bad_data
 
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from gpt2_triton.data import build
 from gpt2_triton.data.build import Progress, Rows, print_now
 from gpt2_triton.data.hub import asking, repository
-from gpt2_triton.data.shards import RECORD, bad_data, map_tokens, read_record, write_atomic
+from gpt2_triton.data.shards import RECORD, map_tokens, read_record, write_atomic
+from gpt2_triton.errors import bad_data
 
 REPOSITORIES = {
     "fineweb10B": "kjj0/fineweb10B-gpt2",

@@ -14,21 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from gpt2_triton.errors import bad_data
+
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
 SCAN = 1 << 22  # tokens checked at a time: 8 MiB
 EDGE_BYTES = 1 << 16  # of each end of a shard that its fingerprint covers
 RECORD = "shards.json"  # what a preparation tells of its shards, beside them
 PREPARE = "make shards with `python -m gpt2_triton prepare`"
-
-
-class DataError(ValueError):
-    """Data that cannot be used; `bad_data` words it."""
-
-
-def bad_data(where: object, what: str, got: object, expected: object, todo: str) -> DataError:
-    """A DataError of one line that says all a user needs."""
-    return DataError(f"{where}: {what}: got {got}, expected {expected}; {todo}")
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:

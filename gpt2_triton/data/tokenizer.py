@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gpt2_triton.data.shards import bad_data
+from gpt2_triton.errors import bad_data
 
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 LLMC_FILE, LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = "gpt2_tokenizer.bin", 20240328, 2, 1024

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpt2_triton.errors import ConfigError
+
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 TABLES = resources.files("gpt2_triton.kernels") / "tables"
 WITHOUT_GPU, OTHER_GPUS = "h200", "rtx4090"  # the latter's rows need the least shared memory
@@ -69,7 +71,7 @@ FIXED: dict[str, tuple[str, ...]] = {
 }
 
 
-class TableError(ValueError):
+class TableError(ConfigError):
     """A table that does not fit the kernels; the message is one line with file, row, what is wrong, what is right."""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpt2_triton.data.download import fetch
 from gpt2_triton.data.progress import Progress
-from gpt2_triton.data.shards import DataError
+from gpt2_triton.errors import DataError
 
 CONTENT = bytes(range(256)) * 40
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

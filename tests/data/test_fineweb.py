@@ -24,7 +24,8 @@ from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data import build, dataset, pretokenized
 from gpt2_triton.data.dataset import PROGRESS, Source, prepare_dataset
-from gpt2_triton.data.shards import DataError, map_tokens, open_shards, write_shard
+from gpt2_triton.data.shards import map_tokens, open_shards, write_shard
+from gpt2_triton.errors import DataError
 
 pytest.importorskip("datasets")
 SHARD, PIECE = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other

@@ -22,7 +22,7 @@ from gpt2_triton.data.loader import (
     scatter_bounds,
     scatter_table,
 )
-from gpt2_triton.data.shards import DataError
+from gpt2_triton.errors import DataError
 
 SEQ_LEN, VOCAB = 4, 1000
 

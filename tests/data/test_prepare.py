@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from gpt2_triton.data import build, prepare, tokenizer
 from gpt2_triton.data.documents import find_sources, pieces, read
 from gpt2_triton.data.prepare import builtin_shards, builtin_text, prepare_builtin, prepare_text
-from gpt2_triton.data.shards import DataError, open_shards
+from gpt2_triton.data.shards import open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
+from gpt2_triton.errors import DataError
 
 SHAKESPEARE = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
 TEXT = "".join(f"line {i}: \N{GREEK SMALL LETTER PI} is {22 / 7 + i:.3f}\n" for i in range(200))

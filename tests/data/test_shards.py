@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gpt2_triton.data import shards
-from gpt2_triton.data.shards import DataError, Shard, fingerprint, open_shards, require_tokenizer, write_shard
+from gpt2_triton.data.shards import Shard, fingerprint, open_shards, require_tokenizer, write_shard
+from gpt2_triton.errors import DataError
 
 VOCAB, SEQ_LEN = 300, 8
 TOKENS = np.arange(100, dtype=np.uint16)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt2_triton.data import tokenizer
-from gpt2_triton.data.shards import DataError
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,58 @@
+"""Errors that a user can correct: one line on stderr and an exit code.  Any other exception is a bug and keeps its
+traceback.
+"""
+
+
+class UserError(Exception):
+    """Base class.  `exit_code` is the exit code of the process."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """The configuration or the command line is wrong; one line for each mistake."""
+
+
+class DataError(UserError):
+    """Data cannot be used; `bad_data` formats the message."""
+
+    exit_code = 3
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged or belongs to another run."""
+
+    exit_code = 4
+
+
+class OutOfMemoryError(UserError):
+    """The memory plan does not fit the device."""
+
+    exit_code = 5
+
+
+class NonFiniteError(UserError):
+    """Losses or gradients stayed non-finite for train.skip_limit steps in a row, or rewinds did not help.
+
+    The host sees this while the next step is running.  AdamW skips a non-finite step on the device, so that none of its
+    updates reach the weights.
+    """
+
+    exit_code = 6
+
+
+class PeerLostError(UserError):
+    """Rendezvous failed, or a rank can no longer be reached, most likely because another rank has exited."""
+
+    exit_code = 1
+
+
+class ReplicaMismatchError(UserError):
+    """Weights that must be equal on all ranks differ."""
+
+    exit_code = 1
+
+
+def bad_data(where: object, what: str, got: object, expected: object, todo: str) -> DataError:
+    """Return a DataError of one line: the place, the problem, the value found, the value expected, the fix."""
+    return DataError(f"{where}: {what}: got {got}, expected {expected}; {todo}")
