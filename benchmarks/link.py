@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gpt2_triton import gpus
-from gpt2_triton.parallel import World
-from gpt2_triton.ranks import read_environment
+from gpt2_triton.distributed.launcher_env import read_environment
+from gpt2_triton.distributed.process_group import World
 
 BUCKETS = {
     "124M layer": 7_077_888,

@@ -36,9 +36,9 @@ from gpt2_triton import gpus
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.distributed.launcher_env import read_environment
+from gpt2_triton.distributed.process_group import World
 from gpt2_triton.model import GPT2
-from gpt2_triton.parallel import World
-from gpt2_triton.ranks import read_environment
 
 SETTLE = 12  # steps at the beginning of a stretch that do not count: ranks meet, graphs are captured, clocks go down
 TRACED = 3  # steps in a trace, of which the second is kept

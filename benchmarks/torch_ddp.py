@@ -15,8 +15,8 @@ from benchmarks.sizes import SIZES, T
 from benchmarks.together import SETTLE, speed_table
 from benchmarks.torch_gpt2 import batch_of, build, run_steps
 from gpt2_triton import gpus
-from gpt2_triton.parallel import World
-from gpt2_triton.ranks import read_environment
+from gpt2_triton.distributed.launcher_env import read_environment
+from gpt2_triton.distributed.process_group import World
 
 
 def main(size: str, steps: int, rounds: int) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gpt2_triton import best
 from gpt2_triton.checks import lack_of_room, not_finite
-from gpt2_triton.crew import ALONE, Crew
+from gpt2_triton.distributed.control import ALONE, Crew
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.shares import join, tile
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2_triton.config import Config
-from gpt2_triton.crew import ALONE, Crew
 from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
 from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.distributed.control import ALONE, Crew
 from gpt2_triton.errors import bad_data
 from gpt2_triton.model import GPT2
 

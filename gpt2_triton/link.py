@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_triton import layout
-from gpt2_triton.parallel import World
+from gpt2_triton.distributed.process_group import World
 from gpt2_triton.stream import Side
 
 # A layer's gradients, 48 C^2 bytes, take as long over NVLink as some 1,400 tokens take through its backward pass, of

@@ -16,9 +16,9 @@ from torch import Tensor
 from gpt2_triton import layout, schedule
 from gpt2_triton.arena import carve
 from gpt2_triton.config import Config
-from gpt2_triton.crew import Crew
+from gpt2_triton.distributed.control import Crew
+from gpt2_triton.distributed.process_group import World
 from gpt2_triton.link import Link, link_of
-from gpt2_triton.parallel import World
 from gpt2_triton.planning import make_plan, refuse_if_too_large
 from gpt2_triton.stream import STEPS, Replay, Step
 from gpt2_triton.tables import Acts, Decoding, Recompute, State, entries, layer_levels, named

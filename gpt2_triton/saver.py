@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gpt2_triton import checkpoint
-from gpt2_triton.crew import ALONE, Crew
+from gpt2_triton.distributed.control import ALONE, Crew
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.lines import say
 

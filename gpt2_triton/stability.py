@@ -12,7 +12,7 @@ import torch
 
 from gpt2_triton import best, checkpoint
 from gpt2_triton.config import Config
-from gpt2_triton.crew import Crew
+from gpt2_triton.distributed.control import Crew
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.model import GPT2
 from gpt2_triton.saver import Saver

@@ -12,23 +12,24 @@ from typing import Any
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import best, checkpoint, compatible, hellaswag, replicas, stability, watch
+from gpt2_triton import best, checkpoint, compatible, hellaswag, stability, watch
 from gpt2_triton.arena import GIB
 from gpt2_triton.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare import builtin_shards
 from gpt2_triton.data.shards import Shard, fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.distributed import consistency
+from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.watchdog import Pulse
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.evaluation import validation_loss
 from gpt2_triton.gpus import device_name
 from gpt2_triton.log import Logger, Silent
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.parallel import World
 from gpt2_triton.planning import choose_recompute, free_bytes, use_report, used_bytes
 from gpt2_triton.provenance import describe
-from gpt2_triton.pulse import Pulse
 from gpt2_triton.sample import text_of_run
 from gpt2_triton.saver import Saver
 from gpt2_triton.signals import Signals
@@ -47,7 +48,7 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     crew = world.crew("trainer")
     with pulse.during("reading checkpoints"):
         run_dir = Path(crew.first(lambda: str(run_dir)))
-        replicas.require_shared(run_dir, crew)
+        consistency.require_shared(run_dir, crew)
         found = crew.first(lambda: str(checkpoint.latest(run_dir) or "")) if resume else ""
     trainer = Trainer(config, run_dir, Path(found) if found else None, pulse)
     try:
@@ -84,7 +85,9 @@ class Trainer:
             train_shards = self._open_shards("train")
             val_shards = self._open_shards("val") if config.eval.every else []
             self.data = fingerprint(train_shards)
-            replicas.require_alike(self.crew, configuration=config.to_dict(), data=[self.data, fingerprint(val_shards)])
+            consistency.require_alike(
+                self.crew, configuration=config.to_dict(), data=[self.data, fingerprint(val_shards)]
+            )
             self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None, "best": None} | stability.COUNTS
             tensors = self._load(found) if found else initial_weights(config)
             if config.sample.every:
@@ -214,7 +217,7 @@ class Trainer:
                     self.log.sample(step, text_of_run(self.model, c))
         if self._due(step, c.debug.hash_state):
             self._settle()
-            self.log.note(f"step {step}: weights {replicas.compare(self.model, self.crew, step)} on every rank")
+            self.log.note(f"step {step}: weights {consistency.compare(self.model, self.crew, step)} on every rank")
         if lowest or self._due(step, c.checkpoint.every) or step == c.train.steps:
             self._save(step)
 

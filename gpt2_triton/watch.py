@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpt2_triton.crew import Crew
+from gpt2_triton.distributed.control import Crew
 from gpt2_triton.tables import Acts, Params, State, entries
 
 FORWARD = ("x", "qkv", "att", "fch")

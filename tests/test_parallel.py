@@ -17,13 +17,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint, kernels, layout, link, mirror, pulse, replicas, stability
+from gpt2_triton import checkpoint, kernels, layout, link, mirror, stability
 from gpt2_triton.config import Config
-from gpt2_triton.crew import Crew
+from gpt2_triton.distributed import consistency, watchdog
+from gpt2_triton.distributed.control import Crew
+from gpt2_triton.distributed.process_group import World
 from gpt2_triton.errors import ConfigError, PeerLostError
 from gpt2_triton.link import Exchange
 from gpt2_triton.model import GPT2
-from gpt2_triton.parallel import World
 from gpt2_triton.planning import make_plan
 from gpt2_triton.schedule import EMBED
 from gpt2_triton.sources import load_weights
@@ -391,16 +392,16 @@ def test_ranks_with_another_configuration_or_other_data_are_refused(tmp_path):
     message = "ConfigError: configuration: not the same on ranks [1] as on rank 0; copy the same files to every node"
     assert message in (tmp_path / "stderr").read_text()
     with pytest.raises(ConfigError, match=r"data: not the same on ranks \[1, 2\]"):
-        replicas.require_alike(SimpleNamespace(all=lambda value: [value, "other", "other"]), data=[])
+        consistency.require_alike(SimpleNamespace(all=lambda value: [value, "other", "other"]), data=[])
 
 
 def test_a_run_directory_that_not_all_ranks_see_is_refused_at_the_start(tmp_path):
     """Rank 1 looks into a directory of the same name on a disk of its own."""
     crew = SimpleNamespace(rank=1, size=2, all=lambda mine: [["name", ""] if isinstance(mine, list) else "", mine])
     with pytest.raises(ConfigError, match=r"--run_dir: ranks \[1\] do not see .*; give one that all nodes see and may"):
-        replicas.require_shared(tmp_path, crew, seconds=0.2)
+        consistency.require_shared(tmp_path, crew, seconds=0.2)
     (tmp_path / "name").touch()
-    replicas.require_shared(tmp_path, crew, seconds=0.2)
+    consistency.require_shared(tmp_path, crew, seconds=0.2)
     assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
@@ -530,7 +531,7 @@ def test_when_the_first_rank_dies_the_others_end_without_a_launcher(tmp_path):
 
 def test_who_is_behind_is_named(capsys, monkeypatch):
     """All answer, and one has done less than the others."""
-    speaker = object.__new__(pulse.Pulse)
+    speaker = object.__new__(watchdog.Pulse)
     calls = itertools.count(1)
     speaker.world = SimpleNamespace(rank=0, store=SimpleNamespace(add=lambda key, amount: next(calls)))
     speaker._moved, speaker._step, speaker._interval = 0.0, 7, 0.0

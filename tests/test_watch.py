@@ -13,7 +13,7 @@ import gpt2_triton.kernels as K
 import gpt2_triton.planning
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
-from gpt2_triton.crew import ALONE
+from gpt2_triton.distributed.control import ALONE
 from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row

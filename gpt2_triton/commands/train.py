@@ -13,8 +13,8 @@ from cyclopts import Group, Parameter
 from gpt2_triton.cli import choose_device, make_app, require_least
 from gpt2_triton.config import Config, options
 from gpt2_triton.configfile import load_config, suggestion
+from gpt2_triton.distributed.launcher_env import rank_and_size, read_environment
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.ranks import rank_and_size, read_environment
 
 FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 

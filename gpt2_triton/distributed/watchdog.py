@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gpt2_triton.parallel import World
+from gpt2_triton.distributed.process_group import World
 
 STARTING, STEPPING = "starting", "training"
 PATIENCE = {STARTING: 3, STEPPING: 1}  # times the timeout; evaluations, samples and checkpoints have OTHER

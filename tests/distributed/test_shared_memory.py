@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_triton import parallel
-from gpt2_triton.parallel import World
-from gpt2_triton.peers import Window, opened
+from gpt2_triton.distributed import process_group
+from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.shared_memory import Window, opened
 from tests import ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
@@ -46,7 +46,7 @@ def allocate(near: str, blind: bool) -> list[list[int]]:
         def refuse(*_):
             raise RuntimeError("no peer access")
 
-        parallel.opened = refuse
+        process_group.opened = refuse
     for _ in range(2):
         own, seen = world.allocate(1000)
         own.fill_(world.rank + 1)

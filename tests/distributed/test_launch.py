@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_triton.crew import Crew, muster
+from gpt2_triton.distributed.control import Crew, muster
+from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_size, read_environment
+from gpt2_triton.distributed.process_group import World
 from gpt2_triton.errors import ConfigError, PeerLostError
 from gpt2_triton.metrics import read_metrics
-from gpt2_triton.parallel import World
-from gpt2_triton.ranks import NAMES, first_host, rank_and_size, read_environment
 from tests.ranks import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

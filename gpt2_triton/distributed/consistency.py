@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gpt2_triton import layout
-from gpt2_triton.crew import Crew
+from gpt2_triton.distributed.control import Crew
 from gpt2_triton.errors import ConfigError, ReplicaMismatchError
 from gpt2_triton.model import GPT2
 
