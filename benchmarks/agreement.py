@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 import gpt2_triton.kernels as K  # noqa: E402
 from benchmarks.verify import master  # noqa: E402
-from gpt2_triton.config import Config  # noqa: E402
+from gpt2_triton.config.config import Config  # noqa: E402
 from gpt2_triton.data.loader import TrainLoader, pack_batch  # noqa: E402
 from gpt2_triton.data.progress import REPORT_SECONDS  # noqa: E402
 from gpt2_triton.data.shards import open_shards  # noqa: E402
-from gpt2_triton.gpus import device_name  # noqa: E402
+from gpt2_triton.device import device_name  # noqa: E402
 from gpt2_triton.model import GPT2  # noqa: E402
 from gpt2_triton.optim import hyper_row, learning_rate  # noqa: E402
 from gpt2_triton.stream import StepResult  # noqa: E402

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sizes import SIZES, T, config_of
-from gpt2_triton.gpus import flops_per_token, peak_flops
+from gpt2_triton.device import flops_per_token, peak_flops
 
 Report = dict[str, Any]
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks.agreement import History, initialised, train_ours, train_torch
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 
 LAST, BOUND = 20, 0.01
 LEVELS, LAG = (1.0, 0.1), 0.05

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gpt2_triton import gpus
+from gpt2_triton import device
 from gpt2_triton.distributed.launcher_env import read_environment
 from gpt2_triton.distributed.process_group import World
 
@@ -88,6 +88,6 @@ def measure(function: Callable[..., None], *arguments: Any) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.parse_args()
-    if not gpus.present():
+    if not device.present():
         parser.exit(2, "error: link: needs CUDA GPUs, found none\n")
     main()

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 
 T, VOCAB = 1024, 50257
 

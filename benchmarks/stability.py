@@ -14,7 +14,7 @@ import triton
 
 import gpt2_triton.kernels as K
 from benchmarks.sizes import config_of, tokens_of
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.distributed.control import ALONE
 from gpt2_triton.model import GPT2

@@ -32,9 +32,9 @@ from torch.profiler import ProfilerActivity, profile
 import gpt2_triton.kernels as K
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
-from gpt2_triton import gpus
+from gpt2_triton import device
 from gpt2_triton.arena import GIB
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.distributed.launcher_env import read_environment
 from gpt2_triton.distributed.process_group import World
@@ -257,7 +257,7 @@ if __name__ == "__main__":
     if given.draw:
         drawn = json.loads(given.draw[0].read_text())
         draw([[Kernel(*k) for k in kernels] for kernels in drawn["steps"]], drawn["title"], given.draw[1])
-    elif not gpus.present():
+    elif not device.present():
         parser.exit(2, "error: together: needs CUDA GPUs, found none\n")
     else:
         measured = given.zero, given.micro_steps, given.steps, given.rounds, given.trace

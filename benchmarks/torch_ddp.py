@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.sizes import SIZES, T
 from benchmarks.together import SETTLE, speed_table
 from benchmarks.torch_gpt2 import batch_of, build, run_steps
-from gpt2_triton import gpus
+from gpt2_triton import device
 from gpt2_triton.distributed.launcher_env import read_environment
 from gpt2_triton.distributed.process_group import World
 
@@ -52,6 +52,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30, help="that are timed at a stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
     given = parser.parse_args()
-    if not gpus.present():
+    if not device.present():
         parser.exit(2, "error: torch_ddp: needs CUDA GPUs, found none\n")
     main(given.size, given.steps, given.rounds)

@@ -18,8 +18,8 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import __version__
+from gpt2_triton.console import say
 from gpt2_triton.errors import ConfigError, UserError
-from gpt2_triton.lines import say
 
 
 def make_app(name: str, help: str) -> App:
@@ -102,9 +102,9 @@ def choose_device() -> None:
     # threads, 1.5 s on one
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what c10d logs, with C++ stacks, is raised besides
-    from gpt2_triton import gpus
+    from gpt2_triton import device
 
-    if gpus.present():
+    if device.present():
         return
     if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
         found = f"triton {version('triton')} with numpy {version('numpy')}"

@@ -9,7 +9,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from gpt2_triton import compatible
-from gpt2_triton.config import options
+from gpt2_triton.config.config import options
 
 HEAD = """# The configuration
 

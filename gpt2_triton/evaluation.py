@@ -11,14 +11,14 @@ from torch import Tensor
 
 import gpt2_triton.kernels as K
 from gpt2_triton.arena import largest_batch
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.device import device_name
 from gpt2_triton.distributed.control import ALONE, Crew
 from gpt2_triton.errors import DataError, bad_data
-from gpt2_triton.gpus import device_name
 from gpt2_triton.model import GPT2
 from gpt2_triton.planning import free_bytes, make_plan
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
 from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.tokenizer import get_tokenizer

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton import gpus
-from gpt2_triton.config import Config
+from gpt2_triton import device
+from gpt2_triton.config.config import Config
+from gpt2_triton.console import Lines, say
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.lines import Lines, say
 from gpt2_triton.metrics import (
     MAIN_LOG,
     METRICS,
@@ -47,8 +47,8 @@ class Logger:
         self.config, self.steps = config, config.train.steps
         self._first = True
         self._seconds: float | None = None
-        peak = gpus.peak_flops() if config.train.dtype == "bf16" else None  # the table's peaks are bf16
-        self._mfu_of_tok_s = gpus.flops_per_token(config) / (peak * config.gpus) if peak else None
+        peak = device.peak_flops() if config.train.dtype == "bf16" else None  # the table's peaks are bf16
+        self._mfu_of_tok_s = device.flops_per_token(config) / (peak * config.gpus) if peak else None
         self._run_dir, self._about = run_dir, about
         try:
             self._begin(resume_step, wandb_id)

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.lines import say
+from gpt2_triton.console import say
 
 METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2_triton.config import Config
-from gpt2_triton.configfile import load_config
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.metrics import METRICS, Record, read_metrics
 from gpt2_triton.provenance import read_run, write_run

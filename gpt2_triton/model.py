@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpt2_triton import layout, schedule
 from gpt2_triton.arena import carve
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.control import Crew
 from gpt2_triton.distributed.process_group import World
 from gpt2_triton.link import Link, link_of

@@ -13,8 +13,8 @@ import math
 
 import numpy as np
 
-from gpt2_triton.config import Config
-from gpt2_triton.sections import OptimConfig
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.schema import OptimConfig
 
 
 def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:

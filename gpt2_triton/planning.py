@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from gpt2_triton.arena import GIB, Plan, largest_batch, plan, resolve
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.loader import packed_size, scatter_bounds
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.layout import flat_sizes
-from gpt2_triton.sections import ModelConfig
 from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries, layer_levels
 from gpt2_triton.watch import slots
 

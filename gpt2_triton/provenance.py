@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton import __version__
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.metrics import replace_text
 
 RUN = "run.json"

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
 from gpt2_triton.decoding import generate
-from gpt2_triton.gpus import device_name
+from gpt2_triton.device import device_name
 from gpt2_triton.model import GPT2
 from gpt2_triton.sources import load_weights
 

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gpt2_triton import checkpoint
+from gpt2_triton.console import say
 from gpt2_triton.distributed.control import ALONE, Crew
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.lines import say
 
 
 class Saver:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gpt2_triton import checkpoint, huggingface, llmc, nanogpt
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.weights import Weights, first_problem, of_checkpoint, pack
 

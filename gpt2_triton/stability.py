@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gpt2_triton import best, checkpoint
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.control import Crew
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.model import GPT2

@@ -14,17 +14,17 @@ import torch
 import gpt2_triton.kernels as K
 from gpt2_triton import best, checkpoint, compatible, hellaswag, stability, watch
 from gpt2_triton.arena import GIB
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare import builtin_shards
 from gpt2_triton.data.shards import Shard, fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.device import device_name
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.process_group import World
 from gpt2_triton.distributed.watchdog import Pulse
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.evaluation import validation_loss
-from gpt2_triton.gpus import device_name
 from gpt2_triton.log import Logger, Silent
 from gpt2_triton.model import GPT2
 from gpt2_triton.optim import hyper_row

@@ -13,10 +13,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from gpt2_triton.config import TOKENIZER_SIZES, Config
+from gpt2_triton.config.config import TOKENIZER_SIZES, Config
+from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.planning import model_dimensions
-from gpt2_triton.sections import ModelConfig
 from gpt2_triton.tables import entries, named
 
 

@@ -31,9 +31,9 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
     torch.cuda.get_device_capability = lambda: CAPABILITY[gpu]
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
-    from gpt2_triton import gpus
+    from gpt2_triton import device
 
-    gpus.device_name = lambda: "cpu"  # where the memory is
+    device.device_name = lambda: "cpu"  # where the memory is
     from gpt2_triton.trainer import Trainer
     from tests.tiny import tiny_config
 

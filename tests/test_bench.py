@@ -11,7 +11,7 @@ import gpt2_triton.kernels
 from benchmarks import bench, ceilings, layernorm, ops, torch_gpt2
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, config_of
-from gpt2_triton import gpus
+from gpt2_triton import device
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
 from tests.tiny import packed_batch, tiny_model
@@ -259,7 +259,7 @@ def test_a_mistake_is_exit_2_and_a_line_on_stderr(capsys, argv, message):
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(gpus, "present", lambda: False)
+    monkeypatch.setattr(device, "present", lambda: False)
     assert main(tools_app, ["bench"]) == 2
     assert capsys.readouterr() == ("", "error: bench: needs a CUDA GPU, found none\n")
 
@@ -273,7 +273,7 @@ def test_help_lists_the_options(capsys):
 
 def test_options_are_passed_on(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(gpus, "present", lambda: True)
+    monkeypatch.setattr(device, "present", lambda: True)
     stand_in = SimpleNamespace(
         bench=lambda *a: seen.append(a) or 1,
         report=lambda *a: seen.append(a),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpt2_triton import best, checkpoint, trainer
-from gpt2_triton.configfile import load_config
+from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import CheckpointError, ConfigError
 from tests.test_trainer import run_config, stop_after, train
 

@@ -18,7 +18,7 @@ import torch
 
 from gpt2_triton import checkpoint, checks, compatible
 from gpt2_triton.checkpoint import MANIFEST, STATE, tensors_name
-from gpt2_triton.config import options
+from gpt2_triton.config.config import options
 from gpt2_triton.errors import CheckpointError
 
 TENSORS = tensors_name(0)  # those of a run on one GPU

@@ -10,13 +10,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 
-from gpt2_triton import cli, errors, gpus
+from gpt2_triton import cli, device, errors
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
 from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
-from gpt2_triton.config import options
-from gpt2_triton.configfile import load_config
+from gpt2_triton.config.config import options
+from gpt2_triton.config.load import load_config
 
 MISTAKES = [  # arguments of train.py, what stderr says
     ([], "CONFIG requires an argument; see --help"),
@@ -201,12 +201,12 @@ def test_the_plan_needs_no_gpu_and_leaves_the_interpreter_alone(here, module, mo
     module("planning", plan_report=lambda config, kernels, gpu_bytes: seen.append(gpu_bytes) or "the plan")
     assert main(train_app, ["x.yaml", "--plan", "--gpu", "A100-80"]) == 0
     assert capsys.readouterr().out == "the plan\n"
-    assert seen == [gpus.memory_bytes("a100-80")] and 79 * 2**30 < seen[0] < 80 * 2**30
+    assert seen == [device.memory_bytes("a100-80")] and 79 * 2**30 < seen[0] < 80 * 2**30
     assert "TRITON_INTERPRET" not in os.environ
 
 
 def test_without_a_gpu_the_interpreter_is_chosen_and_announced(monkeypatch, capsys):
-    monkeypatch.setattr(gpus, "present", lambda: False)
+    monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cli.choose_device()
     assert os.environ["TRITON_INTERPRET"] == "1"
@@ -214,7 +214,7 @@ def test_without_a_gpu_the_interpreter_is_chosen_and_announced(monkeypatch, caps
 
 
 def test_with_a_gpu_nothing_is_set_or_said(monkeypatch, capsys):
-    monkeypatch.setattr(gpus, "present", lambda: True)
+    monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cli.choose_device()
     assert "TRITON_INTERPRET" not in os.environ and capsys.readouterr().out == ""
@@ -224,7 +224,7 @@ def test_with_a_gpu_nothing_is_set_or_said(monkeypatch, capsys):
     ("triton", "numpy", "runs"), [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.10.0", "2.4.6", True)]
 )
 def test_an_interpreter_that_cannot_run_is_refused(monkeypatch, capsys, triton, numpy, runs):
-    monkeypatch.setattr(gpus, "present", lambda: False)
+    monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(cli, "version", dict(triton=triton, numpy=numpy).__getitem__)
     if runs:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpt2_triton.config import options
+from gpt2_triton.config.config import options
 from gpt2_triton.configtable import table
 
 COMMITTED = Path(__file__).parent.parent / "docs" / "config.md"

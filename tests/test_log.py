@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gpt2_triton import gpus
-from gpt2_triton.config import Config
+from gpt2_triton import device
+from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.log import Logger, duration
 from gpt2_triton.metrics import MAIN_LOG, METRICS, STATS, llmc_line, read_metrics
@@ -37,11 +37,11 @@ def no_times(path):
 
 
 def test_a_step_is_one_line_on_the_console(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpus, "peak_flops", lambda: 1e15)
+    monkeypatch.setattr(device, "peak_flops", lambda: 1e15)
     logger = Logger(tmp_path, config())
     logger.step(11, result(loss=4.56789, norm=2.0, seconds=60.0))
     logger.step(12, result(loss=4.12344, norm=1.23446, seconds=0.1123))
-    mfu = 8192 / 0.1123 * gpus.flops_per_token(config()) / 1e15
+    mfu = 8192 / 0.1123 * device.flops_per_token(config()) / 1e15
     eta = "1m 51s"  # 988 steps of 0.1123 s: the first step, which compiles, does not count
     assert capsys.readouterr().out.splitlines()[1] == (
         "step   12/1000 | loss 4.1234 | lr 6.00e-04 | norm 1.2345 | 112.3 ms | 72,947 tok/s "
@@ -50,7 +50,7 @@ def test_a_step_is_one_line_on_the_console(tmp_path, capsys, monkeypatch):
 
 
 def test_metrics_hold_the_same_step_in_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpus, "peak_flops", lambda: 1e15)
+    monkeypatch.setattr(device, "peak_flops", lambda: 1e15)
     logger = Logger(tmp_path, config())
     logger.step(5, result(loss=4.5, norm=1.25, seconds=0.5))
     logger.validation(5, 4.75)
@@ -68,7 +68,7 @@ def test_metrics_hold_the_same_step_in_full(tmp_path, monkeypatch):
 
 
 def test_an_unknown_gpu_has_no_mfu(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpus, "peak_flops", lambda: None)
+    monkeypatch.setattr(device, "peak_flops", lambda: None)
     run(tmp_path, [1])
     assert "mfu" not in capsys.readouterr().out
     assert read_metrics(tmp_path / METRICS)[0]["mfu"] is None
@@ -81,7 +81,7 @@ def test_an_unknown_gpu_has_no_mfu(tmp_path, capsys, monkeypatch):
 def test_the_peak_is_that_of_the_device(monkeypatch, device, tflops):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: device)
-    assert gpus.peak_flops() == (tflops and tflops * 1e12)
+    assert device.peak_flops() == (tflops and tflops * 1e12)
 
 
 def test_a_skipped_step_says_so_and_stays_valid_json(tmp_path, capsys):

@@ -128,7 +128,7 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path):
     """On a terminal, where wandb would ask, and wait: a run is often started and left."""
     pytest.importorskip("wandb")
     code = (
-        "from pathlib import Path; from gpt2_triton.config import Config; from gpt2_triton.mirror import Mirror;"
+        "from pathlib import Path; from gpt2_triton.config.config import Config; from gpt2_triton.mirror import Mirror;"
         "Mirror(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None); print('went on')"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}

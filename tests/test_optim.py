@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.schema import OptimConfig
 from gpt2_triton.optim import hyper_row, learning_rate
-from gpt2_triton.sections import OptimConfig
 
 STEPS, WARMUP, LR = 1000, 100, 6e-4
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gpt2_triton import checkpoint, kernels, layout, link, mirror, stability
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.distributed import consistency, watchdog
 from gpt2_triton.distributed.control import Crew
 from gpt2_triton.distributed.process_group import World

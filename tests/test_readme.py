@@ -21,8 +21,8 @@ from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
 from gpt2_triton.commands.train import FLAGS, parse_overrides
 from gpt2_triton.commands.train import app as train_app
-from gpt2_triton.config import options
-from gpt2_triton.configfile import load_config
+from gpt2_triton.config.config import options
+from gpt2_triton.config.load import load_config
 from gpt2_triton.data.shards import open_shards
 from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
 from tests.tiny import tiny_model

@@ -11,7 +11,7 @@ from benchmarks import scaling, together
 from benchmarks.scaling import Link
 from benchmarks.sizes import config_of
 from benchmarks.together import Kernel
-from gpt2_triton import gpus
+from gpt2_triton import device
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "scaling.md"
 MEASURED = {  # ms on 4 H200s, docs/scaling.md: (size, width): reduce_scatter (4) or all_gather (2) of a layer's bucket
@@ -75,11 +75,11 @@ def test_copies_cost_what_is_waited_for_their_sums_and_the_power_of_their_links(
 
 
 @pytest.mark.parametrize("gpus, size, measured", [(2, 0, 1.2), (2, 1, 0.4), (4, 0, 0.7), (4, 1, -1.9)])
-def test_two_and_four_gpus_are_as_the_model_has_them(gpus, size, measured):
+def test_two_and_four_gpus_are_as_the_model_has_them(device, size, measured):
     """Milliseconds of "together" over "in step", docs/scaling.md; within 0.5% of a step, since four runs of 124M on two
     GPUs had 98.5 to 98.8%, and on four GPUs 99.4 and 99.5%, where there are twice the transfers.
     """
-    compute, _, longer = scaling.step(scaling.SIZES[size], scaling.SIZES[size].batch, gpus, Link())
+    compute, _, longer = scaling.step(scaling.SIZES[size], scaling.SIZES[size].batch, device, Link())
     assert longer * 1e3 == pytest.approx(measured, abs=0.005 * compute * 1e3)
 
 
@@ -100,7 +100,7 @@ def test_a_link_that_cannot_be_is_refused(monkeypatch, capsys, words):
 
 @pytest.mark.parametrize("name", ["link", "together", "torch_ddp"])
 def test_what_measures_gpus_says_that_there_are_none(monkeypatch, capsys, name):
-    monkeypatch.setattr(gpus, "present", lambda: False)
+    monkeypatch.setattr(device, "present", lambda: False)
     assert run_script(monkeypatch, name) == 2
     assert capsys.readouterr() == ("", f"error: {name}: needs CUDA GPUs, found none\n")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import gpt2_triton.kernels
 import gpt2_triton.planning
 from gpt2_triton import arena
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.kernels import contract
 from gpt2_triton.model import GPT2

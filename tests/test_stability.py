@@ -12,7 +12,7 @@ import torch
 
 import gpt2_triton.planning
 from gpt2_triton import checkpoint, stability, trainer
-from gpt2_triton.configfile import load_config
+from gpt2_triton.config.load import load_config
 from gpt2_triton.data.loader import TrainLoader, pack_batch
 from gpt2_triton.errors import ConfigError, NonFiniteError
 from gpt2_triton.model import GPT2

@@ -11,7 +11,7 @@ import torch
 import gpt2_triton.kernels
 from benchmarks import calls, candidates, tables, tune
 from benchmarks.our_gpt2 import run_steps
-from gpt2_triton import gpus
+from gpt2_triton import device
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
 from gpt2_triton.errors import ConfigError
@@ -300,14 +300,14 @@ def test_a_mistake_is_exit_2_and_a_line_on_stderr(capsys, argv, message):
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(gpus, "present", lambda: False)
+    monkeypatch.setattr(device, "present", lambda: False)
     assert main(tools_app, ["bench", "--tune"]) == 2
     assert capsys.readouterr() == ("", "error: bench: needs a CUDA GPU, found none\n")
 
 
 def test_options_are_passed_on(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(gpus, "present", lambda: True)
+    monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.setattr(tune, "tune", lambda *a: seen.append(a) or 0)
     argv = ["bench", "--tune", "--sizes", "d12", "--batch", "8", "--only", "adamw", "--out", str(tmp_path / "t.json")]
     assert main(tools_app, argv) == 0

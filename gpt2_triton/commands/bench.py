@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2_triton.cli import choose_device, require_directory, require_least
+from gpt2_triton.config.schema import check_recompute
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.sections import check_recompute
 
 
 def verify() -> int:
@@ -62,7 +62,7 @@ def bench(
     plot: Path
         With --ops and one size: a PNG of each operation's time beside its floor.
     """
-    from gpt2_triton import gpus
+    from gpt2_triton import device
 
     wanted = sizes.split(",")
     unknown = [size for size in wanted if size not in ("d12", "d24", "d36", "d48")]
@@ -91,7 +91,7 @@ def bench(
     require_directory("json", json)
     require_directory("plot", plot)
     require_directory("out", out)
-    if not gpus.present():
+    if not device.present():
         raise ConfigError("bench: needs a CUDA GPU, found none")
     if find_spec("benchmarks") is None:
         raise ConfigError("bench: benchmarks/ is not here; run it in the root of a checkout")

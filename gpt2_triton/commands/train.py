@@ -11,8 +11,8 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from gpt2_triton.cli import choose_device, make_app, require_least
-from gpt2_triton.config import Config, options
-from gpt2_triton.configfile import load_config, suggestion
+from gpt2_triton.config.config import Config, options
+from gpt2_triton.config.load import load_config, suggestion
 from gpt2_triton.distributed.launcher_env import rank_and_size, read_environment
 from gpt2_triton.errors import ConfigError
 
@@ -141,11 +141,11 @@ def made(run_dir: Path) -> Iterator[None]:
 
 
 def _plan(config: Config, gpu: str | None) -> str:
-    from gpt2_triton import gpus
+    from gpt2_triton import device
 
-    if gpu is not None and gpu.lower() not in gpus.GPUS:
-        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(gpus.GPUS)}")
+    if gpu is not None and gpu.lower() not in device.GPUS:
+        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
     import gpt2_triton.kernels as kernels
     from gpt2_triton.planning import plan_report
 
-    return plan_report(config, kernels, gpus.memory_bytes(gpu.lower() if gpu else None))
+    return plan_report(config, kernels, device.memory_bytes(gpu.lower() if gpu else None))

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpt2_triton.console import say
 from gpt2_triton.distributed.control import Crew, muster
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.distributed.shared_memory import Window, opened
 from gpt2_triton.errors import PeerLostError
-from gpt2_triton.lines import say
 
 
 class World:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from gpt2_triton.lines import Lines, say
+from gpt2_triton.console import Lines, say
 
 
 class SmallDisk:

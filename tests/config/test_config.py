@@ -4,11 +4,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from gpt2_triton import configfile
-from gpt2_triton.config import Config, options
-from gpt2_triton.configfile import load_config
+from gpt2_triton.config import load
+from gpt2_triton.config.config import Config, options
+from gpt2_triton.config.load import load_config
+from gpt2_triton.config.schema import RECOMPUTE, SIZES, MemoryConfig
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.sections import RECOMPUTE, SIZES, MemoryConfig
 from gpt2_triton.tables import LEVELS
 
 KEYS = """
@@ -190,7 +190,7 @@ def test_recompute_levels_are_those_of_the_tables():
 def test_shipped_configurations_load(name, request):
     path = request.config.rootpath / "configs" / f"{name}.yaml"
     assert path.read_text().startswith("# ")
-    tree, _ = configfile._read_yaml(path)
+    tree, _ = load._read_yaml(path)
     assert {"n_layer", "n_head", "n_embd"} <= set(tree["model"])
     assert load_config(path).accumulation == (1 if name == "quickstart" else 8)
 

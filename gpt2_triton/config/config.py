@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from gpt2_triton import sections
+from gpt2_triton.config import schema
 from gpt2_triton.errors import ConfigError
 
 HEAD_SIZES = (64, 80, 96, 128)  # what the attention kernels are written and tested for
@@ -18,20 +18,20 @@ TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
 INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # init_from, but scratch
 
 
-class Config(sections.Section):
+class Config(schema.Section):
     """All of a run.  Derived sizes are properties, so that each formula stands once."""
 
-    model: sections.ModelConfig = sections.ModelConfig()
-    data: sections.DataConfig = sections.DataConfig()
-    train: sections.TrainConfig = sections.TrainConfig()
-    optim: sections.OptimConfig = sections.OptimConfig()
-    memory: sections.MemoryConfig = sections.MemoryConfig()
-    eval: sections.EvalConfig = sections.EvalConfig()
-    sample: sections.SampleConfig = sections.SampleConfig()
-    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
-    log: sections.LogConfig = sections.LogConfig()
-    parallel: sections.ParallelConfig = sections.ParallelConfig()
-    debug: sections.DebugConfig = sections.DebugConfig()
+    model: schema.ModelConfig = schema.ModelConfig()
+    data: schema.DataConfig = schema.DataConfig()
+    train: schema.TrainConfig = schema.TrainConfig()
+    optim: schema.OptimConfig = schema.OptimConfig()
+    memory: schema.MemoryConfig = schema.MemoryConfig()
+    eval: schema.EvalConfig = schema.EvalConfig()
+    sample: schema.SampleConfig = schema.SampleConfig()
+    checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
+    log: schema.LogConfig = schema.LogConfig()
+    parallel: schema.ParallelConfig = schema.ParallelConfig()
+    debug: schema.DebugConfig = schema.DebugConfig()
     init_from: str = Field(
         "scratch", description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
     )
@@ -106,7 +106,7 @@ class Config(sections.Section):
         if info.context:
             self._started = info.context["gpus"]
         if problems := list(disagreements(self)):
-            raise sections.Disagreement(problems)
+            raise schema.Disagreement(problems)
         return self
 
 
@@ -152,7 +152,7 @@ def disagreements(config: Config) -> Iterator[tuple[str, str]]:
     yield from _batch_disagreements(t, config.gpus)
 
 
-def _batch_disagreements(t: sections.TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
+def _batch_disagreements(t: schema.TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
     total, several = t.total_batch_tokens or t.batch_size * t.seq_len, f"{gpus} GPUs" if gpus > 1 else ""
     rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
     if rest:
@@ -171,7 +171,7 @@ def _batch_disagreements(t: sections.TrainConfig, gpus: int) -> Iterator[tuple[s
         yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"
 
 
-def _fitting_gpus(t: sections.TrainConfig, sequences: int, gpus: int) -> tuple[str, str]:
+def _fitting_gpus(t: schema.TrainConfig, sequences: int, gpus: int) -> tuple[str, str]:
     """The numbers next to this one that share out the sequences of a step, and a table of what each of up to three
     below and above would do: of a run that goes on, its tokens may not change.
     """
@@ -194,7 +194,7 @@ def options() -> Iterator[tuple[str, FieldInfo]]:
     """Every key of the configuration, dotted as on the command line, with its field."""
     for name, field in Config.model_fields.items():
         section = field.annotation
-        if isinstance(section, type) and issubclass(section, sections.Section):
+        if isinstance(section, type) and issubclass(section, schema.Section):
             yield from ((f"{name}.{key}", inner) for key, inner in section.model_fields.items())
         else:
             yield name, field

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from gpt2_triton.arena import GIB
-from gpt2_triton.config import Config
+from gpt2_triton.config.config import Config
 
 
 class Gpu(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from gpt2_triton.config import Config, options
+from gpt2_triton.config.config import Config, options
+from gpt2_triton.config.schema import SIZE_KEYS, Disagreement
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.sections import SIZE_KEYS, Disagreement
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> Config:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import gpt2_triton.kernels as kernels
-from gpt2_triton import gpus
-from gpt2_triton.configfile import load_config
+from gpt2_triton import device
+from gpt2_triton.config.load import load_config
 from gpt2_triton.planning import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, make_plan
 
-RECIPES = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 SIZES = {"gpt2_124m": 124, "gpt2_350m": 354, "gpt2_774m": 774, "gpt2_1558m": 1558, "gpt3_125m": 125}
 SECONDS = {"minutes": 60, "hours": 3600, "days": 86400}
 
@@ -22,7 +22,7 @@ def test_the_recipes_are_there():
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_an_h200(path):
     config = load_config(path, {})
-    budget = gpus.memory_bytes("h200") - CONTEXT_BYTES - MODULE_BYTES
+    budget = device.memory_bytes("h200") - CONTEXT_BYTES - MODULE_BYTES
     config = choose_recompute(config, kernels, budget)
     plan, _ = make_plan(config, kernels, config.micro_batch, config.train.seq_len)
     assert plan.total <= budget
