@@ -16,7 +16,7 @@ from gpt2_triton import best, checkpoint, compatible, hellaswag, stability, watc
 from gpt2_triton.arena import GIB
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
-from gpt2_triton.data.prepare import builtin_shards
+from gpt2_triton.data.prepare.text import builtin_shards
 from gpt2_triton.data.shards import Shard, fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.device import device_name

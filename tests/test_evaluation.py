@@ -16,7 +16,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.sources import load_weights
 from gpt2_triton.trainer import train
-from tests.data.test_prepare import gpt2
+from tests.data.prepare.test_text import gpt2
 from tests.test_hellaswag import row, write
 from tests.tiny import tiny_config, tiny_model
 

@@ -20,7 +20,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.trainer import train
 from tests import torch_gpt2
-from tests.data.test_prepare import gpt2
+from tests.data.prepare.test_text import gpt2
 from tests.tiny import tiny_config, tiny_model
 
 ROOT = Path(__file__).parent.parent

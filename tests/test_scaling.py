@@ -75,11 +75,11 @@ def test_copies_cost_what_is_waited_for_their_sums_and_the_power_of_their_links(
 
 
 @pytest.mark.parametrize("gpus, size, measured", [(2, 0, 1.2), (2, 1, 0.4), (4, 0, 0.7), (4, 1, -1.9)])
-def test_two_and_four_gpus_are_as_the_model_has_them(device, size, measured):
+def test_two_and_four_gpus_are_as_the_model_has_them(gpus, size, measured):
     """Milliseconds of "together" over "in step", docs/scaling.md; within 0.5% of a step, since four runs of 124M on two
     GPUs had 98.5 to 98.8%, and on four GPUs 99.4 and 99.5%, where there are twice the transfers.
     """
-    compute, _, longer = scaling.step(scaling.SIZES[size], scaling.SIZES[size].batch, device, Link())
+    compute, _, longer = scaling.step(scaling.SIZES[size], scaling.SIZES[size].batch, gpus, Link())
     assert longer * 1e3 == pytest.approx(measured, abs=0.005 * compute * 1e3)
 
 

@@ -40,9 +40,9 @@ def prepare_text(
     require_least(workers=(_workers(workers), 1))
     if not 0 < val_fraction < 1:
         raise ConfigError(f"--val_fraction: must be above 0 and below 1, got {val_fraction}")
-    from gpt2_triton.data import prepare
+    from gpt2_triton.data.prepare import text as prepare_text
 
-    prepare.prepare_text(inputs, out, tokenizer, val_fraction, _workers(workers))
+    prepare_text.prepare_text(inputs, out, tokenizer, val_fraction, _workers(workers))
 
 
 def _workers(given: int | None) -> int:
@@ -60,9 +60,9 @@ def prepare_builtin(*, out: Path = Path("data/builtin"), tokenizer: Tokenizer = 
     tokenizer: str
         Tokenizer; data.tokenizer of the configuration must say the same.
     """
-    from gpt2_triton.data import prepare
+    from gpt2_triton.data.prepare import text as prepare_text
 
-    prepare.prepare_builtin(out, tokenizer)
+    prepare_text.prepare_builtin(out, tokenizer)
 
 
 def _dataset_command(dataset: str) -> Callable[..., None]:
@@ -106,7 +106,7 @@ def _dataset_command(dataset: str) -> Callable[..., None]:
             shard_tokens=(shard_tokens, 1),
             tokens=(10 if tokens is None else tokens, 10),
         )
-        from gpt2_triton.data.dataset import Source, prepare_dataset
+        from gpt2_triton.data.prepare.dataset import Source, prepare_dataset
 
         if version is None and not Path(source).is_dir():
             version = "sample-10BT"
@@ -131,7 +131,7 @@ def prepare_pretokenized(name: str, /, *, shards: int | None = None, out: Path |
         Directory of the shards, val_000000.bin and train_*.bin; by default in data/, named like the data.
     """
     require_least(shards=(1 if shards is None else shards, 1))
-    from gpt2_triton.data.pretokenized import download
+    from gpt2_triton.data.prepare.pretokenized import download
 
     download(name, out or Path("data") / Path(name).name, shards)
 

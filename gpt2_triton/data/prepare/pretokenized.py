@@ -14,9 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_triton.data import build
-from gpt2_triton.data.build import Progress, Rows, print_now
-from gpt2_triton.data.hub import asking, repository
+from gpt2_triton.data.prepare import shard_writer
+from gpt2_triton.data.prepare.hub import asking, repository
+from gpt2_triton.data.prepare.shard_writer import Progress, Rows, print_now
 from gpt2_triton.data.shards import RECORD, map_tokens, read_record, write_atomic
 from gpt2_triton.errors import bad_data
 
@@ -46,7 +46,7 @@ def download(name: str, out_dir: Path, shards: int | None = None, progress: Prog
         raise bad_data("prepare pretokenized", "unknown data", repr(name), expected, "choose one of them")
     info = repository(repo, None, OFFLINE, files_metadata=True)
     files = _choose(repo, info.siblings, shards)
-    with build.written_to(out_dir):
+    with shard_writer.written_to(out_dir):
         rows = _download_missing(repo, info.sha, files, out_dir, progress)
     tokens = sum(row["tokens"] for row in rows.values())
     progress(f"prepared {out_dir}: {len(rows)} shards, {tokens:,} tokens")
@@ -69,13 +69,13 @@ def _download_missing(repo: str, commit: str, files: list[File], out_dir: Path, 
     out_dir.mkdir(parents=True, exist_ok=True)
     recipe, rows = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}, {}
     ours = read_record(out_dir / RECORD).get("source", {}).get("name") == repo
-    clock, missing = build.Clock(), []
+    clock, missing = shard_writer.Clock(), []
     for number, file in enumerate(files):
         if clock.due():
             progress(f"checked {number:,} of {len(files):,} shards")
         if not _is_there(out_dir / file.local, file, ours):
             missing.append(file)
-    build.require_space(out_dir, sum(file.size for file in missing) // 2)
+    shard_writer.require_space(out_dir, sum(file.size for file in missing) // 2)
     got, total, begun = 0, sum(file.size for file in missing), time.monotonic()
     for file in files:
         if file in missing:
@@ -93,9 +93,9 @@ def _is_there(path: Path, file: File, ours: bool) -> bool:
     """Whether a file need not be downloaded.  One that differs is written over only if a record says it is ours."""
     if not path.exists():
         return False
-    same = path.stat().st_size == file.size and build.row_of(path)["sha256"] == file.sha256
+    same = path.stat().st_size == file.size and shard_writer.row_of(path)["sha256"] == file.sha256
     if not same and not ours:
-        raise build.in_use(path)
+        raise shard_writer.in_use(path)
     return same
 
 
@@ -105,7 +105,7 @@ def _fetch(repo: str, commit: str, file: File, out_dir: Path) -> None:
 
         folder = out_dir / ".download"
         path = Path(hf_hub_download(repo, file.name, repo_type="dataset", revision=commit, local_dir=folder))
-    digest = build.row_of(path)["sha256"]
+    digest = shard_writer.row_of(path)["sha256"]
     if digest != file.sha256:
         path.unlink()
         raise bad_data(f"{repo}/{file.name}", "damaged on the way", f"sha256 {digest}", file.sha256, AGAIN)

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2_triton.data import build
-from gpt2_triton.data.build import SHARD_TOKENS, Meter, Progress, Rows, Run, encode, print_now
-from gpt2_triton.data.hub import asking, repository
+from gpt2_triton.data.prepare import shard_writer
+from gpt2_triton.data.prepare.hub import asking, repository
+from gpt2_triton.data.prepare.shard_writer import SHARD_TOKENS, Meter, Progress, Rows, Run, encode, print_now
 from gpt2_triton.data.shards import RECORD, read_record, write_atomic
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import bad_data
@@ -60,16 +60,16 @@ def prepare_dataset(
     source = source._replace(revision=_commit(source, out_dir))
     sizes = dict(tokens=tokens, shard_tokens=shard_tokens, val_tokens=min(shard_tokens, (tokens or 1 << 62) // 10))
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, **sizes, source=source._asdict())
-    if build.is_done(out_dir, recipe):
+    if shard_writer.is_done(out_dir, recipe):
         progress(f"{out_dir} is prepared already")
         (out_dir / PROGRESS).unlink(missing_ok=True)
         return out_dir
     get_tokenizer(tokenizer)  # the workers find it in tiktoken's cache
-    with build.written_to(out_dir):
+    with shard_writer.written_to(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(out_dir)
     preparation, begun = _Preparation(source, recipe, out_dir, progress), time.monotonic()
-    with build.workers(workers) as run:
+    with shard_writer.workers(workers) as run:
         preparation.stream(run)
     rows = preparation.finish()
     total, took = sum(row["tokens"] for row in rows.values()), timedelta(seconds=round(time.monotonic() - begun))
@@ -168,7 +168,7 @@ def _take(documents: Iterator[str]) -> list[tuple[bool, str]]:
     for text in documents:
         batch.append((True, text))
         size += len(text)
-        if size >= build.PIECE:
+        if size >= shard_writer.PIECE:
             break
     return batch
 
@@ -189,7 +189,7 @@ class _Preparation:
         record = read_record(self._dir / PROGRESS)
         if not record:
             if any(self._dir.glob("*.bin")):
-                raise build.in_use(self._dir)
+                raise shard_writer.in_use(self._dir)
             return
         rows, places = record.pop("shards"), record.pop("places")
         if not rows:
@@ -197,12 +197,12 @@ class _Preparation:
         for key in sorted(key for key in self._recipe if record.get(key) != self._recipe[key]):
             what, todo = f"begun with another {key}", "give that again or choose another --out"
             raise bad_data(self._dir, what, self._recipe[key], record.get(key), todo)
-        clock = build.Clock()
+        clock = shard_writer.Clock()
         for name, row in rows.items():
             if clock.due():
                 self._progress(f"checked {len(self._rows):,} of {len(rows):,} finished shards")
             path = self._dir / name
-            if not path.exists() or build.row_of(path) != row:
+            if not path.exists() or shard_writer.row_of(path) != row:
                 self._progress(f"{path} is damaged: preparing again from there")
                 break
             self._rows[name] = row
@@ -215,14 +215,14 @@ class _Preparation:
     def stream(self, run: Run) -> None:
         """Write the shards that are missing."""
         done, size = self._done(), self._recipe["tokens"] or _nominal_tokens(self._source.version)
-        with build.written_to(self._dir):
-            build.require_space(self._dir, max(0, size - done) if size else self._recipe["shard_tokens"])
+        with shard_writer.written_to(self._dir):
+            shard_writer.require_space(self._dir, max(0, size - done) if size else self._recipe["shard_tokens"])
             self._record()
             if done == self._recipe["tokens"]:
                 return
             stream = _Stream(self._source, self._places[-1])
             tokens = stream.tokens(run, self._recipe["tokenizer"], Meter(size, "tokens", self._progress, done))
-            for row in build.write_shards(self._dir, tokens, self._plan(done)):
+            for row in shard_writer.write_shards(self._dir, tokens, self._plan(done)):
                 self._rows |= row
                 self._places.append(stream.place(self._done() - done))
                 self._record()
@@ -249,8 +249,10 @@ class _Preparation:
                 (self._dir / name).unlink(missing_ok=True)
             got, expected = f"{self._done():,} tokens", f"more than the {self._recipe['val_tokens']:,} of validation"
             raise bad_data(self._source.name, "too little text", got, expected, "give that as --tokens, or less")
-        with build.written_to(self._dir):
-            rows = self._rows | build.lengthen_last(self._dir, list(self._rows)[1:], self._recipe["shard_tokens"])
+        with shard_writer.written_to(self._dir):
+            rows = self._rows | shard_writer.lengthen_last(
+                self._dir, list(self._rows)[1:], self._recipe["shard_tokens"]
+            )
             write_atomic(self._dir / RECORD, json.dumps(self._recipe | {"shards": rows}, indent=1).encode())
             (self._dir / PROGRESS).unlink(missing_ok=True)
         return rows

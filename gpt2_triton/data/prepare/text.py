@@ -20,9 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_triton.data import build
-from gpt2_triton.data.build import SHARD_TOKENS, Meter, Progress, Rows, Run, encode, in_use, is_done, print_now
-from gpt2_triton.data.documents import Source, find_sources, measure, pieces, read
+from gpt2_triton.data.prepare import shard_writer
+from gpt2_triton.data.prepare.documents import Source, find_sources, measure, pieces, read
+from gpt2_triton.data.prepare.shard_writer import (
+    SHARD_TOKENS,
+    Meter,
+    Progress,
+    Rows,
+    Run,
+    encode,
+    in_use,
+    is_done,
+    print_now,
+)
 from gpt2_triton.data.shards import RECORD, write_atomic
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import bad_data
@@ -44,7 +54,7 @@ def prepare_text(
     """Tokenise files, folders and globs of text into out_dir; the last val_fraction of characters is validation."""
     sources = find_sources(inputs)
     size = sum(path.stat().st_size for path, _ in sources if path.exists())
-    with build.workers(min(workers, size // build.PIECE)) as run:
+    with shard_writer.workers(min(workers, size // shard_writer.PIECE)) as run:
         measured = _measure(sources, run, progress)
         rows = [{"file": name, "sha256": digest} for (_, name), (digest, _) in zip(sources, measured, strict=True)]
         recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
@@ -54,7 +64,7 @@ def prepare_text(
 
 
 def _measure(sources: list[Source], run: Run, progress: Progress) -> list[tuple[str, int]]:
-    clock, measured = build.Clock(), []
+    clock, measured = shard_writer.Clock(), []
     for row in run(measure, [path for path, _ in sources]):
         measured.append(row)
         if clock.due():
@@ -109,9 +119,9 @@ def _prepare(
         got = f"{recipe['val_fraction']} of {size:,} characters"
         raise bad_data("val_fraction", "an empty split", got, expected, "change val_fraction or give more text")
     get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
-    with build.written_to(out_dir):
+    with shard_writer.written_to(out_dir):
         out_dir.parent.mkdir(parents=True, exist_ok=True)
-        build.require_space(out_dir.parent, size // CHARACTERS[recipe["tokenizer"]])
+        shard_writer.require_space(out_dir.parent, size // CHARACTERS[recipe["tokenizer"]])
         temp = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
         try:
             shards = _build(temp, _split(texts, cut), size, recipe, progress, run)
@@ -137,9 +147,9 @@ def _build(
         plan = ((f"{split}_{i:06d}.bin", limit) for i in itertools.count())
         tokens = _watched(meter, run(encoder, _batches(text for _, text in group)))
         written: Rows = {}
-        for row in build.write_shards(temp, tokens, plan):
+        for row in shard_writer.write_shards(temp, tokens, plan):
             written |= row
-        rows |= written | build.lengthen_last(temp, list(written), limit)
+        rows |= written | shard_writer.lengthen_last(temp, list(written), limit)
     if meter.done != size:
         expected, todo = f"the {size:,} that were there a moment ago", "leave the files alone and start again"
         raise bad_data("text", "it changed meanwhile", f"{meter.done:,} characters", expected, todo)
@@ -169,10 +179,10 @@ def _batches(texts: Iterable[Text]) -> Iterator[list[tuple[bool, str]]]:
     """
     batch, size = [], 0
     for number, (_, parts) in enumerate(itertools.groupby(texts, key=itemgetter(0))):
-        for i, piece in enumerate(pieces((text for _, text in parts), build.PIECE)):
+        for i, piece in enumerate(pieces((text for _, text in parts), shard_writer.PIECE)):
             batch.append((number > 0 and i == 0, piece))
             size += len(piece)
-            if size >= build.PIECE:
+            if size >= shard_writer.PIECE:
                 yield batch
                 batch, size = [], 0
     if batch:

@@ -16,14 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_triton.data import build, prepare, tokenizer
-from gpt2_triton.data.documents import find_sources, pieces, read
-from gpt2_triton.data.prepare import builtin_shards, builtin_text, prepare_builtin, prepare_text
+from gpt2_triton.data import tokenizer
+from gpt2_triton.data.prepare import shard_writer
+from gpt2_triton.data.prepare import text as text_module
+from gpt2_triton.data.prepare.documents import find_sources, pieces, read
+from gpt2_triton.data.prepare.text import builtin_shards, builtin_text, prepare_builtin, prepare_text
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
 from gpt2_triton.errors import DataError
 
-SHAKESPEARE = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
+SHAKESPEARE = Path(__file__).parents[4] / "shared" / "data" / "tinyshakespeare.txt"
 TEXT = "".join(f"line {i}: \N{GREEK SMALL LETTER PI} is {22 / 7 + i:.3f}\n" for i in range(200))
 
 
@@ -50,7 +52,7 @@ def contents(directory):
 def test_tinyshakespeare_has_the_known_number_of_tokens(tmp_path, monkeypatch):
     if not SHAKESPEARE.exists():
         pytest.skip(f"{SHAKESPEARE} is not there")
-    monkeypatch.setattr(build, "get_tokenizer", lambda name: gpt2())
+    monkeypatch.setattr(shard_writer, "get_tokenizer", lambda name: gpt2())
     lines = []
     out = prepare_text([SHAKESPEARE], tmp_path / "out", "gpt2", progress=lines.append)
     assert [len(tokens_of(out, split)) for split in ("train", "val")] == [301_966, 36_059]
@@ -84,7 +86,7 @@ def test_documents_are_parted_by_the_end_of_text_token(tmp_path):
 
 @pytest.mark.parametrize("shard_tokens", [700, 1000, 1234])
 def test_no_shard_is_too_long_and_none_too_short(tmp_path, text_file, shard_tokens, monkeypatch):
-    monkeypatch.setattr(build, "PIECE", 50)  # many parts, none of which ends with a shard
+    monkeypatch.setattr(shard_writer, "PIECE", 50)  # many parts, none of which ends with a shard
     out = prepare_text([text_file], tmp_path / "out", "bytes", shard_tokens=shard_tokens)
     whole = prepare_text([text_file], tmp_path / "whole", "bytes")
     *full, last, end = [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)]
@@ -164,21 +166,21 @@ def test_a_full_disk_leaves_nothing(tmp_path, text_file, monkeypatch):
     def full(path, tokens):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(build, "write_shard", full)
+    monkeypatch.setattr(shard_writer, "write_shard", full)
     with pytest.raises(DataError, match="out: cannot write: got No space left on device"):
         prepare_text([text_file], tmp_path / "out", "bytes")
     assert os.listdir(tmp_path) == ["input.txt"]
 
 
 def _prepare_and_die(text_file, out):
-    write = build.write_shard
+    write = shard_writer.write_shard
 
     def write_shard(path, tokens):
         write(path, tokens)
         if path.name.startswith("val"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    build.write_shard = write_shard
+    shard_writer.write_shard = write_shard
     prepare_text([text_file], out, "bytes")
 
 
@@ -275,8 +277,8 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path, text_file, monkeypat
         path.write_text(TEXT + "more")
         return row
 
-    measure = prepare.measure
-    monkeypatch.setattr(prepare, "measure", measure_and_append)
+    measure = text_module.measure
+    monkeypatch.setattr(text_module, "measure", measure_and_append)
     with pytest.raises(DataError, match="it changed meanwhile: got .* leave the files alone"):
         prepare_text([text_file], tmp_path / "out", "bytes")
     assert os.listdir(tmp_path) == ["input.txt"]
@@ -289,7 +291,7 @@ def test_several_workers_write_the_bytes_of_one(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(*(TEXT[i : i + 211] for i in range(0, len(TEXT), 173))))
     (tmp_path / "b.txt").write_text(TEXT)
     files = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
-    monkeypatch.setattr(build, "PIECE", 500)
+    monkeypatch.setattr(shard_writer, "PIECE", 500)
     one = prepare_text(files, tmp_path / "one", "bytes")
     assert contents(prepare_text(files, tmp_path / "two", "bytes", workers=2)) == contents(one)
 
@@ -299,15 +301,15 @@ def _die(path):
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr(build, "PIECE", 500)
-    monkeypatch.setattr(prepare, "measure", _die)
+    monkeypatch.setattr(shard_writer, "PIECE", 500)
+    monkeypatch.setattr(text_module, "measure", _die)
     with pytest.raises(DataError, match="a worker died: .* try again with fewer --workers"):
         prepare_text([text_file], tmp_path / "out", "bytes", workers=2)
 
 
 def test_work_that_takes_long_says_how_long(tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr(build, "PIECE", 500)
-    monkeypatch.setattr(build, "REPORT_SECONDS", -1.0)  # every time
+    monkeypatch.setattr(shard_writer, "PIECE", 500)
+    monkeypatch.setattr(shard_writer, "REPORT_SECONDS", -1.0)  # every time
     lines = []
     prepare_text([text_file], tmp_path / "out", "bytes", progress=lines.append)
     assert lines[0] == f"read 1 of 1 files, {len(TEXT):,} characters"

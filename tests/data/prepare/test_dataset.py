@@ -22,8 +22,8 @@ import pytest
 
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
-from gpt2_triton.data import build, dataset, pretokenized
-from gpt2_triton.data.dataset import PROGRESS, Source, prepare_dataset
+from gpt2_triton.data.prepare import dataset, pretokenized, shard_writer
+from gpt2_triton.data.prepare.dataset import PROGRESS, Source, prepare_dataset
 from gpt2_triton.data.shards import map_tokens, open_shards, write_shard
 from gpt2_triton.errors import DataError
 
@@ -34,7 +34,7 @@ NOBODY = "http://127.0.0.1:9"  # listens there
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(build, "PIECE", PIECE)
+    monkeypatch.setattr(shard_writer, "PIECE", PIECE)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def prepare(folder, out, **options):
 @pytest.fixture(scope="module")
 def unbroken(folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "PIECE", PIECE)
+        patch.setattr(shard_writer, "PIECE", PIECE)
         return contents(prepare(folder, tmp_path_factory.mktemp("unbroken") / "out"))
 
 
@@ -110,9 +110,11 @@ def test_a_last_shard_that_is_too_short_is_lengthened_by_the_one_before(tmp_path
     for length, sizes in ((49, [75, 74]), (50, [100, 50])):
         write_shard(tmp_path / "a.bin", np.arange(100, dtype=np.uint16))
         write_shard(tmp_path / "b.bin", np.arange(100, 100 + length, dtype=np.uint16))
-        rows = build.lengthen_last(tmp_path, ["a.bin", "b.bin"], 100)
+        rows = shard_writer.lengthen_last(tmp_path, ["a.bin", "b.bin"], 100)
         assert [len(map_tokens(tmp_path / name)) for name in ("a.bin", "b.bin")] == sizes
-        assert rows == ({} if length == 50 else {name: build.row_of(tmp_path / name) for name in ("a.bin", "b.bin")})
+        assert rows == (
+            {} if length == 50 else {name: shard_writer.row_of(tmp_path / name) for name in ("a.bin", "b.bin")}
+        )
         np.testing.assert_array_equal(tokens_of(tmp_path), np.arange(100 + length))
 
 
@@ -124,7 +126,7 @@ def test_jsonl_and_another_field(tmp_path):
 
 
 def test_progress_says_tokens_rate_and_time_left(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "REPORT_SECONDS", -1.0)  # every time
+    monkeypatch.setattr(shard_writer, "REPORT_SECONDS", -1.0)  # every time
     lines = []
     prepare(folder, tmp_path / "out", tokens=20_000, progress=lines.append)
     pattern = r" *\d+% of 20,000 tokens, [\d,]+ tokens, [\d,]+ tokens/s, \d:\d\d:\d\d left"
@@ -166,7 +168,7 @@ def test_stopped_after_any_shard_and_resumed_with_any_number_of_workers_the_byte
 
 def _prepare_and_die(folder, out, shards, workers, pids):
     """Killed while a shard is half on disk, after `shards` whole ones."""
-    build.PIECE, write = PIECE, build.write_shard
+    shard_writer.PIECE, write = PIECE, shard_writer.write_shard
 
     def write_shard(path, tokens):
         if path.name[-10:-4] == f"{shards:06d}":
@@ -177,7 +179,7 @@ def _prepare_and_die(folder, out, shards, workers, pids):
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, tokens)
 
-    build.write_shard = write_shard
+    shard_writer.write_shard = write_shard
     prepare(folder, out, workers=workers)
 
 
@@ -208,7 +210,7 @@ def _alive(pid):
 
 
 def _stop_after(folder, out, shards, monkeypatch):
-    write = build.write_shard
+    write = shard_writer.write_shard
 
     def write_shard(path, tokens):
         if path.name[-10:-4] == f"{shards:06d}":
@@ -216,14 +218,16 @@ def _stop_after(folder, out, shards, monkeypatch):
         write(path, tokens)
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(build, "write_shard", write_shard)
+        patch.setattr(shard_writer, "write_shard", write_shard)
         prepare(folder, out)
 
 
 def test_resuming_tokenises_the_rest_and_nothing_twice_but_one_batch(folder, tmp_path, monkeypatch):
     _stop_after(folder, tmp_path / "out", 8, monkeypatch)
     seen = []
-    monkeypatch.setattr(dataset, "encode", lambda name, batch: seen.append(build.encode(name, batch)) or seen[-1])
+    monkeypatch.setattr(
+        dataset, "encode", lambda name, batch: seen.append(shard_writer.encode(name, batch)) or seen[-1]
+    )
     lines = []
     prepare(folder, tmp_path / "out", progress=lines.append)
     rest = len(llmc_tokens(folder.texts)) - 8 * SHARD
@@ -234,7 +238,7 @@ def test_resuming_tokenises_the_rest_and_nothing_twice_but_one_batch(folder, tmp
 def test_batches_of_another_size_change_nothing(folder, tmp_path, unbroken, monkeypatch):
     """As when a newer version of this package goes on."""
     _stop_after(folder, tmp_path / "out", 5, monkeypatch)
-    monkeypatch.setattr(build, "PIECE", 100)
+    monkeypatch.setattr(shard_writer, "PIECE", 100)
     assert contents(prepare(folder, tmp_path / "out")) == unbroken
 
 
@@ -252,10 +256,10 @@ def test_a_kill_while_the_last_two_shards_are_halved_is_mended(folder, tmp_path,
     """One of them is on disk in its new length then, the other in its old."""
     sizes = [len(unbroken[name]) for name in sorted(unbroken) if name.startswith("train")]
     assert sizes[-2] < sizes[0], "the last two were not halved: change SHARD"
-    written, lengthen = [], build.lengthen_last
+    written, lengthen = [], shard_writer.lengthen_last
 
     def lengthen_half(directory, names, limit):
-        write = build.write_shard
+        write = shard_writer.write_shard
 
         def write_one(path, tokens):
             if written:
@@ -263,14 +267,14 @@ def test_a_kill_while_the_last_two_shards_are_halved_is_mended(folder, tmp_path,
             written.append(path.name)
             write(path, tokens)
 
-        monkeypatch.setattr(build, "write_shard", write_one)
+        monkeypatch.setattr(shard_writer, "write_shard", write_one)
         lengthen(directory, names, limit)
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(build, "lengthen_last", lengthen_half)
+        patch.setattr(shard_writer, "lengthen_last", lengthen_half)
         prepare(folder, tmp_path / "out")
     monkeypatch.undo()
-    monkeypatch.setattr(build, "PIECE", PIECE)
+    monkeypatch.setattr(shard_writer, "PIECE", PIECE)
     assert written and contents(prepare(folder, tmp_path / "out")) == unbroken
 
 
@@ -449,7 +453,7 @@ def test_shards_are_downloaded_checked_and_recorded_under_names_of_our_own(hub, 
         assert (out / name).read_bytes() == hub.files[f"fineweb_{name}"]
     record = json.loads((out / "shards.json").read_text())
     assert record["source"] == {"name": "kjj0/fineweb10B-gpt2", "revision": hub.commit}
-    assert record["shards"] == {name: build.row_of(out / name) for name in ("val_000000.bin", *names[1:3])}
+    assert record["shards"] == {name: shard_writer.row_of(out / name) for name in ("val_000000.bin", *names[1:3])}
     assert "train_000002.bin: 100% of 6,072 bytes, " in capsys.readouterr().out
 
 
