@@ -36,9 +36,9 @@ from gpt2_triton.data.loader import TrainLoader, pack_batch  # noqa: E402
 from gpt2_triton.data.progress import REPORT_SECONDS  # noqa: E402
 from gpt2_triton.data.shards import open_shards  # noqa: E402
 from gpt2_triton.device import device_name  # noqa: E402
-from gpt2_triton.model import GPT2  # noqa: E402
+from gpt2_triton.model.cuda import StepResult  # noqa: E402
+from gpt2_triton.model.gpt2 import GPT2  # noqa: E402
 from gpt2_triton.optim import hyper_row, learning_rate  # noqa: E402
-from gpt2_triton.stream import StepResult  # noqa: E402
 from tests import torch_gpt2  # noqa: E402
 
 COUNTERPART = {("fp32", "none"): "PyTorch fp32", ("bf16", "none"): "PyTorch fp32", ("bf16", "fp32"): "PyTorch autocast"}

@@ -24,8 +24,8 @@ from benchmarks.sizes import SIZES, VOCAB, T, config_of
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import Key, Row
-from gpt2_triton.model import GPT2
-from gpt2_triton.stream import capture
+from gpt2_triton.model.cuda import capture
+from gpt2_triton.model.gpt2 import GPT2
 
 REFUSED = (TritonError, RuntimeError, ValueError, AssertionError)  # by the compiler, the driver or the launcher
 DIFFERS = "its numbers differ from the current row's"

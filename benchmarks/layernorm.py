@@ -12,7 +12,7 @@ import torch
 import gpt2_triton.kernels as K
 from benchmarks.ceilings import copy_bandwidth, median_ms
 from benchmarks.sizes import SIZES, T
-from gpt2_triton.stream import capture
+from gpt2_triton.model.cuda import capture
 
 
 def graph_ms(launch: Callable[[], None]) -> float:

@@ -29,7 +29,7 @@ from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.gpt2 import GPT2
 
 Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}

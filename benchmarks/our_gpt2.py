@@ -13,11 +13,11 @@ import torch
 
 import gpt2_triton.kernels as K
 from benchmarks.sizes import config_of, tokens_of
-from gpt2_triton.arena import GIB
 from gpt2_triton.data.loader import pack_batch
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.stream import StepResult
 
 
 def run_steps(

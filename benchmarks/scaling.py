@@ -18,7 +18,7 @@ time.  Computation is taken as proportional to the tokens, which flatters small 
 import argparse
 from typing import NamedTuple
 
-from gpt2_triton.link import TOKENS
+from gpt2_triton.model.communicator import TOKENS
 
 GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 HOST = 8  # GPUs that reach each other's memory

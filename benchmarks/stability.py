@@ -17,10 +17,10 @@ from benchmarks.sizes import config_of, tokens_of
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.distributed.control import ALONE
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.buffers import WINDOW
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.tensor_stats import FORWARD, summary
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.tables import WINDOW
-from gpt2_triton.watch import FORWARD, summary
 
 STEPS, WARM, EVERY = 60, 10, 10
 

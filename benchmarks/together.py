@@ -33,12 +33,12 @@ import gpt2_triton.kernels as K
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton import device
-from gpt2_triton.arena import GIB
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.distributed.launcher_env import read_environment
 from gpt2_triton.distributed.process_group import World
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.gpt2 import GPT2
 
 SETTLE = 12  # steps at the beginning of a stretch that do not count: ranks meet, graphs are captured, clocks go down
 TRACED = 3  # steps in a trace, of which the second is kept

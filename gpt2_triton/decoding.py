@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from gpt2_triton.model import GPT2
-from gpt2_triton.stream import Mark
+from gpt2_triton.model.cuda import Mark
+from gpt2_triton.model.gpt2 import GPT2
 
 LATE = 4  # steps in flight
 

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from gpt2_triton.arena import GIB
 from gpt2_triton.config.config import Config
+from gpt2_triton.model.arena import GIB
 
 
 class Gpu(NamedTuple):

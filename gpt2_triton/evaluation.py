@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 import gpt2_triton.kernels as K
-from gpt2_triton.arena import largest_batch
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.progress import Progress
@@ -19,8 +18,9 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.device import device_name
 from gpt2_triton.distributed.control import ALONE, Crew
 from gpt2_triton.errors import DataError, bad_data
-from gpt2_triton.model import GPT2
-from gpt2_triton.planning import free_bytes, make_plan
+from gpt2_triton.model.arena import largest_batch
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.memory_plan import free_bytes, make_plan
 
 
 def inference_model(config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None) -> GPT2:

@@ -20,7 +20,7 @@ from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import ALONE, Crew
 from gpt2_triton.errors import bad_data
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.gpt2 import GPT2
 
 MULTIPLE = 32
 

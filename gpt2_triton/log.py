@@ -25,9 +25,9 @@ from gpt2_triton.metrics import (
     truncate,
 )
 from gpt2_triton.mirror import Mirror, row_after
+from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.optim import learning_rate
 from gpt2_triton.provenance import read_run, write_run
-from gpt2_triton.stream import StepResult
 
 
 class Logger:

@@ -13,7 +13,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
 from gpt2_triton.decoding import generate
 from gpt2_triton.device import device_name
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.sources import load_weights
 
 

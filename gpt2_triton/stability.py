@@ -14,9 +14,9 @@ from gpt2_triton import best, checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.control import Crew
 from gpt2_triton.errors import NonFiniteError
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.saver import Saver
-from gpt2_triton.stream import StepResult
 
 MAX_REWINDS = 10  # to one checkpoint; what the data of so many rewinds did not cure is no matter of data
 

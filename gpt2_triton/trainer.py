@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import best, checkpoint, compatible, hellaswag, stability, watch
-from gpt2_triton.arena import GIB
+from gpt2_triton import best, checkpoint, compatible, hellaswag, stability
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.text import builtin_shards
@@ -26,16 +25,18 @@ from gpt2_triton.distributed.watchdog import Pulse
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.evaluation import validation_loss
 from gpt2_triton.log import Logger, Silent
-from gpt2_triton.model import GPT2
+from gpt2_triton.model import tensor_stats
+from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.cuda import Step
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.memory_plan import choose_recompute, free_bytes, use_report, used_bytes
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.planning import choose_recompute, free_bytes, use_report, used_bytes
 from gpt2_triton.provenance import describe
 from gpt2_triton.sample import text_of_run
 from gpt2_triton.saver import Saver
 from gpt2_triton.signals import Signals
 from gpt2_triton.sources import initial_weights
 from gpt2_triton.stability import Rewind
-from gpt2_triton.stream import Step
 
 PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
 
@@ -260,7 +261,7 @@ class Trainer:
         self.log.step(step, result, cause)
         if watching and self._due(step, self.config.log.stats_every):
             record = watching.read(launched.watched, self.config.accumulation, self.crew)
-            self.log.statistics(step, record, watch.summary(record))
+            self.log.statistics(step, record, tensor_stats.summary(record))
         stability.check(self.state, self.config)
 
     def _settle(self) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from gpt2_triton.config.config import TOKENIZER_SIZES, Config
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.planning import model_dimensions
-from gpt2_triton.tables import entries, named
+from gpt2_triton.model.buffers import entries, named
+from gpt2_triton.model.memory_plan import model_dimensions
 
 
 def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:

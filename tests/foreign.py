@@ -7,7 +7,7 @@ import torch
 
 from gpt2_triton import checkpoint, decoding
 from gpt2_triton.config.config import Config
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.weights import by_name
 from tests.conftest import DEVICE
 from tests.tiny import tiny_config

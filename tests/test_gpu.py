@@ -16,12 +16,12 @@ import gpt2_triton.kernels
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.decoding import begin, generate
 from gpt2_triton.kernels.tuning import is_hopper
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.buffers import LEVELS
+from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.tables import LEVELS
 from tests import reference, torch_gpt2
 from tests.helpers import error
-from tests.test_schedule import F64, batches, train_steps
+from tests.model.test_schedule import F64, batches, train_steps
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from gpt2_triton.commands import app
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.export import export
+from gpt2_triton.model.buffers import named
 from gpt2_triton.sources import initial_weights
-from gpt2_triton.tables import named
 from gpt2_triton.weights import pack
 from tests.foreign import checkpoint_of, config_of, random_params
 

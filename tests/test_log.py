@@ -9,8 +9,8 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.log import Logger, duration
 from gpt2_triton.metrics import MAIN_LOG, METRICS, STATS, llmc_line, read_metrics
+from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.optim import learning_rate
-from gpt2_triton.stream import StepResult
 
 
 def config(**log):

@@ -17,16 +17,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint, kernels, layout, link, mirror, stability
+from gpt2_triton import checkpoint, kernels, mirror, stability
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed import consistency, watchdog
 from gpt2_triton.distributed.control import Crew
 from gpt2_triton.distributed.process_group import World
 from gpt2_triton.errors import ConfigError, PeerLostError
-from gpt2_triton.link import Exchange
-from gpt2_triton.model import GPT2
-from gpt2_triton.planning import make_plan
-from gpt2_triton.schedule import EMBED
+from gpt2_triton.model import communicator, sharding
+from gpt2_triton.model.communicator import Exchange
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.memory_plan import make_plan
+from gpt2_triton.model.schedule import EMBED
 from gpt2_triton.sources import load_weights
 from gpt2_triton.trainer import Trainer, train
 from tests import ranks
@@ -115,7 +116,7 @@ def apart(config, run):
 
 def all_at_the_end(config, run):
     """No layer's gradients set out before the embedding's."""
-    link.TOKENS = 0
+    communicator.TOKENS = 0
     return job(config, run)
 
 
@@ -134,7 +135,7 @@ def test_two_ranks_get_the_same_bytes_whichever_way_their_gradients_take(tmp_pat
     for run in runs.values():
         assert_equal(tensors(run), tensors(runs[job]))
     dims = make_plan(config.with_gpus(2), kernels, 2, config.train.seq_len)[1]
-    parts = [b.padded // 2 for b in layout.buckets(dims)]
+    parts = [b.padded // 2 for b in sharding.buckets(dims)]
     assert 2 * parts[1] <= dims["Nx"] == parts[0] < sum(parts[2:])  # and all that wait take more than one round
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint, decoding, sample, schedule
+from gpt2_triton import checkpoint, decoding, sample
 from gpt2_triton.data.tokenizer import ByteTokenizer
-from gpt2_triton.model import GPT2
+from gpt2_triton.model import schedule
+from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
 from tests.kernels.test_sampling import kept, scores
 from tests.tiny import tiny_config, tiny_model
@@ -100,7 +101,7 @@ def test_more_texts_than_the_window_is_long():
 
 def test_a_sample_in_a_training_run_is_that_of_its_weights_and_harms_nothing():
     """In the arena of training, over what the backward pass uses: the same text, and the next step the same bits."""
-    from tests.test_schedule import train_steps
+    from tests.model.test_schedule import train_steps
 
     sampling, plain = tiny_model(sample=dict(every=1))[0], tiny_model()[0]
     assert train_steps(sampling, 1) == train_steps(plain, 1)

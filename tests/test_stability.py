@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-import gpt2_triton.planning
+import gpt2_triton.model.memory_plan
 from gpt2_triton import checkpoint, stability, trainer
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.loader import TrainLoader, pack_batch
 from gpt2_triton.errors import ConfigError, NonFiniteError
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.saver import Saver
-from gpt2_triton.stream import StepResult
 from gpt2_triton.trainer import Trainer, train
 from tests.tiny import tiny_config
 
@@ -72,7 +72,7 @@ def spike():
         return hyper_row(step, config, loss_scale * (10 if step == SPIKE else 1))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt2_triton.planning, "WINDOW", 4)
+        patch.setattr(gpt2_triton.model.memory_plan, "WINDOW", 4)
         patch.setattr(trainer, "hyper_row", row)
         yield
 

@@ -14,7 +14,7 @@ import torch
 from gpt2_triton import checkpoint
 from gpt2_triton.errors import CheckpointError, NonFiniteError
 from gpt2_triton.log import Logger
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.saver import Saver
 from gpt2_triton.trainer import Trainer, train

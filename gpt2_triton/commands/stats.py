@@ -19,7 +19,7 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
         The step; default the last one there is.
     """
     from gpt2_triton.metrics import STATS, read_metrics
-    from gpt2_triton.watch import table
+    from gpt2_triton.model.tensor_stats import table
 
     path = run / STATS
     if not path.is_file():

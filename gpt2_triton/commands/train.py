@@ -146,6 +146,6 @@ def _plan(config: Config, gpu: str | None) -> str:
     if gpu is not None and gpu.lower() not in device.GPUS:
         raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
     import gpt2_triton.kernels as kernels
-    from gpt2_triton.planning import plan_report
+    from gpt2_triton.model.memory_plan import plan_report
 
     return plan_report(config, kernels, device.memory_bytes(gpu.lower() if gpu else None))

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from gpt2_triton import layout
 from gpt2_triton.distributed.control import Crew
 from gpt2_triton.errors import ConfigError, ReplicaMismatchError
-from gpt2_triton.model import GPT2
+from gpt2_triton.model import sharding
+from gpt2_triton.model.gpt2 import GPT2
 
 
 def require_shared(run_dir: Path, crew: Crew, seconds: float = 5.0) -> None:
@@ -66,7 +66,7 @@ def digest(model: GPT2) -> str:
     out, flats = hashlib.sha256(), model.persistent()
     names = ["params"] if model.dims["zero"] else ["params", "m", "v", "low"]
     for name in (n for n in names if n in flats):
-        for b in layout.buckets(model.dims):
+        for b in sharding.buckets(model.dims):
             out.update(flats[name][b.start : b.start + b.length].cpu().view(torch.uint8).numpy().data)
     return out.hexdigest()
 

@@ -9,7 +9,7 @@ from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config
 from gpt2_triton.config.schema import RECOMPUTE, SIZES, MemoryConfig
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.tables import LEVELS
+from gpt2_triton.model.buffers import LEVELS
 
 KEYS = """
 model.n_layer model.n_head model.n_embd model.vocab_size model.block_size

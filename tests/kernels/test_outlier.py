@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt2_triton.kernels.outlier import skip_outliers
-from gpt2_triton.tables import WINDOW
+from gpt2_triton.model.buffers import WINDOW
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import poisoned

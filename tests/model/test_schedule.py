@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import gpt2_triton.kernels
-import gpt2_triton.planning
-from gpt2_triton import arena
+import gpt2_triton.model.memory_plan
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.kernels import contract
-from gpt2_triton.model import GPT2
+from gpt2_triton.model import arena
+from gpt2_triton.model.buffers import LEVELS, Params
+from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.tables import LEVELS, Params
 from tests import reference, torch_gpt2
 from tests.conftest import DEVICE
 from tests.helpers import error, max_error
@@ -214,7 +214,7 @@ def test_every_launch_of_a_step_equals_its_reference(level, dtype, tolerance):
     model.decoding.seq.copy_(torch.tensor([[5, 4, 0, 0, 0]]))
     model.decode(0.0, 0, 1.0)
     no_step = {"compiling", "fill", "normal_init", "scratch_elements", "add"}  # add: ZeRO-2's
-    no_step |= {"parameter_stats", "stats_parts", "tensor_stats"}  # tests/test_watch.py
+    no_step |= {"parameter_stats", "stats_parts", "tensor_stats"}  # tests/model/test_tensor_stats.py
     assert set(model.K.launched) >= set(gpt2_triton.kernels.__all__) - no_step
 
 
@@ -284,7 +284,7 @@ def violations(model: Recorded) -> list[str]:
 
 
 def recorded_step(level: str, monkeypatch) -> Recorded:
-    monkeypatch.setattr(gpt2_triton.planning, "plan", side_by_side)
+    monkeypatch.setattr(gpt2_triton.model.memory_plan, "plan", side_by_side)
     monkeypatch.setattr("tests.tiny.GPT2", Recorded)
     train_steps(model := kernel_model(level), 1)
     return model
@@ -336,5 +336,5 @@ def test_a_wrong_lifetime_is_caught_by_poison(name, live, monkeypatch):
         return arena.plan(rows)
 
     right = exact_model()
-    monkeypatch.setattr(gpt2_triton.planning, "plan", wrong_plan)
+    monkeypatch.setattr(gpt2_triton.model.memory_plan, "plan", wrong_plan)
     assert train_steps(poison(exact_model()), 1) != train_steps(right, 1)

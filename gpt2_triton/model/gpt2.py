@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2_triton import layout, schedule
-from gpt2_triton.arena import carve
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.control import Crew
 from gpt2_triton.distributed.process_group import World
-from gpt2_triton.link import Link, link_of
-from gpt2_triton.planning import make_plan, refuse_if_too_large
-from gpt2_triton.stream import STEPS, Replay, Step
-from gpt2_triton.tables import Acts, Decoding, Recompute, State, entries, layer_levels, named
-from gpt2_triton.view import Update, View
-from gpt2_triton.watch import Watch, first_nonfinite
+from gpt2_triton.model import schedule, sharding
+from gpt2_triton.model.arena import carve
+from gpt2_triton.model.buffers import Acts, Decoding, Recompute, State, entries, layer_levels, named
+from gpt2_triton.model.communicator import Link, link_of
+from gpt2_triton.model.cuda import STEPS, Replay, Step
+from gpt2_triton.model.memory_plan import make_plan, refuse_if_too_large
+from gpt2_triton.model.tensor_stats import Watch, first_nonfinite
+from gpt2_triton.model.view import Update, View
 
 INIT_STD = 0.02
 
@@ -58,7 +58,7 @@ class GPT2:
         self.decoding: Decoding = carve(Decoding, self.plan.rows, self.arena, self.dims)
         self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
         self.rank = world.rank if world else 0
-        self._own, self._pieces = layout.share(self.dims, self.rank), layout.updated(self.dims, self.rank)
+        self._own, self._pieces = sharding.share(self.dims, self.rank), sharding.updated(self.dims, self.rank)
         self.link = link_of(world, K, self.state, self.dims, arenas)
         self._replay = Replay()
         self._views: dict[tuple[int, int], View] = {}
@@ -80,9 +80,9 @@ class GPT2:
         acts = carve(Acts, self.plan.rows, self.arena, d | dict(Rc=min(d["Rc"], B * T)))
         R, Ns, Nh, packed = B * T, d["Ns"], d["Nh"], self.state.packed
         order_end = 4 * R + 4 * Ns
-        starts = [b.start for b in layout.buckets(d)]
+        starts = [b.start for b in sharding.buckets(d)]
         w, training = named(self.state.params, d, starts), self.state.grads is not None
-        g = named(self.state.grads, d, layout.gradient_starts(d)) if training else None
+        g = named(self.state.grads, d, sharding.gradient_starts(d)) if training else None
         bias = [] if g is None else [b for pair in zip(g.attprojb, g.fcprojb) for b in pair]
         o = self.config.optim
         return View(
@@ -96,7 +96,7 @@ class GPT2:
 
     def _squared(self) -> list[Tensor]:
         """This rank's share of the gradients, in as few stretches as there can be."""
-        spans = layout.merged((p.grad, p.length) for p in self._own)
+        spans = sharding.merged((p.grad, p.length) for p in self._own)
         return [self._reduced()[start : start + n] for start, n in spans]
 
     def _updates(self) -> Iterator[Update]:
@@ -278,7 +278,7 @@ class GPT2:
         window = flats.pop("window")
         out = {"window": [window]} if self.rank == 0 else {}
         for name, flat in flats.items():
-            out[name] = [flat[at : at + n] for at, n in layout.merged((_place(name, p), p.length) for p in self._own)]
+            out[name] = [flat[at : at + n] for at, n in sharding.merged((_place(name, p), p.length) for p in self._own)]
         return out
 
     def spans(self) -> dict[str, list[list[int]]]:
@@ -287,7 +287,7 @@ class GPT2:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill the buffers from a checkpoint's whole tensors, of which each rank takes what it holds."""
-        flats, every = self.persistent(), layout.updated(self.dims | dict(zero=0), self.rank)
+        flats, every = self.persistent(), sharding.updated(self.dims | dict(zero=0), self.rank)
         for name, tensor in tensors.items():
             if name == "window":
                 flats[name].copy_(tensor)
@@ -297,5 +297,5 @@ class GPT2:
                 flats[name][at : at + p.length].copy_(tensor[p.first : p.first + p.length])
 
 
-def _place(name: str, p: layout.Piece) -> int:
+def _place(name: str, p: sharding.Piece) -> int:
     return p.param if name == "params" else p.moment

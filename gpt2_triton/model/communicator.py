@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2_triton import layout
 from gpt2_triton.distributed.process_group import World
-from gpt2_triton.stream import Side
+from gpt2_triton.model import sharding
+from gpt2_triton.model.cuda import Side
 
 # A layer's gradients, 48 C^2 bytes, take as long over NVLink as some 1,400 tokens take through its backward pass, of
 # about 48 C^2 operations each (370 GB/s, 500 TFLOP/s).  Sums wait for multiprocessors besides; so those of all L layers
@@ -78,8 +78,8 @@ class Exchange(Link):
 
     def __init__(self, world: World, K: Any, state: Any, dims: dict[str, int]):
         self._world, self._K, self._s, self._zero = world, K, state, dims["zero"]
-        self._buckets, self._share = layout.buckets(dims), layout.share(dims, world.rank)
-        self._grad_starts, self._layers = layout.gradient_starts(dims), range(dims["L"])
+        self._buckets, self._share = sharding.buckets(dims), sharding.share(dims, world.rank)
+        self._grad_starts, self._layers = sharding.gradient_starts(dims), range(dims["L"])
         self._rest = len(self._buckets) - 1
         self._hold = dims["L"]  # gradients wait until this layer's are done
         self._side = Side(world.device)

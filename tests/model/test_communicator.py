@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from gpt2_triton import layout, link
-from gpt2_triton.model import GPT2
-from gpt2_triton.stream import Side
+from gpt2_triton.model import communicator, sharding
+from gpt2_triton.model.cuda import Side
+from gpt2_triton.model.gpt2 import GPT2
 from tests.tiny import tiny_config
 
 LAYERS = 3
@@ -55,8 +55,8 @@ class Log:
     def bucket(self, tensor):
         """The bucket that begins there; at stage 2 layers share two places, so only the embedding's is known."""
         for flat, starts in (
-            (self.model.state.params, [b.start for b in layout.buckets(self.model.dims)]),
-            (self.model.state.grads, layout.gradient_starts(self.model.dims)),
+            (self.model.state.params, [b.start for b in sharding.buckets(self.model.dims)]),
+            (self.model.state.grads, sharding.gradient_starts(self.model.dims)),
         ):
             at = (tensor.data_ptr() - flat.data_ptr()) // flat.element_size()
             if flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.nbytes:
@@ -115,7 +115,7 @@ def test_on_one_host_gradients_travel_together(monkeypatch, zero, micro_steps):
     of layers 2 and 1; then the embedding's, norms' and biases', under layer 0's last product; then layer 0's.  At stage
     0 the sums are shared out after another meeting.
     """
-    monkeypatch.setattr(link, "TOKENS", 32 / LAYERS)
+    monkeypatch.setattr(communicator, "TOKENS", 32 / LAYERS)
     sent = [call for call in travel(True, zero, micro_steps) if call[0] in ("barrier", "add")]
     meet = [("barrier", None)]
     again = meet * (zero == 0)
@@ -173,9 +173,9 @@ def test_sums_of_as_many_parts_as_there_are_other_ranks_are_compiled_ahead():
 
 def test_more_than_there_is_room_for_is_added_up_in_turns(monkeypatch):
     """What waits until the embedding's gradients are done, of three ranks: more than the largest bucket."""
-    monkeypatch.setattr(link, "TOKENS", 0)
+    monkeypatch.setattr(communicator, "TOKENS", 0)
     model = model_of(Log(True, size=3), 1)
-    dims, made = model.dims, layout.buckets(model.dims)
+    dims, made = model.dims, sharding.buckets(model.dims)
     assert sum(b.padded for b in made if b is not made[1]) // 3 * 2 > dims["Nx"]
     model._forward_backward(False, False, True)
     assert [bucket for name, bucket in model.K.calls if name == "add"] == [3, 2, 0, LAST, 1]
@@ -185,7 +185,7 @@ def test_more_than_there_is_room_for_is_added_up_in_turns(monkeypatch):
 def test_gradients_wait_until_the_backward_pass_of_as_many_layers_covers_them(layers, rows, hold):
     """124M and 1558M as docs/scaling.md has them, and the quickstart, where nothing waits: its layers are 1 and 0."""
     dims = model_of_two(True, 1, 1).dims | dict(L=layers, R=rows)
-    assert link.Copies(Log(True), None, None, dims, [])._hold == hold
+    assert communicator.Copies(Log(True), None, None, dims, [])._hold == hold
 
 
 def test_every_rank_begins_with_the_next_one():
@@ -231,7 +231,7 @@ def waits(near: bool, zero: int, monkeypatch) -> list[str]:
             if call[0] in ("encoder_fwd", "layernorm_fwd", BELOW, "encoder_bwd", "loss_sum", "adamw"):
                 calls.append(call[0])
 
-    monkeypatch.setattr(link, "Side", Stream)
+    monkeypatch.setattr(communicator, "Side", Stream)
     model = model_of_two(near, zero, 2)
     model.K.calls = Named()
     calls.clear()

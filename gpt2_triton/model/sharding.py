@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
-from gpt2_triton.tables import entries
+from gpt2_triton.model.buffers import entries
 
 QUANTUM = 64  # elements that parts are multiples of: 128 bytes of bf16, a sector boundary, and whole Philox calls
 

@@ -3,10 +3,10 @@
 import pytest
 
 import gpt2_triton.kernels as kernels
-from gpt2_triton import layout
-from gpt2_triton.planning import make_plan, plan_report
+from gpt2_triton.model import sharding
+from gpt2_triton.model.buffers import entries
+from gpt2_triton.model.memory_plan import make_plan, plan_report
 from gpt2_triton.shares import tile
-from gpt2_triton.tables import entries
 from tests.tiny import tiny_config
 
 SIZES = dict(L=3, C=48, Vp=128, Tmax=10, S=7)  # a bucket of 27,648, one of 6,624, of 1,968: few ranks divide them
@@ -15,7 +15,7 @@ RANKS = (1, 2, 3, 4, 7, 64, 1000)
 
 def dims_of(ranks, zero):
     dims = SIZES | dict(ranks=ranks, zero=zero)
-    return dims | layout.flat_sizes(dims, True, True)
+    return dims | sharding.flat_sizes(dims, True, True)
 
 
 def total():
@@ -27,7 +27,7 @@ def total():
 @pytest.mark.parametrize("ranks", RANKS)
 def test_shares_cover_every_parameter_once_within_the_buffers(ranks, zero):
     dims = dims_of(ranks, zero)
-    shares = [layout.share(dims, rank) for rank in range(ranks)]
+    shares = [sharding.share(dims, rank) for rank in range(ranks)]
     assert tile([[[p.first, p.length] for p in pieces] for pieces in shares]) == total()
     for p in (p for pieces in shares for p in pieces):
         assert p.param + p.length <= dims["Nf"] and p.moment + p.length <= dims["Nt"]
@@ -39,14 +39,14 @@ def test_shares_cover_every_parameter_once_within_the_buffers(ranks, zero):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_a_rank_updates_is_all_or_its_share(ranks, zero):
     dims = dims_of(ranks, zero)
-    own = [p for rank in range(1 if zero == 0 else ranks) for p in layout.updated(dims, rank)]
+    own = [p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated(dims, rank)]
     assert tile([[[p.first, p.length] for p in own]]) == total()
 
 
 def test_one_rank_has_no_padding_and_two_launches():
     dims = dims_of(1, 0)
     assert dims["Nf"] == dims["Nt"] == dims["Ng"] == total() and dims["Nr"] == dims["Nx"] == 0
-    matrices, rest = layout.updated(dims, 0)
+    matrices, rest = sharding.updated(dims, 0)
     assert (matrices.decay, rest.decay) == (True, False) and matrices.length == rest.first == rest.param
 
 
@@ -54,19 +54,19 @@ def test_one_rank_has_no_padding_and_two_launches():
 def test_stages_share_out_moments_and_then_gradients(ranks):
     zero0, zero1, zero2 = (dims_of(ranks, zero) for zero in (0, 1, 2))
     assert zero0["Nt"] == zero0["Nf"] == zero1["Nt"] * ranks and zero1["Ng"] == zero1["Nf"]
-    embed, layer, *_, rest = layout.buckets(zero2)
+    embed, layer, *_, rest = sharding.buckets(zero2)
     assert zero2["Ng"] == embed.padded + rest.padded + 2 * layer.padded and zero2["Nr"] * ranks == zero2["Nf"]
-    starts = layout.gradient_starts(zero2)
+    starts = sharding.gradient_starts(zero2)
     assert starts[1] == starts[3] != starts[2]  # layers take two places in turn
-    assert all(b.padded % (ranks * layout.QUANTUM) == 0 for b in layout.buckets(zero2))
+    assert all(b.padded % (ranks * sharding.QUANTUM) == 0 for b in sharding.buckets(zero2))
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES | dict(Vp=4096)])  # the largest bucket is a layer's, or the embedding's
 @pytest.mark.parametrize("ranks", RANKS)
 def test_there_is_room_for_every_other_ranks_part_of_the_largest_bucket(sizes, ranks):
     dims = sizes | dict(ranks=ranks, zero=1)
-    largest = max(b.padded for b in layout.buckets(dims))
-    assert layout.flat_sizes(dims, True, True)["Nx"] * ranks == largest * (ranks - 1)
+    largest = max(b.padded for b in sharding.buckets(dims))
+    assert sharding.flat_sizes(dims, True, True)["Nx"] * ranks == largest * (ranks - 1)
 
 
 def test_spans_that_overlap_or_leave_gaps_do_not_tile():

@@ -1,6 +1,6 @@
 """A run compiles everything before its first step: what validation and HellaSwag launch too, whatever their shapes.
 
-    python -m tests.test_ahead rows.jsonl DIRECTORY h200
+    python -m tests.model.test_precompile rows.jsonl DIRECTORY h200
 
 makes trainers where a launch does no more than note what Triton would compile: the kernel, its constants, and which
 integers and addresses are multiples of 16.  Prints what evaluation notes that `compile` has not.
@@ -67,8 +67,8 @@ def test_evaluation_compiles_nothing_that_compile_has_not(gpu, tmp_path):
     rows = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.test_ahead", str(rows), str(tmp_path), gpu],
-        cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True,
+        [sys.executable, "-m", "tests.model.test_precompile", str(rows), str(tmp_path), gpu],
+        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     lines = [line for line in run.stdout.splitlines() if line.startswith("evaluation needs")]

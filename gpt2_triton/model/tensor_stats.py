@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from gpt2_triton.distributed.control import Crew
-from gpt2_triton.tables import Acts, Params, State, entries
+from gpt2_triton.model.buffers import Acts, Params, State, entries
 
 FORWARD = ("x", "qkv", "att", "fch")
 MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as K
-import gpt2_triton.planning
+import gpt2_triton.model.memory_plan
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.distributed.control import ALONE
 from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
-from gpt2_triton.model import GPT2
+from gpt2_triton.model.buffers import entries
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, first_nonfinite, place, summary
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.tables import entries
 from gpt2_triton.trainer import Trainer, train
-from gpt2_triton.watch import FORWARD, MATRICES, first_nonfinite, place, summary
 from tests.conftest import DEVICE
 from tests.helpers import poisoned
-from tests.test_schedule import side_by_side
+from tests.model.test_schedule import side_by_side
 from tests.tiny import packed_batch, tiny_config
 
 SUMS = 2e-6  # fp32 sums of up to a thousand squares a lane
@@ -112,7 +112,7 @@ def launch(model, step, watched, batches=None):
 @pytest.fixture
 def model(monkeypatch):
     """No two rows share a byte and all are kept, so that all activations can be read when the step is over."""
-    monkeypatch.setattr(gpt2_triton.planning, "plan", side_by_side)
+    monkeypatch.setattr(gpt2_triton.model.memory_plan, "plan", side_by_side)
     model = GPT2(watched_config(memory=dict(recompute="none")), KeepsGradients(), DEVICE)
     model.eager = True
     model.initialise(seed=1)

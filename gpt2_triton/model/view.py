@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gpt2_triton.link import Link
-from gpt2_triton.tables import Acts, Params, Recompute, State
+from gpt2_triton.model.buffers import Acts, Params, Recompute, State
+from gpt2_triton.model.communicator import Link
 
 
 class Update(NamedTuple):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gpt2_triton import stream
+from gpt2_triton.model import cuda
+from gpt2_triton.model.cuda import STEPS, Step
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.stream import STEPS, Step
 from tests.tiny import packed_batch, tiny_model
 
 
@@ -15,7 +15,7 @@ from tests.tiny import packed_batch, tiny_model
 def clock(monkeypatch):
     """A clock that the test sets: clock[0]."""
     now = [0.0]
-    monkeypatch.setattr(stream.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cuda.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -86,8 +86,8 @@ def test_a_replay_launches_once_for_each_set_of_arguments_and_then_replays(monke
     def launches(acc):
         seen.append(("launch", acc))
 
-    monkeypatch.setattr(stream, "capture", capture)
-    replay = stream.Replay()
+    monkeypatch.setattr(cuda, "capture", capture)
+    replay = cuda.Replay()
     for acc in (False, True, True, False):
         replay(launches, acc)
     assert seen == [("launch", False), ("launch", True), ("replay", True), ("replay", False)]

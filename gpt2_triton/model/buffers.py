@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpt2_triton.arena import buf, sizes
+from gpt2_triton.model.arena import buf, sizes
 
 WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in llm.c
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # memory.recompute, each keeps less than the one before

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from gpt2_triton.arena import GIB, Plan, largest_batch, plan, resolve
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.loader import packed_size, scatter_bounds
 from gpt2_triton.errors import OutOfMemoryError
-from gpt2_triton.layout import flat_sizes
-from gpt2_triton.tables import LEVELS, WINDOW, Acts, Decoding, State, entries, layer_levels
-from gpt2_triton.watch import slots
+from gpt2_triton.model.arena import GIB, Plan, largest_batch, plan, resolve
+from gpt2_triton.model.buffers import LEVELS, WINDOW, Acts, Decoding, State, entries, layer_levels
+from gpt2_triton.model.sharding import flat_sizes
+from gpt2_triton.model.tensor_stats import slots
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
@@ -132,7 +132,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     return "\n".join(
         [
             made.show(),
-            "the letters of shapes are those of gpt2_triton/tables.py; live are the phases of a step that need them",
+            "shapes use the letters of gpt2_triton/model/buffers.py; live lists the phases of a step that need the buffer",
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {T} tokens, {config.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
