@@ -86,9 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     a = parser.parse_args(argv)
     choose_device()
     from gpt2_triton import evaluation, hellaswag
+    from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.hellaswag import TEXTS, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
-    from gpt2_triton.sources import load_weights
     from tests.torch_gpt2 import leaves
 
     config, tensors = load_weights(a.checkpoint)

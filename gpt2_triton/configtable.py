@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from gpt2_triton import compatible
+from gpt2_triton.checkpoint import resume
 from gpt2_triton.config.config import options
 
 HEAD = """# The configuration
@@ -34,7 +34,7 @@ def table() -> str:
                 "|---|---|---|---|---|",
                 "",
             ]
-        resumed = "free" if compatible.may_change(key) else "kept"
+        resumed = "free" if resume.may_change(key) else "kept"
         row = [f"`{key}`", _type(field), f"`{_yaml(field.default)}`", resumed, field.description or ""]
         lines.insert(-1, "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     return "\n".join(lines)

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
 from gpt2_triton.decoding import generate
 from gpt2_triton.device import device_name
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.sources import load_weights
 
 
 def sample_text(

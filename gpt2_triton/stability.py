@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpt2_triton import best, checkpoint
+from gpt2_triton.checkpoint import best, checkpoint
+from gpt2_triton.checkpoint.async_save import Saver
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.control import Crew
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.saver import Saver
 
 MAX_REWINDS = 10  # to one checkpoint; what the data of so many rewinds did not cure is no matter of data
 

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import best, checkpoint, compatible, hellaswag, stability
+from gpt2_triton import hellaswag, stability
+from gpt2_triton.checkpoint import best, checkpoint, resume
+from gpt2_triton.checkpoint.async_save import Saver
+from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.text import builtin_shards
@@ -33,9 +36,7 @@ from gpt2_triton.model.memory_plan import choose_recompute, free_bytes, use_repo
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.provenance import describe
 from gpt2_triton.sample import text_of_run
-from gpt2_triton.saver import Saver
 from gpt2_triton.signals import Signals
-from gpt2_triton.sources import initial_weights
 from gpt2_triton.stability import Rewind
 
 PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
@@ -115,8 +116,8 @@ class Trainer:
     def _load(self, found: Path) -> dict[str, torch.Tensor]:
         """Everything of the checkpoint to go on from, once it is known to be of this run."""
         saved, tensors = checkpoint.load(found)
-        changed = compatible.check_config(saved["config"], self.resolved)
-        compatible.check_data(found, saved["data"], self.data, self.config.data.train)
+        changed = resume.check_config(saved["config"], self.resolved)
+        resume.check_data(found, saved["data"], self.data, self.config.data.train)
         self.state = {name: ({"best": None} | saved)[name] for name in self.state}  # older ones had no best
         self.notes.append(f"resuming after step {saved['step']} from {found}")
         self.notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()]
@@ -137,7 +138,7 @@ class Trainer:
         if not found:
             model.initialise(self.config.train.seed)
         else:
-            compatible.check_tensors(found, tensors, model.whole())
+            resume.check_tensors(found, tensors, model.whole())
         model.load(tensors)
         return model
 

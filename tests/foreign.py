@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt2_triton import checkpoint, decoding
+from gpt2_triton import decoding
+from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.weights import by_name
 from tests.conftest import DEVICE
 from tests.tiny import tiny_config
 

@@ -9,12 +9,12 @@ import torch
 
 from benchmarks import hellaswag_peer
 from gpt2_triton import evaluation
+from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data.shards import open_shards, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
-from gpt2_triton.sources import load_weights
 from gpt2_triton.trainer import train
 from tests.data.prepare.test_text import gpt2
 from tests.test_hellaswag import row, write

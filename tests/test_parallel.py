@@ -17,7 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint, kernels, mirror, stability
+from gpt2_triton import kernels, mirror, stability
+from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed import consistency, watchdog
 from gpt2_triton.distributed.control import Crew
@@ -28,7 +30,6 @@ from gpt2_triton.model.communicator import Exchange
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import make_plan
 from gpt2_triton.model.schedule import EMBED
-from gpt2_triton.sources import load_weights
 from gpt2_triton.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import tiny_config

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpt2_triton import checkpoint
+from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app as tools_app
 from gpt2_triton.commands.train import FLAGS, parse_overrides

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import checkpoint, decoding, sample
+from gpt2_triton import decoding, sample
+from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.model import schedule
 from gpt2_triton.model.gpt2 import GPT2

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpt2_triton import checkpoint
+from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.signals import ECHO, Signals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import gpt2_triton.model.memory_plan
-from gpt2_triton import checkpoint, stability, trainer
+from gpt2_triton import stability, trainer
+from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.async_save import Saver
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.loader import TrainLoader, pack_batch
 from gpt2_triton.errors import ConfigError, NonFiniteError
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.saver import Saver
 from gpt2_triton.trainer import Trainer, train
 from tests.tiny import tiny_config
 

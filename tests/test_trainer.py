@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint
+from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.async_save import Saver
 from gpt2_triton.errors import CheckpointError, NonFiniteError
 from gpt2_triton.log import Logger
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.optim import hyper_row
-from gpt2_triton.saver import Saver
 from gpt2_triton.trainer import Trainer, train
 from tests.tiny import packed_batch, tiny_config, tiny_model
 

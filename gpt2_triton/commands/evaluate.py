@@ -43,9 +43,9 @@ def hellaswag(
     choose_device()
     from gpt2_triton import evaluation
     from gpt2_triton import hellaswag as hs
+    from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data import hellaswag as rows
     from gpt2_triton.data.tokenizer import get_tokenizer
-    from gpt2_triton.sources import load_weights
 
     config, tensors = load_weights(checkpoint)
     questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
@@ -82,8 +82,8 @@ def perplexity(
     require_directory("json", json)
     choose_device()
     from gpt2_triton import evaluation
+    from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.shards import open_shards, require_tokenizer
-    from gpt2_triton.sources import load_weights
 
     config, tensors = load_weights(checkpoint)
     V, T = config.model.vocab_size, config.train.seq_len

@@ -25,7 +25,7 @@ def export(
     dtype: str
         Storage of the weights; fp32 loses nothing, bf16 takes half the space.
     """
-    from gpt2_triton import export as exporting
+    from gpt2_triton.checkpoint import export as exporting
 
     exporting.export(source, out, format, dtype)
     print(f"wrote {out}")

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.export import export
-from gpt2_triton.sources import load_weights
 from tests.foreign import checkpoint_of, config_of, nanogpt_checkpoint, nanogpt_content, random_params
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from gpt2_triton import checkpoint, checks
+from gpt2_triton.checkpoint import checkpoint, checks
+from gpt2_triton.checkpoint.async_save import Saver
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.saver import Saver
-from tests.test_checkpoint import STEP_10, STEP_20, STEP_30, content, example, names, write
+from tests.checkpoint.test_checkpoint import STEP_10, STEP_20, STEP_30, content, example, names, write
 
 
 def share(step, n=33):

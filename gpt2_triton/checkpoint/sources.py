@@ -9,10 +9,10 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch import Tensor
 
-from gpt2_triton import checkpoint, huggingface, llmc, nanogpt
+from gpt2_triton.checkpoint import checkpoint, huggingface, llmc, nanogpt
+from gpt2_triton.checkpoint.weights import Weights, first_problem, of_checkpoint, pack
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.weights import Weights, first_problem, of_checkpoint, pack
 
 READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 

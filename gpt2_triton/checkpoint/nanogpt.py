@@ -12,8 +12,8 @@ import textwrap
 import numpy as np
 import torch
 
+from gpt2_triton.checkpoint.weights import Weights, from_bf16, sized, tokenizer_of
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.weights import Weights, from_bf16, sized, tokenizer_of
 
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args
 PREFIX = re.compile(r"^(_orig_mod\.)?(transformer\.)?")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from gpt2_triton import checkpoint, huggingface, llmc
+from gpt2_triton.checkpoint import checkpoint, huggingface, llmc
+from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.sources import open_weights
 
 WRITERS = {"hf": huggingface.write, "llmc": llmc.write}
 

@@ -24,11 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpt2_triton import best
-from gpt2_triton.checks import lack_of_room, not_finite
+from gpt2_triton.checkpoint import best
+from gpt2_triton.checkpoint.checks import lack_of_room, not_finite
+from gpt2_triton.checkpoint.shares import join, tile
 from gpt2_triton.distributed.control import ALONE, Crew
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.shares import join, tile
 
 FORMAT = 2  # 1 had no window of losses and norms
 STATE, MANIFEST = "state.json", "manifest.json"

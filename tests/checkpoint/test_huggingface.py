@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpt2_triton import huggingface
+from gpt2_triton.checkpoint import huggingface
+from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.sources import initial_weights
+from gpt2_triton.checkpoint.weights import by_name, pack
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.export import export
-from gpt2_triton.sources import initial_weights
 from gpt2_triton.trainer import Trainer
-from gpt2_triton.weights import by_name, pack
 from tests.foreign import checkpoint_of, config_of, our_logits, random_params, token_ids
 from tests.test_trainer import run_config
 

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import checkpoint, checks, compatible
-from gpt2_triton.checkpoint import MANIFEST, STATE, tensors_name
+from gpt2_triton.checkpoint import checkpoint, checks, resume
+from gpt2_triton.checkpoint.checkpoint import MANIFEST, STATE, tensors_name
 from gpt2_triton.config.config import options
 from gpt2_triton.errors import CheckpointError
 
@@ -153,8 +153,8 @@ def kill_at_every_line(directory):
 
 def test_a_run_killed_at_any_line_of_a_save_has_the_old_checkpoint_or_the_new_one(tmp_path):
     """In a process of its own: it forks, and this one may have threads."""
-    code = "import sys, pathlib, tests.test_checkpoint as t; t.kill_at_every_line(pathlib.Path(sys.argv[1]))"
-    root = Path(__file__).parents[1]
+    code = "import sys, pathlib, tests.checkpoint.test_checkpoint as t; t.kill_at_every_line(pathlib.Path(sys.argv[1]))"
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     found = done.stdout.split()
@@ -381,10 +381,10 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path, monkeypatch, name, val
 
 def test_tensors_that_do_not_fit_are_a_table_of_the_differences():
     expected = {"params": torch.empty(4), "m": torch.empty(4), "low": torch.empty(4, dtype=torch.int16)}
-    compatible.check_tensors(Path("step"), {name: t.clone() for name, t in expected.items()}, expected)
+    resume.check_tensors(Path("step"), {name: t.clone() for name, t in expected.items()}, expected)
     saved = {"params": torch.empty(4, dtype=torch.bfloat16), "m": torch.empty(4), "v": torch.empty(2, 2)}
     with pytest.raises(CheckpointError) as error:
-        compatible.check_tensors(Path("step"), saved, expected)
+        resume.check_tensors(Path("step"), saved, expected)
     assert str(error.value).splitlines() == [
         "step does not fit this model",
         "        checkpoint      now",
@@ -405,17 +405,17 @@ def test_every_key_of_the_configuration_is_fatal_or_free_and_others_are_fatal(ke
     saved, current = ({section: {name: value}} if section else {name: value} for value in ("a", "b"))
     change, none = {key: ("a", "b")}, {}
     expected = (change, none) if key in FATAL + UNKNOWN else (none, change)
-    assert compatible.config_differences(saved, current) == expected
-    assert compatible.config_differences(saved, saved) == (none, none)
+    assert resume.config_differences(saved, current) == expected
+    assert resume.config_differences(saved, saved) == (none, none)
 
 
 def test_another_run_is_an_error_with_a_table_and_free_changes_are_returned():
     saved = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 6e-4, "master": "none"}, "train": {"steps": 100}}
     current = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 3e-4, "master": "none"}, "train": {"steps": 200}}
-    assert compatible.check_config(saved, current) == {"optim.lr": (6e-4, 3e-4), "train.steps": (100, 200)}
+    assert resume.check_config(saved, current) == {"optim.lr": (6e-4, 3e-4), "train.steps": (100, 200)}
     current["model"]["n_layer"], current["optim"]["master"] = 24, "fp32"
     with pytest.raises(CheckpointError) as error:
-        compatible.check_config(saved, current)
+        resume.check_config(saved, current)
     assert str(error.value).splitlines()[1:] == [
         "               checkpoint  now",
         "model.n_layer  12          24",
@@ -425,6 +425,6 @@ def test_another_run_is_an_error_with_a_table_and_free_changes_are_returned():
 
 def test_other_training_data_is_an_error():
     now = [{"name": "train_000000.bin", "bytes": 1024, "sha256": "ab"}]
-    compatible.check_data(Path("step"), [dict(row) for row in now], now, "data/*.bin")
+    resume.check_data(Path("step"), [dict(row) for row in now], now, "data/*.bin")
     with pytest.raises(CheckpointError, match=r"step: written with other training data than data/\*.bin; restore it"):
-        compatible.check_data(Path("step"), [now[0] | {"sha256": "cd"}], now, "data/*.bin")
+        resume.check_data(Path("step"), [now[0] | {"sha256": "cd"}], now, "data/*.bin")

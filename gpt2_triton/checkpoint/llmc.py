@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2_triton.checkpoint.weights import Weights, count, from_bf16, round_bf16, sized, tokenizer_of
 from gpt2_triton.data.tokenizer import LLMC_FILE, Tokenizer, write_llmc
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.weights import Weights, count, from_bf16, round_bf16, sized, tokenizer_of
 
 MODEL_MAGIC = 20240326
 VERSIONS = {3: "fp32", 5: "bf16"}

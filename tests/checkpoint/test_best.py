@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gpt2_triton import best, checkpoint, trainer
+from gpt2_triton import trainer
+from gpt2_triton.checkpoint import best, checkpoint
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import CheckpointError, ConfigError
 from tests.test_trainer import run_config, stop_after, train

@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt2_triton import nanogpt
+from gpt2_triton.checkpoint import nanogpt
+from gpt2_triton.checkpoint.sources import initial_weights
+from gpt2_triton.checkpoint.weights import by_name, pack
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.sources import initial_weights
-from gpt2_triton.weights import by_name, pack
 from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, our_logits, random_params, token_ids
 
 

@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gpt2_triton.checkpoint.weights import Weights, from_bf16, round_bf16, sized, tokenizer_of
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer, byte_spelling
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.weights import Weights, from_bf16, round_bf16, sized, tokenizer_of
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks that older files hold

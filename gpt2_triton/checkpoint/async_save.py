@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpt2_triton import checkpoint
+from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.console import say
 from gpt2_triton.distributed.control import ALONE, Crew
 from gpt2_triton.errors import CheckpointError

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_triton import llmc
+from gpt2_triton.checkpoint import llmc
+from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.sources import initial_weights
+from gpt2_triton.checkpoint.weights import pack
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.export import export
 from gpt2_triton.model.buffers import named
-from gpt2_triton.sources import initial_weights
-from gpt2_triton.weights import pack
 from tests.foreign import checkpoint_of, config_of, random_params
 
 L, C, V, VP, T = 2, 64, 300, 384, 16
