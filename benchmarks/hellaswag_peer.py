@@ -46,7 +46,7 @@ def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int
     """Of the choices by sum and by sum over length: how many are not the reference's, and how much less likely it finds
     them at most.
     """
-    from gpt2_triton import hellaswag
+    from gpt2_triton.inference import hellaswag
 
     rows, found = np.arange(len(reference)), []
     pairs = zip(hellaswag.choices(questions, losses), hellaswag.choices(questions, reference))
@@ -58,7 +58,7 @@ def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int
 
 
 def report(style: str, questions, runs: dict[str, tuple[np.ndarray, float]]) -> None:
-    from gpt2_triton import hellaswag
+    from gpt2_triton.inference import hellaswag
 
     print(f"\n{style}, {len(questions.labels):,} rows")
     head = ("acc", "acc_norm", "seconds", "differ", "largest gap", "differ, norm", "largest gap, norm")
@@ -85,10 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--style", choices=("completion", "harness"), help="by default both")
     a = parser.parse_args(argv)
     choose_device()
-    from gpt2_triton import evaluation, hellaswag
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.hellaswag import TEXTS, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
+    from gpt2_triton.inference import hellaswag, losses
     from tests.torch_gpt2 import leaves
 
     config, tensors = load_weights(a.checkpoint)
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)
     print(f"rows tokenised in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    models = {dtype: evaluation.inference_model(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
+    models = {dtype: losses.inference_model(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
     print(f"models ready in {time.perf_counter() - start:.1f} s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dims = models["fp32"].dims
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         runs["PyTorch fp32"] = timed(torch_losses, params, dims, questions, device, False)
         runs["PyTorch autocast"] = timed(torch_losses, params, dims, questions, device, True)
         report(style, questions, runs)
-        small = evaluation.inference_model(config, tensors, a.batch_tokens // 10, "bf16")
+        small = losses.inference_model(config, tensors, a.batch_tokens // 10, "bf16")
         equal = np.array_equal(hellaswag.ending_losses(small, questions), runs["ours, bf16"][0])
         print(f"same bits with {small.B * small.T:,} tokens at once: {'yes' if equal else 'NO'}")
         all_equal &= equal

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import hellaswag, stability
+from gpt2_triton import stability
 from gpt2_triton.checkpoint import best, checkpoint, resume
 from gpt2_triton.checkpoint.async_save import Saver
 from gpt2_triton.checkpoint.sources import initial_weights
@@ -26,7 +26,9 @@ from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.process_group import World
 from gpt2_triton.distributed.watchdog import Pulse
 from gpt2_triton.errors import NonFiniteError
-from gpt2_triton.evaluation import validation_loss
+from gpt2_triton.inference import hellaswag
+from gpt2_triton.inference.losses import validation_loss
+from gpt2_triton.inference.sample import text_of_run
 from gpt2_triton.log import Logger, Silent
 from gpt2_triton.model import tensor_stats
 from gpt2_triton.model.arena import GIB
@@ -35,7 +37,6 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes, use_report, used_bytes
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.provenance import describe
-from gpt2_triton.sample import text_of_run
 from gpt2_triton.signals import Signals
 from gpt2_triton.stability import Rewind
 

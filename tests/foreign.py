@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt2_triton import decoding
 from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
+from gpt2_triton.inference import generate
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
 from tests.tiny import tiny_config
@@ -46,7 +46,7 @@ def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndar
 
     model = GPT2(config, K, DEVICE, batch=1, training=False, texts=1)
     model.state.params.copy_(params)
-    decoding.begin(model, ids.tolist(), 0, [0])
+    generate.begin(model, ids.tolist(), 0, [0])
     model.decode(0.0, 0, 1.0)
     return model.decoding.logits[0, : config.model.vocab_size].cpu().numpy()
 

@@ -14,7 +14,7 @@ import triton
 
 import gpt2_triton.kernels
 from gpt2_triton.data.loader import pack_batch
-from gpt2_triton.decoding import begin, generate
+from gpt2_triton.inference.generate import begin, generate
 from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.model.buffers import LEVELS
 from gpt2_triton.model.gpt2 import GPT2

@@ -41,17 +41,17 @@ def hellaswag(
     require_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
     choose_device()
-    from gpt2_triton import evaluation
-    from gpt2_triton import hellaswag as hs
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data import hellaswag as rows
     from gpt2_triton.data.tokenizer import get_tokenizer
+    from gpt2_triton.inference import hellaswag as hs
+    from gpt2_triton.inference import losses
 
     config, tensors = load_weights(checkpoint)
     questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
-    model = evaluation.inference_model(config, tensors, batch_tokens, dtype)
-    losses = {style: hs.ending_losses(model, asked, style) for style, asked in questions.items()}
-    results = {style: hs.scores(asked, losses[style]) for style, asked in questions.items()}
+    model = losses.inference_model(config, tensors, batch_tokens, dtype)
+    by_style = {style: hs.ending_losses(model, asked, style) for style, asked in questions.items()}
+    results = {style: hs.scores(asked, by_style[style]) for style, asked in questions.items()}
     print(f"HellaSwag, {len(next(iter(questions.values())).labels):,} questions")
     print(hs.table(results))
     if json:
@@ -81,17 +81,17 @@ def perplexity(
     require_least(tokens=(tokens, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
     choose_device()
-    from gpt2_triton import evaluation
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.shards import open_shards, require_tokenizer
+    from gpt2_triton.inference import losses
 
     config, tensors = load_weights(checkpoint)
     V, T = config.model.vocab_size, config.train.seq_len
     for given in shards:
         require_tokenizer(given, config.data.tokenizer)
     opened = [shard for given in shards for shard in open_shards(given, V, T)]
-    model = evaluation.inference_model(config, tensors, batch_tokens, dtype)
-    result = evaluation.perplexity(model, opened, tokens)
+    model = losses.inference_model(config, tensors, batch_tokens, dtype)
+    result = losses.perplexity(model, opened, tokens)
     print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
     print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")
     if json:

@@ -53,6 +53,6 @@ def sample(
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top_p: must be above 0 and at most 1, got {top_p}; 1 keeps every token")
     choose_device()
-    from gpt2_triton import sample as sampling
+    from gpt2_triton.inference import sample as sampling
 
     sampling.sample_text(checkpoint, prompt, tokens, temperature, top_k, top_p, seed, num, batch)

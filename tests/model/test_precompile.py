@@ -62,7 +62,7 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
 @pytest.mark.parametrize("gpu", ["h200", "rtx4090"])
 def test_evaluation_compiles_nothing_that_compile_has_not(gpu, tmp_path):
     """In a process of its own, as this one's kernels may belong to the interpreter."""
-    from tests.test_hellaswag import row, write  # not in that process, before it has its driver
+    from tests.inference.test_hellaswag import row, write  # not in that process, before it has its driver
 
     rows = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

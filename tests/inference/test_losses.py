@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from benchmarks import hellaswag_peer
-from gpt2_triton import evaluation
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data.shards import open_shards, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
+from gpt2_triton.inference import losses
 from gpt2_triton.trainer import train
 from tests.data.prepare.test_text import gpt2
-from tests.test_hellaswag import row, write
+from tests.inference.test_hellaswag import row, write
 from tests.tiny import tiny_config, tiny_model
 
 
@@ -62,14 +62,14 @@ def test_perplexity_takes_all_windows_of_the_shards_that_are_named(trained):
     directory, _ = trained
     config, tensors = load_weights(str(directory / "run"))
     opened = open_shards(str(directory / "val_0.bin"), 256, 16)
-    model = evaluation.inference_model(config, tensors, 210)
+    model = losses.inference_model(config, tensors, 210)
     assert (model.B, model.T) == (13, 16)
-    assert evaluation.inference_model(config, tensors, 64).B == 192 // 16  # a sequence of block_size, at least
-    found = evaluation.perplexity(model, opened, 0)
+    assert losses.inference_model(config, tensors, 64).B == 192 // 16  # a sequence of block_size, at least
+    found = losses.perplexity(model, opened, 0)
     assert found.tokens == 199 // 16 * 16
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a byte a token, and no end of text
     with pytest.raises(DataError, match=r"--tokens: does not suit these shards: got 15, expected 0, or 16 .* to 192"):
-        evaluation.perplexity(model, opened, 15)
+        losses.perplexity(model, opened, 15)
 
 
 def test_bits_per_byte_leave_the_end_of_text_out(tmp_path):
@@ -79,33 +79,33 @@ def test_bits_per_byte_leave_the_end_of_text_out(tmp_path):
     write_shard(tmp_path / "b.bin", np.append(text[:-1], 0).astype(np.uint16))
     model, _ = tiny_model()
     ids, targets = text[None, :16].astype(np.int32), text[None, 1:].astype(np.int32)
-    losses = model.evaluate(ids, targets).numpy().astype(np.float64)
-    a, b = (evaluation.perplexity(model, open_shards(str(tmp_path / f"{x}.bin"), 256, 16), 0) for x in "ab")
-    assert a.bits_per_byte == pytest.approx(losses.mean() / math.log(2))
-    assert b.bits_per_byte == pytest.approx(losses[:15].mean() / math.log(2))
+    found_losses = model.evaluate(ids, targets).numpy().astype(np.float64)
+    a, b = (losses.perplexity(model, open_shards(str(tmp_path / f"{x}.bin"), 256, 16), 0) for x in "ab")
+    assert a.bits_per_byte == pytest.approx(found_losses.mean() / math.log(2))
+    assert b.bits_per_byte == pytest.approx(found_losses[:15].mean() / math.log(2))
     assert b.loss != a.loss
 
 
 def test_bits_per_byte_of_gpt2_tokens_count_the_bytes_of_their_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "get_tokenizer", lambda name: gpt2())
+    monkeypatch.setattr(losses, "get_tokenizer", lambda name: gpt2())
     text = "To be, \N{GREEK SMALL LETTER PI} or  not: that\nis the question, or was it?"
     tokens = np.append(gpt2().encode(text)[:16], gpt2().eot).astype(np.uint16)
     write_shard(tmp_path / "a.bin", tokens)
     model, _ = tiny_model(model=dict(vocab_size=50300), data=dict(tokenizer="gpt2"))
-    losses = model.evaluate(tokens[None, :16].astype(np.int32), tokens[None, 1:].astype(np.int32)).numpy()
-    found = evaluation.perplexity(model, open_shards(str(tmp_path / "a.bin"), 50300, 16), 0)
+    found_losses = model.evaluate(tokens[None, :16].astype(np.int32), tokens[None, 1:].astype(np.int32)).numpy()
+    found = losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 50300, 16), 0)
     size = len(gpt2().decode(tokens[1:16]).encode())  # the first token is no target, the last no text
-    assert found.bits_per_byte == pytest.approx(losses[:15].sum() / size / math.log(2))
+    assert found.bits_per_byte == pytest.approx(found_losses[:15].sum() / size / math.log(2))
 
 
 def test_without_a_tokenizer_there_are_no_bits_per_byte(tmp_path, monkeypatch, capsys):
     def missing(name):
         raise DataError("tokenizer gpt2: not available")
 
-    monkeypatch.setattr(evaluation, "get_tokenizer", missing)
+    monkeypatch.setattr(losses, "get_tokenizer", missing)
     write_shard(tmp_path / "a.bin", np.arange(17, dtype=np.uint16))
     model, _ = tiny_model()
-    assert evaluation.perplexity(model, open_shards(str(tmp_path / "a.bin"), 256, 16), 0).bits_per_byte is None
+    assert losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 256, 16), 0).bits_per_byte is None
     assert capsys.readouterr().err == "warning: no bits per byte: tokenizer gpt2: not available\n"
 
 
@@ -162,6 +162,6 @@ def test_the_comparison_with_pytorch_finds_no_other_choice(trained, tmp_path, ca
 )
 def test_a_model_computes_in_the_type_asked_for(trained, dtype, stored):
     config, tensors = load_weights(str(trained[0] / "run"))
-    model = evaluation.inference_model(config, tensors, 192, dtype)
+    model = losses.inference_model(config, tensors, 192, dtype)
     assert model.state.params.dtype == stored
     assert torch.equal(model.state.params.cpu(), tensors["params"].to(stored))

@@ -14,16 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt2_triton import hellaswag
 from gpt2_triton.data import hellaswag as data
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
+from gpt2_triton.inference import hellaswag
 from gpt2_triton.trainer import train
 from tests import torch_gpt2
 from tests.data.prepare.test_text import gpt2
 from tests.tiny import tiny_config, tiny_model
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PUBLISHED = Path(os.environ.get("HELLASWAG", ROOT / "data/hellaswag_val.jsonl"))
 WORDS = ["a", "man", "throws", "the ball", "[step]", "[title] far,  away.", "then", "\N{GREEK SMALL LETTER PI}"]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import decoding, sample
 from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.data.tokenizer import ByteTokenizer
+from gpt2_triton.inference import generate, sample
 from gpt2_triton.model import schedule
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
@@ -39,7 +39,7 @@ def decoder(texts: int = 1, **sections) -> GPT2:
 
 def generated(model: GPT2, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:
     """Tokens of each text."""
-    return [list(text) for text in zip(*decoding.generate(model, prompt, count, seeds, *how))]
+    return [list(text) for text in zip(*generate.generate(model, prompt, count, seeds, *how))]
 
 
 def window(text: list[int], prompt: int, T: int) -> list[int]:
@@ -150,7 +150,7 @@ def test_one_text_appears_as_it_is_decoded(step_dir, monkeypatch):
     monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
     sample.sample_text(step_dir, "Hello", 12, *GREEDY, seed=3, num=1, batch=64)
     pieces = [(at, s) for at, s in written if s]
-    assert pieces[0] == (0, "Hello") and pieces[1][0] <= decoding.LATE + 3 and pieces[-1][1] == "\n"
+    assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.LATE + 3 and pieces[-1][1] == "\n"
     assert len(pieces) > 4
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
-from gpt2_triton.decoding import generate
 from gpt2_triton.device import device_name
+from gpt2_triton.inference.generate import generate
 from gpt2_triton.model.gpt2 import GPT2
 
 
