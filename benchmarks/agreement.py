@@ -38,7 +38,7 @@ from gpt2_triton.data.shards import open_shards  # noqa: E402
 from gpt2_triton.device import device_name  # noqa: E402
 from gpt2_triton.model.cuda import StepResult  # noqa: E402
 from gpt2_triton.model.gpt2 import GPT2  # noqa: E402
-from gpt2_triton.optim import hyper_row, learning_rate  # noqa: E402
+from gpt2_triton.training.lr_schedule import hyper_row, learning_rate  # noqa: E402
 from tests import torch_gpt2  # noqa: E402
 
 COUNTERPART = {("fp32", "none"): "PyTorch fp32", ("bf16", "none"): "PyTorch fp32", ("bf16", "fp32"): "PyTorch autocast"}

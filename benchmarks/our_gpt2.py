@@ -17,7 +17,7 @@ from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.optim import hyper_row
+from gpt2_triton.training.lr_schedule import hyper_row
 
 
 def run_steps(

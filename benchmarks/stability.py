@@ -20,7 +20,7 @@ from gpt2_triton.distributed.control import ALONE
 from gpt2_triton.model.buffers import WINDOW
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.tensor_stats import FORWARD, summary
-from gpt2_triton.optim import hyper_row
+from gpt2_triton.training.lr_schedule import hyper_row
 
 STEPS, WARM, EVERY = 60, 10, 10
 

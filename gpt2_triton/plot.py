@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.metrics import METRICS, read_metrics
+from gpt2_triton.training.metrics import METRICS, read_metrics
 
 SMOOTH_FROM = 200  # points; a shorter curve is readable as it is
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -54,7 +54,7 @@ def test_a_training_step_runs_no_torch_arithmetic():
 
     model, config = tiny_model()
     batch = packed_batch(config)
-    optim = importlib.import_module("gpt2_triton.optim")
+    optim = importlib.import_module("gpt2_triton.training.lr_schedule")
 
     class Record(TorchDispatchMode):
         def __init__(self):

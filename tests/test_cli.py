@@ -56,7 +56,7 @@ def here(tmp_path, monkeypatch, request):
 
 @pytest.fixture
 def module(monkeypatch):
-    """module("trainer", train=f): stands in for gpt2_triton.trainer."""
+    """module("trainer", train=f): stands in for gpt2_triton.training.trainer."""
 
     def replace(name, **functions):
         stand_in = ModuleType(f"gpt2_triton.{name}")

@@ -18,7 +18,7 @@ from gpt2_triton.inference.generate import begin, generate
 from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.model.buffers import LEVELS
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.optim import hyper_row
+from gpt2_triton.training.lr_schedule import hyper_row
 from tests import reference, torch_gpt2
 from tests.helpers import error
 from tests.model.test_schedule import F64, batches, train_steps

@@ -1,8 +1,8 @@
 """Every command of README.md, docs/interop.md and docs/scaling.md runs: whole where it takes seconds on a CPU, else as
 far as it comes without a GPU.
 
-What is left out of a command here has a test of its own: steps of training (tests/test_quickstart.py), wandb-export
-(test_mirror.py), verify and bench (test_verify.py, test_bench.py).
+What is left out of a command here has a test of its own: steps of training (tests/training/test_quickstart.py),
+wandb-export (test_wandb_logger.py), the benchmarks (tests/benchmarks/).
 """
 
 import itertools

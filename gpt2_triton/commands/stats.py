@@ -18,8 +18,8 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     step: int
         The step; default the last one there is.
     """
-    from gpt2_triton.metrics import STATS, read_metrics
     from gpt2_triton.model.tensor_stats import table
+    from gpt2_triton.training.metrics import STATS, read_metrics
 
     path = run / STATS
     if not path.is_file():

@@ -83,7 +83,7 @@ def train(
         run_dir, sys.stdout = None, open(os.devnull, "w")  # rank 0 chooses and speaks for all
     with made(run_dir) if run_dir else contextlib.nullcontext():
         choose_device()
-        from gpt2_triton import trainer
+        from gpt2_triton.training import trainer
 
         return trainer.train(settings, run_dir, resume)
 

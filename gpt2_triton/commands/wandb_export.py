@@ -20,7 +20,7 @@ def wandb_export(
     afresh: bool
         Send everything to a new run, for example when the old one was deleted there.
     """
-    from gpt2_triton import mirror
+    from gpt2_triton.training import wandb_logger
 
-    sent, records, address = mirror.export(run, project, afresh)
+    sent, records, address = wandb_logger.export(run, project, afresh)
     print(f"sent {sent:,} of {records:,} records, the others were there: {address}")

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from gpt2_triton import trainer
 from gpt2_triton.checkpoint import best, checkpoint
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import CheckpointError, ConfigError
-from tests.test_trainer import run_config, stop_after, train
+from gpt2_triton.training import trainer
+from tests.training.test_trainer import run_config, stop_after, train
 
 LOSSES = [0.5, 3.0, 1.0, 2.0, float("nan"), 1.0]  # after 0 ... 5 steps
 

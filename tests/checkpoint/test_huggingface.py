@@ -20,9 +20,9 @@ from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.trainer import Trainer
+from gpt2_triton.training.trainer import Trainer
 from tests.foreign import checkpoint_of, config_of, our_logits, random_params, token_ids
-from tests.test_trainer import run_config
+from tests.training.test_trainer import run_config
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,7 +17,7 @@ from gpt2_triton.distributed.control import Crew, muster
 from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_size, read_environment
 from gpt2_triton.distributed.process_group import World
 from gpt2_triton.errors import ConfigError, PeerLostError
-from gpt2_triton.metrics import read_metrics
+from gpt2_triton.training.metrics import read_metrics
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -180,7 +180,7 @@ DYING = """
 import os, sys
 from gpt2_triton.cli import main
 from gpt2_triton.commands.train import app
-from gpt2_triton.trainer import Trainer
+from gpt2_triton.training.trainer import Trainer
 original = Trainer._train_step
 def train_step(self, step):
     if step == 3 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -18,7 +18,7 @@ from gpt2_triton.data import hellaswag as data
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import hellaswag
-from gpt2_triton.trainer import train
+from gpt2_triton.training.trainer import train
 from tests import torch_gpt2
 from tests.data.prepare.test_text import gpt2
 from tests.tiny import tiny_config, tiny_model

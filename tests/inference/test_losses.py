@@ -15,7 +15,7 @@ from gpt2_triton.data.shards import open_shards, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import losses
-from gpt2_triton.trainer import train
+from gpt2_triton.training.trainer import train
 from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
 from tests.tiny import tiny_config, tiny_model

@@ -7,7 +7,7 @@ import pytest
 
 from gpt2_triton.model import cuda
 from gpt2_triton.model.cuda import STEPS, Step
-from gpt2_triton.optim import hyper_row
+from gpt2_triton.training.lr_schedule import hyper_row
 from tests.tiny import packed_batch, tiny_model
 
 

@@ -19,7 +19,7 @@ from gpt2_triton.kernels import contract
 from gpt2_triton.model import arena
 from gpt2_triton.model.buffers import LEVELS, Params
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.optim import hyper_row
+from gpt2_triton.training.lr_schedule import hyper_row
 from tests import reference, torch_gpt2
 from tests.conftest import DEVICE
 from tests.helpers import error, max_error

@@ -18,8 +18,8 @@ from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tenso
 from gpt2_triton.model.buffers import entries
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, first_nonfinite, place, summary
-from gpt2_triton.optim import hyper_row
-from gpt2_triton.trainer import Trainer, train
+from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.trainer import Trainer, train
 from tests.conftest import DEVICE
 from tests.helpers import poisoned
 from tests.model.test_schedule import side_by_side

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpt2_triton import __version__
 from gpt2_triton.config.config import Config
-from gpt2_triton.metrics import replace_text
+from gpt2_triton.training.metrics import replace_text
 
 RUN = "run.json"
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tiktoken")

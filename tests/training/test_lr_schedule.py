@@ -7,7 +7,7 @@ import pytest
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import OptimConfig
-from gpt2_triton.optim import hyper_row, learning_rate
+from gpt2_triton.training.lr_schedule import hyper_row, learning_rate
 
 STEPS, WARMUP, LR = 1000, 100, 6e-4
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import gpt2_triton.model.memory_plan
-from gpt2_triton import stability, trainer
 from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.checkpoint.async_save import Saver
 from gpt2_triton.config.load import load_config
@@ -19,8 +18,9 @@ from gpt2_triton.data.loader import TrainLoader, pack_batch
 from gpt2_triton.errors import ConfigError, NonFiniteError
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.optim import hyper_row
-from gpt2_triton.trainer import Trainer, train
+from gpt2_triton.training import recovery, trainer
+from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.trainer import Trainer, train
 from tests.tiny import tiny_config
 
 TIMINGS = {"ms", "tok_s", "mfu"}
@@ -103,7 +103,7 @@ def test_an_outlier_is_skipped_in_its_own_step_and_counted_apart(spiked):
     assert records[SPIKE]["outlier"] is True and records[SPIKE]["loss_z"] > 1.7
     assert ["loss_z" in r for r in records] == [step >= 4 for step in range(6)]
     state = final(run)[0]
-    assert {key: state[key] for key in stability.COUNTS} == stability.COUNTS | {"skipped": 1, "outliers": 1}
+    assert {key: state[key] for key in recovery.COUNTS} == recovery.COUNTS | {"skipped": 1, "outliers": 1}
 
 
 def test_resuming_goes_on_with_a_window_half_full(spiked, tmp_path, monkeypatch):
@@ -116,9 +116,9 @@ def test_resuming_goes_on_with_a_window_half_full(spiked, tmp_path, monkeypatch)
 
 
 def test_both_kinds_of_skipped_steps_are_counted():
-    state = dict(stability.COUNTS)
+    state = dict(recovery.COUNTS)
     for loss, applied in ((2.0, True), (9.0, False), (math.nan, False), (math.nan, False), (9.0, False), (2.0, True)):
-        stability.count(state, StepResult(loss, 1.0, applied, 0.1, (0.0, 0.0)))
+        recovery.count(state, StepResult(loss, 1.0, applied, 0.1, (0.0, 0.0)))
         seen = [state[key] for key in ("skipped", "outliers", "skipped_in_a_row", "without_update")]
         if loss == 9.0:
             assert seen in ([1, 1, 0, 1], [4, 2, 0, 4])
@@ -197,7 +197,7 @@ def test_a_run_stopped_about_a_rewind_goes_on_alike(rewound, tmp_path, monkeypat
 
 
 def test_rewinds_that_do_not_help_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(stability, "MAX_REWINDS", 1)
+    monkeypatch.setattr(recovery, "MAX_REWINDS", 1)
     original = Trainer._train_step
 
     def poisoned(self, index):

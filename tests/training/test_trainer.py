@@ -14,10 +14,10 @@ import torch
 from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.checkpoint.async_save import Saver
 from gpt2_triton.errors import CheckpointError, NonFiniteError
-from gpt2_triton.log import Logger
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.optim import hyper_row
-from gpt2_triton.trainer import Trainer, train
+from gpt2_triton.training.logger import Logger
+from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.trainer import Trainer, train
 from tests.tiny import packed_batch, tiny_config, tiny_model
 
 TIMINGS = {"ms", "tok_s", "mfu"}

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton import stability
 from gpt2_triton.checkpoint import best, checkpoint, resume
 from gpt2_triton.checkpoint.async_save import Saver
 from gpt2_triton.checkpoint.sources import initial_weights
@@ -29,16 +28,17 @@ from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import text_of_run
-from gpt2_triton.log import Logger, Silent
 from gpt2_triton.model import tensor_stats
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.cuda import Step
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes, use_report, used_bytes
-from gpt2_triton.optim import hyper_row
-from gpt2_triton.provenance import describe
-from gpt2_triton.signals import Signals
-from gpt2_triton.stability import Rewind
+from gpt2_triton.training import recovery
+from gpt2_triton.training.logger import Logger, Silent
+from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.preemption import Signals
+from gpt2_triton.training.recovery import Rewind
+from gpt2_triton.training.run_info import describe
 
 PREEMPTED = "PREEMPTED"  # a file in the run directory while a signal has stopped it: launchers hide exit codes
 
@@ -91,7 +91,7 @@ class Trainer:
             consistency.require_alike(
                 self.crew, configuration=config.to_dict(), data=[self.data, fingerprint(val_shards)]
             )
-            self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None, "best": None} | stability.COUNTS
+            self.state: dict[str, Any] = {"step": 0, "sample": 0, "wandb_id": None, "best": None} | recovery.COUNTS
             tensors = self._load(found) if found else initial_weights(config)
             if config.sample.every:
                 get_tokenizer(config.data.tokenizer)  # where it cannot be had, fail now and not at the first sample
@@ -257,14 +257,14 @@ class Trainer:
                 batches = self.batches.step(self.state["sample"])
                 cause = self.model.first_nonfinite(batches, self.crew) or "nothing when computed again"
         self.state["sample"] += self.config.total_batch_tokens // self.config.train.seq_len
-        stability.count(self.state, result)
+        recovery.count(self.state, result)
         self.signals.agreed = result.stop
         self.pulse.begin_steps()
         self.log.step(step, result, cause)
         if watching and self._due(step, self.config.log.stats_every):
             record = watching.read(launched.watched, self.config.accumulation, self.crew)
             self.log.statistics(step, record, tensor_stats.summary(record))
-        stability.check(self.state, self.config)
+        recovery.check(self.state, self.config)
 
     def _settle(self) -> None:
         """The step in flight is over and reported, and the weights are up to date on this rank."""
@@ -277,8 +277,8 @@ class Trainer:
             self.in_flight.result()
             self.in_flight = None
         self.saver.wait()
-        failed, target = self.state["step"], stability.rewind_target(self.state, self.config)
-        stability.go_back(self.state, target, self.run_dir / "checkpoints", self.model, self.saver, self.crew)
+        failed, target = self.state["step"], recovery.rewind_target(self.state, self.config)
+        recovery.go_back(self.state, target, self.run_dir / "checkpoints", self.model, self.saver, self.crew)
         self.log.rewind(failed, target, self.state["sample"])
         self.batches.close()
         self.batches = self._prefetch()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gpt2_triton.checkpoint import checkpoint
-from gpt2_triton.signals import ECHO, Signals
+from gpt2_triton.training.preemption import ECHO, Signals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton import kernels, mirror, stability
+from gpt2_triton import kernels
 from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
@@ -30,7 +30,8 @@ from gpt2_triton.model.communicator import Exchange
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import make_plan
 from gpt2_triton.model.schedule import EMBED
-from gpt2_triton.trainer import Trainer, train
+from gpt2_triton.training import recovery, wandb_logger
+from gpt2_triton.training.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import tiny_config
 
@@ -247,8 +248,8 @@ def test_a_batch_that_divides_on_its_ranks_alone_is_no_hindrance_afterwards(tmp_
     assert load_weights(str(tmp_path))[0].train.batch_size == 5
     sent: list = []
     there = SimpleNamespace(starting_step=0, url="", finish=lambda: None, log=lambda record, step: sent.append(record))
-    monkeypatch.setattr(mirror, "connect", lambda *arguments: there)
-    assert mirror.export(tmp_path)[0] == len(sent) == 1
+    monkeypatch.setattr(wandb_logger, "connect", lambda *arguments: there)
+    assert wandb_logger.export(tmp_path)[0] == len(sent) == 1
 
 
 def full_disk_on_rank_1(config, run):
@@ -348,7 +349,7 @@ def test_a_search_for_what_is_not_finite_changes_no_byte_of_the_run(tmp_path, ze
 
 def rewinding(config, run):
     """At ZeRO-0 the file is read, at the other stages each rank recalls its share."""
-    original = stability._recall
+    original = recovery._recall
 
     def recall(target, model, saver, crew):
         done = original(target, model, saver, crew)
@@ -356,7 +357,7 @@ def rewinding(config, run):
         assert done == (config.parallel.zero > 0) and (not done or windows[0] == windows[1])
         return done
 
-    stability._recall = recall
+    recovery._recall = recall
     return nan_on_rank_1(config, run, (2,))
 
 

@@ -13,7 +13,9 @@ from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import Lines, say
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.metrics import (
+from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.training.lr_schedule import learning_rate
+from gpt2_triton.training.metrics import (
     MAIN_LOG,
     METRICS,
     STATS,
@@ -24,10 +26,8 @@ from gpt2_triton.metrics import (
     replace_text,
     truncate,
 )
-from gpt2_triton.mirror import Mirror, row_after
-from gpt2_triton.model.cuda import StepResult
-from gpt2_triton.optim import learning_rate
-from gpt2_triton.provenance import read_run, write_run
+from gpt2_triton.training.run_info import read_run, write_run
+from gpt2_triton.training.wandb_logger import Mirror, row_after
 
 
 class Logger:

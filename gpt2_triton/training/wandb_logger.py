@@ -15,8 +15,8 @@ from typing import Any, Literal
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.metrics import METRICS, Record, read_metrics
-from gpt2_triton.provenance import read_run, write_run
+from gpt2_triton.training.metrics import METRICS, Record, read_metrics
+from gpt2_triton.training.run_info import read_run, write_run
 
 ROWS_A_STEP = 8  # more than the kinds of records
 INIT_TIMEOUT = 20.0  # seconds; wandb may take ten more to notice, and a start is to wait 30 at most

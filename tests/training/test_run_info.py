@@ -2,7 +2,7 @@
 
 import subprocess
 
-from gpt2_triton.provenance import describe, git_state
+from gpt2_triton.training.run_info import describe, git_state
 from tests.tiny import tiny_config
 
 

@@ -14,16 +14,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt2_triton import mirror
 from gpt2_triton.cli import main
 from gpt2_triton.commands import app
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.log import Logger
-from gpt2_triton.metrics import METRICS, read_metrics
-from tests.test_log import config, result
+from gpt2_triton.training import wandb_logger
+from gpt2_triton.training.logger import Logger
+from gpt2_triton.training.metrics import METRICS, read_metrics
+from tests.training.test_logger import config, result
 from tests.wandb_server import WandbServer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(directory, steps, resume_step=0, wandb_id=None, **log):
@@ -80,14 +80,14 @@ def test_export_sends_what_is_missing_after_an_outage_and_nothing_twice(server, 
     assert main(app, ["wandb-export", str(tmp_path)]) == 0
     assert "sent 3 of 8 records" in capsys.readouterr().out  # two losses and a validation
     assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))
-    assert mirror.export(tmp_path)[0] == 0 and len(server.rows) == 8
+    assert wandb_logger.export(tmp_path)[0] == 0 and len(server.rows) == 8
     server.rows.clear()  # a server has no rows of a run it does not know
-    assert mirror.export(tmp_path, afresh=True)[0] == 8 and server.names[-1] != first
+    assert wandb_logger.export(tmp_path, afresh=True)[0] == 8 and server.names[-1] != first
 
 
 def test_a_run_without_wandb_can_be_exported_and_goes_on_there(server, tmp_path):
     run(tmp_path, range(1, 4))
-    assert mirror.export(tmp_path)[:2] == (4, 4)
+    assert wandb_logger.export(tmp_path)[:2] == (4, 4)
     assert server.names[-1] == json.loads((tmp_path / "run.json").read_text())["wandb_id"]
     assert run(tmp_path, range(4, 7), 3, wandb="online") == server.names[0] == server.names[-1]
     assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))
@@ -110,8 +110,8 @@ def test_offline_runs_wait_on_the_disk_until_wandb_sync(server, tmp_path, capsys
 @pytest.mark.parametrize("fault", ["refuses", "hangs", "answers 500"])
 def test_a_dead_network_costs_a_bounded_delay_and_one_warning(wandb, tmp_path, monkeypatch, capsys, fault):
     """The delay is INIT_TIMEOUT and what wandb needs to notice, allowed 5 s here and 10 s by the promised 30 s."""
-    assert mirror.INIT_TIMEOUT + 10 <= 30
-    monkeypatch.setattr(mirror, "INIT_TIMEOUT", 1.0)
+    assert wandb_logger.INIT_TIMEOUT + 10 <= 30
+    monkeypatch.setattr(wandb_logger, "INIT_TIMEOUT", 1.0)
     with WandbServer(broken=True) as broken, socket.create_server(("127.0.0.1", 0)) as silent:
         ports = {"refuses": 9, "hangs": silent.getsockname()[1], "answers 500": broken.server_port}
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{ports[fault]}")
@@ -128,7 +128,8 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path):
     """On a terminal, where wandb would ask, and wait: a run is often started and left."""
     pytest.importorskip("wandb")
     code = (
-        "from pathlib import Path; from gpt2_triton.config.config import Config; from gpt2_triton.mirror import Mirror;"
+        "from pathlib import Path; from gpt2_triton.config.config import Config;"
+        "from gpt2_triton.training.wandb_logger import Mirror;"
         "Mirror(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None); print('went on')"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
@@ -145,7 +146,7 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path):
 
 
 def test_a_server_that_dies_during_the_run_does_not_hold_its_end(server, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(mirror, "FINISH_TIMEOUT", 1.0)
+    monkeypatch.setattr(wandb_logger, "FINISH_TIMEOUT", 1.0)
     logger = Logger(tmp_path, config(wandb="online"))
     logger.step(1, result(loss=2.0, norm=1.0, seconds=0.1))
     server.broken = True
@@ -157,7 +158,7 @@ def test_a_server_that_dies_during_the_run_does_not_hold_its_end(server, tmp_pat
 
 
 def test_an_export_that_fails_is_one_line_that_says_to_repeat_it(wandb, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(mirror, "INIT_TIMEOUT", 1.0)
+    monkeypatch.setattr(wandb_logger, "INIT_TIMEOUT", 1.0)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     run(tmp_path, range(1, 4))
     capsys.readouterr()
@@ -168,7 +169,7 @@ def test_an_export_that_fails_is_one_line_that_says_to_repeat_it(wandb, tmp_path
 
 def test_export_of_what_is_no_run_says_so(tmp_path):
     with pytest.raises(ConfigError, match="no metrics.jsonl and config.yaml there"):
-        mirror.export(tmp_path)
+        wandb_logger.export(tmp_path)
 
 
 # ---- a wandb that raises ----
@@ -243,7 +244,7 @@ def test_wandb_that_is_not_installed_is_a_warning(tmp_path, monkeypatch, capsys)
     run(tmp_path, [1], wandb="offline")
     assert capsys.readouterr().err.count("warning:") == 1
     with pytest.raises(ConfigError, match="wandb is not installed"):
-        mirror.export(tmp_path)
+        wandb_logger.export(tmp_path)
 
 
 def test_wandb_is_not_imported_unless_asked(tmp_path, monkeypatch):
