@@ -8,7 +8,7 @@ python train.py --help                                                   every o
 
 import sys
 
-from gpt2_triton.cli import main
+from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
 
 if __name__ == "__main__":

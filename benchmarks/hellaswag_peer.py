@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt2_triton.cli import choose_device
+from gpt2_triton.commands.app import choose_device
 
 ROWS = 32  # of PyTorch's groups: 128 sequences, whose fp32 logits take 4 GB
 

@@ -2,8 +2,8 @@
 
 import sys
 
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
 
 if __name__ == "__main__":
-    sys.exit(main(app, sys.argv[1:]))
+    sys.exit(main(tools, sys.argv[1:]))

@@ -12,8 +12,8 @@ from benchmarks import bench, ceilings, layernorm, ops, torch_gpt2
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, config_of
 from gpt2_triton import device
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app as tools_app
+from gpt2_triton.commands import tools as tools_app
+from gpt2_triton.commands.app import main
 from tests.tiny import packed_batch, tiny_model
 
 

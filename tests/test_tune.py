@@ -12,8 +12,8 @@ import gpt2_triton.kernels
 from benchmarks import calls, candidates, tables, tune
 from benchmarks.our_gpt2 import run_steps
 from gpt2_triton import device
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app as tools_app
+from gpt2_triton.commands import tools as tools_app
+from gpt2_triton.commands.app import main
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import DTYPES, FIXED, PARAMETERS, TABLES, read_table

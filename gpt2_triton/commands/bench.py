@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from gpt2_triton.cli import choose_device, require_directory, require_least
+from gpt2_triton.commands.app import choose_device, require_directory, require_least
 from gpt2_triton.config.schema import check_recompute
 from gpt2_triton.errors import ConfigError
 

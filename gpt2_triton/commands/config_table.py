@@ -1,8 +1,76 @@
-"""`config-table`: every key of the configuration, as docs/config.md."""
+"""docs/config.md, made from the declarations in sections.py: key, type and limits, default, whether a resume may change
+it, meaning.
+"""
+
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from gpt2_triton.checkpoint import resume
+from gpt2_triton.config.config import options
+
+HEAD = """# The configuration
+
+Every key can be given as `--section.key value` on the command line, or in YAML with the key below its section. The
+defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resumed run must keep the values of the keys marked `kept`:
+with another value it would be another run, and is refused. `python -m gpt2_triton config-table` prints this page.
+"""
+LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "multiple_of": "multiple of {}"}
+
+
+def table() -> str:
+    """The whole file: a heading and a table for each section, in the order of the declarations."""
+    lines, section = [HEAD], None
+    for key, field in options():
+        group = key.rpartition(".")[0] or key
+        if group != section:
+            section = group
+            lines += [
+                f"## {section}",
+                "",
+                "| key | type | default | on resume | meaning |",
+                "|---|---|---|---|---|",
+                "",
+            ]
+        resumed = "free" if resume.may_change(key) else "kept"
+        row = [f"`{key}`", _type(field), f"`{_yaml(field.default)}`", resumed, field.description or ""]
+        lines.insert(-1, "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    return "\n".join(lines)
+
+
+def _type(field: FieldInfo) -> str:
+    limits = [
+        words.format(_power(value))
+        for rule in field.metadata
+        for name, words in LIMITS.items()
+        if (value := getattr(rule, name, None)) is not None
+    ]
+    return ", ".join([_name(field.annotation), *limits])
+
+
+def _name(annotation: Any) -> str:
+    """int, or null; a choice as its words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _name(inner[0])
+    if origin in (Union, UnionType):
+        return " or ".join(map(_name, inner))
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in inner)
+    return {type(None): "`null`", str: "text"}.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _power(value: float) -> str:
+    exponent = int(value).bit_length() - 1
+    return f"2^{exponent}" if value == 2**exponent and exponent > 20 else f"{value:g}"
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value).partition("\n")[0] if not isinstance(value, str) or not value else value
 
 
 def config_table() -> None:
     """Print a table of every key of the configuration in Markdown, as in docs/config.md."""
-    from gpt2_triton.configtable import table
-
     print(table(), end="")

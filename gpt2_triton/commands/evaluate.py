@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from gpt2_triton.cli import choose_device, require_directory, require_least
+from gpt2_triton.commands.app import choose_device, require_directory, require_least
 from gpt2_triton.errors import ConfigError
 
 # what both commands take

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from gpt2_triton.cli import make_app, require_least
+from gpt2_triton.commands.app import make_app, require_least
 from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")

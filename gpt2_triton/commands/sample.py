@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpt2_triton.cli import choose_device, require_least
+from gpt2_triton.commands.app import choose_device, require_least
 from gpt2_triton.errors import ConfigError
 
 

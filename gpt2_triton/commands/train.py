@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from gpt2_triton.cli import choose_device, make_app, require_least
+from gpt2_triton.commands.app import choose_device, make_app, require_least
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
 from gpt2_triton.distributed.launcher_env import rank_and_size, read_environment

@@ -8,8 +8,8 @@ from gpt2_triton.checkpoint import llmc
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.checkpoint.weights import pack
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.model.buffers import named

@@ -5,8 +5,8 @@ import torch
 
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import load_weights
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
 from gpt2_triton.errors import CheckpointError
 from tests.foreign import checkpoint_of, config_of, nanogpt_checkpoint, nanogpt_content, random_params
 

@@ -178,7 +178,7 @@ def test_a_rank_whose_first_rank_is_missing_says_so_in_one_line(tmp_path):
 
 DYING = """
 import os, sys
-from gpt2_triton.cli import main
+from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
 from gpt2_triton.training.trainer import Trainer
 original = Trainer._train_step

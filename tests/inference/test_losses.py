@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import hellaswag_peer
 from gpt2_triton.checkpoint.sources import load_weights
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
 from gpt2_triton.data.shards import open_shards, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError

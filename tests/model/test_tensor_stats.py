@@ -11,8 +11,8 @@ import torch
 
 import gpt2_triton.kernels as K
 import gpt2_triton.model.memory_plan
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
 from gpt2_triton.distributed.control import ALONE
 from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
 from gpt2_triton.model.buffers import entries

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training import wandb_logger
 from gpt2_triton.training.logger import Logger

@@ -20,8 +20,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import dataset, pretokenized, shard_writer
 from gpt2_triton.data.prepare.dataset import PROGRESS, Source, prepare_dataset
 from gpt2_triton.data.shards import map_tokens, open_shards, write_shard

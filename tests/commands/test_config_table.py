@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from gpt2_triton.commands.config_table import table
 from gpt2_triton.config.config import options
-from gpt2_triton.configtable import table
 
-COMMITTED = Path(__file__).parent.parent / "docs" / "config.md"
+COMMITTED = Path(__file__).parents[2] / "docs" / "config.md"
 
 
 def test_the_committed_table_is_the_generated_one():

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from gpt2_triton.commands.plot import OPENAI, _apart, smoothed
+from gpt2_triton.commands.plot import draw_runs as plot
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.plot import OPENAI, _apart, plot, smoothed
 
 TOKENS = 1000  # of a step
 

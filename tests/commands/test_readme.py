@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from gpt2_triton.checkpoint import checkpoint
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app as tools_app
+from gpt2_triton.commands import tools as tools_app
+from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import FLAGS, parse_overrides
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import options
@@ -27,7 +27,7 @@ from gpt2_triton.data.shards import open_shards
 from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
 from tests.tiny import tiny_model
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", "")
 INTEROP = (ROOT / "docs" / "interop.md").read_text()
 SCALING = (ROOT / "docs" / "scaling.md").read_text()

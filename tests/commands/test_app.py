@@ -10,9 +10,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 
-from gpt2_triton import cli, device, errors
-from gpt2_triton.cli import main
-from gpt2_triton.commands import app as tools_app
+from gpt2_triton import device, errors
+from gpt2_triton.commands import app
+from gpt2_triton.commands import tools as tools_app
+from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import options
@@ -56,7 +57,7 @@ def here(tmp_path, monkeypatch, request):
 
 @pytest.fixture
 def module(monkeypatch):
-    """module("trainer", train=f): stands in for gpt2_triton.training.trainer."""
+    """module("training.trainer", train=f): stands in for gpt2_triton.training.trainer."""
 
     def replace(name, **functions):
         stand_in = ModuleType(f"gpt2_triton.{name}")
@@ -86,7 +87,7 @@ def test_other_ranks_do_not_repeat_a_mistake(here, monkeypatch, capsys):
 
 def test_train_gets_the_configuration_the_directory_and_resume(here, module):
     calls = []
-    module("trainer", train=lambda *arguments: calls.append(arguments) or 0)
+    module("training.trainer", train=lambda *arguments: calls.append(arguments) or 0)
     assert main(train_app, ["x.yaml", "--optim.lr=2e-4", "--run-dir", "old", "--resume", "--sample.prompt", "a-b"]) == 0
     config, run_dir, resume = calls.pop()
     assert (config.optim.lr, config.sample.prompt, run_dir, resume) == (2e-4, "a-b", Path("old"), True)
@@ -96,7 +97,7 @@ def test_train_gets_the_configuration_the_directory_and_resume(here, module):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_shards_of_another_tokenizer_do_not_reach_the_trainer(here, module, capsys, split):
-    module("trainer", train=lambda *_: 0)
+    module("training.trainer", train=lambda *_: 0)
     keys = {"train": "a.bin", "val": "a.bin", split: "others/a.bin"}
     (here / "others").mkdir()
     for path in {*keys.values()}:
@@ -116,7 +117,7 @@ def test_a_refused_start_leaves_no_empty_directory_of_its_own(here, module, run_
             (run_dir / name).touch()
         raise errors.DataError("no file matches")
 
-    module("trainer", train=train)
+    module("training.trainer", train=train)
     (here / "own").mkdir()
     assert main(train_app, ["x.yaml", "--run_dir", run_dir]) == 3
     assert (here / run_dir).exists() == stays
@@ -124,7 +125,7 @@ def test_a_refused_start_leaves_no_empty_directory_of_its_own(here, module, run_
 
 @pytest.mark.parametrize("code", [0, 130, 143])
 def test_the_trainer_decides_the_exit_code(here, module, code):
-    module("trainer", train=lambda *_: code)
+    module("training.trainer", train=lambda *_: code)
     assert main(train_app, ["x.yaml"]) == code
 
 
@@ -144,7 +145,7 @@ def test_errors_have_their_exit_codes(here, module, capsys, error, code):
     def train(*_):
         raise error("what happened")
 
-    module("trainer", train=train)
+    module("training.trainer", train=train)
     assert main(train_app, ["x.yaml"]) == code
     assert capsys.readouterr().err == "error: what happened\n"
 
@@ -157,7 +158,7 @@ def test_our_own_bugs_keep_their_traceback(here, module):
     def train(*_):
         raise AssertionError("a bug")
 
-    module("trainer", train=train)
+    module("training.trainer", train=train)
     with pytest.raises(AssertionError, match="a bug"):
         main(train_app, ["x.yaml"])
 
@@ -166,7 +167,7 @@ def test_an_interrupt_is_130(here, module, capsys):
     def train(*_):
         raise KeyboardInterrupt
 
-    module("trainer", train=train)
+    module("training.trainer", train=train)
     assert main(train_app, ["x.yaml"]) == 130
 
 
@@ -198,7 +199,7 @@ def test_help_lists_every_key_and_flag_with_underscores(capsys):
 def test_the_plan_needs_no_gpu_and_leaves_the_interpreter_alone(here, module, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     seen = []
-    module("planning", plan_report=lambda config, kernels, gpu_bytes: seen.append(gpu_bytes) or "the plan")
+    module("model.memory_plan", plan_report=lambda config, kernels, gpu_bytes: seen.append(gpu_bytes) or "the plan")
     assert main(train_app, ["x.yaml", "--plan", "--gpu", "A100-80"]) == 0
     assert capsys.readouterr().out == "the plan\n"
     assert seen == [device.memory_bytes("a100-80")] and 79 * 2**30 < seen[0] < 80 * 2**30
@@ -208,7 +209,7 @@ def test_the_plan_needs_no_gpu_and_leaves_the_interpreter_alone(here, module, mo
 def test_without_a_gpu_the_interpreter_is_chosen_and_announced(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cli.choose_device()
+    app.choose_device()
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert "Triton's interpreter on the CPU" in capsys.readouterr().out
 
@@ -216,7 +217,7 @@ def test_without_a_gpu_the_interpreter_is_chosen_and_announced(monkeypatch, caps
 def test_with_a_gpu_nothing_is_set_or_said(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cli.choose_device()
+    app.choose_device()
     assert "TRITON_INTERPRET" not in os.environ and capsys.readouterr().out == ""
 
 
@@ -226,16 +227,16 @@ def test_with_a_gpu_nothing_is_set_or_said(monkeypatch, capsys):
 def test_an_interpreter_that_cannot_run_is_refused(monkeypatch, capsys, triton, numpy, runs):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(cli, "version", dict(triton=triton, numpy=numpy).__getitem__)
+    monkeypatch.setattr(app, "version", dict(triton=triton, numpy=numpy).__getitem__)
     if runs:
-        return cli.choose_device()
-    with pytest.raises(cli.ConfigError, match=r'pip install "numpy<2.4"'):
-        cli.choose_device()
+        return app.choose_device()
+    with pytest.raises(app.ConfigError, match=r'pip install "numpy<2.4"'):
+        app.choose_device()
 
 
 def test_sample_passes_its_options_on(module, monkeypatch):
     calls = []
-    module("sample", sample_text=lambda *arguments: calls.append(arguments))
+    module("inference.sample", sample_text=lambda *arguments: calls.append(arguments))
     argv = [
         "sample",
         "runs/a",
