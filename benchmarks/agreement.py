@@ -30,7 +30,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script: the checkout is not on the path
 
 import gpt2_triton.kernels as K  # noqa: E402
-from benchmarks.verify import master  # noqa: E402
+from benchmarks import torch_reference  # noqa: E402
+from benchmarks.accuracy import master  # noqa: E402
 from gpt2_triton.config.config import Config  # noqa: E402
 from gpt2_triton.data.loader import TrainLoader, pack_batch  # noqa: E402
 from gpt2_triton.data.progress import REPORT_SECONDS  # noqa: E402
@@ -39,7 +40,6 @@ from gpt2_triton.device import device_name  # noqa: E402
 from gpt2_triton.model.cuda import StepResult  # noqa: E402
 from gpt2_triton.model.gpt2 import GPT2  # noqa: E402
 from gpt2_triton.training.lr_schedule import hyper_row, learning_rate  # noqa: E402
-from tests import torch_gpt2  # noqa: E402
 
 COUNTERPART = {("fp32", "none"): "PyTorch fp32", ("bf16", "none"): "PyTorch fp32", ("bf16", "fp32"): "PyTorch autocast"}
 BOUNDS = {  # largest relative difference of losses, absolute difference of losses, relative difference of norms
@@ -145,12 +145,12 @@ def train_torch(
 ) -> History:
     """PyTorch's run from the same weights."""
     o, steps, device = config.optim, config.train.steps, device_name()
-    params = torch_gpt2.leaves(initial.to(device), dims)
+    params = torch_reference.leaves(initial.to(device), dims)
     tokens = (torch.from_numpy(window).to(device) for window in windows(config))
     pairs = ((t[:, :-1], t[:, 1:]) for t in tokens)
     lrs = [learning_rate(step, o, steps) for step in range(steps)]
     pace = Pace("PyTorch", steps)
-    losses, norms = torch_gpt2.train(
+    losses, norms = torch_reference.train(
         params, dims, pairs, lrs,
         betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip, autocast=autocast,
         compiled=compiled, report=pace.advance,

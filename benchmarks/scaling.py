@@ -30,8 +30,8 @@ SLEEPLESS = 50e-3  # seconds from the last transfer until NVLink sleeps (nvidia-
 
 
 class Link(NamedTuple):
-    """What collectives of NCCL 2.28 reach on 2 and 4 H200s behind one NVSwitch, by least squares over benchmarks.link's
-    sizes, and copies between 2, in a step's trace.
+    """Rates of NCCL 2.28's collectives on 2 and 4 H200s behind one NVSwitch (a least-squares fit over the sizes of
+    benchmarks.collectives), and of copies between 2 GPUs (from a step's trace).
     """
 
     bandwidth: float = 290e9  # bytes/s that a GPU sends in a large collective

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel beside the same GPUs each for itself, as benchmarks.together does it for ours.
+"""PyTorch's DistributedDataParallel beside the same GPUs each for itself, as benchmarks.multi_gpu does it for ours.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.torch_ddp SIZE [--steps 30] [--rounds 2]
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.multi_gpu import SETTLE, speed_table
 from benchmarks.sizes import SIZES, T
-from benchmarks.together import SETTLE, speed_table
 from benchmarks.torch_gpt2 import batch_of, build, run_steps
 from gpt2_triton import device
 from gpt2_triton.distributed.launcher_env import read_environment

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import gpt2_triton.kernels as kernels
-from benchmarks import calls, tables
+from benchmarks import calls, tuning_tables
 from benchmarks.calls import Call, Stopped
 from benchmarks.candidates import SPACE, candidates
 from gpt2_triton.errors import ConfigError
@@ -180,9 +180,9 @@ def tune(sizes: list[str], batch: int | None, only: str | None, out: Path | None
     if not changes:
         print(f"no row gains {GAIN - 1:.0%}: nothing is written")
         return 0
-    file, new = tables.updated(table, tuning.table_name(), torch.cuda.get_device_name(), changes)
+    file, new = tuning_tables.updated(table, tuning.table_name(), torch.cuda.get_device_name(), changes)
     target = out or file
-    target.write_text(tables.text(new))
+    target.write_text(tuning_tables.text(new))
     print(f"wrote {target}: {len(changes)} rows changed, in {time.monotonic() - progress.began:.0f} s")
     return 0
 

@@ -50,7 +50,7 @@ def test_torch_gives_memory_and_nothing_else(path):
 
 def test_a_training_step_runs_no_torch_arithmetic():
     """Record every aten op of a step: only views, allocation, copies may appear, here and in the launchers."""
-    from tests.tiny import packed_batch, tiny_model
+    from tests.support.tiny import packed_batch, tiny_model
 
     model, config = tiny_model()
     batch = packed_batch(config)

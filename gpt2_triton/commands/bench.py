@@ -14,7 +14,7 @@ def verify() -> int:
     choose_device()
     if find_spec("benchmarks") is None:
         raise ConfigError("verify: benchmarks/ is not here; run it in the root of a checkout")
-    from benchmarks import verify as comparison
+    from benchmarks import accuracy as comparison
 
     return comparison.verify()
 
@@ -105,7 +105,7 @@ def bench(
         for size in wanted:
             operations.report(size, batch, recompute, plot)
         return 0
-    from benchmarks import bench as steps_of_sizes
+    from benchmarks import step_time as steps_of_sizes
 
     return steps_of_sizes.bench(wanted, batch, steps, recompute, baseline == "torch", json)
 

@@ -1,6 +1,6 @@
 """GPT-2 as memory plus a schedule: the arena, the named views of it, initialisation, and the calls that run each phase.
 
-`K` is the kernel package.  It is an argument so that tests can pass tests/reference.py, the same launchers in
+`K` is the kernel package.  It is an argument so that tests can pass tests/support/reference.py, the same launchers in
 plain torch.
 """
 

@@ -9,7 +9,7 @@ from gpt2_triton.checkpoint import nanogpt
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.checkpoint.weights import by_name, pack
 from gpt2_triton.errors import CheckpointError
-from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, our_logits, random_params, token_ids
+from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, our_logits, random_params, token_ids
 
 
 @pytest.fixture

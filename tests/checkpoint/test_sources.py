@@ -8,7 +8,7 @@ from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.errors import CheckpointError
-from tests.foreign import checkpoint_of, config_of, nanogpt_checkpoint, nanogpt_content, random_params
+from tests.support.foreign import checkpoint_of, config_of, nanogpt_checkpoint, nanogpt_content, random_params
 
 
 @pytest.fixture

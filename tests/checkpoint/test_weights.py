@@ -13,7 +13,7 @@ from gpt2_triton.checkpoint.weights import round_bf16 as host_round
 from gpt2_triton.checkpoint.weights import split_master as host_split
 from gpt2_triton.kernels.master import join_master, split_master
 from tests.conftest import DEVICE
-from tests.foreign import config_of
+from tests.support.foreign import config_of
 
 
 @triton.jit

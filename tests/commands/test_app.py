@@ -277,8 +277,8 @@ def test_prepare_passes_its_options_on(monkeypatch):
 @pytest.mark.parametrize("code", [0, 1])
 def test_verify_returns_the_verdict(monkeypatch, code):
     stand_in = SimpleNamespace(verify=lambda: code)
-    monkeypatch.setitem(sys.modules, "benchmarks.verify", stand_in)
-    monkeypatch.setattr("benchmarks.verify", stand_in, raising=False)
+    monkeypatch.setitem(sys.modules, "benchmarks.accuracy", stand_in)
+    monkeypatch.setattr("benchmarks.accuracy", stand_in, raising=False)
     assert main(tools_app, ["verify"]) == code
 
 

@@ -24,8 +24,8 @@ from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import options
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.shards import open_shards
-from tests.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
-from tests.tiny import tiny_model
+from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
+from tests.support.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", "")

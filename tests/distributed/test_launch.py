@@ -18,7 +18,7 @@ from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_siz
 from gpt2_triton.distributed.process_group import World
 from gpt2_triton.errors import ConfigError, PeerLostError
 from gpt2_triton.training.metrics import read_metrics
-from tests.ranks import free_port
+from tests.support.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import torch
 from gpt2_triton.distributed import process_group
 from gpt2_triton.distributed.process_group import World
 from gpt2_triton.distributed.shared_memory import Window, opened
-from tests import ranks
+from tests.support import ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
 

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import torch_reference
 from gpt2_triton.data import hellaswag as data
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.training.trainer import train
-from tests import torch_gpt2
 from tests.data.prepare.test_text import gpt2
-from tests.tiny import tiny_config, tiny_model
+from tests.support.tiny import tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = Path(os.environ.get("HELLASWAG", ROOT / "data/hellaswag_val.jsonl"))
@@ -61,11 +61,13 @@ def model():
 
 def plain_losses(model, questions):
     """Losses [rows, 4] in plain torch and float64, an ending at a time, nothing padded."""
-    params, losses = torch_gpt2.leaves(model.state.params.cpu(), model.dims, torch.float64), []
+    params, losses = torch_reference.leaves(model.state.params.cpu(), model.dims, torch.float64), []
     for i, ending in enumerate(questions.endings):
         whole = torch.from_numpy(np.concatenate([questions.contexts[i // 4], ending]).astype(np.int64))[None]
         with torch.no_grad():
-            each = torch_gpt2.gpt2_loss(params, whole[:, :-1], whole[:, 1:], model.dims["V"], model.dims["NH"], "none")
+            each = torch_reference.gpt2_loss(
+                params, whole[:, :-1], whole[:, 1:], model.dims["V"], model.dims["NH"], "none"
+            )
         losses.append(float(each[-len(ending) :].sum()))
     return np.array(losses).reshape(-1, 4)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import hellaswag_peer
+from eval import against_torch
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
@@ -18,7 +18,7 @@ from gpt2_triton.inference import losses
 from gpt2_triton.training.trainer import train
 from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
-from tests.tiny import tiny_config, tiny_model
+from tests.support.tiny import tiny_config, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_the_comparison_with_pytorch_finds_no_other_choice(trained, tmp_path, ca
     """In fp32 on both sides; autocast may differ."""
     directory, _ = trained
     questions = write(tmp_path / "rows.jsonl", [row(i) for i in range(4)])
-    assert hellaswag_peer.main([str(directory / "run"), "--data", str(questions), "--batch_tokens", "2000"]) == 0
+    assert against_torch.main([str(directory / "run"), "--data", str(questions), "--batch_tokens", "2000"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ours, fp32")]
     assert len(lines) == 2 and all(line.split()[5:] == ["0", "0.0000", "0", "0.0000"] for line in lines)
 

@@ -17,7 +17,7 @@ from gpt2_triton.model import schedule
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
 from tests.kernels.test_sampling import kept, scores
-from tests.tiny import tiny_config, tiny_model
+from tests.support.tiny import tiny_config, tiny_model
 
 PROMPT = [72, 101, 108, 108, 111]
 GREEDY, PLAIN, CUT = (0.0, 0, 1.0), (1.0, 0, 1.0), (0.8, 20, 0.9)  # temperature, top_k, top_p

@@ -9,8 +9,8 @@ import triton.language as tl
 from gpt2_triton.kernels.adamw import adamw
 from gpt2_triton.kernels.master import join_master, split_master
 from tests.conftest import DEVICE
-from tests.helpers import error, poisoned
 from tests.kernels.test_philox import philox
+from tests.support.helpers import error, poisoned
 
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.95, 1e-8, 0.1
 SEED = (5 << 31) | 12345

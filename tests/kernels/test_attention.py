@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
 from gpt2_triton.kernels.tuning import INTERPRET, TABLES, dtype_name, read_table, table
-from tests import reference
 from tests.conftest import DEVICE
-from tests.helpers import EPS, error, poisoned
+from tests.support import reference
+from tests.support.helpers import EPS, error, poisoned
 
 B, NH = 2, 2
 SEQUENCES = [1, 17, 100, 300]  # one token; less than a block; ragged; two blocks (the interpreter's)

@@ -11,9 +11,9 @@ from gpt2_triton.kernels import classifier as cl
 from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
-from tests import reference
 from tests.conftest import DEVICE
-from tests.helpers import EPS, error, poisoned
+from tests.support import reference
+from tests.support.helpers import EPS, error, poisoned
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
 SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]

@@ -7,9 +7,9 @@ import torch
 
 from gpt2_triton import kernels
 from gpt2_triton.kernels.tuning import INTERPRET
-from tests import reference
 from tests.conftest import DEVICE
-from tests.helpers import EPS, error, poisoned
+from tests.support import reference
+from tests.support.helpers import EPS, error, poisoned
 
 DTYPES = [torch.float32, torch.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])

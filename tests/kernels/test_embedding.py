@@ -7,9 +7,9 @@ import torch
 from gpt2_triton.data.loader import SEGMENT, scatter_bounds, scatter_table
 from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch, encoder_fwd
 from gpt2_triton.kernels.tuning import INTERPRET
-from tests import reference
 from tests.conftest import DEVICE
-from tests.helpers import EPS, error, poisoned
+from tests.support import reference
+from tests.support.helpers import EPS, error, poisoned
 
 # B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); a few tokens, so that all are hot
 SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150, 160, 32, 3)]

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from gpt2_triton.kernels.gelu import dgelu, gelu
-from tests import reference
 from tests.conftest import DEVICE
-from tests.helpers import poisoned
+from tests.support import reference
+from tests.support.helpers import poisoned
 
 LARGE = [0.0, -1e-30, 1e-30, -20.0, 20.0, -300.0, 300.0, -1e4, 1e4]
 

@@ -11,9 +11,9 @@ from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.tuning import TABLES, read_table
-from tests import reference
-from tests.helpers import EPS, error, poisoned
+from tests.support import reference
 from tests.support.gluon_simulator import NAMES, Race, simulated
+from tests.support.helpers import EPS, error, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 BF16 = torch.bfloat16

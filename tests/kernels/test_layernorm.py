@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
-from tests import reference
 from tests.conftest import DEVICE
-from tests.helpers import EPS, error, poisoned
+from tests.support import reference
+from tests.support.helpers import EPS, error, poisoned
 
 # R, C: one row; ragged; GPT-2's widths, below and above 1024; three blocks of rows for two programs (the interpreter's)
 SHAPES = [(1, 48), (7, 48), (33, 48), (1, 768), (7, 768), (33, 768), (33, 1600), (2100, 48)]

@@ -10,9 +10,9 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.tiles import cut_tiles
 from gpt2_triton.kernels.tuning import INTERPRET, TABLES, dtype_name, is_hopper, read_table
-from tests import reference
 from tests.conftest import DEVICE
-from tests.helpers import EPS, error, poisoned
+from tests.support import reference
+from tests.support.helpers import EPS, error, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 

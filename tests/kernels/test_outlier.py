@@ -8,9 +8,9 @@ import torch
 
 from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.model.buffers import WINDOW
-from tests import reference
 from tests.conftest import DEVICE
-from tests.helpers import poisoned
+from tests.support import reference
+from tests.support.helpers import poisoned
 
 SIZE = 16  # the kernel takes any power of two, and the interpreter 4 ms a launch
 

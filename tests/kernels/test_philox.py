@@ -15,7 +15,7 @@ import triton.language as tl
 from gpt2_triton.kernels.philox import fill, normal_init, philox_words
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
-from tests.helpers import error, poisoned
+from tests.support.helpers import error, poisoned
 
 random_module = importlib.import_module("gpt2_triton.kernels.philox")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gpt2_triton.kernels.reduce import add, clip_factor, column_sums, loss_sum, sum_squares, sum_squares_scratch
-from tests import reference
 from tests.conftest import DEVICE
-from tests.helpers import error, poisoned
+from tests.support import reference
+from tests.support.helpers import error, poisoned
 
 SUMS = 1e-6  # fp32 sums, of which each lane adds a few hundred terms
 NAN, INF = math.nan, math.inf

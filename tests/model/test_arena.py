@@ -16,8 +16,8 @@ from gpt2_triton.model import arena
 from gpt2_triton.model.arena import ALIGN, PHASES, Row, buf, carve, largest_batch, phases, plan, resolve
 from gpt2_triton.model.buffers import LEVELS, Acts, State, layer_levels
 from gpt2_triton.model.memory_plan import choose_recompute
-from tests import reference
-from tests.tiny import tiny_config
+from tests.support import reference
+from tests.support.tiny import tiny_config
 
 DTYPES = dict(act=torch.bfloat16, f32=torch.float32, i32=torch.int32, i16=torch.int16)
 

@@ -9,7 +9,7 @@ import gpt2_triton.kernels
 from gpt2_triton.model import communicator, sharding
 from gpt2_triton.model.cuda import Side
 from gpt2_triton.model.gpt2 import GPT2
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 LAYERS = 3
 

@@ -8,7 +8,7 @@ import pytest
 from gpt2_triton.model import cuda
 from gpt2_triton.model.cuda import STEPS, Step
 from gpt2_triton.training.lr_schedule import hyper_row
-from tests.tiny import packed_batch, tiny_model
+from tests.support.tiny import packed_batch, tiny_model
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_the_memory_of_a_step_in_flight_is_not_written_again():
 
 
 def test_a_replay_launches_once_for_each_set_of_arguments_and_then_replays(monkeypatch):
-    """With a capture that only takes notes; tests/test_gpu.py has the real one."""
+    """With a capture that only takes notes; tests/gpu/test_gpu.py has the real one."""
     seen = []
 
     def capture(function, *args):

@@ -35,7 +35,7 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
 
     device.device_name = lambda: "cpu"  # where the memory is
     from gpt2_triton.training.trainer import Trainer
-    from tests.tiny import tiny_config
+    from tests.support.tiny import tiny_config
 
     seen: set[tuple[str, str]] = set()
 

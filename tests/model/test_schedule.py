@@ -13,6 +13,7 @@ from torch import Tensor
 
 import gpt2_triton.kernels
 import gpt2_triton.model.memory_plan
+from benchmarks import torch_reference
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.kernels import contract
@@ -20,10 +21,10 @@ from gpt2_triton.model import arena
 from gpt2_triton.model.buffers import LEVELS, Params
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import hyper_row
-from tests import reference, torch_gpt2
 from tests.conftest import DEVICE
-from tests.helpers import error, max_error
-from tests.tiny import tiny_config, tiny_model
+from tests.support import reference
+from tests.support.helpers import error, max_error
+from tests.support.tiny import tiny_config, tiny_model
 
 F64 = dict(act=torch.float64, f32=torch.float64, i32=torch.int32, i16=torch.int16)
 # 3 layers of 2 heads; T < block_size; V < Vp; head chunks of 6, 6 and 4 rows; two micro-steps of 16 tokens
@@ -82,8 +83,8 @@ def train_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
 def autograd_step() -> tuple[float, Params, dict[str, int]]:
     """Loss and leaves with gradients of exact_model's first step."""
     model = exact_model()
-    d, params = model.dims, torch_gpt2.leaves(model.state.params, model.dims)
-    loss = sum(torch_gpt2.gpt2_loss(params, i, t, d["V"], d["NH"]) for i, t in batches(model.config, 2)) / 2
+    d, params = model.dims, torch_reference.leaves(model.state.params, model.dims)
+    loss = sum(torch_reference.gpt2_loss(params, i, t, d["V"], d["NH"]) for i, t in batches(model.config, 2)) / 2
     loss.backward()
     return loss.item(), params, d
 
@@ -97,27 +98,27 @@ def test_loss_and_gradients_equal_autograd(level):
     # float64 costs 1e-16 an operation; sums here have up to 512 terms and 40 operations follow one another
     loss, norm = model.state.stats[:2].tolist()
     assert abs(loss - want) < 1e-12 * want
-    got = {name: t for name, t, _ in torch_gpt2.tensors(model.full.g, dims)}
-    for name, leaf, _ in torch_gpt2.tensors(params, dims):
+    got = {name: t for name, t, _ in torch_reference.tensors(model.full.g, dims)}
+    for name, leaf, _ in torch_reference.tensors(params, dims):
         assert max_error(got[name], leaf.grad) < 1e-11, name
-    want = torch.cat([leaf.grad.flatten() for _, leaf, _ in torch_gpt2.tensors(params, dims)]).norm().item()
+    want = torch.cat([leaf.grad.flatten() for _, leaf, _ in torch_reference.tensors(params, dims)]).norm().item()
     assert abs(norm - want) < 1e-11 * want
 
 
 def test_three_updates_equal_torch_adamw():
     """Decay on matrices only, bias correction, clipping: losses and norms of three steps, and the last weights."""
     model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=dict(lr=0.01, clip=0.5))
-    d, o, params = model.dims, model.config.optim, torch_gpt2.leaves(model.state.params, model.dims)
+    d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
     got = train_steps(model, 3)
     steps = [batches(model.config, 1, seed=step)[0] for step in range(3)]
     settings = dict(betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip)
-    losses, norms = torch_gpt2.train(params, d, steps, [o.lr] * 3, **settings)
+    losses, norms = torch_reference.train(params, d, steps, [o.lr] * 3, **settings)
     # lr and bias corrections travel as float32, 6e-8 relative, and enter the next gradient through the weights
     np.testing.assert_allclose([loss for loss, _, _ in got], losses, rtol=1e-6)
     np.testing.assert_allclose([norm for _, norm, _ in got], norms, rtol=1e-6)
     assert min(norms) > o.clip  # clipping did happen
-    ours = {name: t for name, t, _ in torch_gpt2.tensors(model.full.w, d)}
-    for name, leaf, _ in torch_gpt2.tensors(params, d):
+    ours = {name: t for name, t, _ in torch_reference.tensors(model.full.w, d)}
+    for name, leaf, _ in torch_reference.tensors(params, d):
         assert max_error(ours[name], leaf.detach()) < 1e-6, name
 
 
@@ -127,7 +128,9 @@ def test_evaluation_equals_the_training_forward():
     ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
     targets[0, 2], targets[0, 4] = -1, 7
     losses = model.evaluate(ids.numpy(), targets.numpy())
-    want = torch_gpt2.gpt2_loss(torch_gpt2.leaves(model.state.params, model.dims), ids, targets, 300, 2, "none")
+    want = torch_reference.gpt2_loss(
+        torch_reference.leaves(model.state.params, model.dims), ids, targets, 300, 2, "none"
+    )
     assert max_error(losses, want.detach()) < 1e-12 and losses[2] == 0
 
 
@@ -285,7 +288,7 @@ def violations(model: Recorded) -> list[str]:
 
 def recorded_step(level: str, monkeypatch) -> Recorded:
     monkeypatch.setattr(gpt2_triton.model.memory_plan, "plan", side_by_side)
-    monkeypatch.setattr("tests.tiny.GPT2", Recorded)
+    monkeypatch.setattr("tests.support.tiny.GPT2", Recorded)
     train_steps(model := kernel_model(level), 1)
     return model
 

@@ -7,7 +7,7 @@ from gpt2_triton.checkpoint.shares import tile
 from gpt2_triton.model import sharding
 from gpt2_triton.model.buffers import entries
 from gpt2_triton.model.memory_plan import make_plan, plan_report
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 SIZES = dict(L=3, C=48, Vp=128, Tmax=10, S=7)  # a bucket of 27,648, one of 6,624, of 1,968: few ranks divide them
 RANKS = (1, 2, 3, 4, 7, 64, 1000)

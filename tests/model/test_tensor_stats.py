@@ -21,9 +21,9 @@ from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, first_nonfinite, p
 from gpt2_triton.training.lr_schedule import hyper_row
 from gpt2_triton.training.trainer import Trainer, train
 from tests.conftest import DEVICE
-from tests.helpers import poisoned
 from tests.model.test_schedule import side_by_side
-from tests.tiny import packed_batch, tiny_config
+from tests.support.helpers import poisoned
+from tests.support.tiny import packed_batch, tiny_config
 
 SUMS = 2e-6  # fp32 sums of up to a thousand squares a lane
 DIGITS = 5.2e-5  # records have five significant digits, the rest is SUMS

@@ -32,8 +32,8 @@ from gpt2_triton.model.memory_plan import make_plan
 from gpt2_triton.model.schedule import EMBED
 from gpt2_triton.training import recovery, wandb_logger
 from gpt2_triton.training.trainer import Trainer, train
-from tests import ranks
-from tests.tiny import tiny_config
+from tests.support import ranks
+from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
 # 12 sequences a step divide among 1, 2, 3 and 4 ranks; fp32, so that what differs is the order of sums alone

@@ -21,7 +21,7 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, trainer
 from gpt2_triton.training.lr_schedule import hyper_row
 from gpt2_triton.training.trainer import Trainer, train
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 TIMINGS = {"ms", "tok_s", "mfu"}
 SPIKE = 4  # the step, counted from 0, whose loss and gradient are ten times what they were

@@ -3,7 +3,7 @@
 import subprocess
 
 from gpt2_triton.training.run_info import describe, git_state
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 
 def git(directory, *words):

@@ -18,7 +18,7 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import hyper_row
 from gpt2_triton.training.trainer import Trainer, train
-from tests.tiny import packed_batch, tiny_config, tiny_model
+from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
 TIMINGS = {"ms", "tok_s", "mfu"}
 STEPS = 5
@@ -187,7 +187,7 @@ def test_run_json_tells_where_the_numbers_come_from(unbroken):
 
 
 def test_golden_losses():
-    """Five steps against losses known beforehand: those of tests/reference.py in float64 from the same initial weights.
+    """Five steps give the losses that tests/support/reference.py computes in float64 from the same initial weights.
 
     They also pin the initial weights, which come from Philox and are the same on every machine.  The bound of 1e-5
     is 16 times what fp32 was measured to lose here.

@@ -20,8 +20,8 @@ from gpt2_triton.errors import ConfigError
 from gpt2_triton.training import wandb_logger
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.metrics import METRICS, read_metrics
+from tests.support.wandb_server import WandbServer
 from tests.training.test_logger import config, result
-from tests.wandb_server import WandbServer
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,6 +1,6 @@
 """How fast collectives and copies are between these GPUs, for the buckets of GPT-2 124M and 1558M.
 
-torchrun --standalone --nproc_per_node 4 -m benchmarks.link
+torchrun --standalone --nproc_per_node 4 -m benchmarks.collectives
 
 GB/s are what each GPU sends: (n - 1) / n of the bucket, of all_reduce twice that.  Copies begin with a barrier, whose
 time is the first line's.  What travels are random numbers.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Scores of a model in lm-evaluation-harness, by way of an export.  Needs: pip install "lm-eval[hf]"
-#   benchmarks/lm_eval.sh SOURCE OUT [TASKS] [more arguments of lm_eval]
+#   eval/lm_eval.sh SOURCE OUT [TASKS] [more arguments of lm_eval]
 # SOURCE is what `export` takes, OUT a new directory, or one that was exported before.  With HELLASWAG=hellaswag_val.jsonl, the task hellaswag_file reads that
 # file, so that nothing is downloaded; else the harness fetches its tasks' data from the Hugging Face hub.
 set -eu

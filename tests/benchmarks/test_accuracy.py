@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from benchmarks import verify
+from benchmarks import accuracy
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the command itself")
 def test_every_kernel_is_as_accurate_as_pytorch(capsys):
-    code = verify.verify()
+    code = accuracy.verify()
     text = capsys.readouterr().out
     assert code == 0, text
     for op in ("layernorm", "matmul_gelu", "attention HS 80", "classifier", "encoder", "adamw bf16"):
@@ -23,15 +23,15 @@ def test_a_wrong_kernel_fails_and_is_named(monkeypatch, capsys):
         right(out, inp, inp, w, b)
 
     monkeypatch.setattr(gpt2_triton.kernels, "matmul_add", wrong)
-    monkeypatch.setattr(verify, "comparisons", lambda: verify.matmul_add(verify.Sizes(B=2, T=32, C=64)))
-    assert verify.verify() == 1
+    monkeypatch.setattr(accuracy, "comparisons", lambda: accuracy.matmul_add(accuracy.Sizes(B=2, T=32, C=64)))
+    assert accuracy.verify() == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("matmul_add"))
     assert line.endswith("FAIL")
 
 
 def test_a_result_that_was_never_written_fails():
     nan, one = torch.full((4,), float("nan")), torch.ones(4)
-    assert not verify.Comparison("op", "out", nan, one.bfloat16(), one.double()).verdict()[2]
+    assert not accuracy.Comparison("op", "out", nan, one.bfloat16(), one.double()).verdict()[2]
 
 
 def test_master_bits_give_the_weight_back():
@@ -41,4 +41,4 @@ def test_master_bits_give_the_weight_back():
     u = weights.view(torch.int32)
     high = ((u + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     low = (u & 0xFFFF).to(torch.int32).to(torch.int16)
-    assert torch.equal(verify.master(high, low).view(torch.int32), u)
+    assert torch.equal(accuracy.master(high, low).view(torch.int32), u)

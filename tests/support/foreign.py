@@ -11,7 +11,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.inference import generate
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 
 def config_of(n_layer=2, n_head=1, n_embd=64, vocab_size=300, block_size=16, seq_len=16, **sections) -> Config:

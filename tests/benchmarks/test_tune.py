@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from benchmarks import calls, candidates, tables, tune
+from benchmarks import calls, candidates, tune, tuning_tables
 from benchmarks.our_gpt2 import run_steps
 from gpt2_triton import device
 from gpt2_triton.commands import tools as tools_app
@@ -17,7 +17,7 @@ from gpt2_triton.commands.app import main
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import DTYPES, FIXED, PARAMETERS, TABLES, read_table
-from tests.tiny import packed_batch, tiny_model
+from tests.support.tiny import packed_batch, tiny_model
 
 H200 = read_table(TABLES / "h200.json")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with the interpreter's table; the GPU runs the command")
@@ -253,15 +253,15 @@ def test_a_step_that_is_stopped_at_gives_the_bytes_of_one_that_is_not(tiny):
 @pytest.mark.parametrize("name", ["h200", "a100", "rtx4090", "b200", "interpreter"])
 def test_a_table_is_written_as_it_was_read(name):
     """So that a changed row is one line of a diff."""
-    assert tables.text(read_table(TABLES / f"{name}.json")) == (TABLES / f"{name}.json").read_text()
+    assert tuning_tables.text(read_table(TABLES / f"{name}.json")) == (TABLES / f"{name}.json").read_text()
 
 
 def test_a_gpu_rewrites_its_own_table_and_keeps_what_that_says(tmp_path):
     row = H200.rows["adamw", "bf16"] | dict(BLOCK=2048)
-    file, new = tables.updated(H200, "h200", "NVIDIA H200", {("adamw", "bf16"): row})
+    file, new = tuning_tables.updated(H200, "h200", "NVIDIA H200", {("adamw", "bf16"): row})
     assert file.name == "h200.json" and new.notes == H200.notes and new.capabilities == ["9.0"]
     written = tmp_path / "h200.json"
-    written.write_text(tables.text(new))
+    written.write_text(tuning_tables.text(new))
     again = read_table(written)
     assert again == new and again.rows["adamw", "bf16"] == row
     assert again.rows["adamw", "fp32"] == H200.rows["adamw", "fp32"]
@@ -269,7 +269,7 @@ def test_a_gpu_rewrites_its_own_table_and_keeps_what_that_says(tmp_path):
 
 
 def test_a_gpu_that_borrowed_a_table_gets_its_own():
-    file, new = tables.updated(H200, "h200", "NVIDIA H100 80GB HBM3", {})
+    file, new = tuning_tables.updated(H200, "h200", "NVIDIA H100 80GB HBM3", {})
     assert (file.name, file.parent.name) == ("h100-80gb-hbm3.json", "tables")
     assert (new.gpu, new.capabilities, new.notes, new.source) == ("NVIDIA H100 80GB HBM3", [], [], "measured")
     assert tuning.choose("NVIDIA H100 80GB HBM3", "9.0", {"h200": H200, "h100-80gb-hbm3": new}) == "h100-80gb-hbm3"

@@ -1,6 +1,6 @@
 """HellaSwag by this package and by plain PyTorch, from the same checkpoint: accuracies, times, choices that differ.
 
-    python -m benchmarks.hellaswag_peer CHECKPOINT [--data hellaswag_val.jsonl] [--limit N] [--style completion]
+    python -m eval.against_torch CHECKPOINT [--data hellaswag_val.jsonl] [--limit N] [--style completion]
 
 PyTorch runs the rows in groups padded to the longest, in fp32 without TF32 and under bf16 autocast.  Its fp32 run is
 what the others are held against: where their choice is another one, fp32 found the two endings about equally likely,
@@ -23,7 +23,7 @@ ROWS = 32  # of PyTorch's groups: 128 sequences, whose fp32 logits take 4 GB
 
 def torch_losses(params, dims, questions, device: str, autocast: bool) -> np.ndarray:
     """The summed loss of each ending's tokens, float64 [rows, 4]."""
-    from tests.torch_gpt2 import gpt2_loss
+    from benchmarks.torch_reference import gpt2_loss
 
     out = []
     for first in range(0, len(questions.labels), ROWS):
@@ -85,11 +85,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--style", choices=("completion", "harness"), help="by default both")
     a = parser.parse_args(argv)
     choose_device()
+    from benchmarks.torch_reference import leaves
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.hellaswag import TEXTS, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference import hellaswag, losses
-    from tests.torch_gpt2 import leaves
 
     config, tensors = load_weights(a.checkpoint)
     start = time.perf_counter()

@@ -1,6 +1,6 @@
 """What the statistics of watch.py and the outlier detector cost, on a GPU.
 
-python -m benchmarks.stability [SIZE BATCH RECOMPUTE]     default d12 64 gelu
+python -m benchmarks.tensor_stats [SIZE BATCH RECOMPUTE]     default d12 64 gelu
 
 Steps are watched and not in turn, so that both see the same clocks; times are from the end of one step to the end of
 the next, copies to the host included.  The outlier detector is part of every step; it is timed by itself.

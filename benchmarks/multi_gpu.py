@@ -1,8 +1,8 @@
 """What the exchange costs: the same GPUs train each for itself and all together, in turn, and a picture of a step.
 
-torchrun --standalone --nproc_per_node 4 -m benchmarks.together SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
+torchrun --standalone --nproc_per_node 4 -m benchmarks.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
     [--trace OUT.json]
-python -m benchmarks.together --draw OUT.json PICTURE.png
+python -m benchmarks.multi_gpu --draw OUT.json PICTURE.png
 
 GPUs of one machine differ by some percent, and at its power limit each one's clock goes up and down as it likes.  A
 common step takes as long as the slowest GPU does just then, whatever is exchanged.  So three kinds of steps are timed:

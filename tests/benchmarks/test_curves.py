@@ -11,7 +11,7 @@ import torch
 from benchmarks import agreement, curves
 from benchmarks.agreement import History, Pace
 from gpt2_triton.data.shards import write_shard
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 
 @pytest.fixture

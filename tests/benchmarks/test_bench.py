@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from benchmarks import bench, ceilings, layernorm, ops, torch_gpt2
+from benchmarks import ceilings, ops, step_time, torch_gpt2
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, config_of
 from gpt2_triton import device
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
-from tests.tiny import packed_batch, tiny_model
+from tests.support.tiny import packed_batch, tiny_model
 
 
 class Mark:
@@ -192,14 +192,14 @@ def row(ours=OURS, other=TORCH):
 def test_the_table_of_sizes():
     # 65,536 tokens in 0.1 s; 6N + 6LCT with N = 124,475,904 (the vocabulary padded, wpe in it) and LCT = 9,437,184
     mfu = 655_360 * 6 * (124_475_904 + 9_437_184) / 989e12
-    line = bench.table([row()], 989e12).splitlines()[1]
+    line = step_time.table([row()], 989e12).splitlines()[1]
     assert line.split() == (
         f"d12 64 gelu 100.0 655,360 {mfu:.1%} 17.25 17.00 3.2 110.0 595,782 23.00 20.0 1.100x 0.75x".split()
     )
 
 
 def test_the_table_leaves_out_what_was_not_run():
-    head, *lines = bench.table([row(other=None), row(ours=None), row()], None).splitlines()
+    head, *lines = step_time.table([row(other=None), row(ours=None), row()], None).splitlines()
     assert lines[0].split()[9:] == ["-"] * 6 and lines[0].split()[5] == "-"  # no peak: no MFU
     assert lines[1].split()[3:9] == ["-"] * 6 and lines[1].split()[9] == "110.0" and lines[1].split()[13:] == ["-"] * 2
     assert len({len(line) for line in (head, *lines)}) == 1
@@ -218,11 +218,11 @@ print(json.dumps(dict(ms=100.0, gib=2.0, planned=1.5, first_step=1.0, saw=[size,
 def test_runs_are_processes_and_a_failed_one_costs_only_its_cells(tmp_path, monkeypatch, capsys):
     (tmp_path / "standin.py").write_text(RUN)
     monkeypatch.chdir(tmp_path)  # python -m looks here
-    run, out = bench._run, tmp_path / "figures.json"
-    monkeypatch.setattr(bench, "_run", lambda who, module, *more: run(who, "standin", *more))
-    monkeypatch.setattr(bench, "peak_flops", lambda: 989e12)
-    assert bench.bench(["d12"], 8, 7, "none", True, out) == 0
-    assert bench.bench(["d12", "d24", "d36"], None, 6, None, True, out) == 1
+    run, out = step_time._run, tmp_path / "figures.json"
+    monkeypatch.setattr(step_time, "_run", lambda who, module, *more: run(who, "standin", *more))
+    monkeypatch.setattr(step_time, "peak_flops", lambda: 989e12)
+    assert step_time.bench(["d12"], 8, 7, "none", True, out) == 0
+    assert step_time.bench(["d12", "d24", "d36"], None, 6, None, True, out) == 1
     text, err = capsys.readouterr()
     assert "PyTorch d24 B 64: failed with code 1" in text and "ours d36 B 32: 100.0 ms a step" in text
     assert "no memory left" in err
@@ -298,27 +298,3 @@ def test_options_are_passed_on(monkeypatch, tmp_path):
     ]
     assert main(tools_app, argv) == 0
     assert seen.pop() == ("d24", 4, "block", tmp_path / "a.png")
-
-
-def test_layernorm_is_timed_beside_copies_of_its_bytes(monkeypatch):
-    """Each launch really runs; the backward pass reads dx, dout and x and writes dx, or the norm's output too."""
-    launched, copied = [], []
-
-    def graph_ms(launch):
-        launch()
-        launched.append(launch)
-        return 0.001
-
-    def copy_ms(nbytes, device):
-        copied.append(nbytes)
-        return 0.002
-
-    monkeypatch.setattr(layernorm, "graph_ms", graph_ms)
-    monkeypatch.setattr(layernorm, "copy_ms", copy_ms)
-    monkeypatch.setattr(layernorm, "copy_bandwidth", lambda: 40 * 48 * 1e6)
-    lines = list(layernorm.report([(40, 48)], "cpu"))
-    tensor = 2 * 40 * 48
-    assert copied == [2 * tensor, 4 * tensor, 5 * tensor] and len(launched) == 3
-    assert [line.split()[-1] for line in lines[2:]] == ["200%"] * 3  # twice as fast as the copies
-    assert [line.split()[-3] for line in lines[2:]] == ["400%", "800%", "1000%"]  # of the long copy
-    assert "40 x 48" in lines[2] and "1.0" in lines[2].split()

@@ -13,16 +13,17 @@ import torch
 import triton
 
 import gpt2_triton.kernels
+from benchmarks import torch_reference
 from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.inference.generate import begin, generate
 from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.model.buffers import LEVELS
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import hyper_row
-from tests import reference, torch_gpt2
-from tests.helpers import error
 from tests.model.test_schedule import F64, batches, train_steps
-from tests.tiny import tiny_config
+from tests.support import reference
+from tests.support.helpers import error
+from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
 
@@ -76,15 +77,15 @@ def exact_gradients(model: GPT2) -> tuple[float, dict[str, torch.Tensor]]:
     exact.eager = True
     exact.state.params.copy_(model.state.params)
     [(loss, _, _)] = train_steps(exact, 1)
-    return loss, {name: t.clone() for name, t, _ in torch_gpt2.tensors(exact.full.g, exact.dims)}
+    return loss, {name: t.clone() for name, t, _ in torch_reference.tensors(exact.full.g, exact.dims)}
 
 
 def torch_gradients(model: GPT2) -> dict[str, torch.Tensor]:
     """PyTorch's gradients of the first step with everything in bf16."""
-    d, params = model.dims, torch_gpt2.leaves(model.state.params, model.dims)
+    d, params = model.dims, torch_reference.leaves(model.state.params, model.dims)
     [(ids, targets)] = batches(model.config, 1)
-    torch_gpt2.gpt2_loss(params, ids.cuda(), targets.cuda(), d["V"], d["NH"]).backward()
-    return {name: t.grad for name, t, _ in torch_gpt2.tensors(params, d)}
+    torch_reference.gpt2_loss(params, ids.cuda(), targets.cuda(), d["V"], d["NH"]).backward()
+    return {name: t.grad for name, t, _ in torch_reference.tensors(params, d)}
 
 
 def test_gradients_in_bf16_are_as_good_as_pytorchs():
@@ -94,7 +95,7 @@ def test_gradients_in_bf16_are_as_good_as_pytorchs():
     torchs = torch_gradients(model)
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 1e-3 * want  # about ten roundings of 2e-3 each in a logit, averaged over 400 tokens
-    for name, ours, _ in torch_gpt2.tensors(model.full.g, model.dims):
+    for name, ours, _ in torch_reference.tensors(model.full.g, model.dims):
         off, bound = error(ours, exact[name]), 1.1 * error(torchs[name], exact[name])
         assert off <= bound and off < 0.02, f"{name}: {off:.1e}, PyTorch {bound / 1.1:.1e}"
 
@@ -104,7 +105,7 @@ def test_gradients_in_fp32_equal_float64():
     want, exact = exact_gradients(model)
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 1e-6 * want
-    for name, ours, _ in torch_gpt2.tensors(model.full.g, model.dims):
+    for name, ours, _ in torch_reference.tensors(model.full.g, model.dims):
         # sums of 512 to 50304 products, 6e-8 each; PyTorch in fp32 is at 7e-7 here
         assert error(ours, exact[name]) < 1e-5, name
 
