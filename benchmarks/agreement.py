@@ -39,7 +39,7 @@ from gpt2_triton.data.shards import open_shards  # noqa: E402
 from gpt2_triton.device import device_name  # noqa: E402
 from gpt2_triton.model.cuda import StepResult  # noqa: E402
 from gpt2_triton.model.gpt2 import GPT2  # noqa: E402
-from gpt2_triton.training.lr_schedule import hyper_row, learning_rate  # noqa: E402
+from gpt2_triton.training.lr_schedule import learning_rate, step_inputs  # noqa: E402
 
 COUNTERPART = {("fp32", "none"): "PyTorch fp32", ("bf16", "none"): "PyTorch fp32", ("bf16", "fp32"): "PyTorch autocast"}
 BOUNDS = {  # largest relative difference of losses, absolute difference of losses, relative difference of norms
@@ -114,7 +114,7 @@ def _steps(model: GPT2, pace: Pace) -> Iterator[StepResult]:
     config, in_flight = model.config, None
     for step, tokens in enumerate(itertools.takewhile(pace.on_time, windows(config))):
         packed = pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size)
-        model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, config.train.seed)
+        model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, config.train.seed)
         model.micro_step(packed, first=True)
         launched = model.end_step()
         if in_flight is not None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gpt2_triton import device
-from gpt2_triton.distributed.launcher_env import read_environment
-from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.launcher_env import set_env_from_slurm
+from gpt2_triton.distributed.process_group import ProcessGroup
 
 BUCKETS = {
     "124M layer": 7_077_888,
@@ -27,47 +27,47 @@ WARM, TIMED = 5, 20
 
 
 def main() -> None:
-    read_environment()
-    world = World("cuda", 100)
-    if world.rank == 0:
+    set_env_from_slurm()
+    group = ProcessGroup("cuda", 100)
+    if group.rank == 0:
         print(f"{'bucket':<16}{'collective':<16}{'MB':>8}{'us':>9}{'GB/s':>8}", flush=True)
-    own, arenas = world.allocate(4 * max(BUCKETS.values()))
+    own, arenas = group.allocate(4 * max(BUCKETS.values()))
     with torch.cuda.stream(torch.cuda.Stream()):
         own.random_()
-        meeting = measure(world.barrier) if arenas else 0.0
-        if arenas and world.rank == 0:
+        meeting = measure(group.barrier) if arenas else 0.0
+        if arenas and group.rank == 0:
             print(f"{'':<16}{'barrier':<16}{0.0:>8.1f}{meeting * 1e6:>9.1f}", flush=True)
         for name, n in BUCKETS.items():
-            for line in lines(world, arenas, name, n - n % (world.size * 64)):
-                if world.rank == 0:
+            for line in lines(group, arenas, name, n - n % (group.size * 64)):
+                if group.rank == 0:
                     print(line, flush=True)
     arenas.clear()
-    world.close()
+    group.close()
 
 
-def lines(world: World, arenas: list[torch.Tensor], name: str, n: int) -> Iterator[str]:
+def lines(group: ProcessGroup, arenas: list[torch.Tensor], name: str, n: int) -> Iterator[str]:
     """A bucket of n elements by collectives, and by copies if ranks can read each other's arenas."""
     grads, params = (torch.empty(n, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16))
-    own = slice(world.rank * n // world.size, (world.rank + 1) * n // world.size)
+    own = slice(group.rank * n // group.size, (group.rank + 1) * n // group.size)
     for what, times, whole, function, arguments in (
-        ("all_reduce", 2, grads, world.all_reduce, (grads,)),
-        ("reduce_scatter", 1, grads, world.reduce_scatter, (grads[own], grads)),
-        ("all_gather", 1, params, world.all_gather, (params, params[own])),
-        ("copies, fp32", 1, grads, copy_parts, (world, arenas, grads)),
-        ("copies, bf16", 1, params, copy_parts, (world, arenas, params)),
+        ("all_reduce", 2, grads, group.all_reduce, (grads,)),
+        ("reduce_scatter", 1, grads, group.reduce_scatter, (grads[own], grads)),
+        ("all_gather", 1, params, group.all_gather, (params, params[own])),
+        ("copies, fp32", 1, grads, copy_parts, (group, arenas, grads)),
+        ("copies, bf16", 1, params, copy_parts, (group, arenas, params)),
     )[: None if arenas else 3]:
         whole.normal_()
         seconds = measure(function, *arguments)
-        rate = times * whole.nbytes * (world.size - 1) / world.size / seconds / 1e9
+        rate = times * whole.nbytes * (group.size - 1) / group.size / seconds / 1e9
         yield f"{name:<16}{what:<16}{whole.nbytes / 1e6:>8.1f}{seconds * 1e6:>9.1f}{rate:>8.1f}"
 
 
-def copy_parts(world: World, arenas: list[torch.Tensor], into: torch.Tensor) -> None:
+def copy_parts(group: ProcessGroup, arenas: list[torch.Tensor], into: torch.Tensor) -> None:
     """The others' parts of a bucket."""
-    world.barrier()
-    parts = into.view(world.size, -1)
-    for i in range(1, world.size):
-        rank = (world.rank + i) % world.size
+    group.barrier()
+    parts = into.view(group.size, -1)
+    for i in range(1, group.size):
+        rank = (group.rank + i) % group.size
         parts[rank].copy_(arenas[rank][: parts[rank].nbytes].view(into.dtype))
 
 

@@ -35,8 +35,8 @@ from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import pack_batch
-from gpt2_triton.distributed.launcher_env import read_environment
-from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.launcher_env import set_env_from_slurm
+from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.gpt2 import GPT2
 
@@ -64,18 +64,18 @@ SUM = "_add_kernel"
 class Pair:
     """A model of its own and one of all ranks, on the same tokens."""
 
-    def __init__(self, world: World, size: str, batch: int, recompute: str, zero: int, micro_steps: int):
+    def __init__(self, group: ProcessGroup, size: str, batch: int, recompute: str, zero: int, micro_steps: int):
         config, one = config_of(size, batch, recompute), torch.zeros(1, device="cuda")
         config = config.replace(train={"total_batch_tokens": micro_steps * config.total_batch_tokens})
         self.alone = GPT2(config, K, "cuda")
-        self.together = GPT2(shared(config, world.size, zero), K, "cuda", world=world)
+        self.together = GPT2(shared(config, group.size, zero), K, "cuda", group=group)
         self.packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
         for model in (self.alone, self.together):
             model.compile()
 
         self.kinds: list[tuple[str, GPT2, Callable[[], None]]] = [
             ("alone", self.alone, lambda: None),
-            ("in step", self.alone, lambda: world.all_reduce(one)),
+            ("in step", self.alone, lambda: group.all_reduce(one)),
             ("together", self.together, lambda: None),
         ]
 
@@ -219,15 +219,15 @@ def main(
     out: Path | None,
 ) -> None:  # fmt: skip
     """Measure on the ranks that torchrun started; rank 0 prints."""
-    read_environment()
-    world = World("cuda", 300)
-    crew, B, level = world.crew("together"), batch or SIZES[size].batch, recompute or SIZES[size].recompute
-    pair = Pair(world, size, B, level, zero, micro_steps)
-    times = crew.all(pair.times(steps, rounds))
-    used = crew.all((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
-    traces = [[Kernel(*k) for k in kernels] for kernels in crew.all(trace(pair) if out else [])]
-    if world.rank == 0:
-        title = f"{size}, {micro_steps} x B {B}, recompute {level}, {world.size} GPUs, ZeRO-{zero}"
+    set_env_from_slurm()
+    group = ProcessGroup("cuda", 300)
+    control, B, level = group.control("together"), batch or SIZES[size].batch, recompute or SIZES[size].recompute
+    pair = Pair(group, size, B, level, zero, micro_steps)
+    times = control.all_gather(pair.times(steps, rounds))
+    used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
+    traces = [[Kernel(*k) for k in kernels] for kernels in control.all_gather(trace(pair) if out else [])]
+    if group.rank == 0:
+        title = f"{size}, {micro_steps} x B {B}, recompute {level}, {group.size} GPUs, ZeRO-{zero}"
         print(
             f"{title}; arenas {pair.together.plan.total / GIB:.2f} and {pair.alone.plan.total / GIB:.2f} GiB, ", end=""
         )
@@ -236,8 +236,8 @@ def main(
         if out:
             print(exposure_table(traces))
             out.write_text(json.dumps(dict(title=title, steps=traces)) + "\n")
-    pair.together.forget_graphs()
-    world.close()
+    pair.together.release_graphs()
+    group.close()
 
 
 if __name__ == "__main__":

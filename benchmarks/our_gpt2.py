@@ -17,7 +17,7 @@ from gpt2_triton.data.loader import pack_batch
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.lr_schedule import step_inputs
 
 
 def run_steps(
@@ -27,7 +27,7 @@ def run_steps(
     has been launched, so that the device never waits.
     """
     config, in_flight = model.config, None
-    hyper = hyper_row(0, config, 1.0 / config.total_batch_tokens)
+    hyper = step_inputs(0, config, 1.0 / config.total_batch_tokens)
     for number in numbers:
         model.begin_step(hyper, number, config.train.seed)
         for i in range(config.accumulation):

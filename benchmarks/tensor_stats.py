@@ -16,11 +16,11 @@ import gpt2_triton.kernels as K
 from benchmarks.sizes import config_of, tokens_of
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import pack_batch
-from gpt2_triton.distributed.control import ALONE
+from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.model.buffers import WINDOW
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.tensor_stats import FORWARD, summary
-from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.lr_schedule import step_inputs
 
 STEPS, WARM, EVERY = 60, 10, 10
 
@@ -30,7 +30,7 @@ def step_times(model: GPT2, packed: torch.Tensor) -> tuple[float, float, str]:
     config, times, in_flight = model.config, ([], []), None
     for number in range(STEPS):
         watched = number % 2 == 1
-        hyper = hyper_row(number, config, 1.0 / config.total_batch_tokens)
+        hyper = step_inputs(number, config, 1.0 / config.total_batch_tokens)
         model.begin_step(hyper, number, config.train.seed, watched)
         model.micro_step(packed, first=True)
         launched = watched, model.end_step()
@@ -40,7 +40,7 @@ def step_times(model: GPT2, packed: torch.Tensor) -> tuple[float, float, str]:
                 times[in_flight[0]].append(seconds * 1e3)
         in_flight = launched
     in_flight[1].result()
-    return *map(statistics.median, times), summary(model.watch.read(in_flight[1].watched, 1, ALONE))
+    return *map(statistics.median, times), summary(model.watch.read(in_flight[1].watched, 1, SINGLE_PROCESS))
 
 
 def main(size: str, batch: int, recompute: str) -> None:
@@ -51,7 +51,7 @@ def main(size: str, batch: int, recompute: str) -> None:
     model.initialise(config.train.seed)
     packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
     plain, watched, extremes = step_times(model, packed)
-    a = model.full.a
+    a = model.train_view.a
     elements = sum(t.numel() for name in FORWARD for t in getattr(a, name)) + len(a.x) * a.dx.numel()
     read = elements * a.dx.element_size() + model.dims["N"] * (12 + a.dx.element_size())
     print(f"{size}, batch {batch}, recompute {recompute}: step {plain:.2f} ms, watched {watched:.2f} ms")
@@ -60,7 +60,7 @@ def main(size: str, batch: int, recompute: str) -> None:
     )
     print(f"with log.stats_every {EVERY}: {(watched - plain) / EVERY / plain:.2%} of the time (bound: 1%)")
     stats, z, window = (torch.ones(shape, device="cuda") for shape in (4, 2, (2, WINDOW + 1)))
-    us = triton.testing.do_bench_cudagraph(lambda: K.skip_outliers(stats, window, z, model.state.hyper)) * 1e3
+    us = triton.testing.do_bench_cudagraph(lambda: K.skip_outliers(stats, window, z, model.state.step_in)) * 1e3
     print(f"outlier detector {us:.1f} us a step, {us / 1e3 / plain:.3%}")
     print(extremes)
 

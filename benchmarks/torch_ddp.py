@@ -15,21 +15,21 @@ from benchmarks.multi_gpu import SETTLE, speed_table
 from benchmarks.sizes import SIZES, T
 from benchmarks.torch_gpt2 import batch_of, build, run_steps
 from gpt2_triton import device
-from gpt2_triton.distributed.launcher_env import read_environment
-from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.launcher_env import set_env_from_slurm
+from gpt2_triton.distributed.process_group import ProcessGroup
 
 
 def main(size: str, steps: int, rounds: int) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
-    read_environment()
-    world = World("cuda", 300)
-    crew, B = world.crew("ddp"), SIZES[size].batch
+    set_env_from_slurm()
+    group = ProcessGroup("cuda", 300)
+    control, B = group.control("ddp"), SIZES[size].batch
     batch, one = batch_of(B), torch.zeros(1, device="cuda")
     (alone, alone_optimizer), (module, optimizer) = build(size), build(size)
     together = DistributedDataParallel(module, gradient_as_bucket_view=True)
     kinds = [
         ("alone", torch.compile(alone), alone_optimizer, lambda: None),
-        ("in step", torch.compile(alone), alone_optimizer, lambda: world.all_reduce(one)),
+        ("in step", torch.compile(alone), alone_optimizer, lambda: group.all_reduce(one)),
         ("together", torch.compile(together), optimizer, lambda: None),
     ]
     times: dict[str, list[float]] = {name: [] for name, *_ in kinds}
@@ -39,11 +39,11 @@ def main(size: str, steps: int, rounds: int) -> None:
     for _ in range(rounds):
         for name, model, its, between in kinds:
             times[name] += run_steps(model, its, batch, SETTLE + steps, between)[0][SETTLE:]
-    everyone = crew.all(times)
-    if world.rank == 0:
-        print(f"PyTorch DDP, {size}, B {B}, {world.size} GPUs")
+    everyone = control.all_gather(times)
+    if group.rank == 0:
+        print(f"PyTorch DDP, {size}, B {B}, {group.size} GPUs")
         print(speed_table(everyone, tokens=B * T))
-    world.close()
+    group.close()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2_triton.model.buffers import Params, entries, named
+from gpt2_triton.model.buffers import Params, named, param_entries
 
 
 def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None) -> Params:
@@ -26,7 +26,7 @@ def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None)
 
 def tensors(params: Params, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bool]]:
     """(name, tensor, whether weight decay applies) in the flat order; layer tensors are called name[layer]."""
-    for e in entries(dims):
+    for e in param_entries(dims):
         value = getattr(params, e.name)
         yield (e.name, value, e.decay) if e.layer is None else (f"{e.name}[{e.layer}]", value[e.layer], e.decay)
 

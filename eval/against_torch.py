@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt2_triton.commands.app import choose_device
+from gpt2_triton.commands.app import select_device
 
 ROWS = 32  # of PyTorch's groups: 128 sequences, whose fp32 logits take 4 GB
 
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch_tokens", type=int, default=65536)
     parser.add_argument("--style", choices=("completion", "harness"), help="by default both")
     a = parser.parse_args(argv)
-    choose_device()
+    select_device()
     from benchmarks.torch_reference import leaves
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.hellaswag import TEXTS, load_questions
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)
     print(f"rows tokenised in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    models = {dtype: losses.inference_model(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
+    models = {dtype: losses.load_for_losses(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
     print(f"models ready in {time.perf_counter() - start:.1f} s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dims = models["fp32"].dims
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         runs["PyTorch fp32"] = timed(torch_losses, params, dims, questions, device, False)
         runs["PyTorch autocast"] = timed(torch_losses, params, dims, questions, device, True)
         report(style, questions, runs)
-        small = losses.inference_model(config, tensors, a.batch_tokens // 10, "bf16")
+        small = losses.load_for_losses(config, tensors, a.batch_tokens // 10, "bf16")
         equal = np.array_equal(hellaswag.ending_losses(small, questions), runs["ours, bf16"][0])
         print(f"same bits with {small.B * small.T:,} tokens at once: {'yes' if equal else 'NO'}")
         all_equal &= equal

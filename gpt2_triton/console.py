@@ -22,7 +22,7 @@ class Lines:
             self._refused = False
         except OSError as error:
             if not self._refused:
-                say(
+                print_line(
                     f"warning: {self._path}: cannot be written ({error.strerror}): its lines wait; make room",
                     error=True,
                 )
@@ -31,11 +31,11 @@ class Lines:
     def close(self) -> None:
         self.write("")
         if self._waiting:
-            say(f"warning: {self._path}: its last {len(self._waiting):,} bytes could not be written", error=True)
+            print_line(f"warning: {self._path}: its last {len(self._waiting):,} bytes could not be written", error=True)
         self._file.close()
 
 
-def say(text: str, error: bool = False) -> None:
+def print_line(text: str, error: bool = False) -> None:
     """Print a line at once, to stderr if it is an error.  A console that takes no more, as it is a file on a full disk,
     a terminal that was closed or a pipe that nobody reads, loses the line and not the run.
     """

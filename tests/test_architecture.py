@@ -66,7 +66,7 @@ def test_a_training_step_runs_no_torch_arithmetic():
             return function(*args, **(kwargs or {}))
 
     with Record() as record:
-        model.begin_step(optim.hyper_row(0, config, 1.0 / 32), 0, 1)
+        model.begin_step(optim.step_inputs(0, config, 1.0 / 32), 0, 1)
         model.micro_step(batch, first=True)
         model.end_step().result()
     memory_only = {

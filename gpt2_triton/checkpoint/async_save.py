@@ -12,16 +12,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gpt2_triton.checkpoint import checkpoint
-from gpt2_triton.console import say
-from gpt2_triton.distributed.control import ALONE, Crew
+from gpt2_triton.console import print_line
+from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
 
 
-class Saver:
+class AsyncCheckpointer:
     """Writes checkpoints in a thread.  If one cannot be written, the run goes on, with a warning."""
 
-    def __init__(self, directory: Path, keep: int, major: int, back: int = 0, crew: Crew = ALONE):
-        self._directory, self._keep, self._major, self._back, self._crew = directory, keep, major, back, crew
+    def __init__(self, directory: Path, keep: int, major: int, back: int = 0, control: ControlGroup = SINGLE_PROCESS):
+        self._directory, self._keep, self._major, self._back, self._control = directory, keep, major, back, control
         self._host: dict[str, Tensor] = {}
         self._step: int | None = None  # of what the host holds
         self._thread: threading.Thread | None = None
@@ -39,7 +39,7 @@ class Saver:
         self._thread = threading.Thread(target=self._save, args=(step, state), name="checkpoint")
         self._thread.start()
 
-    def recall(self, step: int, share: dict[str, list[Tensor]]) -> bool:
+    def restore_from_host(self, step: int, share: dict[str, list[Tensor]]) -> bool:
         """Copy what was submitted last back into `share`; False, and nothing is done, if that was not of this step."""
         self.wait()
         if step != self._step:
@@ -61,8 +61,8 @@ class Saver:
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
         try:
-            crew = self._crew
-            checkpoint.save(self._directory, step, self._host, state, self._keep, self._major, self._back, crew)
+            control = self._control
+            checkpoint.save(self._directory, step, self._host, state, self._keep, self._major, self._back, control)
         except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
 
@@ -83,5 +83,5 @@ class Saver:
         failure = f"{self._directory}: a checkpoint could not be written ({error}){older}; {todo}"
         if raise_errors:
             raise CheckpointError(f"{failure} and resume") from error
-        if self._crew.rank == 0:
-            say(f"warning: {failure}", error=True)
+        if self._control.rank == 0:
+            print_line(f"warning: {failure}", error=True)

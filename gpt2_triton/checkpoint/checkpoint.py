@@ -25,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt2_triton.checkpoint import best
-from gpt2_triton.checkpoint.checks import lack_of_room, not_finite
+from gpt2_triton.checkpoint.checks import first_non_finite, missing_space
 from gpt2_triton.checkpoint.shares import join, tile
-from gpt2_triton.distributed.control import ALONE, Crew
+from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
 
 FORMAT = 2  # 1 had no window of losses and norms
@@ -48,20 +48,20 @@ def save(
     keep: int,
     major: int,
     back: int = 0,
-    crew: Crew = ALONE,
+    control: ControlGroup = SINGLE_PROCESS,
 ) -> Path:
     """Write the checkpoint of `step` under `directory`; then keep the `keep` newest (0: all), multiples of `major`, the
     last two multiples of `back` (0: none), which a rewind may go back to, and the best by state["best"].
 
-    All ranks of the crew call it, each with its share in `tensors` and, if there are several, with the share's spans
+    All ranks of the control call it, each with its share in `tensors` and, if there are several, with the share's spans
     in state["shares"].  Returns its path; if it is there already and verifies, nothing is written.  A failure is
     OSError or SafetensorError, on every rank.
     """
     target = directory / f"step_{step:08d}"
-    temporary = crew.first(lambda: _begin(directory, target, tensors, crew.size))
+    temporary = control.from_rank0(lambda: _begin(directory, target, tensors, control.size))
     if temporary:
-        _write(target, Path(temporary), tensors, state, crew)
-        crew.first(lambda: _prune(directory, step, keep, major, back, best.step_of(state)))
+        _write(target, Path(temporary), tensors, state, control)
+        control.from_rank0(lambda: _prune(directory, step, keep, major, back, best.step_of(state)))
     return target
 
 
@@ -71,29 +71,31 @@ def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], shares: in
     _remove_abandoned(directory)
     if target.exists() and not verify(target):
         return None
-    if lack := lack_of_room(directory, tensors, shares):
+    if lack := missing_space(directory, tensors, shares):
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {lack}")
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     return str(temporary)
 
 
-def _write(target: Path, temporary: Path, tensors: dict[str, Tensor], state: dict[str, Any], crew: Crew) -> None:
+def _write(
+    target: Path, temporary: Path, tensors: dict[str, Tensor], state: dict[str, Any], control: ControlGroup
+) -> None:
     try:
-        name, error = tensors_name(crew.rank), None
+        name, error = tensors_name(control.rank), None
         written: dict[str, Any] = {"spans": state.get("shares")}
         try:
             save_file(tensors, temporary / name)
             sync(temporary / name)
             written |= _fingerprint(temporary / name)
         except (OSError, SafetensorError) as raised:
-            error, written["error"] = raised, f"rank {crew.rank}: {raised}"
-        everyone = crew.all(written)
+            error, written["error"] = raised, f"rank {control.rank}: {raised}"
+        everyone = control.all_gather(written)
         if failed := [entry["error"] for entry in everyone if "error" in entry]:
             raise error or OSError(failed[0])
-        crew.first(lambda: _finish(target, temporary, state, everyone))
+        control.from_rank0(lambda: _finish(target, temporary, state, everyone))
     except BaseException:
-        if crew.rank == 0:
+        if control.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -119,9 +121,9 @@ def tensors_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def require_room(directory: Path, tensors: dict[str, Tensor]) -> None:
+def require_space(directory: Path, tensors: dict[str, Tensor]) -> None:
     """CheckpointError if a checkpoint of these tensors would not fit: for the start of a run, not after its hours."""
-    if lack := lack_of_room(directory, tensors):
+    if lack := missing_space(directory, tensors):
         raise CheckpointError(f"{directory}: no room for a checkpoint: {lack}; make room or choose another --run_dir")
 
 
@@ -292,6 +294,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not safetensors ({error}); choose another step") from error
-    if number := not_finite(tensors):
+    if number := first_non_finite(tensors):
         raise CheckpointError(f"{path}: {number}; remove this step and use an older one")
     return tensors

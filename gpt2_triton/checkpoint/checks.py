@@ -13,7 +13,7 @@ SCAN = 1 << 20  # elements looked at together: they stay in the cache, and a cor
 EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F800000)}
 
 
-def lack_of_room(directory: Path, tensors: dict[str, Tensor], shares: int = 1) -> str | None:
+def missing_space(directory: Path, tensors: dict[str, Tensor], shares: int = 1) -> str | None:
     """What is missing for a checkpoint of `shares` times these tensors under `directory`, which need not be there
     yet.
     """
@@ -22,7 +22,7 @@ def lack_of_room(directory: Path, tensors: dict[str, Tensor], shares: int = 1) -
     return f"{needed:,} bytes needed, {free:,} free" if free < needed else None
 
 
-def not_finite(tensors: dict[str, Tensor]) -> str | None:
+def first_non_finite(tensors: dict[str, Tensor]) -> str | None:
     """Where the first NaN or infinity is, in bf16 or fp32 host tensors; integers have none."""
     for name, tensor in tensors.items():
         integer, exponent = EXPONENT.get(tensor.dtype, (None, 0))

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gpt2_triton.checkpoint import checkpoint, huggingface, llmc, nanogpt
-from gpt2_triton.checkpoint.weights import Weights, first_problem, of_checkpoint, pack
+from gpt2_triton.checkpoint.weights import Weights, first_problem, from_checkpoint, pack
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
 
@@ -34,7 +34,7 @@ def open_weights(source: str) -> Weights:
         return weights
     step_dir = checkpoint.find(Path(source))
     config, tensors = _load_checkpoint(step_dir)
-    return of_checkpoint(str(step_dir), tensors, config)
+    return from_checkpoint(str(step_dir), tensors, config)
 
 
 def initial_weights(config: Config) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpt2_triton.config.config import TOKENIZER_SIZES, Config
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.model.buffers import entries, named
+from gpt2_triton.model.buffers import named, param_entries
 from gpt2_triton.model.memory_plan import model_dimensions
 
 
@@ -45,7 +45,7 @@ def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:
 
 def count(model: ModelConfig) -> int:
     """Elements of a flat buffer of parameters, padding included."""
-    return sum(math.prod(e.shape) for e in entries(model_dimensions(model)))
+    return sum(math.prod(e.shape) for e in param_entries(model_dimensions(model)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
 # ---- out of our buffers ----
 
 
-def of_checkpoint(where: str, tensors: dict[str, Tensor], config: Config) -> Weights:
+def from_checkpoint(where: str, tensors: dict[str, Tensor], config: Config) -> Weights:
     """The weights of one of our checkpoints: the masters, where it has them."""
     views = {part: by_name(tensors[part], config.model) for part in ("params", "low") if part in tensors}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import __version__
-from gpt2_triton.console import say
+from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError, UserError
 
 
@@ -87,7 +87,7 @@ def _fail(message: str, code: int) -> int:
         time.sleep(2)
         return code
     name = f"rank {rank}: " if _several_ranks() and code != 2 else ""
-    say("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
+    print_line("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
     return code
 
 
@@ -96,7 +96,7 @@ def _underscores(argv: Iterable[str]) -> list[str]:
     return [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
 
 
-def choose_device() -> None:
+def select_device() -> None:
     """With no GPU, have the kernels run in Triton's interpreter, and say so.  Call it before any kernel is imported."""
     # read when torch and numpy load: the interpreter's arrays are small, and a quickstart step took 4.4 s on two
     # threads, 1.5 s on one
@@ -124,7 +124,7 @@ def require_directory(option: str, file: Path | None) -> None:
         raise ConfigError(f"--{option}: {file.parent} is not a directory; make it, or choose another")
 
 
-def require_least(**options: tuple[float, float]) -> None:
+def require_at_least(**options: tuple[float, float]) -> None:
     """Refuse every option=(value, least) whose value is smaller, one line for each."""
     wrong = [
         f"--{name}: must be at least {least}, got {value}"

@@ -4,14 +4,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from gpt2_triton.commands.app import choose_device, require_directory, require_least
+from gpt2_triton.commands.app import require_at_least, require_directory, select_device
 from gpt2_triton.config.schema import check_recompute
 from gpt2_triton.errors import ConfigError
 
 
 def verify() -> int:
     """Compare every kernel with float64 and with PyTorch's own operation on this machine, in one table."""
-    choose_device()
+    select_device()
     if find_spec("benchmarks") is None:
         raise ConfigError("verify: benchmarks/ is not here; run it in the root of a checkout")
     from benchmarks import accuracy as comparison
@@ -68,7 +68,7 @@ def bench(
     unknown = [size for size in wanted if size not in ("d12", "d24", "d36", "d48")]
     if unknown:
         raise ConfigError(f"--sizes: unknown {unknown[0]}; known are d12, d24, d36, d48")
-    require_least(steps=(steps, 6), **({"batch": (batch, 1)} if batch is not None else {}))
+    require_at_least(steps=(steps, 6), **({"batch": (batch, 1)} if batch is not None else {}))
     _require_level(recompute, wanted)
     if plot and (not ops or len(wanted) > 1):
         raise ConfigError("--plot: goes with --ops and one size, as in --ops --sizes d12 --plot ops.png")

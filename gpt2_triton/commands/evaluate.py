@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from gpt2_triton.commands.app import choose_device, require_directory, require_least
+from gpt2_triton.commands.app import require_at_least, require_directory, select_device
 from gpt2_triton.errors import ConfigError
 
 # what both commands take
@@ -38,9 +38,9 @@ def hellaswag(
     limit: int
         Take the first rows only; 0 takes all.
     """
-    require_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
+    require_at_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
-    choose_device()
+    select_device()
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data import hellaswag as rows
     from gpt2_triton.data.tokenizer import get_tokenizer
@@ -49,7 +49,7 @@ def hellaswag(
 
     config, tensors = load_weights(checkpoint)
     questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
-    model = losses.inference_model(config, tensors, batch_tokens, dtype)
+    model = losses.load_for_losses(config, tensors, batch_tokens, dtype)
     by_style = {style: hs.ending_losses(model, asked, style) for style, asked in questions.items()}
     results = {style: hs.scores(asked, by_style[style]) for style, asked in questions.items()}
     print(f"HellaSwag, {len(next(iter(questions.values())).labels):,} questions")
@@ -78,9 +78,9 @@ def perplexity(
     """
     if not shards:
         raise ConfigError("perplexity: expected one or more shards after the checkpoint")
-    require_least(tokens=(tokens, 0), batch_tokens=(batch_tokens, 1))
+    require_at_least(tokens=(tokens, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
-    choose_device()
+    select_device()
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.shards import open_shards, require_tokenizer
     from gpt2_triton.inference import losses
@@ -90,7 +90,7 @@ def perplexity(
     for given in shards:
         require_tokenizer(given, config.data.tokenizer)
     opened = [shard for given in shards for shard in open_shards(given, V, T)]
-    model = losses.inference_model(config, tensors, batch_tokens, dtype)
+    model = losses.load_for_losses(config, tensors, batch_tokens, dtype)
     result = losses.perplexity(model, opened, tokens)
     print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
     print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")

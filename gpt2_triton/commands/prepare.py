@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from gpt2_triton.commands.app import make_app, require_least
+from gpt2_triton.commands.app import make_app, require_at_least
 from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
@@ -37,7 +37,7 @@ def prepare_text(
     """
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
-    require_least(workers=(_workers(workers), 1))
+    require_at_least(workers=(_workers(workers), 1))
     if not 0 < val_fraction < 1:
         raise ConfigError(f"--val_fraction: must be above 0 and below 1, got {val_fraction}")
     from gpt2_triton.data.prepare import text as prepare_text
@@ -101,7 +101,7 @@ def _dataset_command(dataset: str) -> Callable[..., None]:
         workers: int
             Processes that tokenise; by default one a CPU.
         """
-        require_least(
+        require_at_least(
             workers=(_workers(workers), 1),
             shard_tokens=(shard_tokens, 1),
             tokens=(10 if tokens is None else tokens, 10),
@@ -130,7 +130,7 @@ def prepare_pretokenized(name: str, /, *, shards: int | None = None, out: Path |
     out: Path
         Directory of the shards, val_000000.bin and train_*.bin; by default in data/, named like the data.
     """
-    require_least(shards=(1 if shards is None else shards, 1))
+    require_at_least(shards=(1 if shards is None else shards, 1))
     from gpt2_triton.data.prepare.pretokenized import download
 
     download(name, out or Path("data") / Path(name).name, shards)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpt2_triton.commands.app import choose_device, require_least
+from gpt2_triton.commands.app import require_at_least, select_device
 from gpt2_triton.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ def sample(
     batch: int
         Texts decoded at once, at most.  It changes the speed, not the random numbers of a text.
     """
-    require_least(
+    require_at_least(
         tokens=(tokens, 1),
         temperature=(temperature, 0),
         top_k=(top_k, 0),
@@ -52,7 +52,7 @@ def sample(
     )
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top_p: must be above 0 and at most 1, got {top_p}; 1 keeps every token")
-    choose_device()
+    select_device()
     from gpt2_triton.inference import sample as sampling
 
     sampling.sample_text(checkpoint, prompt, tokens, temperature, top_k, top_p, seed, num, batch)

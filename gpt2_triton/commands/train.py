@@ -10,10 +10,10 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from gpt2_triton.commands.app import choose_device, make_app, require_least
+from gpt2_triton.commands.app import make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
-from gpt2_triton.distributed.launcher_env import rank_and_size, read_environment
+from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 
 FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
@@ -61,7 +61,7 @@ def train(
         Go on from the newest checkpoint in --run_dir that verifies; a fresh start when there is none.
     """
     if gpus is not None:
-        require_least(gpus=(gpus, 1))
+        require_at_least(gpus=(gpus, 1))
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
     if plan or print_config:
@@ -72,7 +72,7 @@ def train(
         return 0
     from gpt2_triton.data.shards import require_tokenizer
 
-    read_environment()
+    set_env_from_slurm()
     rank, ranks = rank_and_size()
     settings = load_config(config, parse_overrides(keys), ranks).with_gpus(ranks)
     if rank == 0:
@@ -82,7 +82,7 @@ def train(
     else:
         run_dir, sys.stdout = None, open(os.devnull, "w")  # rank 0 chooses and speaks for all
     with made(run_dir) if run_dir else contextlib.nullcontext():
-        choose_device()
+        select_device()
         from gpt2_triton.training import trainer
 
         return trainer.train(settings, run_dir, resume)

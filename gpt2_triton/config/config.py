@@ -90,7 +90,7 @@ class Config(schema.Section):
             )
         out = self.model_copy()
         out._started = gpus
-        if problems := list(disagreements(out)):
+        if problems := list(conflicts(out)):
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
         return out
 
@@ -105,12 +105,12 @@ class Config(schema.Section):
         """On as many GPUs as the context says: a batch that divides on 8 need not on one."""
         if info.context:
             self._started = info.context["gpus"]
-        if problems := list(disagreements(self)):
-            raise schema.Disagreement(problems)
+        if problems := list(conflicts(self)):
+            raise schema.ConflictError(problems)
         return self
 
 
-def disagreements(config: Config) -> Iterator[tuple[str, str]]:
+def conflicts(config: Config) -> Iterator[tuple[str, str]]:
     """Every rule between fields that this configuration breaks, as (key, message)."""
     m, d, t, o, e = config.model, config.data, config.train, config.optim, config.eval
     if m.n_embd % m.n_head:

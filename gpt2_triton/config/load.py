@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from gpt2_triton.config.config import Config, options
-from gpt2_triton.config.schema import SIZE_KEYS, Disagreement
+from gpt2_triton.config.schema import SIZE_KEYS, ConflictError
 from gpt2_triton.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> I
     for entry in error.errors():
         key = ".".join(str(part) for part in entry["loc"])
         cause = entry.get("ctx", {}).get("error")
-        if isinstance(cause, Disagreement):
+        if isinstance(cause, ConflictError):
             yield from (_at(places, path, name, message) for name, message in cause.problems)
         elif entry["type"] == "extra_forbidden":
             sections = [] if "." in key else [name.partition(".")[0] for name in fields]

@@ -25,7 +25,7 @@ class Section(BaseModel):
         return value
 
 
-class Disagreement(ValueError):
+class ConflictError(ValueError):
     """Fields that are each valid and do not go together: (key, message) pairs."""
 
     def __init__(self, problems: list[tuple[str, str]]):
@@ -67,12 +67,12 @@ class ModelConfig(Section):
             return values
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
         if size not in SIZES:
-            raise Disagreement([("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")])
+            raise ConflictError([("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")])
         known = dict(zip(SIZE_KEYS, SIZES[size], strict=True))
         for key in SIZE_KEYS[:3]:
             if str(given.get(key, known[key])) != str(known[key]):
                 wrong = f"{size} has {key} {known[key]}, and {key} says {given[key]}; remove one"
-                raise Disagreement([("model.size", wrong)])
+                raise ConflictError([("model.size", wrong)])
         return known | given
 
     @property

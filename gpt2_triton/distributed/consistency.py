@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from gpt2_triton.distributed.control import Crew
+from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import ConfigError, ReplicaMismatchError
 from gpt2_triton.model import sharding
 from gpt2_triton.model.gpt2 import GPT2
 
 
-def require_shared(run_dir: Path, crew: Crew, seconds: float = 5.0) -> None:
+def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
     """ConfigError with the ranks that do not see rank 0's run directory, or cannot write to it: else the first
     checkpoint would tell, or fail to.  A network's file system has so many seconds to show a new file.
     """
-    if crew.size == 1:
+    if control.size == 1:
         return
     own, end = run_dir / f".{secrets.token_hex(8)}.seen", time.monotonic() + seconds
-    wrong = _refused(run_dir, own.touch) if crew.rank == 0 else ""
-    name, no_file = crew.all([own.name, wrong])[0]
+    wrong = _refused(run_dir, own.touch) if control.rank == 0 else ""
+    name, no_file = control.all_gather([own.name, wrong])[0]
     while not (seen := no_file or (run_dir / name).exists()) and time.monotonic() < end:
         time.sleep(0.1)
-    if crew.rank > 0:
+    if control.rank > 0:
         wrong = _refused(run_dir, own.touch, own.unlink) if seen else f"do not see {run_dir}"
-    answers = crew.all(wrong)
-    if crew.rank == 0 and not no_file:
+    answers = control.all_gather(wrong)
+    if control.rank == 0 and not no_file:
         own.unlink()
     kinds = sorted({*answers} - {""})
     found = [f"ranks {[rank for rank, answer in enumerate(answers) if answer == kind]} {kind}" for kind in kinds]
@@ -50,20 +50,20 @@ def _refused(directory: Path, *actions: Callable[[], None]) -> str:
     return ""
 
 
-def require_alike(crew: Crew, **values: Any) -> None:
+def require_equal(control: ControlGroup, **values: Any) -> None:
     """ConfigError with the ranks that differ from rank 0, unless each value, of JSON, is the same on all.
 
     A node with an older configuration or a shard too few would train on, and nobody would know.
     """
     for what, value in values.items():
-        found = crew.all(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
+        found = control.all_gather(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
         if others := [rank for rank, other in enumerate(found) if other != found[0]]:
             raise ConfigError(f"{what}: not the same on ranks {others} as on rank 0; copy the same files to every node")
 
 
 def digest(model: GPT2) -> str:
     """sha256 of the weights in the flat order, and of the moments where every rank has all of them."""
-    out, flats = hashlib.sha256(), model.persistent()
+    out, flats = hashlib.sha256(), model.state_buffers()
     names = ["params"] if model.dims["zero"] else ["params", "m", "v", "low"]
     for name in (n for n in names if n in flats):
         for b in sharding.buckets(model.dims):
@@ -71,9 +71,9 @@ def digest(model: GPT2) -> str:
     return out.hexdigest()
 
 
-def compare(model: GPT2, crew: Crew, step: int) -> str:
+def compare(model: GPT2, control: ControlGroup, step: int) -> str:
     """Return the digest that all ranks have; raise ReplicaMismatchError with the ranks that differ from rank 0."""
-    found = crew.all(digest(model))
+    found = control.all_gather(digest(model))
     if others := [rank for rank, value in enumerate(found) if value != found[0]]:
         raise ReplicaMismatchError(f"step {step}: the weights of ranks {others} are not those of rank 0")
     return found[0]

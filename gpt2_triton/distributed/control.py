@@ -15,14 +15,14 @@ from gpt2_triton.errors import PeerLostError
 POLL = 0.02  # seconds between two looks at the store
 
 
-class Crew:
+class ControlGroup:
     """Values that all ranks exchange in the same order; JSON, so that numbers arrive as they are."""
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, store: Any = None):
         self.rank, self.size = rank, size
         self._name, self._store, self._calls = name, store, 0
 
-    def all(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Everyone's value, by rank, on every rank; PeerLostError if the store is gone, with rank 0 or the launcher."""
         if self.size == 1:
             return [value]
@@ -43,7 +43,7 @@ class Crew:
             self._store.delete_key(f"{self._name}/{self._calls - 1}")
         return values
 
-    def first(self, function: Callable[[], Any]) -> Any:
+    def from_rank0(self, function: Callable[[], Any]) -> Any:
         """What rank 0 gets from `function`, on every rank; its OSError is raised on every rank."""
         result: dict[str, Any] = {}
         error: OSError | None = None
@@ -52,7 +52,7 @@ class Crew:
                 result["value"] = function()
             except OSError as raised:
                 error, result["errno"], result["error"] = raised, raised.errno, str(raised)
-        found = self.all(result)[0]
+        found = self.all_gather(result)[0]
         if "error" in found:
             raise error or OSError(found["errno"], found["error"])
         return found["value"]
@@ -68,10 +68,10 @@ class Crew:
         return value
 
 
-ALONE = Crew("alone")
+SINGLE_PROCESS = ControlGroup("alone")
 
 
-def muster(store: Any, rank: int, size: int, seconds: float) -> str:
+def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
     """A name that all ranks of this start share, and no start before had; TimeoutError, on rank 0 with the ranks that
     are missing, after so many seconds.
 

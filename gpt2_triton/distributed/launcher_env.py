@@ -9,7 +9,7 @@ from gpt2_triton.errors import ConfigError
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def read_environment() -> None:
+def set_env_from_slurm() -> None:
     """Give a task of srun the variables that torchrun sets; one rank on its own has none of them.
 
     Only a step that srun started has SLURM_STEP_ID: in the batch script itself there is one process, whatever the job.

@@ -2,7 +2,7 @@
 share.
 
 NCCL carries device tensors, gloo those of a run on the CPU.  What hosts tell each other goes through the key-value
-store that started the group (crew.py).
+store that started the group (control.py).
 """
 
 import os
@@ -15,25 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt2_triton.console import say
-from gpt2_triton.distributed.control import Crew, muster
+from gpt2_triton.console import print_line
+from gpt2_triton.distributed.control import ControlGroup, agree_on_session
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.distributed.shared_memory import Window, opened
 from gpt2_triton.errors import PeerLostError
 
 
-class World:
-    """The ranks of a run.  One rank alone is a World too, which agrees with itself at once."""
+class ProcessGroup:
+    """The ranks of a run.  One rank alone is a ProcessGroup too, which agrees with itself at once."""
 
     def __init__(self, device: str, timeout: float):
-        """Choose this rank's GPU and join the group; device is "cuda" or "cpu", timeout that of pulse.py, in seconds,
-        which sees more and speaks first: joining may take three times, a collective twelve times as long.
+        """Choose this rank's GPU and join the group; device is "cuda" or "cpu", timeout that of watchdog.py, in
+        seconds, which sees more and speaks first: joining may take three times, a collective twelve times as long.
         """
         self.rank, self.size = rank_and_size()
         self.local = int(os.environ.get("LOCAL_RANK", "0"))  # among the ranks of this host
         self.device = device
         self.store: Any = None
-        self.one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)  # so says the launcher
+        self.single_node = os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)  # so says the launcher
         self._allocations = 0
         self._flags: Tensor | None = None  # what ranks on GPUs meet over, of memory that _register makes
         self._meeting: Any = None  # their group for that
@@ -47,7 +47,7 @@ class World:
         self._limit = 4 * limit
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-            name = muster(store, self.rank, self.size, 3 * timeout)
+            name = agree_on_session(store, self.rank, self.size, 3 * timeout)
             self.store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
@@ -69,22 +69,24 @@ class World:
         """So many bytes on every rank, all of which call it together; and all ranks' by rank, as this one sees them, if
         they are on one host and can read each other's memory.
         """
-        if self.size == 1 or not self.one_host:
+        if self.size == 1 or not self.single_node:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), []
         self._allocations += 1
-        crew, window = self.crew(f"memory {self._allocations}"), Window(nbytes, self.device)
-        given = crew.all([None if rank == self.rank else window.handle() for rank in range(self.size)])
+        control, window = self.control(f"memory {self._allocations}"), Window(nbytes, self.device)
+        given = control.all_gather([None if rank == self.rank else window.handle() for rank in range(self.size)])
         handles, reason, seen = [handles[self.rank] for handles in given], "", list[Tensor]()
         try:
             seen = [window.memory if r == self.rank else opened(h, nbytes, self.device) for r, h in enumerate(handles)]
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-        reasons = [text for text in crew.all(reason) if text]
+        reasons = [text for text in control.all_gather(reason) if text]
         window.settle()
         if reasons:
             if self.rank == 0:
                 what = f"the ranks of this host cannot read each other's memory ({reasons[0]})"
-                say(f"warning: {what}: they exchange gradients and parameters through collectives, slower", error=True)
+                print_line(
+                    f"warning: {what}: they exchange gradients and parameters through collectives, slower", error=True
+                )
             return window.memory, []
         if self.device == "cuda" and self._flags is None:
             self._flags = self._register()
@@ -141,9 +143,9 @@ class World:
 
     # ---- words between hosts ----
 
-    def crew(self, name: str) -> Crew:
+    def control(self, name: str) -> ControlGroup:
         """A conversation of all ranks; threads that talk at the same time need one each."""
-        return Crew(name, self.rank, self.size, self.store)
+        return ControlGroup(name, self.rank, self.size, self.store)
 
     def close(self) -> None:
         """Wait for the other ranks and leave the group: without both, ranks that end first break those behind."""

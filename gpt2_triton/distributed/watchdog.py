@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.process_group import ProcessGroup
 
 STARTING, STEPPING = "starting", "training"
 PATIENCE = {STARTING: 3, STEPPING: 1}  # times the timeout; evaluations, samples and checkpoints have OTHER
@@ -26,38 +26,38 @@ OTHER = 10
 SILENT = 10  # intervals, seconds as a rule, after which a rank that says nothing is taken for dead
 
 
-class Pulse:
-    """This rank's pulse, and its ear for those of the others; a rank alone has none."""
+class Watchdog:
+    """This rank's watchdog, and its ear for those of the others; a rank alone has none."""
 
-    def __init__(self, world: World, timeout: float):
-        self.world, self._timeout, self._interval = world, timeout, min(1.0, timeout / 20)
+    def __init__(self, group: ProcessGroup, timeout: float):
+        self.group, self._timeout, self._interval = group, timeout, min(1.0, timeout / 20)
         self._step, self._done, self._phase, self._tick = 0, 0, STARTING, 0
         self._moved, self._over, self._told = time.monotonic(), False, False
-        if world.size > 1:
+        if group.size > 1:
             self._signals, heard = os.pipe()
             os.set_blocking(self._signals, False)
             os.set_blocking(heard, False)
             signal.set_wakeup_fd(heard)
-            threading.Thread(target=self._run, name="pulse", daemon=True).start()
+            threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
-    def beat(self, step: int) -> None:
+    def heartbeat(self, step: int) -> None:
         """Something was done for `step`, the number of the step that is being made."""
         self._step, self._done, self._moved = step, self._done + 1, time.monotonic()
 
-    def begin_steps(self) -> None:
+    def end_startup(self) -> None:
         """The first step is over: from here on a step has the timeout, and no compiler to wait for."""
         self._phase = STEPPING
 
     @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def phase(self, phase: str) -> Iterator[None]:
         """Something that other ranks may have to wait for longer than for a step."""
         before, self._phase = self._phase, phase
-        self.beat(self._step)
+        self.heartbeat(self._step)
         try:
             yield
         finally:
             self._phase = before
-            self.beat(self._step)
+            self.heartbeat(self._step)
 
     def stop(self) -> None:
         """The run is over."""
@@ -70,7 +70,7 @@ class Pulse:
             time.sleep(5 * self._interval)  # collectives outside of CUDA graphs tell of it themselves
             if not self._over:
                 lost = "the first rank, or the launcher, has ended; restart the job, with --resume"
-                print(f"error: rank {self.world.rank}: {lost}", file=sys.stderr, flush=True)
+                print(f"error: rank {self.group.rank}: {lost}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _watch(self) -> None:
@@ -84,7 +84,7 @@ class Pulse:
     def _publish(self) -> None:
         self._tick += 1
         state = (self._tick, self._done, self._step, self._phase)
-        self.world.store.set(f"pulse/{self.world.rank}", json.dumps(state))
+        self.group.store.set(f"watchdog/{self.group.rank}", json.dumps(state))
         time.sleep(self._interval)
 
     def _signalled(self) -> bool:
@@ -104,7 +104,7 @@ class Pulse:
         earlier = self._others()
         if time.monotonic() - self._moved < self._timeout * max(PATIENCE.get(s[3], OTHER) for s in earlier):
             return
-        still = [rank for rank, state in enumerate(earlier) if rank != self.world.rank]
+        still = [rank for rank, state in enumerate(earlier) if rank != self.group.rank]
         for _ in range(5):  # this thread says meanwhile that this rank is alive
             self._publish()
         later = self._others()
@@ -112,7 +112,7 @@ class Pulse:
         self._end(silent, later)
 
     def _others(self) -> list[list[Any]]:
-        store, keys = self.world.store, [f"pulse/{rank}" for rank in range(self.world.size)]
+        store, keys = self.group.store, [f"watchdog/{rank}" for rank in range(self.group.size)]
         return [json.loads(store.get(key)) if store.check([key]) else [0, 0, 0, STARTING] for key in keys]
 
     def _end(self, silent: list[int], states: list[list[Any]]) -> None:
@@ -125,9 +125,9 @@ class Pulse:
             what = f"{_ranks(behind)} behind the others, {states[behind[0]][3]} at step {states[behind[0]][2]}"
         else:
             what = "all ranks at the same point: the network, or a GPU"
-        if self.world.store.add("pulse/ended", 1) == 1:
+        if self.group.store.add("watchdog/ended", 1) == 1:
             waited = time.monotonic() - self._moved
-            message = f"error: rank {self.world.rank}: nothing moved for {waited:.0f} s at step {self._step}: {what}"
+            message = f"error: rank {self.group.rank}: nothing moved for {waited:.0f} s at step {self._step}: {what}"
             print(f"{message}; restart the job, with --resume", file=sys.stderr, flush=True)
         else:
             time.sleep(2 * self._interval)  # let it speak before the launcher sees that a rank has ended

@@ -18,7 +18,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
 from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.tokenizer import get_tokenizer
-from gpt2_triton.distributed.control import ALONE, Crew
+from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import bad_data
 from gpt2_triton.model.gpt2 import GPT2
 
@@ -46,12 +46,12 @@ class Scores(NamedTuple):
     acc_norm_stderr: float
 
 
-def evaluate(model: GPT2, questions: Questions, crew: Crew = ALONE) -> Scores:
-    """The accuracies of `model` on `questions`, which the ranks of a crew divide among themselves."""
-    own = ending_losses(model, questions, turn=(crew.rank, crew.size))
+def evaluate(model: GPT2, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:
+    """The accuracies of `model` on `questions`, which the ranks of a control divide among themselves."""
+    own = ending_losses(model, questions, turn=(control.rank, control.size))
     answered = np.flatnonzero(own)  # only these travel: the answer of all ranks is then as long for any number of them
     losses = np.zeros(own.size)
-    for places, values in crew.all([answered.tolist(), own.flat[answered].tolist()]):
+    for places, values in control.all_gather([answered.tolist(), own.flat[answered].tolist()]):
         losses[places] = values
     return scores(questions, losses.reshape(own.shape))
 

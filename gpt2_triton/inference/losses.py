@@ -16,14 +16,14 @@ from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.device import device_name
-from gpt2_triton.distributed.control import ALONE, Crew
+from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import DataError, bad_data
 from gpt2_triton.model.arena import largest_batch
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.memory_plan import free_bytes, make_plan
+from gpt2_triton.model.memory_plan import free_bytes, plan_memory
 
 
-def inference_model(config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None) -> GPT2:
+def load_for_losses(config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None) -> GPT2:
     """A model with the weights `params` among `tensors`, its kernels compiled, in an arena for `tokens` tokens at once:
     rounded down to whole sequences of seq_len, less if the GPU has no room for them, but a sequence of block_size fits.
     With a `dtype`, bf16 or fp32, it computes in that one.
@@ -45,7 +45,7 @@ def inference_model(config: Config, tensors: dict[str, Tensor], tokens: int, dty
 
 def _fitting_batch(config: Config, budget: int) -> int:
     T = config.train.seq_len
-    return largest_batch(lambda B: make_plan(config, K, B, T, training=False)[0].total, budget)
+    return largest_batch(lambda B: plan_memory(config, K, B, T, training=False)[0].total, budget)
 
 
 def _byte_lengths(config: Config) -> np.ndarray | None:
@@ -63,12 +63,12 @@ def _byte_lengths(config: Config) -> np.ndarray | None:
     return lengths
 
 
-def validation_loss(model: GPT2, loader: ValidationLoader, crew: Crew = ALONE) -> float:
-    """The mean loss of a run's validation tokens, whose batches the ranks of a crew take in turn."""
+def validation_loss(model: GPT2, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS) -> float:
+    """The mean loss of a run's validation tokens, whose batches the ranks of a control take in turn."""
     total, batches = 0.0, loader.batches(model.B)
-    for ids, targets in itertools.islice(batches, crew.rank, None, crew.size):
+    for ids, targets in itertools.islice(batches, control.rank, None, control.size):
         total += float(model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
-    return sum(crew.all(total)) / loader.tokens
+    return sum(control.all_gather(total)) / loader.tokens
 
 
 class Perplexity(NamedTuple):

@@ -41,7 +41,7 @@ def sample_text(
     print(f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} a second", file=sys.stderr)
 
 
-def text_of_run(model: GPT2, config: Config) -> str:
+def sample_in_training(model: GPT2, config: Config) -> str:
     """One text of a model in training, as its configuration asks for it."""
     s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
     return next(continuations(model, tokenizer, s.prompt, s.tokens, s.temperature, s.top_k, 1.0, seed, num=1))

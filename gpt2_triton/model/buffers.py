@@ -89,12 +89,12 @@ class State:
     received: Tensor = buf("Nx", "f32", "block_bwd",      "gradients")  # other ranks', to be added up
     window: Tensor = buf("2 Nw", "f32", "embed..between", "optimizer")  # recent losses, norms: kernels/outlier.py
     # loss, gradient norm, clip factor, apply, squared norm, ranks that were asked to stop
-    stats:  Tensor = buf("6",  "f32", "embed..between",   "inputs")
+    step_out: Tensor = buf("6",  "f32", "embed..between",   "inputs")
     z:      Tensor = buf("2",  "f32", "update..between",  "inputs")  # z-scores of loss and gradient norm
     act_stats: Tensor = buf("Sa 3 P", "f32", "embed..between", "statistics")  # of watched steps: watch.py
     par_stats: Tensor = buf("Sp 5 P", "f32", "embed..between", "statistics")
-    hyper:  Tensor = buf("8",  "f32", "embed..update",    "inputs")  # optim.hyper_row
-    rng:    Tensor = buf("4",  "i32", "embed..update",    "inputs")  # step, seed low, seed high
+    step_in: Tensor = buf("8",  "f32", "embed..update",    "inputs")  # optim.step_inputs
+    step_key: Tensor = buf("4",  "i32", "embed..update",    "inputs")  # step, seed low, seed high
     packed: Tensor = buf("Np", "i32", "embed..block_bwd", "inputs")  # the batch, as data/loader.py packs it
 
 
@@ -151,7 +151,7 @@ class Entry(NamedTuple):
     decay: bool
 
 
-def entries(dims: dict[str, int]) -> Iterator[Entry]:
+def param_entries(dims: dict[str, int]) -> Iterator[Entry]:
     """Every parameter tensor in the flat order: embed | layer 0 | layer 1 | ... | rest."""
     fields = dataclasses.fields(Params)
     groups = [("embed", None), *(("layer", layer) for layer in range(dims["L"])), ("rest", None)]
@@ -169,7 +169,7 @@ def named(flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = Non
     bucket begins, if they do not simply follow one another.
     """
     views: dict[str, Any] = {}
-    for e in entries(dims):
+    for e in param_entries(dims):
         at = e.offset if starts is None else starts[e.bucket] + e.inside
         view = flat[at : at + math.prod(e.shape)].view(e.shape)
         if e.layer is None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
 from gpt2_triton.model.cuda import Side
 
@@ -66,23 +66,25 @@ class Link:
         """Bring every parameter up to date, for whatever reads them between steps; all ranks call it together."""
 
 
-def link_of(world: World | None, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]) -> Link:
+def make_communicator(
+    group: ProcessGroup | None, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]
+) -> Link:
     """The Link of this rank; `arenas` are those of all, if it can read them."""
-    if world is None or world.size == 1:
+    if group is None or group.size == 1:
         return Link()
-    return Copies(world, K, state, dims, arenas) if arenas else Collectives(world, K, state, dims)
+    return PeerCopyCommunicator(group, K, state, dims, arenas) if arenas else NcclCommunicator(group, K, state, dims)
 
 
-class Exchange(Link):
-    """The Link of several ranks: when each bucket sets out.  How it gets there: Copies, Collectives."""
+class BucketedCommunicator(Link):
+    """The Link of several ranks: when each bucket sets out; PeerCopyCommunicator and NcclCommunicator transport it."""
 
-    def __init__(self, world: World, K: Any, state: Any, dims: dict[str, int]):
-        self._world, self._K, self._s, self._zero = world, K, state, dims["zero"]
-        self._buckets, self._share = sharding.buckets(dims), sharding.share(dims, world.rank)
-        self._grad_starts, self._layers = sharding.gradient_starts(dims), range(dims["L"])
+    def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int]):
+        self._group, self._K, self._s, self._zero = group, K, state, dims["zero"]
+        self._buckets, self._share = sharding.buckets(dims), sharding.share(dims, group.rank)
+        self._grad_starts, self._layers = sharding.grad_offsets(dims), range(dims["L"])
         self._rest = len(self._buckets) - 1
         self._hold = dims["L"]  # gradients wait until this layer's are done
-        self._side = Side(world.device)
+        self._side = Side(group.device)
         self._arrived: dict[int, Any] = {}
         self._sent: dict[int, Any] = {}
         self._waiting: list[int] = []
@@ -120,7 +122,7 @@ class Exchange(Link):
         self._side.join()
 
     def total(self, stats: Tensor) -> None:
-        self._world.all_reduce(stats)
+        self._group.all_reduce(stats)
 
     def updated(self, bucket: int) -> None:
         if self._zero and bucket == self._rest:  # after the embedding's and before the layers'
@@ -134,7 +136,7 @@ class Exchange(Link):
 
     def prepare(self) -> None:
         n, received = self._part(1), self._s.received
-        for parts in {1, self._world.size - 1}:
+        for parts in {1, self._group.size - 1}:
             self._K.add(received[:n], received[: parts * n].view(parts, n))
 
     def gather(self) -> None:
@@ -157,7 +159,7 @@ class Exchange(Link):
         return self._acc and self._zero == 2 and 0 < bucket < self._rest
 
     def _part(self, bucket: int) -> int:
-        return self._buckets[bucket].padded // self._world.size
+        return self._buckets[bucket].padded // self._group.size
 
     def _grads(self, bucket: int) -> Tensor:
         start = self._grad_starts[bucket]
@@ -169,7 +171,7 @@ class Exchange(Link):
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's part of a bucket."""
-        return whole.view(self._world.size, -1)[self._world.rank]
+        return whole.view(self._group.size, -1)[self._group.rank]
 
     def _target(self, bucket: int) -> Tensor:
         """Where the sums of this rank's part go."""
@@ -191,7 +193,7 @@ class Exchange(Link):
         raise NotImplementedError
 
 
-class Collectives(Exchange):
+class NcclCommunicator(BucketedCommunicator):
     """NCCL's, or gloo's.  They meet by themselves."""
 
     def _meet(self) -> None:
@@ -201,20 +203,20 @@ class Collectives(Exchange):
         for bucket in buckets:
             whole, target = self._grads(bucket), self._target(bucket)
             if self._zero == 0:
-                self._world.all_reduce(whole)
+                self._group.all_reduce(whole)
             elif self._adds(bucket):
                 received = self._s.received[: len(target)]
-                self._world.reduce_scatter(received, whole)
+                self._group.reduce_scatter(received, whole)
                 self._K.add(target, received.view(1, -1))
             else:
-                self._world.reduce_scatter(target, whole)
+                self._group.reduce_scatter(target, whole)
 
     def _gather(self, bucket: int) -> None:
         whole = self._params(bucket)
-        self._world.all_gather(whole, self._own(whole))
+        self._group.all_gather(whole, self._own(whole))
 
 
-class Copies(Exchange):
+class PeerCopyCommunicator(BucketedCommunicator):
     """Ranks that read each other's arenas.
 
     Nobody writes what others still read.  In a step gradients and parameters are written again after the next sum of
@@ -222,23 +224,23 @@ class Copies(Exchange):
     earlier, after another meeting.  Between steps nobody reads: updates and `gather` end with a meeting.
     """
 
-    def __init__(self, world: World, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]):
-        super().__init__(world, K, state, dims)
+    def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]):
+        super().__init__(group, K, state, dims)
         self._arenas = arenas
         self._hold = -(-dims["L"] * TOKENS // dims["R"])
         # each begins with the next one, so that no rank is read by two at a time
-        self._others = [(world.rank + i) % world.size for i in range(1, world.size)]
+        self._others = [(group.rank + i) % group.size for i in range(1, group.size)]
 
     def close(self) -> None:
         self._arenas.clear()
 
     def _of(self, rank: int, tensor: Tensor) -> Tensor:
         """What another rank has in the place of this one's tensor."""
-        at = tensor.data_ptr() - self._arenas[self._world.rank].data_ptr()
+        at = tensor.data_ptr() - self._arenas[self._group.rank].data_ptr()
         return self._arenas[rank][at : at + tensor.nbytes].view(tensor.dtype)
 
     def _meet(self) -> None:
-        self._world.barrier()
+        self._group.barrier()
 
     def _sum(self, buckets: Sequence[int]) -> None:
         self._meet()
@@ -278,6 +280,6 @@ class Copies(Exchange):
 
     def _share_out(self, whole: Tensor) -> None:
         """Every rank's part of `whole` from that rank."""
-        parts = whole.view(self._world.size, -1)
+        parts = whole.view(self._group.size, -1)
         for rank in self._others:
             parts[rank].copy_(self._of(rank, parts[rank]))

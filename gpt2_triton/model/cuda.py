@@ -99,9 +99,9 @@ class Step:
     def __init__(self, device: str, watched: Sequence[torch.Tensor] = ()):
         pinned = device != "cpu"
         self.watched = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in watched]  # copies of statistics
-        self.hyper = torch.empty(8, dtype=torch.float32, pin_memory=pinned)
-        self.rng = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
-        self.stats = torch.empty(6, dtype=torch.float32, pin_memory=pinned)
+        self.step_in = torch.empty(8, dtype=torch.float32, pin_memory=pinned)
+        self.step_key = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
+        self.step_out = torch.empty(6, dtype=torch.float32, pin_memory=pinned)
         self.z = torch.empty(2, dtype=torch.float32, pin_memory=pinned)
         self.in_flight = False
         self.ended = self._began = Mark(device)
@@ -112,8 +112,8 @@ class Step:
         if not previous.in_flight:
             previous.ended.record()
         self._began = previous.ended
-        self.hyper.numpy()[:] = hyper
-        self.rng.numpy()[:] = rng
+        self.step_in.numpy()[:] = hyper
+        self.step_key.numpy()[:] = rng
         self.in_flight = True
 
     def result(self) -> StepResult:
@@ -121,7 +121,7 @@ class Step:
         assert self.in_flight, "result() of a step that was not launched or has been read"
         self.ended.wait()
         self.in_flight = False
-        loss, norm, _, apply, _, stop = self.stats.tolist()
+        loss, norm, _, apply, _, stop = self.step_out.tolist()
         z_loss, z_norm = self.z.tolist()
         seconds = self.ended.seconds_since(self._began)
         return StepResult(loss, norm, apply == 1.0, seconds, (z_loss, z_norm), stop > 0)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.distributed.control import Crew
-from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.control import ControlGroup
+from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import schedule, sharding
 from gpt2_triton.model.arena import carve
-from gpt2_triton.model.buffers import Acts, Decoding, Recompute, State, entries, layer_levels, named
-from gpt2_triton.model.communicator import Link, link_of
+from gpt2_triton.model.buffers import Acts, Decoding, Recompute, State, layer_levels, named, param_entries
+from gpt2_triton.model.communicator import Link, make_communicator
 from gpt2_triton.model.cuda import STEPS, Replay, Step
-from gpt2_triton.model.memory_plan import make_plan, refuse_if_too_large
-from gpt2_triton.model.tensor_stats import Watch, first_nonfinite
+from gpt2_triton.model.memory_plan import plan_memory, require_fits
+from gpt2_triton.model.tensor_stats import Watch, first_non_finite
 from gpt2_triton.model.view import Update, View
 
 INIT_STD = 0.02
@@ -41,30 +41,30 @@ class GPT2:
         training: bool = True,
         texts: int = 0,
         dtypes: dict[str, torch.dtype] | None = None,
-        world: World | None = None,
+        group: ProcessGroup | None = None,
     ):
-        """`world` are the ranks that train it together; without one it is on its own, whatever started the process."""
+        """`group` are the ranks that train it together; without one it is on its own, whatever started the process."""
         self.config, self.K = config, K
         self.B, self.T = batch or config.micro_batch, config.train.seq_len
-        self.plan, self.dims = make_plan(config, K, self.B, self.T, training, dtypes, texts)
+        self.plan, self.dims = plan_memory(config, K, self.B, self.T, training, dtypes, texts)
         levels = layer_levels(config.memory.recompute if training else "block", self.dims["L"])
         self.recompute = [Recompute.at(level) for level in levels]
-        refuse_if_too_large(self.plan, config, K, device, texts)
-        if world:
-            self.arena, arenas = world.allocate(self.plan.total)
+        require_fits(self.plan, config, K, device, texts)
+        if group:
+            self.arena, arenas = group.allocate(self.plan.total)
         else:
             self.arena, arenas = torch.empty(self.plan.total, dtype=torch.uint8, device=device), []
         self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.rows, self.arena, self.dims)
         self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
-        self.rank = world.rank if world else 0
+        self.rank = group.rank if group else 0
         self._own, self._pieces = sharding.share(self.dims, self.rank), sharding.updated(self.dims, self.rank)
-        self.link = link_of(world, K, self.state, self.dims, arenas)
+        self.link = make_communicator(group, K, self.state, self.dims, arenas)
         self._replay = Replay()
         self._views: dict[tuple[int, int], View] = {}
-        self.full = self.view(self.B, self.T)
+        self.train_view = self.view(self.B, self.T)
         watch = self.state.act_stats is not None
-        self.watch = Watch(K, self.state, self.full.a, self.dims) if watch else None
+        self.watch = Watch(K, self.state, self.train_view.a, self.dims) if watch else None
         self._watched, self._launchers = False, K
         steps = [Step(device, self.watch.buffers if self.watch else ()) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
@@ -82,7 +82,7 @@ class GPT2:
         order_end = 4 * R + 4 * Ns
         starts = [b.start for b in sharding.buckets(d)]
         w, training = named(self.state.params, d, starts), self.state.grads is not None
-        g = named(self.state.grads, d, sharding.gradient_starts(d)) if training else None
+        g = named(self.state.grads, d, sharding.grad_offsets(d)) if training else None
         bias = [] if g is None else [b for pair in zip(g.attprojb, g.fcprojb) for b in pair]
         o = self.config.optim
         return View(
@@ -116,7 +116,7 @@ class GPT2:
         `evaluated`: shapes (B, T) of the batches that it will evaluate.  Whether B*T and T are multiples of 16 or 32 is
         compiled into kernels, and B*T decides between some.
         """
-        self.full.link = Link()
+        self.train_view.link = Link()
         with self.K.compiling() as compiled:
             self.initialise(self.config.train.seed)
             for watched in (False, True) if self.watch else (False,):
@@ -130,7 +130,7 @@ class GPT2:
                 s = self.config.sample
                 self.prefill([0], slice(0, 1))
                 self._decode(s.temperature, s.top_k, 1.0)
-        self.full.link = self.link
+        self.train_view.link = self.link
         return compiled
 
     def compile_decoding(self, temperature: float, top_k: int, top_p: float) -> Any:
@@ -143,9 +143,9 @@ class GPT2:
     def initialise(self, seed: int) -> None:
         """GPT-2's weights from Philox: N(0, 0.02), residual projections / sqrt(2L), norms 1, the rest and moments 0."""
         std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * self.dims["L"]))
-        for flat in self.persistent().values():
+        for flat in self.state_buffers().values():
             self.K.fill(flat, 0.0)
-        for p, e in itertools.product(self._pieces, entries(self.dims)):
+        for p, e in itertools.product(self._pieces, param_entries(self.dims)):
             n = (self.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:])
             first, stop = max(p.first, e.offset), min(p.first + p.length, e.offset + n)
             if first >= stop:
@@ -156,21 +156,21 @@ class GPT2:
                 self.K.normal_init(w, low, seed, first, std[e.init])
             elif e.init == "one":
                 self.K.fill(w, 1.0)
-        self.full.link.gather()
+        self.train_view.link.gather()
 
     # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----
 
     def begin_step(self, hyper: np.ndarray, step: int, seed: int, watched: bool = False) -> None:
-        """Give the device what changes from step to step: `optim.hyper_row`, and the key of the rounding noise.  A
+        """Give the device what changes from step to step: `optim.step_inputs`, and the key of the rounding noise.  A
         watched step takes statistics, which the Step that end_step returns then has in `watched`.
         """
         assert self.watch or not watched, "statistics have no memory: log.stats_every is 0"
         self._watched = watched
         previous, self._step = self._step, next(self._steps)
         self._step.begin(previous, hyper, [step, seed & 0x7FFFFFFF, seed >> 31, 0])
-        self.state.hyper.copy_(self._step.hyper, non_blocking=True)
-        self.state.stats[5:].copy_(self._step.hyper[7:], non_blocking=True)
-        self.state.rng.copy_(self._step.rng, non_blocking=True)
+        self.state.step_in.copy_(self._step.step_in, non_blocking=True)
+        self.state.step_out[5:].copy_(self._step.step_in[7:], non_blocking=True)
+        self.state.step_key.copy_(self._step.step_key, non_blocking=True)
 
     def micro_step(self, packed: Tensor, first: bool, last: bool = True) -> None:
         """Forward and backward of one micro-batch, packed by data.loader; gradients start over if `first`, else add,
@@ -183,7 +183,7 @@ class GPT2:
     def end_step(self) -> Step:
         """Update the parameters; result() of what this returns waits for the step's loss, gradient norm and time."""
         self._run(self._update, self._watched)
-        self._step.stats.copy_(self.state.stats, non_blocking=True)
+        self._step.step_out.copy_(self.state.step_out, non_blocking=True)
         self._step.z.copy_(self.state.z, non_blocking=True)
         if self._watched and self.watch:
             for host, buffer in zip(self._step.watched, self.watch.buffers, strict=True):
@@ -191,7 +191,7 @@ class GPT2:
         self._step.ended.record()
         return self._step
 
-    def first_nonfinite(self, batches: Iterable[Tensor], crew: Crew) -> str:
+    def first_non_finite(self, batches: Iterable[Tensor], control: ControlGroup) -> str:
         """Compute the gradients of these packed micro-batches, watched, and say which tensor is the first with
         non-finite elements on any rank; empty if none has.  To be called between steps, by all ranks; with the weights
         as they then are.
@@ -200,7 +200,7 @@ class GPT2:
         self._watched, n = True, 0
         for n, packed in enumerate(batches, start=1):
             self.micro_step(packed, first=n == 1, last=False)
-        return first_nonfinite(self.watch.read([self.watch.buffers[0].cpu()], n, crew))
+        return first_non_finite(self.watch.read([self.watch.buffers[0].cpu()], n, control))
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
         if self.eager:
@@ -214,15 +214,15 @@ class GPT2:
 
     def _forward_backward(self, acc: bool, watched: bool, last: bool) -> None:
         self._launchers = self.watch.over(self.K, acc) if self.watch and watched else self.K
-        self.full.link.begin(acc, last)
+        self.train_view.link.begin(acc, last)
         self._phase("embed")
         self._phase("block")
         self._phase("head", acc)
         self._phase("block_bwd", acc)
-        self.full.link.end()
+        self.train_view.link.end()
 
     def _phase(self, name: str, *acc: bool) -> None:
-        getattr(schedule, name)(self._launchers, self.full, *acc)
+        getattr(schedule, name)(self._launchers, self.train_view, *acc)
 
     # ---- evaluation and decoding, between steps ----
 
@@ -252,7 +252,7 @@ class GPT2:
         v = self.view(len(self.decoding.seq), 1)
         schedule.decode(self.K, v, self.decoding, temperature, top_k, top_p)
 
-    def forget_graphs(self) -> None:
+    def release_graphs(self) -> None:
         """Before the process group ends: NCCL waits for graphs that hold collectives of its, and CUDA complains of
         memory that others had open when its owner ended.
         """
@@ -261,20 +261,20 @@ class GPT2:
 
     # ---- checkpoints ----
 
-    def persistent(self) -> dict[str, Tensor]:
+    def state_buffers(self) -> dict[str, Tensor]:
         """The flat device buffers that live from step to step, by name."""
         s = self.state
         rows = dict(params=s.params, m=s.m, v=s.v, low=s.low, window=s.window)
         return {name: flat for name, flat in rows.items() if flat is not None}
 
-    def whole(self) -> dict[str, Tensor]:
+    def checkpoint_spec(self) -> dict[str, Tensor]:
         """Shapes and dtypes of a checkpoint's tensors, whatever the ranks; they have no memory."""
-        shapes = {name: (self.dims["N"],) for name in self.persistent()} | {"window": self.state.window.shape}
-        return {n: torch.empty(shapes[n], dtype=t.dtype, device="meta") for n, t in self.persistent().items()}
+        shapes = {name: (self.dims["N"],) for name in self.state_buffers()} | {"window": self.state.window.shape}
+        return {n: torch.empty(shapes[n], dtype=t.dtype, device="meta") for n, t in self.state_buffers().items()}
 
     def share(self) -> dict[str, list[Tensor]]:
         """What this rank saves: stretches of the buffers, in the order of `spans`.  On one rank that is all of them."""
-        flats = self.persistent()
+        flats = self.state_buffers()
         window = flats.pop("window")
         out = {"window": [window]} if self.rank == 0 else {}
         for name, flat in flats.items():
@@ -287,7 +287,7 @@ class GPT2:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill the buffers from a checkpoint's whole tensors, of which each rank takes what it holds."""
-        flats, every = self.persistent(), sharding.updated(self.dims | dict(zero=0), self.rank)
+        flats, every = self.state_buffers(), sharding.updated(self.dims | dict(zero=0), self.rank)
         for name, tensor in tensors.items():
             if name == "window":
                 flats[name].copy_(tensor)

@@ -14,8 +14,8 @@ from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.loader import packed_size, scatter_bounds
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, Plan, largest_batch, plan, resolve
-from gpt2_triton.model.buffers import LEVELS, WINDOW, Acts, Decoding, State, entries, layer_levels
-from gpt2_triton.model.sharding import flat_sizes
+from gpt2_triton.model.buffers import LEVELS, WINDOW, Acts, Decoding, State, layer_levels, param_entries
+from gpt2_triton.model.sharding import flat_buffer_sizes
 from gpt2_triton.model.tensor_stats import slots
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -36,19 +36,19 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, te
     d["Rc"] = min(d["R"], config.head_rows)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = packed_size(d["R"], d["V"])
-    d["N"] = sum(math.prod(e.shape) for e in entries(d))
+    d["N"] = sum(math.prod(e.shape) for e in param_entries(d))
     d["Bd"] = texts or int(training and config.sample.every > 0)
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
     d["ranks"], d["zero"] = (config.gpus, config.zero) if training else (1, 0)
-    d |= flat_sizes(d, training, master)
+    d |= flat_buffer_sizes(d, training, master)
     watched = training and config.log.stats_every > 0
-    d["Sa"], d["Sp"], d["P"] = (len(slots(d)), len(list(entries(d))), K.stats_parts()) if watched else (0, 0, 0)
+    d["Sa"], d["Sp"], d["P"] = (len(slots(d)), len(list(param_entries(d))), K.stats_parts()) if watched else (0, 0, 0)
     d["W"] = K.scratch_elements(d, config.train.dtype)
     return d
 
 
-def make_plan(
+def plan_memory(
     config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None,
     texts: int = 0,
 ) -> tuple[Plan, dict[str, int]]:  # fmt: skip
@@ -73,7 +73,7 @@ def choose_recompute(config: Config, K: Any, budget: int) -> Config:
 
     def fits(level: str) -> bool:
         choice = config.replace(memory={"recompute": level})
-        return make_plan(choice, K, choice.micro_batch, choice.train.seq_len)[0].total <= budget
+        return plan_memory(choice, K, choice.micro_batch, choice.train.seq_len)[0].total <= budget
 
     level = next(filter(fits, LEVELS), LEVELS[-1])
     if level != LEVELS[0]:
@@ -94,7 +94,7 @@ def used_bytes(device: str) -> int:
     return total - free
 
 
-def use_report(made: Plan, before: int) -> str:
+def memory_in_use_report(made: Plan, before: int) -> str:
     """The plan beside what is in use on this GPU, of which `before` bytes were before the run."""
     use = f"planned {made.total / GIB:.3f} GiB, in use {(used_bytes('cuda') - before) / GIB:.3f} GiB"
     return f"memory: {use}, before the run {before / GIB:.3f} GiB (CUDA context, other processes)"
@@ -104,7 +104,7 @@ def _total_and_largest(config: Config, K: Any, budget: int) -> tuple[int, int]:
     """Bytes of the plan, and the largest micro-batch whose plan fits the budget."""
 
     def total_bytes(B: int) -> int:
-        return make_plan(config, K, B, config.train.seq_len)[0].total
+        return plan_memory(config, K, B, config.train.seq_len)[0].total
 
     return total_bytes(config.micro_batch), largest_batch(total_bytes, budget)
 
@@ -115,7 +115,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     """
     T, budget = config.train.seq_len, gpu_bytes - CONTEXT_BYTES - MODULE_BYTES
     chosen = choose_recompute(config, K, budget)
-    made, dims = make_plan(chosen, K, config.micro_batch, T)
+    made, dims = plan_memory(chosen, K, config.micro_batch, T)
     lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
     taken = chosen.memory.recompute
     at = LEVELS.index(taken.partition(":")[0])
@@ -126,7 +126,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     if chosen.gpus > 1:
         lines += ["", f"{'parallel.zero':<16}{'GiB':>8}   on each of {chosen.gpus} GPUs"]
         for stage in (0, 1, 2):
-            total = make_plan(chosen.replace(parallel={"zero": stage}), K, config.micro_batch, T)[0].total
+            total = plan_memory(chosen.replace(parallel={"zero": stage}), K, config.micro_batch, T)[0].total
             lines.append(f"{stage:<16}{total / GIB:>8.2f}{'  <-' if stage == chosen.zero else ''}")
     fits = "fits" if made.total <= budget else "does not fit"
     return "\n".join(
@@ -144,7 +144,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     )
 
 
-def refuse_if_too_large(made: Plan, config: Config, K: Any, device: str, texts: int = 0) -> None:
+def require_fits(made: Plan, config: Config, K: Any, device: str, texts: int = 0) -> None:
     if device == "cpu":
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         has = f"the machine has {total / GIB:.2f} GiB"

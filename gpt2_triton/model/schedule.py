@@ -58,7 +58,7 @@ def head(K: Any, m: Any, acc: bool) -> None:
         n = r.stop - r.start
         p, lns = a.p[:n], a.lns[:n]
         K.classifier_fwd(p, a.scratch, a.lnf[r], w.wte, a.zt[r], m.targets[r], m.V)
-        K.classifier_stats(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.hyper, acc)
+        K.classifier_stats(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc)
         K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
     norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
@@ -72,7 +72,7 @@ def head_loss(K: Any, m: Any) -> None:
     K.classifier_target(a.zt, a.lnf, m.w.wte, m.targets)
     for r in m.head_chunks():
         K.classifier_fwd(None, a.scratch, a.lnf[r], m.w.wte, a.zt[r], m.targets[r], m.V)
-        K.classifier_stats(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.hyper, False)
+        K.classifier_stats(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False)
 
 
 def prefill(K: Any, m: Any, d: Any, texts: slice) -> None:
@@ -146,14 +146,14 @@ def embed_bwd(K: Any, m: Any, acc: bool) -> None:
 
 def update(K: Any, m: Any) -> None:
     s, a = m.s, m.a
-    stats, squares = s.stats[:4], s.stats[4:5]
-    K.loss_sum(stats[:1], a.losses, s.hyper)
+    stats, squares = s.step_out[:4], s.step_out[4:5]
+    K.loss_sum(stats[:1], a.losses, s.step_in)
     for i, g in enumerate(m.squared):
         K.sum_squares(squares, a.scratch, g, i > 0)
-    m.link.total(s.stats)
-    K.clip_factor(stats, squares, s.hyper)
-    K.skip_outliers(stats, s.window, s.z, s.hyper)
+    m.link.total(s.step_out)
+    K.clip_factor(stats, squares, s.step_in)
+    K.skip_outliers(stats, s.window, s.z, s.step_in)
     for p in m.updates:
         if len(p.w):  # of many ranks the last ones have nothing of a small bucket
-            K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.hyper, s.rng, p.first, p.decay, *m.betas_eps)
+            K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, *m.betas_eps)
         m.link.updated(p.bucket)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
-from gpt2_triton.model.buffers import entries
+from gpt2_triton.model.buffers import param_entries
 
 QUANTUM = 64  # elements that parts are multiples of: 128 bytes of bf16, a sector boundary, and whole Philox calls
 
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 def buckets(dims: dict[str, int]) -> list[Bucket]:
     """The buckets for dims["ranks"] ranks, in the flat order."""
     lengths, decays, quantum = [0] * (dims["L"] + 2), [False] * (dims["L"] + 2), _quantum(dims)
-    for e in entries(dims):
+    for e in param_entries(dims):
         lengths[e.bucket] += math.prod(e.shape)
         decays[e.bucket] = e.decay
     padded = [-(-n // quantum) * quantum for n in lengths]
@@ -56,7 +56,7 @@ def _quantum(dims: dict[str, int]) -> int:
     return 1 if dims["ranks"] == 1 else dims["ranks"] * QUANTUM
 
 
-def gradient_starts(dims: dict[str, int]) -> list[int]:
+def grad_offsets(dims: dict[str, int]) -> list[int]:
     """Where each bucket begins in `grads`; at stage 2 layers take two places in turn."""
     made = buckets(dims)
     if dims["zero"] < 2:
@@ -66,7 +66,7 @@ def gradient_starts(dims: dict[str, int]) -> list[int]:
     return [0, *places, embed.padded]
 
 
-def flat_sizes(dims: dict[str, int], training: bool, master: bool) -> dict[str, int]:
+def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool) -> dict[str, int]:
     """Elements of the flat buffers: Nf parameters, Nt moments, Nm low bits, Ng gradients, Nr of them reduced, Nx
     received, room for one rank's part of the largest bucket from each of the others.
     """

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpt2_triton.distributed.control import Crew
-from gpt2_triton.model.buffers import Acts, Params, State, entries
+from gpt2_triton.distributed.control import ControlGroup
+from gpt2_triton.model.buffers import Acts, Params, State, param_entries
 
 FORWARD = ("x", "qkv", "att", "fch")
 MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]
@@ -51,7 +51,7 @@ class Watch:
         self._elements = [
             getattr(acts, name)[i].numel() if name != "dx" else acts.dx.numel() for name, i in self._slots
         ]
-        self._entries = list(entries(dims))
+        self._entries = list(param_entries(dims))
         rows = ((e, dims["V"] if e.name == "wte" else e.shape[0]) for e in self._entries)
         self._spans = [(e.offset, e.offset + n * math.prod(e.shape[1:])) for e, n in rows]
 
@@ -91,12 +91,12 @@ class Watch:
             if r.start < r.stop:
                 self._K.parameter_stats(out, w[r], m[r], v[r], g[r], stats, hyper, decay, *betas_eps)
 
-    def read(self, partials: Sequence[Tensor], micro_steps: int, crew: Crew) -> Record:
+    def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Record:
         """The record of a step from host copies of `buffers`, the same on all ranks, which call it together; a first
         part alone gives the activations alone.
         """
         record: Record = {"activations": {}, "parameters": {}}
-        found = crew.all([_of_rank(part).tolist() for part in partials])
+        found = control.all_gather([_of_rank(part).tolist() for part in partials])
         names, elements = [name for name, _ in self._slots], np.array(self._elements) * micro_steps * len(found)
         columns = _finish([np.array(parts[0]) for parts in found], elements)
         _enter(record["activations"], names, dict(zip(ACTIVATION, columns, strict=True)))
@@ -138,7 +138,7 @@ def _enter(table: dict[str, dict[str, list[Any]]], names: list[str], columns: di
 # ---- what a record says ----
 
 
-def first_nonfinite(record: Record) -> str:
+def first_non_finite(record: Record) -> str:
     """The first tensor, as a step computes them, that has non-finite elements, with their number; empty if none has."""
     acts = record["activations"]
     for name, i in _in_order(len(acts["qkv"]["rms"])):
@@ -188,7 +188,7 @@ def summary(record: Record) -> str:
     for what, values in columns.items():
         most, where = max((math.inf if v is None else v, where) for v, where in values)
         parts.append(f"largest {what} {most:.3g} in {where}")
-    bad = first_nonfinite(record)
+    bad = first_non_finite(record)
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))
 
 
@@ -203,5 +203,5 @@ def table(record: Record) -> str:
                 cells = (f"{'-' if v is None else format(v, '.4g' if isinstance(v, float) else ','):>14}" for v in row)
                 lines.append(f"{shown:<14}" + "".join(cells))
         lines.append("")
-    bad = first_nonfinite(record)
+    bad = first_non_finite(record)
     return "\n".join([*lines, f"first non-finite: {bad or 'none'}"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import Lines, say
+from gpt2_triton.console import Lines, print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate
@@ -27,7 +27,7 @@ from gpt2_triton.training.metrics import (
     truncate,
 )
 from gpt2_triton.training.run_info import read_run, write_run
-from gpt2_triton.training.wandb_logger import Mirror, row_after
+from gpt2_triton.training.wandb_logger import WandbLogger, row_after
 
 
 class Logger:
@@ -64,7 +64,7 @@ class Logger:
         before = self._go_on_after(resume_step)
         found = read_run(run_dir) if resume_step else {}
         wandb_id = found.get("wandb_id") or wandb_id  # an export or a rewind may have made it after the checkpoint
-        self._mirror = Mirror(run_dir, config, wandb_id, about, before, handed_over)
+        self._mirror = WandbLogger(run_dir, config, wandb_id, about, before, handed_over)
         starts = found.get("starts", [])
         write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
 
@@ -82,8 +82,8 @@ class Logger:
         """The run's id at Weights & Biases, for the checkpoint; None when there is no such run."""
         return self._mirror.run_id
 
-    def note(self, text: str) -> None:
-        say(text)
+    def info(self, text: str) -> None:
+        print_line(text)
 
     def step(self, step: int, result: StepResult, cause: str = "") -> None:
         """Report a finished step; with log.every k only each k-th, the last, and those that were skipped.  `cause` says
@@ -104,9 +104,9 @@ class Logger:
         line = f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
         line += f" | mfu {mfu:.1%}" if mfu else ""
         line += f" | eta {duration((self._seconds or seconds) * (self.steps - step))}"
-        not_finite = f"not finite{cause and ', first: '}{cause}"
-        why = f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if result.outlier else not_finite
-        self.note(line + ("" if applied else f" | skipped: {why}"))
+        first_non_finite = f"not finite{cause and ', first: '}{cause}"
+        why = f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if result.outlier else first_non_finite
+        self.info(line + ("" if applied else f" | skipped: {why}"))
 
     def rewind(self, step: int, target: int, sample: int) -> None:
         """The run goes back from `step` to `target` and on with `sample`: forget what lies between.  Rows at Weights &
@@ -115,12 +115,12 @@ class Logger:
         self._close_files()
         before = self._go_on_after(target)
         self._mirror.close(failed=True)
-        self._mirror = Mirror(self._run_dir, self.config, None, self._about, before)
+        self._mirror = WandbLogger(self._run_dir, self.config, None, self._about, before)
         write_run(self._run_dir, self.wandb_id, read_run(self._run_dir).get("starts", []))
         record = {"step": target, "rewound_from": step, "sample": sample}
         if record not in before:  # a run that is resumed before its next checkpoint comes by again
             self._write(record)
-        self.note(f"{self._at(step)} | rewind to step {target}; data goes on at sample {sample:,}")
+        self.info(f"{self._at(step)} | rewind to step {target}; data goes on at sample {sample:,}")
 
     def _measure(self, seconds: float) -> None:
         """Running mean of a step's time, for the eta; the first step compiles and does not count."""
@@ -136,19 +136,19 @@ class Logger:
         """Append a record of watch.py to stats.jsonl, which Weights & Biases does not get: it has a number a layer."""
         assert self._stats is not None
         self._stats.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
-        self.note(f"{self._at(step)} | stats: {summary}")
+        self.info(f"{self._at(step)} | stats: {summary}")
 
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "val_loss": loss})
-        self.note(f"{self._at(step)} | val loss {loss:.4f}")
+        self.info(f"{self._at(step)} | val loss {loss:.4f}")
 
     def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:
         self._write({"step": step, "hellaswag": acc_norm, "hellaswag_acc": acc})
-        self.note(f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, acc {acc:.4f} (completion style)")
+        self.info(f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, acc {acc:.4f} (completion style)")
 
     def sample(self, step: int, text: str) -> None:
         self._write({"step": step, "sample": text})
-        self.note(f"--- sample after step {step} ---\n{text}\n---")
+        self.info(f"--- sample after step {step} ---\n{text}\n---")
 
     def close(self, failed: bool = False) -> None:
         self._close_files()
@@ -167,7 +167,7 @@ class Logger:
         self._mirror.log(record)
 
 
-class Silent:
+class NullLogger:
     """The Logger of every rank but the first."""
 
     wandb_id = None

@@ -35,7 +35,7 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
     return low + (optim.lr - low) * (1 - math.sqrt(q))
 
 
-def hyper_row(step: int, config: Config, loss_scale: float) -> np.ndarray:
+def step_inputs(step: int, config: Config, loss_scale: float) -> np.ndarray:
     """float32[8], with t = step + 1: lr, 1 / (1 - beta1^t), 1 / (1 - beta2^t), loss scale, clip, the limits of the
     loss's and of the norm's z-score, 0 (the trainer's: 1 when this rank was asked to stop).
     """

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.console import say
+from gpt2_triton.console import print_line
 
 METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
@@ -36,7 +36,7 @@ def read_metrics(path: Path) -> list[Record]:
     records = [_record(line) for line in lines if line.strip()]
     if damaged := records.count(None):
         what = f"{damaged} of {len(records):,} lines are damaged and left out, the first is line"
-        say(f"warning: {path}: {what} {records.index(None) + 1:,}", error=True)
+        print_line(f"warning: {path}: {what} {records.index(None) + 1:,}", error=True)
     return [record for record in records if record is not None]
 
 

@@ -1,4 +1,4 @@
-"""Signals: the first SIGINT, SIGTERM or SIGHUP (a terminal that is closed) lets a run finish its step, save and leave,
+"""The first SIGINT, SIGTERM or SIGHUP (a terminal that is closed) lets a run finish its step, save and leave,
 the second ends it at once.
 
 Of several ranks one may be signalled alone, or all of them by a launcher, at about the same time.  What a rank has
@@ -13,7 +13,7 @@ from typing import Any
 ECHO = 5  # seconds in which a signal that comes again is the same one: launchers pass on what a whole group got
 
 
-class Signals:
+class ShutdownSignals:
     """What this rank has heard, and whether the ranks stop."""
 
     def __init__(self, ranks: int):

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from gpt2_triton.checkpoint import best, checkpoint
-from gpt2_triton.checkpoint.async_save import Saver
+from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.config.config import Config
-from gpt2_triton.distributed.control import Crew
+from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
@@ -64,29 +64,31 @@ def rewind_target(state: dict[str, Any], config: Config) -> int:
     return (state["step"] - state["without_update"]) // every * every
 
 
-def go_back(state: dict[str, Any], target: int, directory: Path, model: GPT2, saver: Saver, crew: Crew) -> None:
+def go_back(
+    state: dict[str, Any], target: int, directory: Path, model: GPT2, saver: AsyncCheckpointer, control: ControlGroup
+) -> None:
     """Give the model what it was after step `target`, delete later checkpoints, and set the step back in `state`, whose
     place in the data stays.
 
     The copy that the saver has in memory will do if it is of that step; otherwise the checkpoint is read, and it is a
     CheckpointError if it is not there or damaged.
     """
-    if not _recall(target, model, saver, crew):
+    if not _recall(target, model, saver, control):
         _, tensors = checkpoint.load(checkpoint.find(directory / f"step_{target:08d}"))
         model.load(tensors)
-    crew.all(None)  # nothing is deleted while another rank looks for what is there
-    crew.first(lambda: checkpoint.discard_after(directory, target))
+    control.all_gather(None)  # nothing is deleted while another rank looks for what is there
+    control.from_rank0(lambda: checkpoint.discard_after(directory, target))
     state |= {"step": target, "skipped_in_a_row": 0, "without_update": 0, "rewinds": state["rewinds"] + 1}
     best.go_back(state, target)
 
 
-def _recall(target: int, model: GPT2, saver: Saver, crew: Crew) -> bool:
+def _recall(target: int, model: GPT2, saver: AsyncCheckpointer, control: ControlGroup) -> bool:
     """Each rank takes its share from its own memory, and the rest from the other ranks.  At ZeRO-0 it would have to
     take moments from them, for which there is no collective.
     """
-    if crew.size > 1 and model.dims["zero"] == 0 or not saver.recall(target, model.share()):
+    if control.size > 1 and model.dims["zero"] == 0 or not saver.restore_from_host(target, model.share()):
         return False
     model.link.gather()
-    window = crew.first(model.state.window.tolist)  # in rank 0's share alone
+    window = control.from_rank0(model.state.window.tolist)  # in rank 0's share alone
     model.state.window.copy_(torch.from_numpy(np.array(window, np.float32)))
     return True

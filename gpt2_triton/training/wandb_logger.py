@@ -23,7 +23,7 @@ INIT_TIMEOUT = 20.0  # seconds; wandb may take ten more to notice, and a start i
 FINISH_TIMEOUT = 60.0  # seconds to send the last rows; what stays behind is a case for `export`
 
 
-class Mirror:
+class WandbLogger:
     """The first failure is one warning, and from then on there is nothing to mirror to; training never waits for it.
 
     `before` are the records that the run goes on from, `handed_over` the number of the first row that no process of the

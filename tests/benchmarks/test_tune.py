@@ -242,9 +242,9 @@ def test_a_step_that_is_stopped_at_gives_the_bytes_of_one_that_is_not(tiny):
         search = tune.Search(rows, tries, 1, tune.Progress()).run(["d12"], step)
     assert not search.dropped
     assert {op for op, times in search.times.items() if not times} == {op for op in TRAINING if "wide" in op}
-    for name, flat in model.persistent().items():
-        assert torch.equal(flat, stopped["model"].persistent()[name]), name
-    assert torch.equal(model.state.stats, stopped["model"].state.stats)
+    for name, flat in model.state_buffers().items():
+        assert torch.equal(flat, stopped["model"].state_buffers()[name]), name
+    assert torch.equal(model.state.step_out, stopped["model"].state.step_out)
 
 
 # ---- tables as files ----

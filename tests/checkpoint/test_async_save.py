@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from gpt2_triton.checkpoint import checkpoint, checks
-from gpt2_triton.checkpoint.async_save import Saver
+from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.errors import CheckpointError
 from tests.checkpoint.test_checkpoint import STEP_10, STEP_20, STEP_30, content, example, names, write
 
@@ -29,7 +29,7 @@ def newest(tmp_path):
 
 
 def test_what_is_submitted_may_change_at_once(tmp_path):
-    saver, given = Saver(tmp_path, keep=0, major=0), share(10)
+    saver, given = AsyncCheckpointer(tmp_path, keep=0, major=0), share(10)
     saver.submit(10, given, {})
     for parts in given.values():
         for part in parts:
@@ -39,13 +39,16 @@ def test_what_is_submitted_may_change_at_once(tmp_path):
 
 
 def test_what_was_submitted_last_is_recalled(tmp_path):
-    saver, now = Saver(tmp_path, keep=0, major=0), share(30)
-    assert not saver.recall(10, now)
+    saver, now = AsyncCheckpointer(tmp_path, keep=0, major=0), share(30)
+    assert not saver.restore_from_host(10, now)
     for step in (10, 20):
         saver.submit(step, share(step), {})
     before = content({name: torch.cat(parts) for name, parts in now.items()})
-    assert not saver.recall(10, now) and content({name: torch.cat(parts) for name, parts in now.items()}) == before
-    assert saver.recall(20, now)
+    assert (
+        not saver.restore_from_host(10, now)
+        and content({name: torch.cat(parts) for name, parts in now.items()}) == before
+    )
+    assert saver.restore_from_host(20, now)
     assert content({name: torch.cat(parts) for name, parts in now.items()}) == content(example(20))
 
 
@@ -58,7 +61,7 @@ def test_submit_returns_while_writing_and_the_next_one_waits(tmp_path, monkeypat
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", held)
-    saver = Saver(tmp_path, keep=0, major=0)
+    saver = AsyncCheckpointer(tmp_path, keep=0, major=0)
     saver.submit(10, share(10), {})
     assert reached.wait(60) and not (tmp_path / STEP_10).exists()
     threading.Timer(0.2, go_on.set).start()
@@ -71,7 +74,7 @@ def test_submit_returns_while_writing_and_the_next_one_waits(tmp_path, monkeypat
 @pytest.mark.parametrize(("n", "text"), [(1 << 15, ""), (33, "x" * (1 << 15))], ids=["tensors", "state"])
 def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, text):
     """No file may grow past 16 KiB, which fails as a full disk does, with EFBIG for ENOSPC."""
-    saver, limits = Saver(newest.parent, keep=1, major=0), resource.getrlimit(resource.RLIMIT_FSIZE)
+    saver, limits = AsyncCheckpointer(newest.parent, keep=1, major=0), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
     try:
         saver.submit(30, share(30, n), {"text": text})
@@ -91,7 +94,7 @@ def test_a_save_begins_only_where_there_is_room(newest, monkeypatch, capsys):
     """The older ones stay, the run goes on with a warning that says how much is missing."""
     needed = sum(t.nbytes for t in example(30).values()) + checks.FILES_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    saver = Saver(newest.parent, keep=1, major=0)
+    saver = AsyncCheckpointer(newest.parent, keep=1, major=0)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", lambda *arguments: pytest.fail("it began to write"))
         saver.submit(30, share(30), {})
@@ -108,7 +111,7 @@ def test_a_save_begins_only_where_there_is_room(newest, monkeypatch, capsys):
 
 def test_on_request_a_save_that_failed_is_an_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file in the way")
-    saver = Saver(tmp_path / "checkpoints", keep=1, major=0)
+    saver = AsyncCheckpointer(tmp_path / "checkpoints", keep=1, major=0)
     saver.submit(10, share(10), {})
     with pytest.raises(CheckpointError, match=r"could not be written .*File exists[^;]*; make it writable and resume$"):
         saver.wait(raise_errors=True)
@@ -122,14 +125,14 @@ def test_a_disk_that_filled_up_while_writing_is_told_by_its_text(tmp_path, monke
         raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    saver = Saver(tmp_path / "checkpoints", keep=1, major=0)
+    saver = AsyncCheckpointer(tmp_path / "checkpoints", keep=1, major=0)
     saver.submit(10, share(10), {})
     saver.wait()
     assert capsys.readouterr().err.endswith("); free some space\n")
 
 
 def test_a_slip_of_ours_in_the_thread_is_raised_where_it_is_waited_for(tmp_path):
-    saver = Saver(tmp_path, keep=1, major=0)
+    saver = AsyncCheckpointer(tmp_path, keep=1, major=0)
     saver.submit(10, share(10), {"a set": {1}})
     with pytest.raises(TypeError, match="not JSON serializable"):
         saver.wait()

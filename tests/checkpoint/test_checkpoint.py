@@ -195,11 +195,11 @@ def test_a_run_without_room_for_a_checkpoint_does_not_begin(tmp_path, monkeypatc
     asked, needed = [], sum(t.nbytes for t in example(1).values()) + checks.FILES_BYTES
     free = SimpleNamespace(free=needed)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or free)
-    checkpoint.require_room(tmp_path / "not" / "yet" / "there", example(1))
+    checkpoint.require_space(tmp_path / "not" / "yet" / "there", example(1))
     assert asked == [tmp_path]
     free.free -= 1
     with pytest.raises(CheckpointError, match=f"no room for a checkpoint: {needed:,} bytes needed.*another --run_dir"):
-        checkpoint.require_room(tmp_path, example(1))
+        checkpoint.require_space(tmp_path, example(1))
 
 
 # ---- damage ----

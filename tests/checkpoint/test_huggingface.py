@@ -240,7 +240,7 @@ def test_a_run_starts_from_them(tmp_path):
     expected = initial_weights(config)
     trainer = Trainer(config, tmp_path / "run", None)
     try:
-        held = trainer.model.persistent()
+        held = trainer.model.state_buffers()
         assert torch.equal(held["params"].cpu(), expected["params"]) and torch.equal(held["low"].cpu(), expected["low"])
         assert expected["low"].any() and not held["m"].cpu().any()
     finally:

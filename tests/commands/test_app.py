@@ -209,7 +209,7 @@ def test_the_plan_needs_no_gpu_and_leaves_the_interpreter_alone(here, module, mo
 def test_without_a_gpu_the_interpreter_is_chosen_and_announced(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    app.choose_device()
+    app.select_device()
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert "Triton's interpreter on the CPU" in capsys.readouterr().out
 
@@ -217,7 +217,7 @@ def test_without_a_gpu_the_interpreter_is_chosen_and_announced(monkeypatch, caps
 def test_with_a_gpu_nothing_is_set_or_said(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    app.choose_device()
+    app.select_device()
     assert "TRITON_INTERPRET" not in os.environ and capsys.readouterr().out == ""
 
 
@@ -229,9 +229,9 @@ def test_an_interpreter_that_cannot_run_is_refused(monkeypatch, capsys, triton, 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(app, "version", dict(triton=triton, numpy=numpy).__getitem__)
     if runs:
-        return app.choose_device()
+        return app.select_device()
     with pytest.raises(app.ConfigError, match=r'pip install "numpy<2.4"'):
-        app.choose_device()
+        app.select_device()
 
 
 def test_sample_passes_its_options_on(module, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import gpt2_triton.kernels as kernels
 from gpt2_triton import device
 from gpt2_triton.config.load import load_config
-from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, make_plan
+from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 SIZES = {"gpt2_124m": 124, "gpt2_350m": 354, "gpt2_774m": 774, "gpt2_1558m": 1558, "gpt3_125m": 125}
@@ -24,7 +24,7 @@ def test_a_recipe_fits_an_h200(path):
     config = load_config(path, {})
     budget = device.memory_bytes("h200") - CONTEXT_BYTES - MODULE_BYTES
     config = choose_recompute(config, kernels, budget)
-    plan, _ = make_plan(config, kernels, config.micro_batch, config.train.seq_len)
+    plan, _ = plan_memory(config, kernels, config.micro_batch, config.train.seq_len)
     assert plan.total <= budget
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_triton.distributed.control import Crew, muster
-from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_size, read_environment
-from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.control import ControlGroup, agree_on_session
+from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_size, set_env_from_slurm
+from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ConfigError, PeerLostError
 from gpt2_triton.training.metrics import read_metrics
 from tests.support.ranks import free_port
@@ -48,7 +48,7 @@ def test_the_first_host_of_slurms_list(nodes, first):
 def test_a_task_of_srun_is_a_rank(environment):
     environment(SLURM_JOB_ID="70001", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="16", SLURM_STEP_NODELIST="gpu[2-3]")
     environment(SLURM_PROCID="9", SLURM_LOCALID="1", SLURM_STEP_NUM_NODES="2")
-    read_environment()
+    set_env_from_slurm()
     assert rank_and_size() == (9, 16)
     assert [os.environ[name] for name in NAMES] == ["9", "16", "1", "gpu2", "30001"]
     assert "LOCAL_WORLD_SIZE" not in os.environ
@@ -57,7 +57,7 @@ def test_a_task_of_srun_is_a_rank(environment):
 def test_sruns_tasks_on_one_node_know_that_they_are_on_one_host(environment):
     environment(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_NODELIST="gpu2")
     environment(SLURM_PROCID="3", SLURM_LOCALID="3", SLURM_STEP_NUM_NODES="1")
-    read_environment()
+    set_env_from_slurm()
     assert os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] == "4"
 
 
@@ -68,14 +68,14 @@ def test_sruns_tasks_on_one_node_know_that_they_are_on_one_host(environment):
 def test_a_process_by_itself_is_the_only_rank(environment, given):
     """Also in a batch script or an interactive job, whatever the number of tasks they have."""
     environment(**given)
-    read_environment()
+    set_env_from_slurm()
     assert rank_and_size() == (0, 1)
 
 
 def test_torchruns_environment_goes_before_slurms(environment):
     environment(**dict(zip(NAMES, ("1", "2", "1", "localhost", "29500"), strict=True)))
     environment(SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="3")
-    read_environment()
+    set_env_from_slurm()
     assert rank_and_size() == (1, 2)
 
 
@@ -110,11 +110,11 @@ def test_a_slurm_step_that_cannot_be_is_refused(environment, wrong, got):
     environment(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_NODELIST="gpu2")
     environment(**dict(SLURM_PROCID="3", SLURM_LOCALID="3") | wrong)
     with pytest.raises(ConfigError, match=f"^{got}; start the ranks"):
-        read_environment()
+        set_env_from_slurm()
 
 
 class Store(dict):
-    """torch.distributed's key-value store, as far as a crew needs it."""
+    """torch.distributed's key-value store, as far as a control needs it."""
 
     set, delete_key = dict.__setitem__, dict.pop
 
@@ -131,14 +131,16 @@ def test_an_error_of_the_first_rank_is_raised_on_all():
 
     for rank in (0, 1):
         with pytest.raises(OSError, match="disk full") as raised:
-            Crew("talk", rank, 2, store).first(fail)
+            ControlGroup("talk", rank, 2, store).first(fail)
         assert raised.value.errno == 28
 
 
 def test_numbers_pass_between_ranks_as_they_are():
     store, value = Store(), 0.1 + 0.2
     store["talk/1/1"] = json.dumps(value)
-    assert Crew("talk", 0, 2, store).all(1 / 3) == [1 / 3, value] == Crew("talk", 1, 2, store).all(value)
+    assert (
+        ControlGroup("talk", 0, 2, store).all(1 / 3) == [1 / 3, value] == ControlGroup("talk", 1, 2, store).all(value)
+    )
 
 
 def test_ranks_that_start_again_take_no_word_of_those_before():
@@ -146,7 +148,7 @@ def test_ranks_that_start_again_take_no_word_of_those_before():
     store, names = Store(), []
     for size in (3, 3):
         with ThreadPoolExecutor(size) as pool:
-            found = {*pool.map(lambda rank: muster(store, rank, 3, 10), range(size))}
+            found = {*pool.map(lambda rank: agree_on_session(store, rank, 3, 10), range(size))}
         assert len(found) == 1
         names += found
         del store["agreed/2"]
@@ -155,15 +157,15 @@ def test_ranks_that_start_again_take_no_word_of_those_before():
 
 def test_ranks_that_do_not_come_are_named():
     with pytest.raises(TimeoutError, match="ranks 1, 2 did not join within 0 s"):
-        muster(Store(), 0, 3, 0.05)
+        agree_on_session(Store(), 0, 3, 0.05)
     with pytest.raises(TimeoutError, match="rank 0 did not join"):
-        muster(Store({"answer/1": '["of before", "name"]'}), 1, 3, 0.05)
+        agree_on_session(Store({"answer/1": '["of before", "name"]'}), 1, 3, 0.05)
 
 
 def test_a_rank_that_waits_in_vain_says_so(environment):
     environment(**dict(zip(NAMES, ("0", "2", "0", "127.0.0.1", str(free_port())), strict=True)))
     with pytest.raises(PeerLostError, match=r"the 2 ranks did not come together \(.*\); start all of them"):
-        World("cpu", 0.3)
+        ProcessGroup("cpu", 0.3)
 
 
 def test_a_rank_whose_first_rank_is_missing_says_so_in_one_line(tmp_path):
@@ -183,7 +185,7 @@ from gpt2_triton.commands.train import app
 from gpt2_triton.training.trainer import Trainer
 original = Trainer._train_step
 def train_step(self, step):
-    if step == 3 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if step == 3 and self.group.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), 9)
     original(self, step)
 Trainer._train_step = train_step

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpt2_triton.distributed import process_group
-from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.shared_memory import Window, opened
 from tests.support import ranks
 
@@ -40,24 +40,24 @@ def test_memory_that_its_owner_cannot_share_is_not_opened():
 def allocate(near: str, blind: bool) -> list[list[int]]:
     """Of two allocations, what this rank sees when each rank has written its number and they have met."""
     os.environ["LOCAL_WORLD_SIZE"] = near
-    world, found, held = World("cpu", 30), [], []
-    if blind and world.rank == 1:
+    group, found, held = ProcessGroup("cpu", 30), [], []
+    if blind and group.rank == 1:
 
         def refuse(*_):
             raise RuntimeError("no peer access")
 
         process_group.opened = refuse
     for _ in range(2):
-        own, seen = world.allocate(1000)
-        own.fill_(world.rank + 1)
-        world.barrier()
+        own, seen = group.allocate(1000)
+        own.fill_(group.rank + 1)
+        group.barrier()
         found.append([int(memory[7]) for memory in seen])
-        world.barrier()
+        group.barrier()
         seen.clear()
         held.append(own)
     gc.collect()
     assert mapped() == (2 if near == "2" else 0)  # its own
-    world.close()
+    group.close()
     return found
 
 
@@ -69,9 +69,9 @@ def handles_given() -> int:
         return given[-1]
 
     Window.handle = handle
-    world = World("cpu", 30)
-    world.allocate(1000)[1].clear()
-    world.close()
+    group = ProcessGroup("cpu", 30)
+    group.allocate(1000)[1].clear()
+    group.close()
     return len(given)
 
 

@@ -19,7 +19,7 @@ from gpt2_triton.inference.generate import begin, generate
 from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.model.buffers import LEVELS
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.lr_schedule import step_inputs
 from tests.model.test_schedule import F64, batches, train_steps
 from tests.support import reference
 from tests.support.helpers import error
@@ -62,7 +62,7 @@ def late_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
         for step in (batches(config, config.accumulation, seed=seed) for seed in range(n))
     ]
     for step in range(n):
-        model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, 1)
+        model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1)
         for micro, batch in enumerate(packed[step]):
             model.micro_step(batch, first=micro == 0)
         waiting.append(model.end_step())
@@ -77,7 +77,7 @@ def exact_gradients(model: GPT2) -> tuple[float, dict[str, torch.Tensor]]:
     exact.eager = True
     exact.state.params.copy_(model.state.params)
     [(loss, _, _)] = train_steps(exact, 1)
-    return loss, {name: t.clone() for name, t, _ in torch_reference.tensors(exact.full.g, exact.dims)}
+    return loss, {name: t.clone() for name, t, _ in torch_reference.tensors(exact.train_view.g, exact.dims)}
 
 
 def torch_gradients(model: GPT2) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ def test_gradients_in_bf16_are_as_good_as_pytorchs():
     torchs = torch_gradients(model)
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 1e-3 * want  # about ten roundings of 2e-3 each in a logit, averaged over 400 tokens
-    for name, ours, _ in torch_reference.tensors(model.full.g, model.dims):
+    for name, ours, _ in torch_reference.tensors(model.train_view.g, model.dims):
         off, bound = error(ours, exact[name]), 1.1 * error(torchs[name], exact[name])
         assert off <= bound and off < 0.02, f"{name}: {off:.1e}, PyTorch {bound / 1.1:.1e}"
 
@@ -105,7 +105,7 @@ def test_gradients_in_fp32_equal_float64():
     want, exact = exact_gradients(model)
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 1e-6 * want
-    for name, ours, _ in torch_reference.tensors(model.full.g, model.dims):
+    for name, ours, _ in torch_reference.tensors(model.train_view.g, model.dims):
         # sums of 512 to 50304 products, 6e-8 each; PyTorch in fp32 is at 7e-7 here
         assert error(ours, exact[name]) < 1e-5, name
 
@@ -150,8 +150,8 @@ def test_nothing_allocates_after_the_first_step():
 def test_two_runs_give_the_same_bits(dtype):
     first, second = gpt2_model(dtype=dtype), gpt2_model(dtype=dtype)
     assert train_steps(first, 5) == train_steps(second, 5)
-    for name, flat in first.persistent().items():
-        assert torch.equal(flat, second.persistent()[name]), name
+    for name, flat in first.state_buffers().items():
+        assert torch.equal(flat, second.state_buffers()[name]), name
 
 
 def test_every_recompute_level_gives_the_same_bits():
@@ -169,8 +169,8 @@ def test_graphs_give_the_bits_of_eager_launches():
     eager, graphs = gpt2_model(accumulation=2), gpt2_model(accumulation=2)
     eager.eager = True
     assert train_steps(eager, 5) == late_steps(graphs, 5)
-    for name, flat in eager.persistent().items():
-        assert torch.equal(flat, graphs.persistent()[name]), name
+    for name, flat in eager.state_buffers().items():
+        assert torch.equal(flat, graphs.state_buffers()[name]), name
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         late_steps(graphs, 1)
     assert sum(e.name == "cudaGraphLaunch" for e in profile.events()) == 3

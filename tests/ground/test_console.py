@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from gpt2_triton.console import Lines, say
+from gpt2_triton.console import Lines, print_line
 
 
 class SmallDisk:
@@ -67,5 +67,5 @@ class Console:
 def test_a_console_that_is_full_or_gone_loses_lines_and_not_the_run(monkeypatch, number):
     monkeypatch.setattr("sys.stdout", Console(number))
     monkeypatch.setattr("sys.stderr", Console(number))
-    say("a line")
-    say("a warning", error=True)
+    print_line("a line")
+    print_line("a warning", error=True)

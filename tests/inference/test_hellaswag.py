@@ -290,14 +290,14 @@ def test_a_damaged_bin_is_one_line(tmp_path, rows_file):
 
 
 class Pair:
-    """The crew of two ranks that run one after the other; the second gets what both said."""
+    """The control of two ranks that run one after the other; the second gets what both said."""
 
     size = 2
 
     def __init__(self):
         self.rank, self.said = 0, []
 
-    def all(self, value):
+    def all_gather(self, value):
         self.said.append(json.loads(json.dumps(value)))
         return self.said
 

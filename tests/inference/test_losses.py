@@ -62,9 +62,9 @@ def test_perplexity_takes_all_windows_of_the_shards_that_are_named(trained):
     directory, _ = trained
     config, tensors = load_weights(str(directory / "run"))
     opened = open_shards(str(directory / "val_0.bin"), 256, 16)
-    model = losses.inference_model(config, tensors, 210)
+    model = losses.load_for_losses(config, tensors, 210)
     assert (model.B, model.T) == (13, 16)
-    assert losses.inference_model(config, tensors, 64).B == 192 // 16  # a sequence of block_size, at least
+    assert losses.load_for_losses(config, tensors, 64).B == 192 // 16  # a sequence of block_size, at least
     found = losses.perplexity(model, opened, 0)
     assert found.tokens == 199 // 16 * 16
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a byte a token, and no end of text
@@ -162,6 +162,6 @@ def test_the_comparison_with_pytorch_finds_no_other_choice(trained, tmp_path, ca
 )
 def test_a_model_computes_in_the_type_asked_for(trained, dtype, stored):
     config, tensors = load_weights(str(trained[0] / "run"))
-    model = losses.inference_model(config, tensors, 192, dtype)
+    model = losses.load_for_losses(config, tensors, 192, dtype)
     assert model.state.params.dtype == stored
     assert torch.equal(model.state.params.cpu(), tensors["params"].to(stored))

@@ -27,8 +27,8 @@ def randomised(model: GPT2) -> GPT2:
     """Weights with which no token is certain, nor all alike, and the layers say more than the last token does."""
     generator = torch.Generator().manual_seed(0)
     model.state.params.copy_(0.2 * torch.randn(model.state.params.shape, generator=generator))
-    model.full.w.wte.mul_(0.5)
-    model.full.w.lnw.fill_(1.0)
+    model.train_view.w.wte.mul_(0.5)
+    model.train_view.w.lnw.fill_(1.0)
     return model
 
 

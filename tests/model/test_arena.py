@@ -146,7 +146,7 @@ def test_largest_batch_is_the_largest_that_fits(per_row, fixed, budget):
 
 def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
     config = tiny_config()
-    made, _ = gpt2_triton.model.memory_plan.make_plan(config, reference, 1, config.train.seq_len)
+    made, _ = gpt2_triton.model.memory_plan.plan_memory(config, reference, 1, config.train.seq_len)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (made.total, 2 * arena.GIB))
     with pytest.raises(OutOfMemoryError, match=r"set train.batch_size to 1 and .* \(now batch 2, gelu\)"):
         gpt2_triton.model.gpt2.GPT2(config, reference, "cuda")
@@ -162,12 +162,12 @@ def test_a_run_that_cannot_fit_names_the_largest_batch_that_would(monkeypatch):
 def test_the_batch_that_would_fit_divides_a_gpus_share_of_the_step(monkeypatch):
     """12 sequences a step on 4 GPUs: batches of 2 would fit, and do not divide the 3 of each."""
     config = tiny_config(train=dict(batch_size=3, total_batch_tokens=192)).with_gpus(4)
-    fits, _ = gpt2_triton.model.memory_plan.make_plan(config, reference, 2, config.train.seq_len)
-    made, _ = gpt2_triton.model.memory_plan.make_plan(config, reference, 3, config.train.seq_len)
+    fits, _ = gpt2_triton.model.memory_plan.plan_memory(config, reference, 2, config.train.seq_len)
+    made, _ = gpt2_triton.model.memory_plan.plan_memory(config, reference, 3, config.train.seq_len)
     assert made.total > fits.total
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (fits.total, 2 * arena.GIB))
     with pytest.raises(OutOfMemoryError, match="set train.batch_size to 1 and train.total_batch_tokens to 192"):
-        gpt2_triton.model.memory_plan.refuse_if_too_large(made, config, reference, "cuda")
+        gpt2_triton.model.memory_plan.require_fits(made, config, reference, "cuda")
 
 
 def test_layers_that_keep_nothing_have_the_copy_of_the_first_that_does():
@@ -187,7 +187,7 @@ def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
 
     def total(level):
         at_level = config.replace(memory={"recompute": level})
-        return gpt2_triton.model.memory_plan.make_plan(at_level, reference, 2, config.train.seq_len)[0].total
+        return gpt2_triton.model.memory_plan.plan_memory(at_level, reference, 2, config.train.seq_len)[0].total
 
     every = [f"{level}:{n}".removesuffix(":3") for level in LEVELS[1:] for n in (1, 2, 3)]
     totals = {level: total(level) for level in ("none", *every)}
@@ -208,7 +208,7 @@ def test_recompute_auto_fits_where_a_deeper_level_takes_more():
 
     def total(level):
         at_level = config.replace(memory={"recompute": level})
-        return gpt2_triton.model.memory_plan.make_plan(at_level, reference, 16, 16)[0].total
+        return gpt2_triton.model.memory_plan.plan_memory(at_level, reference, 16, 16)[0].total
 
     budget = total("gelu+ln+qkv")
     assert budget < min(total("gelu+ln"), total("block"))
@@ -219,7 +219,7 @@ def test_a_model_that_only_runs_forward_has_no_level_to_choose():
     """Checkpoints of a run with `auto` say so: samples and scores of it need no choice."""
     config, T = tiny_config(memory=dict(recompute="auto")), 16
     totals = [
-        gpt2_triton.model.memory_plan.make_plan(c, reference, 2, T, training=False)[0].total
+        gpt2_triton.model.memory_plan.plan_memory(c, reference, 2, T, training=False)[0].total
         for c in (config, config.replace(memory={"recompute": "none"}))
     ]
     assert totals[0] == totals[1]

@@ -15,8 +15,8 @@ LAYERS = 3
 
 
 class Log:
-    """Launchers and exchanges that only write down that they were called; also the World of rank 0, or another, of 2 or
-    more, whose arenas it can read or not.
+    """Launchers and exchanges that only write down that they were called; also the ProcessGroup of rank 0, or
+    another, of 2 or more, whose arenas it can read or not.
     """
 
     device = "cpu"
@@ -56,7 +56,7 @@ class Log:
         """The bucket that begins there; at stage 2 layers share two places, so only the embedding's is known."""
         for flat, starts in (
             (self.model.state.params, [b.start for b in sharding.buckets(self.model.dims)]),
-            (self.model.state.grads, sharding.gradient_starts(self.model.dims)),
+            (self.model.state.grads, sharding.grad_offsets(self.model.dims)),
         ):
             at = (tensor.data_ptr() - flat.data_ptr()) // flat.element_size()
             if flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.nbytes:
@@ -77,7 +77,7 @@ def model_of(log: Log, zero: int, micro_steps: int = 1) -> GPT2:
     config = tiny_config(
         model=dict(n_layer=LAYERS), parallel=dict(zero=zero), train=dict(total_batch_tokens=tokens, batch_size=2)
     )
-    log.model = GPT2(config.with_gpus(log.size), log, "cpu", world=log)
+    log.model = GPT2(config.with_gpus(log.size), log, "cpu", group=log)
     return log.model
 
 
@@ -185,7 +185,7 @@ def test_more_than_there_is_room_for_is_added_up_in_turns(monkeypatch):
 def test_gradients_wait_until_the_backward_pass_of_as_many_layers_covers_them(layers, rows, hold):
     """124M and 1558M as docs/scaling.md has them, and the quickstart, where nothing waits: its layers are 1 and 0."""
     dims = model_of_two(True, 1, 1).dims | dict(L=layers, R=rows)
-    assert communicator.Copies(Log(True), None, None, dims, [])._hold == hold
+    assert communicator.PeerCopyCommunicator(Log(True), None, None, dims, [])._hold == hold
 
 
 def test_every_rank_begins_with_the_next_one():

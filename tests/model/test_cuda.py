@@ -7,7 +7,7 @@ import pytest
 
 from gpt2_triton.model import cuda
 from gpt2_triton.model.cuda import STEPS, Step
-from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support.tiny import packed_batch, tiny_model
 
 
@@ -28,7 +28,7 @@ def begin(step, previous):
 
 
 def end(step, stats=(2.0, 3.0, 1.0, 1.0, 9.0, 0.0)):
-    step.stats.numpy()[:] = stats
+    step.step_out.numpy()[:] = stats
     step.z.numpy()[:] = 0.5, 0.25
     step.ended.record()
 
@@ -71,7 +71,7 @@ def test_the_memory_of_a_step_in_flight_is_not_written_again():
         model.begin_step(rows[i], step=i, seed=5)
         in_flight.append(model._step)
     for i, step in enumerate(in_flight):
-        assert step.hyper.tolist() == rows[i].tolist() and step.rng.tolist() == [i, 5, 0, 0]
+        assert step.step_in.tolist() == rows[i].tolist() and step.step_key.tolist() == [i, 5, 0, 0]
     with pytest.raises(AssertionError, match="has to be read"):
         model.begin_step(rows[STEPS], step=STEPS, seed=5)
 
@@ -99,7 +99,7 @@ def test_two_steps_in_flight_give_the_numbers_of_steps_read_at_once():
         model, config = tiny_model()
         waiting, history = [], []
         for step in range(3):
-            model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, seed=1)
+            model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, seed=1)
             model.micro_step(packed_batch(config, seed=step), first=True)
             waiting.append(model.end_step())
             if len(waiting) > late:

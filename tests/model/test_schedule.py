@@ -20,7 +20,7 @@ from gpt2_triton.kernels import contract
 from gpt2_triton.model import arena
 from gpt2_triton.model.buffers import LEVELS, Params
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import error, max_error
@@ -51,7 +51,7 @@ def exact_model(level: str = "none", **changes: dict) -> GPT2:
 
 def randomise(model: GPT2) -> None:
     """Weights that leave no term of a gradient small: norms about 1, all else 0.2 * N(0, 1), padded vocabulary 0."""
-    generator, params, w = torch.Generator().manual_seed(0), model.state.params, model.full.w
+    generator, params, w = torch.Generator().manual_seed(0), model.state.params, model.train_view.w
     params.copy_(0.2 * torch.randn(params.shape, generator=generator))
     w.lnw.add_(1.0)
     w.wte[model.dims["V"] :] = 0
@@ -69,7 +69,7 @@ def train_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
     """(loss, gradient norm, finite) of n steps on fixed random tokens."""
     config, history = model.config, []
     for step in range(n):
-        model.begin_step(hyper_row(step, config, 1.0 / config.total_batch_tokens), step, 1)
+        model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1)
         for micro, (ids, targets) in enumerate(batches(config, config.accumulation, seed=step)):
             model.micro_step(pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size), first=micro == 0)
         history.append(model.end_step().result()[:3])
@@ -92,13 +92,13 @@ def autograd_step() -> tuple[float, Params, dict[str, int]]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_loss_and_gradients_equal_autograd(level):
     model = exact_model(level)
-    assert [r.stop - r.start for r in model.full.head_chunks()] == [6, 6, 4] and model.config.accumulation == 2
+    assert [r.stop - r.start for r in model.train_view.head_chunks()] == [6, 6, 4] and model.config.accumulation == 2
     train_steps(model, 1)
     want, params, dims = autograd_step()
     # float64 costs 1e-16 an operation; sums here have up to 512 terms and 40 operations follow one another
-    loss, norm = model.state.stats[:2].tolist()
+    loss, norm = model.state.step_out[:2].tolist()
     assert abs(loss - want) < 1e-12 * want
-    got = {name: t for name, t, _ in torch_reference.tensors(model.full.g, dims)}
+    got = {name: t for name, t, _ in torch_reference.tensors(model.train_view.g, dims)}
     for name, leaf, _ in torch_reference.tensors(params, dims):
         assert max_error(got[name], leaf.grad) < 1e-11, name
     want = torch.cat([leaf.grad.flatten() for _, leaf, _ in torch_reference.tensors(params, dims)]).norm().item()
@@ -117,7 +117,7 @@ def test_three_updates_equal_torch_adamw():
     np.testing.assert_allclose([loss for loss, _, _ in got], losses, rtol=1e-6)
     np.testing.assert_allclose([norm for _, norm, _ in got], norms, rtol=1e-6)
     assert min(norms) > o.clip  # clipping did happen
-    ours = {name: t for name, t, _ in torch_reference.tensors(model.full.w, d)}
+    ours = {name: t for name, t, _ in torch_reference.tensors(model.train_view.w, d)}
     for name, leaf, _ in torch_reference.tensors(params, d):
         assert max_error(ours[name], leaf.detach()) < 1e-6, name
 
@@ -268,7 +268,7 @@ def side_by_side(rows: list[arena.Row]) -> arena.Plan:
 def violations(model: Recorded) -> list[str]:
     """Launches that touch a row outside its lifetime, or read what nothing has written since the row came to life."""
     rows, base, found, before = model.plan.rows, model.arena.data_ptr(), [], None
-    written = {(name, 0) for name in ("params", "m", "v", "low", "window", "hyper", "rng", "packed")}
+    written = {(name, 0) for name in ("params", "m", "v", "low", "window", "step_in", "step_key", "packed")}
 
     def home(tensor: Tensor) -> tuple[str, int]:
         at = tensor.data_ptr() - base

@@ -5,8 +5,8 @@ import pytest
 import gpt2_triton.kernels as kernels
 from gpt2_triton.checkpoint.shares import tile
 from gpt2_triton.model import sharding
-from gpt2_triton.model.buffers import entries
-from gpt2_triton.model.memory_plan import make_plan, plan_report
+from gpt2_triton.model.buffers import param_entries
+from gpt2_triton.model.memory_plan import plan_memory, plan_report
 from tests.support.tiny import tiny_config
 
 SIZES = dict(L=3, C=48, Vp=128, Tmax=10, S=7)  # a bucket of 27,648, one of 6,624, of 1,968: few ranks divide them
@@ -15,11 +15,11 @@ RANKS = (1, 2, 3, 4, 7, 64, 1000)
 
 def dims_of(ranks, zero):
     dims = SIZES | dict(ranks=ranks, zero=zero)
-    return dims | sharding.flat_sizes(dims, True, True)
+    return dims | sharding.flat_buffer_sizes(dims, True, True)
 
 
 def total():
-    last = list(entries(SIZES))[-1]
+    last = list(param_entries(SIZES))[-1]
     return last.offset + last.shape[0] * last.shape[1]
 
 
@@ -56,7 +56,7 @@ def test_stages_share_out_moments_and_then_gradients(ranks):
     assert zero0["Nt"] == zero0["Nf"] == zero1["Nt"] * ranks and zero1["Ng"] == zero1["Nf"]
     embed, layer, *_, rest = sharding.buckets(zero2)
     assert zero2["Ng"] == embed.padded + rest.padded + 2 * layer.padded and zero2["Nr"] * ranks == zero2["Nf"]
-    starts = sharding.gradient_starts(zero2)
+    starts = sharding.grad_offsets(zero2)
     assert starts[1] == starts[3] != starts[2]  # layers take two places in turn
     assert all(b.padded % (ranks * sharding.QUANTUM) == 0 for b in sharding.buckets(zero2))
 
@@ -66,7 +66,7 @@ def test_stages_share_out_moments_and_then_gradients(ranks):
 def test_there_is_room_for_every_other_ranks_part_of_the_largest_bucket(sizes, ranks):
     dims = sizes | dict(ranks=ranks, zero=1)
     largest = max(b.padded for b in sharding.buckets(dims))
-    assert sharding.flat_sizes(dims, True, True)["Nx"] * ranks == largest * (ranks - 1)
+    assert sharding.flat_buffer_sizes(dims, True, True)["Nx"] * ranks == largest * (ranks - 1)
 
 
 def test_spans_that_overlap_or_leave_gaps_do_not_tile():
@@ -77,7 +77,7 @@ def test_spans_that_overlap_or_leave_gaps_do_not_tile():
 def test_the_plan_of_several_gpus_is_smaller_at_every_stage_and_the_report_lists_them():
     config = tiny_config(model=dict(n_layer=8), train=dict(batch_size=4, total_batch_tokens=64)).with_gpus(2)
     assert (config.micro_batch, config.accumulation, config.zero) == (2, 1, 1)
-    totals = [make_plan(config.replace(parallel={"zero": zero}), kernels, 2, 16)[0].total for zero in (0, 1, 2)]
+    totals = [plan_memory(config.replace(parallel={"zero": zero}), kernels, 2, 16)[0].total for zero in (0, 1, 2)]
     assert totals[0] > totals[1] > totals[2]
     report = plan_report(config, kernels, 2**30)
     assert "on each of 2 GPUs" in report

@@ -13,12 +13,12 @@ import gpt2_triton.kernels as K
 import gpt2_triton.model.memory_plan
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
-from gpt2_triton.distributed.control import ALONE
+from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
-from gpt2_triton.model.buffers import entries
+from gpt2_triton.model.buffers import param_entries
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, first_nonfinite, place, summary
-from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, first_non_finite, place, summary
+from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer, train
 from tests.conftest import DEVICE
 from tests.model.test_schedule import side_by_side
@@ -103,7 +103,7 @@ class KeepsGradients:
 def launch(model, step, watched, batches=None):
     config = model.config
     batches = batches or [packed_batch(config, seed=2 * step + k) for k in range(config.accumulation)]
-    model.begin_step(hyper_row(step, config, 1 / config.total_batch_tokens), step, 1, watched)
+    model.begin_step(step_inputs(step, config, 1 / config.total_batch_tokens), step, 1, watched)
     for micro, batch in enumerate(batches):
         model.micro_step(batch, first=micro == 0)
     return model.end_step()
@@ -123,8 +123,8 @@ def test_the_record_of_a_step_equals_numpy_on_its_tensors(model):
     before = model.state.params.double().cpu()
     step = launch(model, 0, watched=True)
     step.result()
-    record = model.watch.read(step.watched, 1, ALONE)
-    tensors = {name: getattr(model.full.a, name) for name in FORWARD} | {"dx": model.K.dx}
+    record = model.watch.read(step.watched, 1, SINGLE_PROCESS)
+    tensors = {name: getattr(model.train_view.a, name) for name in FORWARD} | {"dx": model.K.dx}
     for name, values in tensors.items():
         got = record["activations"][name]
         exact = [t.double().cpu().numpy() for t in values]
@@ -133,7 +133,7 @@ def test_the_record_of_a_step_equals_numpy_on_its_tensors(model):
         np.testing.assert_allclose(got["absmax"], [np.abs(t).max() for t in exact], rtol=DIGITS)
     change, grads = model.state.params.double().cpu() - before, model.state.grads.double().cpu()
     index = {}
-    for e in entries(model.dims):
+    for e in param_entries(model.dims):
         i = index[e.name] = index.get(e.name, -1) + 1
         got = {column: values[i] for column, values in record["parameters"][e.name].items()}
         span = slice(e.offset, e.offset + (model.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:]))
@@ -157,7 +157,7 @@ def test_micro_steps_are_joined():
         model.initialise(seed=1)
         step = launch(model, 0, True, batches)
         step.result()
-        records.append(model.watch.read(step.watched, len(batches), ALONE)["activations"])
+        records.append(model.watch.read(step.watched, len(batches), SINGLE_PROCESS)["activations"])
     assert records[0] == records[1]
 
 
@@ -169,10 +169,10 @@ def test_a_watched_step_changes_no_byte_of_training_whatever_is_recomputed():
         models[-1].initialise(seed=1)
         step = launch(models[-1], 0, watched=every > 0)
         steps.append(step.result()[:3])
-        for name, flat in models[-1].persistent().items():
-            assert torch.equal(flat, models[0].persistent()[name]), (level, name)
+        for name, flat in models[-1].state_buffers().items():
+            assert torch.equal(flat, models[0].state_buffers()[name]), (level, name)
         if every:
-            records.append(models[-1].watch.read(step.watched, 1, ALONE))
+            records.append(models[-1].watch.read(step.watched, 1, SINGLE_PROCESS))
     assert models[0].watch is None and steps[0] == steps[1] == steps[2]
     assert records[0] == records[1]
 
@@ -189,11 +189,11 @@ def test_watched_steps_as_graphs_give_the_records_of_eager_launches_and_the_byte
             step = launch(model, number, watched=every > 0 and number % 2 == 1)
             step.result()
             if every and number % 2:
-                records.append(model.watch.read(step.watched, 1, ALONE))
+                records.append(model.watch.read(step.watched, 1, SINGLE_PROCESS))
         models.append(model)
     assert records[:3] == records[3:] and records[0] != records[1]
-    for name, flat in models[0].persistent().items():
-        assert all(torch.equal(flat, other.persistent()[name]) for other in models[1:]), name
+    for name, flat in models[0].state_buffers().items():
+        assert all(torch.equal(flat, other.state_buffers()[name]) for other in models[1:]), name
 
 
 # ---- the run ----
@@ -230,7 +230,7 @@ def test_a_step_that_is_not_finite_names_the_first_tensor(tmp_path, capsys, monk
 
     def poisoned_step(self, index):
         if index == 1:
-            self.model.K.fill(self.model.full.w.fcw[0][:1], math.inf)
+            self.model.K.fill(self.model.train_view.w.fcw[0][:1], math.inf)
         original(self, index)
 
     monkeypatch.setattr(Trainer, "_train_step", poisoned_step)
@@ -242,7 +242,7 @@ def test_what_is_finite_when_computed_again_is_said_to_be(tmp_path, capsys, monk
     original = GPT2.end_step
 
     def flipped(self):
-        if int(self.state.rng[0]) == 0:
+        if int(self.state.step_key[0]) == 0:
             self.K.fill(self.state.grads[:1], math.nan)
         return original(self)
 
@@ -293,5 +293,5 @@ def test_the_first_tensor_is_the_first_that_a_step_computes(bad, first):
     for name, *index in bad:
         kind = "activations" if index else "parameters"
         record[kind][name]["nonfinite"][index[0] if index else 0] = 7
-    assert first_nonfinite(record) == first
+    assert first_non_finite(record) == first
     assert (first in summary(record)) and ("not finite" in summary(record)) == bool(first)

@@ -7,7 +7,7 @@ import pytest
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import OptimConfig
-from gpt2_triton.training.lr_schedule import hyper_row, learning_rate
+from gpt2_triton.training.lr_schedule import learning_rate, step_inputs
 
 STEPS, WARMUP, LR = 1000, 100, 6e-4
 
@@ -55,7 +55,7 @@ def test_a_run_may_be_all_warmup_or_have_none():
 
 def test_hyper_row_is_what_the_update_reads():
     config = Config.model_validate(dict(optim=dict(clip=0.5)))
-    row = hyper_row(2, config, 0.25)
+    row = step_inputs(2, config, 0.25)
     lr = learning_rate(2, config.optim, config.train.steps)
     assert row.dtype == np.float32 and row.shape == (8,)
     # one rounding to float32 each, so equal to the rounded closed form

@@ -22,13 +22,13 @@ from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed import consistency, watchdog
-from gpt2_triton.distributed.control import Crew
-from gpt2_triton.distributed.process_group import World
+from gpt2_triton.distributed.control import ControlGroup
+from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ConfigError, PeerLostError
 from gpt2_triton.model import communicator, sharding
-from gpt2_triton.model.communicator import Exchange
+from gpt2_triton.model.communicator import BucketedCommunicator
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.memory_plan import make_plan
+from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.schedule import EMBED
 from gpt2_triton.training import recovery, wandb_logger
 from gpt2_triton.training.trainer import Trainer, train
@@ -136,7 +136,7 @@ def test_two_ranks_get_the_same_bytes_whichever_way_their_gradients_take(tmp_pat
         assert ranks.run(2, runs[way] / "stderr", way, config, runs[way]) == [0, 0]
     for run in runs.values():
         assert_equal(tensors(run), tensors(runs[job]))
-    dims = make_plan(config.with_gpus(2), kernels, 2, config.train.seq_len)[1]
+    dims = plan_memory(config.with_gpus(2), kernels, 2, config.train.seq_len)[1]
     parts = [b.padded // 2 for b in sharding.buckets(dims)]
     assert 2 * parts[1] <= dims["Nx"] == parts[0] < sum(parts[2:])  # and all that wait take more than one round
 
@@ -190,7 +190,7 @@ def signal_rank_1(config, run, resume=False):
     original = Trainer._train_step
 
     def signalled(self, step):
-        if step == 0 and self.world.rank == 1:
+        if step == 0 and self.group.rank == 1:
             signal.raise_signal(signal.SIGTERM)
         original(self, step)
 
@@ -275,15 +275,15 @@ def test_a_share_that_cannot_be_written_costs_one_warning_and_no_older_checkpoin
 
 def nan_on_rank_1(config, run, micro_steps=(0,)):
     """A gradient that is not finite on one rank, in the first step."""
-    original = Exchange.grads_done
+    original = BucketedCommunicator.grads_done
     seen = itertools.count()
 
     def grads_done(self, layer):
-        if layer == EMBED and self._world.rank == 1 and next(seen) in micro_steps:
+        if layer == EMBED and self._group.rank == 1 and next(seen) in micro_steps:
             self._K.fill(self._s.grads[:1], math.nan)
         original(self, layer)
 
-    Exchange.grads_done = grads_done
+    BucketedCommunicator.grads_done = grads_done
     return job(config, run)
 
 
@@ -298,8 +298,8 @@ def infinite_weight_on_rank_1(config, run):
     original = Trainer._train_step
 
     def train_step(self, step):
-        if self.world.rank == 1:
-            self.model.K.fill(self.model.full.w.fcw[1][:1], math.inf)
+        if self.group.rank == 1:
+            self.model.K.fill(self.model.train_view.w.fcw[1][:1], math.inf)
         original(self, step)
 
     Trainer._train_step = train_step
@@ -316,15 +316,15 @@ def test_the_first_tensor_that_is_not_finite_is_named_whichever_rank_has_it(tmp_
 
 def nan_on_rank_1_and_idle_queues(config, run):
     """The same, and after the search for what is not finite nothing is left for the next step to exchange."""
-    search = GPT2.first_nonfinite
+    search = GPT2.first_non_finite
 
-    def first_nonfinite(self, batches, crew):
-        found, link = search(self, batches, crew), self.link
+    def first_non_finite(self, batches, control):
+        found, link = search(self, batches, control), self.link
         assert not (link._waiting or link._arrived or link._sent)
         (run / f"searched_{self.rank}").write_text(found)
         return found
 
-    GPT2.first_nonfinite = first_nonfinite
+    GPT2.first_non_finite = first_non_finite
     return nan_on_rank_1(config, run)
 
 
@@ -351,13 +351,13 @@ def rewinding(config, run):
     """At ZeRO-0 the file is read, at the other stages each rank recalls its share."""
     original = recovery._recall
 
-    def recall(target, model, saver, crew):
-        done = original(target, model, saver, crew)
-        windows = crew.all(str(model.state.window.tolist()))  # as text: places still free are NaN
+    def restore_from_host(target, model, saver, control):
+        done = original(target, model, saver, control)
+        windows = control.all_gather(str(model.state.window.tolist()))  # as text: places still free are NaN
         assert done == (config.parallel.zero > 0) and (not done or windows[0] == windows[1])
         return done
 
-    recovery._recall = recall
+    recovery._recall = restore_from_host
     return nan_on_rank_1(config, run, (2,))
 
 
@@ -395,16 +395,18 @@ def test_ranks_with_another_configuration_or_other_data_are_refused(tmp_path):
     message = "ConfigError: configuration: not the same on ranks [1] as on rank 0; copy the same files to every node"
     assert message in (tmp_path / "stderr").read_text()
     with pytest.raises(ConfigError, match=r"data: not the same on ranks \[1, 2\]"):
-        consistency.require_alike(SimpleNamespace(all=lambda value: [value, "other", "other"]), data=[])
+        consistency.require_equal(SimpleNamespace(all_gather=lambda value: [value, "other", "other"]), data=[])
 
 
 def test_a_run_directory_that_not_all_ranks_see_is_refused_at_the_start(tmp_path):
     """Rank 1 looks into a directory of the same name on a disk of its own."""
-    crew = SimpleNamespace(rank=1, size=2, all=lambda mine: [["name", ""] if isinstance(mine, list) else "", mine])
+    control = SimpleNamespace(
+        rank=1, size=2, all_gather=lambda mine: [["name", ""] if isinstance(mine, list) else "", mine]
+    )
     with pytest.raises(ConfigError, match=r"--run_dir: ranks \[1\] do not see .*; give one that all nodes see and may"):
-        consistency.require_shared(tmp_path, crew, seconds=0.2)
+        consistency.require_shared_run_dir(tmp_path, control, seconds=0.2)
     (tmp_path / "name").touch()
-    consistency.require_shared(tmp_path, crew, seconds=0.2)
+    consistency.require_shared_run_dir(tmp_path, control, seconds=0.2)
     assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
@@ -443,8 +445,8 @@ def flip_on_rank_1(config, run):
 
     def settle(self):
         original(self)
-        if self.world.rank == 1:
-            self.model.K.fill(self.model.full.w.lnb[0][:1], 1.0)
+        if self.group.rank == 1:
+            self.model.K.fill(self.model.train_view.w.lnb[0][:1], 1.0)
 
     Trainer._settle = settle
     return job(config, run)
@@ -458,7 +460,7 @@ def bad_rank_1(config, run, how):
     original = Trainer._train_step
 
     def bad(self, step):
-        if step == 1 and self.world.rank == 1:
+        if step == 1 and self.group.rank == 1:
             time.sleep(600) if how == "sleep" else os.kill(os.getpid(), how)
         original(self, step)
 
@@ -502,7 +504,7 @@ def waiting_for_the_dead(config, run, rank):
     original = Trainer._train_step
 
     def train_step(self, step):
-        if step == 1 and self.world.rank == rank:
+        if step == 1 and self.group.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 1:
             hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -534,9 +536,9 @@ def test_when_the_first_rank_dies_the_others_end_without_a_launcher(tmp_path):
 
 def test_who_is_behind_is_named(capsys, monkeypatch):
     """All answer, and one has done less than the others."""
-    speaker = object.__new__(watchdog.Pulse)
+    speaker = object.__new__(watchdog.Watchdog)
     calls = itertools.count(1)
-    speaker.world = SimpleNamespace(rank=0, store=SimpleNamespace(add=lambda key, amount: next(calls)))
+    speaker.group = SimpleNamespace(rank=0, store=SimpleNamespace(add=lambda key, amount: next(calls)))
     speaker._moved, speaker._step, speaker._interval = 0.0, 7, 0.0
     monkeypatch.setattr(os, "_exit", lambda code: None)
     speaker._end([], [[9, 40, 7, "training"], [9, 40, 7, "training"], [9, 39, 6, "training"]])
@@ -557,8 +559,8 @@ def gone(*_arguments, **_names):
 def test_who_loses_the_others_says_so_in_one_line():
     """Of torch's message the first sentence, without the line of C++."""
     with pytest.raises(PeerLostError) as lost:
-        World("cpu", 30)._collective(gone)
+        ProcessGroup("cpu", 30)._collective(gone)
     closed = "lost the other ranks in gone (Connection closed by peer [10.0.0.1]:9)"
     assert str(lost.value) == f"{closed}; one has ended: its message, or the launcher's, says why"
     with pytest.raises(PeerLostError, match="^rank 0, or the launcher, has ended: its message says why$"):
-        Crew("words", 1, 2, SimpleNamespace(set=gone)).all(1)
+        ControlGroup("words", 1, 2, SimpleNamespace(set=gone)).all(1)

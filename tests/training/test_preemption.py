@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gpt2_triton.checkpoint import checkpoint
-from gpt2_triton.training.preemption import ECHO, Signals
+from gpt2_triton.training.preemption import ECHO, ShutdownSignals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -26,7 +26,7 @@ def left(monkeypatch):
 
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_rank_alone_stops_at_the_first_signal_and_leaves_at_the_second(left, number):
-    signals = Signals(1)
+    signals = ShutdownSignals(1)
     signals.listen()
     assert not signals.stop
     signal.raise_signal(number)
@@ -37,14 +37,14 @@ def test_a_rank_alone_stops_at_the_first_signal_and_leaves_at_the_second(left, n
 
 def test_a_run_under_nohup_goes_on_when_the_terminal_is_closed(left):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signals = Signals(1)
+    signals = ShutdownSignals(1)
     signals.listen()
     signal.raise_signal(signal.SIGHUP)
     assert not signals.stop and not left
 
 
 def test_of_several_ranks_one_waits_for_the_others_and_takes_an_echo_for_the_first(left, monkeypatch):
-    signals, moment = Signals(2), 100.0
+    signals, moment = ShutdownSignals(2), 100.0
     monkeypatch.setattr("time.monotonic", lambda: moment)
     signals.listen()
     signal.raise_signal(signal.SIGTERM)
@@ -57,7 +57,7 @@ def test_of_several_ranks_one_waits_for_the_others_and_takes_an_echo_for_the_fir
 
 
 def test_a_rank_that_heard_nothing_stops_with_the_others_as_if_by_sigterm():
-    signals = Signals(2)
+    signals = ShutdownSignals(2)
     signals.agreed = True
     assert signals.stop and signals.exit_code == 143
 

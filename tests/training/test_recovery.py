@@ -12,14 +12,14 @@ import torch
 
 import gpt2_triton.model.memory_plan
 from gpt2_triton.checkpoint import checkpoint
-from gpt2_triton.checkpoint.async_save import Saver
+from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.loader import TrainLoader, pack_batch
 from gpt2_triton.errors import ConfigError, NonFiniteError
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, trainer
-from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer, train
 from tests.support.tiny import tiny_config
 
@@ -70,11 +70,11 @@ def spike():
     """
 
     def row(step, config, loss_scale):
-        return hyper_row(step, config, loss_scale * (10 if step == SPIKE else 1))
+        return step_inputs(step, config, loss_scale * (10 if step == SPIKE else 1))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt2_triton.model.memory_plan, "WINDOW", 4)
-        patch.setattr(trainer, "hyper_row", row)
+        patch.setattr(trainer, "step_inputs", row)
         yield
 
 
@@ -167,7 +167,7 @@ def test_a_rewind_is_the_run_that_goes_from_the_checkpoint_to_the_data_after(rew
     other, losses = Trainer(rewind_config(), tmp_path, None), []
     for step, first in enumerate((0, 2, 6, 8)):
         tokens = other.loader.batch(first, 2)
-        other.model.begin_step(hyper_row(step, other.config, 1 / 32), step, other.config.train.seed)
+        other.model.begin_step(step_inputs(step, other.config, 1 / 32), step, other.config.train.seed)
         other.model.micro_step(pack_batch(None, tokens[:, :-1], tokens[:, 1:], 256), first=True)
         losses.append(other.model.end_step().result().loss)
     other.close()
@@ -182,7 +182,7 @@ def test_a_rewind_takes_the_copy_in_memory_or_the_file_to_the_same_bytes(rewound
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "load", lambda _: pytest.fail("read from disk"))
         assert train(rewind_config(), tmp_path / "memory", resume=False) == 0
-    monkeypatch.setattr(Saver, "recall", lambda self, step, share: False)
+    monkeypatch.setattr(AsyncCheckpointer, "recall", lambda self, step, share: False)
     assert train(rewind_config(), tmp_path / "disk", resume=False) == 0
     assert final(tmp_path / "memory") == final(tmp_path / "disk") == final(rewound)
 
@@ -202,7 +202,7 @@ def test_rewinds_that_do_not_help_end_the_run(tmp_path, monkeypatch):
 
     def poisoned(self, index):
         if index >= 2:
-            self.model.K.fill(self.model.full.w.lnb[0], math.nan)
+            self.model.K.fill(self.model.train_view.w.lnb[0], math.nan)
         original(self, index)
 
     monkeypatch.setattr(Trainer, "_train_step", poisoned)

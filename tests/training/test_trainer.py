@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from gpt2_triton.checkpoint import checkpoint
-from gpt2_triton.checkpoint.async_save import Saver
+from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.errors import CheckpointError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.logger import Logger
-from gpt2_triton.training.lr_schedule import hyper_row
+from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer, train
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
@@ -130,7 +130,7 @@ def test_non_finite_steps_are_skipped_counted_and_finally_stop_the_run(tmp_path,
 
     def poisoned_from_step_1(self, index):
         if index == 1:
-            self.model.K.fill(self.model.full.w.lnb[0], float("nan"))
+            self.model.K.fill(self.model.train_view.w.lnb[0], float("nan"))
         original(self, index)
 
     monkeypatch.setattr(Trainer, "_train_step", poisoned_from_step_1)
@@ -153,7 +153,7 @@ def test_a_step_is_reported_when_the_next_is_under_way_or_something_else_is_due(
         monkeypatch.setattr(owner, method, watched)
 
     for owner, method in (
-        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (Saver, "submit"),
+        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (AsyncCheckpointer, "submit"),
     ):  # fmt: skip
         watch(owner, method)
     train_section = dict(steps=4, total_batch_tokens=32)
@@ -195,7 +195,7 @@ def test_golden_losses():
     model, config = tiny_model(train=dict(steps=5), optim=dict(lr=1e-2))
     losses = []
     for step in range(5):
-        model.begin_step(hyper_row(step, config, 1 / config.total_batch_tokens), step, 1)
+        model.begin_step(step_inputs(step, config, 1 / config.total_batch_tokens), step, 1)
         model.micro_step(packed_batch(config, seed=step % 2), first=True)
         losses.append(model.end_step().result().loss)
     assert losses == pytest.approx(GOLDEN, rel=1e-5)

@@ -129,8 +129,8 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path):
     pytest.importorskip("wandb")
     code = (
         "from pathlib import Path; from gpt2_triton.config.config import Config;"
-        "from gpt2_triton.training.wandb_logger import Mirror;"
-        "Mirror(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None); print('went on')"
+        "from gpt2_triton.training.wandb_logger import WandbLogger;"
+        "WandbLogger(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None); print('went on')"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "WANDB_BASE_URL": "http://127.0.0.1:9"}
