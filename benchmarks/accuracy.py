@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gpt2_triton.kernels as K
-from gpt2_triton.data.loader import scatter_bounds, scatter_table
+from gpt2_triton.data.packing import scatter_bounds, scatter_table
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -21,7 +21,7 @@ import gpt2_triton.kernels as kernels
 from benchmarks.ceilings import AHEAD, events
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, VOCAB, T, config_of
-from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import Key, Row
 from gpt2_triton.model.cuda import capture

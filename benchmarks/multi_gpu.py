@@ -34,7 +34,7 @@ from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB

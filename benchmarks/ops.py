@@ -27,7 +27,7 @@ import gpt2_triton.kernels as kernels
 from benchmarks import ceilings
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
-from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.gpt2 import GPT2
 

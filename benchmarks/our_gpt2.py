@@ -13,7 +13,7 @@ import torch
 
 import gpt2_triton.kernels as K
 from benchmarks.sizes import config_of, tokens_of
-from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sizes import SIZES, T, config_of
-from gpt2_triton.device import flops_per_token, peak_flops
+from gpt2_triton.device import peak_flops
 
 Report = dict[str, Any]
 
@@ -64,7 +64,7 @@ def table(rows: list[Report], peak: float | None) -> str:
         line = [row["size"], str(row["batch"]), row["recompute"]]
         if ours:
             rate = tokens / ours["ms"] * 1e3
-            flops = flops_per_token(config_of(row["size"], row["batch"], row["recompute"]))
+            flops = config_of(row["size"], row["batch"], row["recompute"]).flops_per_token
             line += [f"{ours['ms']:.1f}", f"{rate:,.0f}", f"{rate * flops / peak:.1%}" if peak else "-"]
             line += [f"{ours['gib']:.2f}", f"{ours['planned']:.2f}", f"{ours['first_step']:.1f}"]
         else:

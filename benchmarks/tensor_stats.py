@@ -15,7 +15,7 @@ import triton
 import gpt2_triton.kernels as K
 from benchmarks.sizes import config_of, tokens_of
 from gpt2_triton.config.config import Config
-from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.model.buffers import WINDOW
 from gpt2_triton.model.gpt2 import GPT2

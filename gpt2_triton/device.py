@@ -4,9 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-from gpt2_triton.config.config import Config
-from gpt2_triton.model.arena import GIB
-
 
 class Gpu(NamedTuple):
     device_names: tuple[str, ...]  # parts of torch.cuda.get_device_name()
@@ -47,13 +44,4 @@ def memory_bytes(name: str | None) -> int:
     """Memory of a GPU in the table; with no name, of the one in this machine, else of an h200."""
     if name is None and present():
         return torch.cuda.mem_get_info()[1]
-    return int(GPUS[name or "h200"].memory * GIB)
-
-
-def flops_per_token(config: Config) -> int:
-    """6N + 6*L*C*T, as llm.c counts, so that figures compare.
-
-    N is every parameter, wpe, biases, norms and the padded vocabulary included; wte counts because it is the head.
-    The second term is causal attention.  What the backward pass recomputes is not counted.
-    """
-    return 6 * config.n_params + 6 * config.model.n_layer * config.model.n_embd * config.train.seq_len
+    return int(GPUS[name or "h200"].memory * 2**30)

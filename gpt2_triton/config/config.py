@@ -77,6 +77,15 @@ class Config(schema.Section):
         layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
         return (self.model.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
 
+    @property
+    def flops_per_token(self) -> int:
+        """6N + 6*L*C*T, as llm.c counts, so that figures compare.
+
+        N counts every parameter with wpe, biases, norms and the padded vocabulary; wte counts because it is the head.
+        The second term is causal attention.  Recomputation in the backward pass is not counted.
+        """
+        return 6 * self.n_params + 6 * self.model.n_layer * self.model.n_embd * self.train.seq_len
+
     def replace(self, **changes: dict[str, Any]) -> "Config":
         """A copy with other values, which are not checked: replace(memory={"recompute": "gelu"})."""
         copies = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}

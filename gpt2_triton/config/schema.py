@@ -135,23 +135,26 @@ class OptimConfig(Section):
     )
 
 
-RECOMPUTE = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
+RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each keeps less than the one before
 
 
 def check_recompute(value: str) -> str:
     """The value; ValueError if it is not auto, one of these levels, or one but the first in so many layers."""
     level, colon, layers = value.partition(":")
-    some = level in RECOMPUTE[1:] and layers.isdecimal() and int(layers) > 0
-    if value == "auto" or value in RECOMPUTE or colon and some:
+    some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and int(layers) > 0
+    if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
         return value
-    raise ValueError(f"must be auto, {', '.join(RECOMPUTE[:-1])} or {RECOMPUTE[-1]}, or {RECOMPUTE[2]}:4 for 4 layers")
+    raise ValueError(
+        f"must be auto, {', '.join(RECOMPUTE_LEVELS[:-1])} or {RECOMPUTE_LEVELS[-1]}, "
+        f"or {RECOMPUTE_LEVELS[2]}:4 for 4 layers"
+    )
 
 
 class MemoryConfig(Section):
     recompute: Annotated[str, AfterValidator(check_recompute)] = Field(
         "gelu",
-        description=f"what the backward pass computes again: {', '.join(RECOMPUTE)}; gelu+ln:4 is gelu+ln in the first "
-        "4 layers, gelu in the others; auto takes the first that fits",
+        description=f"what the backward pass computes again: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in the "
+        "first 4 layers, gelu in the others; auto takes the first that fits",
     )
     head_rows: OptionalInt = Field(
         None, ge=1, description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112"

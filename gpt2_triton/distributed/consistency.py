@@ -10,12 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gpt2_triton.distributed.control import ControlGroup
-from gpt2_triton.errors import ConfigError, ReplicaMismatchError
-from gpt2_triton.model import sharding
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.errors import ConfigError
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
@@ -59,21 +55,3 @@ def require_equal(control: ControlGroup, **values: Any) -> None:
         found = control.all_gather(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
         if others := [rank for rank, other in enumerate(found) if other != found[0]]:
             raise ConfigError(f"{what}: not the same on ranks {others} as on rank 0; copy the same files to every node")
-
-
-def digest(model: GPT2) -> str:
-    """sha256 of the weights in the flat order, and of the moments where every rank has all of them."""
-    out, flats = hashlib.sha256(), model.state_buffers()
-    names = ["params"] if model.dims["zero"] else ["params", "m", "v", "low"]
-    for name in (n for n in names if n in flats):
-        for b in sharding.buckets(model.dims):
-            out.update(flats[name][b.start : b.start + b.length].cpu().view(torch.uint8).numpy().data)
-    return out.hexdigest()
-
-
-def compare(model: GPT2, control: ControlGroup, step: int) -> str:
-    """Return the digest that all ranks have; raise ReplicaMismatchError with the ranks that differ from rank 0."""
-    found = control.all_gather(digest(model))
-    if others := [rank for rank, value in enumerate(found) if value != found[0]]:
-        raise ReplicaMismatchError(f"step {step}: the weights of ranks {others} are not those of rank 0")
-    return found[0]

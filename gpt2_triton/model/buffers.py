@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS
 from gpt2_triton.model.arena import buf, sizes
 
 WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in llm.c
-LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # memory.recompute, each keeps less than the one before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Recompute:
 
     @classmethod
     def at(cls, level: str) -> "Recompute":
-        depth = LEVELS.index(level)
+        depth = RECOMPUTE_LEVELS.index(level)
         return cls(gelu=1 <= depth <= 3, ln=depth >= 2, qkv=depth == 3, block=depth == 4)
 
 
@@ -41,7 +41,7 @@ def layer_levels(recompute: str, L: int) -> list[str]:
     """The level of each layer: LEVEL for all; LEVEL:N for the first N, and for the others the level before it."""
     level, _, first = recompute.partition(":")
     n = int(first or L)
-    return [level] * n + [LEVELS[LEVELS.index(level) - 1]] * (L - n)
+    return [level] * n + [RECOMPUTE_LEVELS[RECOMPUTE_LEVELS.index(level) - 1]] * (L - n)
 
 
 Tensors = list[Tensor]

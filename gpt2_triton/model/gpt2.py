@@ -4,6 +4,7 @@
 plain torch.
 """
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
+from gpt2_triton.errors import ReplicaMismatchError
 from gpt2_triton.model import schedule, sharding
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.buffers import Acts, Decoding, Recompute, State, layer_levels, named, param_entries
@@ -284,6 +286,23 @@ class GPT2:
     def spans(self) -> dict[str, list[list[int]]]:
         """For the state of a checkpoint: [flat index, elements] of each stretch of the share; one rank needs none."""
         return {"shares": [[p.first, p.length] for p in self._own]} if self.dims["ranks"] > 1 else {}
+
+    def state_digest(self) -> str:
+        """Return the sha256 of the weights in flat order, and of the moments if every rank has all of them."""
+        digest, flats = hashlib.sha256(), self.state_buffers()
+        names = ["params"] if self.dims["zero"] else ["params", "m", "v", "low"]
+        for flat in (flats[name] for name in names if name in flats):
+            for bucket in sharding.buckets(self.dims):
+                part = flat[bucket.start : bucket.start + bucket.length]
+                digest.update(part.cpu().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def require_equal_replicas(self, control: ControlGroup, step: int) -> str:
+        """Return the state digest of all ranks; raise ReplicaMismatchError with the ranks that differ from rank 0."""
+        found = control.all_gather(self.state_digest())
+        if others := [rank for rank, digest in enumerate(found) if digest != found[0]]:
+            raise ReplicaMismatchError(f"step {step}: the weights of ranks {others} are not those of rank 0")
+        return found[0]
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill the buffers from a checkpoint's whole tensors, of which each rank takes what it holds."""

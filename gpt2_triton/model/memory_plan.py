@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.schema import ModelConfig
-from gpt2_triton.data.loader import packed_size, scatter_bounds
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS, ModelConfig
+from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, Plan, largest_batch, plan, resolve
-from gpt2_triton.model.buffers import LEVELS, WINDOW, Acts, Decoding, State, layer_levels, param_entries
+from gpt2_triton.model.buffers import WINDOW, Acts, Decoding, State, layer_levels, param_entries
 from gpt2_triton.model.sharding import flat_buffer_sizes
 from gpt2_triton.model.tensor_stats import slots
 
@@ -60,7 +60,7 @@ def plan_memory(
     level = config.memory.recompute if training else "block"
     assert level != "auto", "choose_recompute comes first"
     levels = layer_levels(level, dims["L"])
-    rows = [row for table in (State, Acts, Decoding) for row in resolve(table, dims, dtypes, levels, LEVELS)]
+    rows = [row for table in (State, Acts, Decoding) for row in resolve(table, dims, dtypes, levels, RECOMPUTE_LEVELS)]
     return plan(rows), dims
 
 
@@ -75,8 +75,8 @@ def choose_recompute(config: Config, K: Any, budget: int) -> Config:
         choice = config.replace(memory={"recompute": level})
         return plan_memory(choice, K, choice.micro_batch, choice.train.seq_len)[0].total <= budget
 
-    level = next(filter(fits, LEVELS), LEVELS[-1])
-    if level != LEVELS[0]:
+    level = next(filter(fits, RECOMPUTE_LEVELS), RECOMPUTE_LEVELS[-1])
+    if level != RECOMPUTE_LEVELS[0]:
         level = next(filter(fits, (f"{level}:{n}" for n in range(1, config.model.n_layer))), level)
     return config.replace(memory={"recompute": level})
 
@@ -118,8 +118,8 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     made, dims = plan_memory(chosen, K, config.micro_batch, T)
     lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
     taken = chosen.memory.recompute
-    at = LEVELS.index(taken.partition(":")[0])
-    for level in dict.fromkeys((*LEVELS[:at], taken, *LEVELS[at:])):
+    at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
+    for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
         total, best = _total_and_largest(config.replace(memory={"recompute": level}), K, budget)
         mark = "  <-" if level == taken else ""
         lines.append(f"{level:<16}{total / GIB:>8.2f}{best:>28}{mark}")

@@ -48,7 +48,7 @@ class Logger:
         self._first = True
         self._seconds: float | None = None
         peak = device.peak_flops() if config.train.dtype == "bf16" else None  # the table's peaks are bf16
-        self._mfu_of_tok_s = device.flops_per_token(config) / (peak * config.gpus) if peak else None
+        self._mfu_of_tok_s = config.flops_per_token / (peak * config.gpus) if peak else None
         self._run_dir, self._about = run_dir, about
         try:
             self._begin(resume_step, wandb_id)

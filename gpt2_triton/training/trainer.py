@@ -222,7 +222,7 @@ class Trainer:
                     self.log.sample(step, sample_in_training(self.model, c))
         if self._due(step, c.debug.hash_state):
             self._settle()
-            self.log.info(f"step {step}: weights {consistency.compare(self.model, self.control, step)} on every rank")
+            self.log.info(f"step {step}: weights {self.model.require_equal_replicas(self.control, step)} on every rank")
         if lowest or self._due(step, c.checkpoint.every) or step == c.train.steps:
             self._save(step)
 

@@ -7,9 +7,8 @@ from pydantic import ValidationError
 from gpt2_triton.config import load
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config
-from gpt2_triton.config.schema import RECOMPUTE, SIZES, MemoryConfig
+from gpt2_triton.config.schema import SIZES, MemoryConfig
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.model.buffers import LEVELS
 
 KEYS = """
 model.n_layer model.n_head model.n_embd model.vocab_size model.block_size
@@ -180,10 +179,6 @@ def test_tiles_of_the_heads_dx_fill_an_h200s_waves(C, width):
     model = dict(n_embd=C, n_head=C // 64)
     tiles = -(-Config.model_validate(dict(model=model)).head_rows // 128) * -(-C // width)
     assert tiles / (132 * -(-tiles // 132)) > 0.96
-
-
-def test_recompute_levels_are_those_of_the_tables():
-    assert RECOMPUTE == LEVELS
 
 
 @pytest.mark.parametrize("name", ["quickstart", "gpt2_124m"])

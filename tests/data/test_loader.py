@@ -10,18 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_triton.data.loader import (
-    SEGMENT,
-    Prefetcher,
-    TrainLoader,
-    ValidationLoader,
-    Windows,
-    pack_batch,
-    packed_size,
-    permute,
-    scatter_bounds,
-    scatter_table,
-)
+from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader, Windows, permute
+from gpt2_triton.data.packing import SEGMENT, pack_batch, packed_size, scatter_bounds, scatter_table
 from gpt2_triton.errors import DataError
 
 SEQ_LEN, VOCAB = 4, 1000

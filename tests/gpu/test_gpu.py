@@ -14,10 +14,10 @@ import triton
 
 import gpt2_triton.kernels
 from benchmarks import torch_reference
-from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.inference.generate import begin, generate
 from gpt2_triton.kernels.tuning import is_hopper
-from gpt2_triton.model.buffers import LEVELS
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.model.test_schedule import F64, batches, train_steps
@@ -155,7 +155,7 @@ def test_two_runs_give_the_same_bits(dtype):
 
 
 def test_every_recompute_level_gives_the_same_bits():
-    levels = (*LEVELS, "gelu:1", "gelu+ln+qkv:1", "block:1")
+    levels = (*RECOMPUTE_LEVELS, "gelu:1", "gelu+ln+qkv:1", "block:1")
     runs = {level: (model := gpt2_model(level=level), train_steps(model, 2)) for level in levels}
     model, history = runs["none"]
     for level, (other, others) in runs.items():

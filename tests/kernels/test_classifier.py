@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt2_triton.data.loader import scatter_bounds, scatter_table
+from gpt2_triton.data.packing import scatter_bounds, scatter_table
 from gpt2_triton.kernels import classifier as cl
 from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch

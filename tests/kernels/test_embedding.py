@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_triton.data.loader import SEGMENT, scatter_bounds, scatter_table
+from gpt2_triton.data.packing import SEGMENT, scatter_bounds, scatter_table
 from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch, encoder_fwd
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE

@@ -11,10 +11,11 @@ from torch import Tensor
 
 import gpt2_triton.model.gpt2
 import gpt2_triton.model.memory_plan
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model import arena
 from gpt2_triton.model.arena import ALIGN, PHASES, Row, buf, carve, largest_batch, phases, plan, resolve
-from gpt2_triton.model.buffers import LEVELS, Acts, State, layer_levels
+from gpt2_triton.model.buffers import Acts, State, layer_levels
 from gpt2_triton.model.memory_plan import choose_recompute
 from tests.support import reference
 from tests.support.tiny import tiny_config
@@ -109,7 +110,7 @@ def test_a_list_has_one_view_an_entry_and_shares_what_its_level_drops(level):
     dims = dict(B=2, T=8, R=16, C=32, NH=1, L=3, S=7, Vp=128, Rc=16, N=100, Nt=100, Nm=0, Np=64, W=1000)
     dims |= dict(Nw=129, Sa=0, Sp=0, P=0, Nf=100, Ng=100, Nr=0, Nx=0)
     levels = layer_levels(level, 3)
-    rows = {r.name: r for table in (State, Acts) for r in resolve(table, dims, DTYPES, levels, LEVELS)}
+    rows = {r.name: r for table in (State, Acts) for r in resolve(table, dims, DTYPES, levels, RECOMPUTE_LEVELS)}
     made = plan(list(rows.values()))
     acts = carve(Acts, rows, torch.empty(made.total, dtype=torch.uint8), dims)
     assert [len(v) for v in (acts.x, acts.ln, acts.mean, acts.qkv, acts.fch, acts.fcg)] == [7, 6, 7, 3, 3, 3]
@@ -120,7 +121,7 @@ def test_a_list_has_one_view_an_entry_and_shares_what_its_level_drops(level):
 
 def test_a_smaller_view_fits_and_a_larger_one_is_refused():
     table = dataclasses.make_dataclass("Table", [("x", Tensor, buf("R C", "f32", "head", "kind"))])
-    rows = {r.name: r for r in resolve(table, dict(R=8, C=4), DTYPES, [], LEVELS)}
+    rows = {r.name: r for r in resolve(table, dict(R=8, C=4), DTYPES, [], RECOMPUTE_LEVELS)}
     memory = torch.empty(plan(list(rows.values())).total, dtype=torch.uint8)
     assert carve(table, rows, memory, dict(R=3, C=4)).x.shape == (3, 4)
     with pytest.raises(AssertionError, match="exceeds the planned"):
@@ -173,12 +174,12 @@ def test_the_batch_that_would_fit_divides_a_gpus_share_of_the_step(monkeypatch):
 def test_layers_that_keep_nothing_have_the_copy_of_the_first_that_does():
     """Which is of use before it forward, and after it backward."""
     dims = dict(B=2, T=8, R=16, C=32, NH=1, L=4, S=9, Vp=128, Rc=16, W=1000)
-    rows = {r.name: r for r in resolve(Acts, dims, DTYPES, layer_levels("gelu+ln+qkv:2", 4), LEVELS)}
+    rows = {r.name: r for r in resolve(Acts, dims, DTYPES, layer_levels("gelu+ln+qkv:2", 4), RECOMPUTE_LEVELS)}
     assert rows["qkv"].slots == (0, 0, 0, 1) and rows["qkv"].live == "block..block_bwd"
     assert rows["ln"].slots == (0,) * 8 and rows["ln"].live == "block block_bwd"
-    rows = {r.name: r for r in resolve(Acts, dims, DTYPES, layer_levels("block:2", 4), LEVELS)}
+    rows = {r.name: r for r in resolve(Acts, dims, DTYPES, layer_levels("block:2", 4), RECOMPUTE_LEVELS)}
     assert rows["x"].slots == (0, 3, 1, 3, 2, 3, 4, 5, 6)
-    rows = {r.name: r for r in resolve(Acts, dims, DTYPES, layer_levels("gelu+ln:3", 4), LEVELS)}
+    rows = {r.name: r for r in resolve(Acts, dims, DTYPES, layer_levels("gelu+ln:3", 4), RECOMPUTE_LEVELS)}
     assert rows["ln"].slots == (0, 0, 0, 0, 0, 0, 0, 1)
 
 
@@ -189,11 +190,11 @@ def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
         at_level = config.replace(memory={"recompute": level})
         return gpt2_triton.model.memory_plan.plan_memory(at_level, reference, 2, config.train.seq_len)[0].total
 
-    every = [f"{level}:{n}".removesuffix(":3") for level in LEVELS[1:] for n in (1, 2, 3)]
+    every = [f"{level}:{n}".removesuffix(":3") for level in RECOMPUTE_LEVELS[1:] for n in (1, 2, 3)]
     totals = {level: total(level) for level in ("none", *every)}
     assert list(totals.values()) == sorted(totals.values(), reverse=True)
     first = {bytes_: level for level, bytes_ in reversed(totals.items())}
-    assert len(first) > 2 * len(LEVELS)
+    assert len(first) > 2 * len(RECOMPUTE_LEVELS)
     for budget, level in first.items():
         assert choose_recompute(config, reference, budget).memory.recompute == level
     assert choose_recompute(config, reference, totals["block"] - 1).memory.recompute == "block"

@@ -15,10 +15,11 @@ import gpt2_triton.kernels
 import gpt2_triton.model.memory_plan
 from benchmarks import torch_reference
 from gpt2_triton.config.config import Config
-from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import contract
 from gpt2_triton.model import arena
-from gpt2_triton.model.buffers import LEVELS, Params
+from gpt2_triton.model.buffers import Params
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
@@ -34,7 +35,7 @@ EXACT = dict(
 )
 
 # all, and each in some of the layers
-SOME_LAYERS = (*LEVELS, "gelu:1", "gelu+ln:1", "gelu+ln+qkv:1", "block:1")
+SOME_LAYERS = (*RECOMPUTE_LEVELS, "gelu:1", "gelu+ln:1", "gelu+ln+qkv:1", "block:1")
 
 
 def exact_model(level: str = "none", **changes: dict) -> GPT2:
@@ -89,7 +90,7 @@ def autograd_step() -> tuple[float, Params, dict[str, int]]:
     return loss.item(), params, d
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_loss_and_gradients_equal_autograd(level):
     model = exact_model(level)
     assert [r.stop - r.start for r in model.train_view.head_chunks()] == [6, 6, 4] and model.config.accumulation == 2
@@ -134,7 +135,7 @@ def test_evaluation_equals_the_training_forward():
     assert max_error(losses, want.detach()) < 1e-12 and losses[2] == 0
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_decoding_equals_the_training_forward(level):
     """In the arena of a training run: 3 tokens into the cache and 2 decoded behind them; the cross entropy of each
     step's logits is the loss of the forward pass.

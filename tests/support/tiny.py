@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.data.loader import pack_batch
+from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
 

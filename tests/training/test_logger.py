@@ -41,7 +41,7 @@ def test_a_step_is_one_line_on_the_console(tmp_path, capsys, monkeypatch):
     logger = Logger(tmp_path, config())
     logger.step(11, result(loss=4.56789, norm=2.0, seconds=60.0))
     logger.step(12, result(loss=4.12344, norm=1.23446, seconds=0.1123))
-    mfu = 8192 / 0.1123 * device.flops_per_token(config()) / 1e15
+    mfu = 8192 / 0.1123 * config().flops_per_token / 1e15
     eta = "1m 51s"  # 988 steps of 0.1123 s: the first step, which compiles, does not count
     assert capsys.readouterr().out.splitlines()[1] == (
         "step   12/1000 | loss 4.1234 | lr 6.00e-04 | norm 1.2345 | 112.3 ms | 72,947 tok/s "

@@ -14,7 +14,8 @@ import gpt2_triton.model.memory_plan
 from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.config.load import load_config
-from gpt2_triton.data.loader import TrainLoader, pack_batch
+from gpt2_triton.data.loader import TrainLoader
+from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.errors import ConfigError, NonFiniteError
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2

@@ -1,0 +1,163 @@
+"""Rooms: what each part of the package may import.
+
+A rule is a list of prefixes of dotted module names below gpt2_triton.  The longest prefix of a module's own name in
+WITHIN, else its room in ROOMS, decides.  A module without a rule fails, as does any import of the code around the
+package, since neither is in the wheel.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "gpt2_triton"
+MODULES = sorted(path.relative_to(ROOT) for path in PACKAGE.rglob("*.py"))
+OUTSIDE = {"benchmarks", "eval", "tests", "train"}
+
+GROUND = "errors console device files"
+ROOMS = {
+    "errors": "",
+    "console": "errors",
+    "device": "",
+    "files": "errors",
+    "kernels": "kernels",
+    "config": "errors config",
+    "data": "errors console files data",
+    "distributed": "errors console distributed",
+    "model": "errors device console config data.packing distributed model",
+    "checkpoint": "errors console files config data.tokenizer distributed.control model.buffers model.memory_plan "
+    "checkpoint",
+    "inference": "errors console device kernels config data distributed.control model checkpoint inference",
+    "training": f"__init__ {GROUND} kernels config data distributed model checkpoint inference training",
+    "commands": f"__init__ {GROUND} kernels config data distributed model checkpoint inference training commands",
+    "__init__": "",
+    "__main__": "commands",
+}
+WITHIN = {
+    "kernels.hopper": "kernels.hopper kernels.tiles kernels.device_math kernels.tuning",
+    "kernels.device_math": "kernels.tuning",
+    "kernels.contract": "",
+    "kernels.tuning": "errors",
+    "kernels.tiles": "",
+    "data.shards": "errors files",
+    "data.loader": "data.shards data.packing errors",
+    "data.packing": "",
+    "data.tokenizer": "errors files",
+    "data.prepare": "errors console files data",
+    "model.schedule": "",
+    "model.arena": "errors",
+    "model.buffers": "model.arena config.schema",
+    "model.sharding": "model.buffers",
+    "model.cuda": "",
+    "model.communicator": "distributed model.sharding model.cuda",
+}
+
+
+def name_of(path: Path) -> str:
+    """Return the dotted name below gpt2_triton: "model.arena"; a package's is that of its directory, the root's
+    "__init__".
+    """
+    parts = path.with_suffix("").parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def within(name: str, prefixes: str) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes.split())
+
+
+def rule_of(name: str) -> str | None:
+    """Return the rule of the longest prefix of the name; None if there is none."""
+    rules = ROOMS | WITHIN
+    parts = name.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((rules[prefix] for prefix in prefixes if prefix in rules), None)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield each imported module and its line, inside functions too; `from a import b` is a.b if b is a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"line {node.lineno}: a relative import"
+            for alias in node.names:
+                file = (ROOT / f"{node.module}.{alias.name}".replace(".", "/")).with_suffix(".py")
+                is_module = file.exists() or file.with_suffix("").is_dir()
+                yield (f"{node.module}.{alias.name}" if is_module else node.module), node.lineno
+
+
+def violations(path: Path, source: str) -> Iterator[str]:
+    name, rule = name_of(path), rule_of(name_of(path))
+    if rule is None:
+        yield f"{path}: belongs to no room; add it to ROOMS"
+        return
+    for module, line in imports(ast.parse(source)):
+        top, _, rest = module.partition(".")
+        if top in OUTSIDE:
+            yield f"{path}:{line}: {name} imports {module}, which is not part of the package"
+        elif top == "gpt2_triton" and not within(rest or "__init__", rule):
+            yield f"{path}:{line}: {name} may import {rule or 'nothing'}, not {rest or 'the package'}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: name_of(path))
+def test_imports_follow_the_rooms(path):
+    assert not list(violations(path, (ROOT / path).read_text()))
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "found"),
+    [
+        ("attic.py", "", "belongs to no room"),
+        ("attic/box.py", "", "belongs to no room"),
+        (
+            "model/arena.py",
+            "def f():\n    from gpt2_triton.training.trainer import Trainer",
+            "2: model.arena may import",
+        ),
+        ("model/gpt2.py", "import gpt2_triton.kernels", "may import"),
+        ("model/gpt2.py", "from gpt2_triton import kernels", "may import"),
+        ("config/rules.py", "from gpt2_triton import __version__", "not the package"),
+        ("commands/app.py", "def f():\n    from benchmarks import step_time", "not part of the package"),
+        ("training/trainer.py", "import tests.support.tiny", "not part of the package"),
+        ("training/trainer.py", "from eval import hellaswag", "not part of the package"),
+        ("kernels/layernorm.py", "from gpt2_triton.errors import ConfigError", "may import kernels, not errors"),
+    ],
+)
+def test_violations_are_found(file, source, found):
+    [message] = violations(Path("gpt2_triton") / file, source)
+    assert found in message
+
+
+def test_the_package_runs_without_the_checkout(tmp_path):
+    """The package alone, as a wheel installs it: every --help and a memory plan."""
+    import shutil
+
+    shutil.copytree(PACKAGE, tmp_path / "gpt2_triton", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "run").mkdir()
+    config = ROOT / "configs" / "quickstart.yaml"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(tmp_path)}
+    program = f"""
+import contextlib, io, sys
+import gpt2_triton
+assert gpt2_triton.__file__.startswith({str(tmp_path)!r}), gpt2_triton.__file__
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
+from gpt2_triton.commands.train import app
+calls = [(app, ["--help"]), (app, [{str(config)!r}, "--plan"]), (tools, ["--help"])]
+calls += [(tools, [name, "--help"]) for name in tools if not name.startswith("-")]
+assert len(calls) > 10
+for command, argv in calls:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(command, argv)
+    assert code == 0 and len(out.getvalue()) > 50, argv
+"""
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path / "run", env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
