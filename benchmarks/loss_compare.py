@@ -58,7 +58,8 @@ class RunFailed(RuntimeError):
 
 
 def cpu_cases(steps: int) -> list[Case]:
-    return [Case("quickstart", f"configs/quickstart.yaml --train.steps {steps} --eval.every 10 --sample.every 0")]
+    options = f"--train.steps {steps} --optim.warmup {min(8, steps)} --eval.every 10 --sample.every 0"
+    return [Case("quickstart", f"configs/quickstart.yaml {options}")]
 
 
 def gpt2(steps: int, batch_size: int, micro_steps: int = 1, gpus: int = 1) -> str:
