@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 TIMES = {"ms", "tok_s", "mfu"}  # keys of metrics.jsonl that differ between equal runs
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
 WARM_STEPS = 10  # not timed: the clocks settle, and the first steps capture CUDA graphs
-ROOM = 40 << 30  # bytes that must be free in /dev/shm: a checkpoint of 1558M parameters has 19 GB
+ROOM = 24 << 30  # bytes that must be free in /dev/shm: a run makes sure of room for its checkpoint, 19 GB at 1558M
 DATA = "--data.train builtin --data.val builtin --data.tokenizer bytes"  # bytes are tokens of GPT-2's vocabulary too
 QUIET = "--eval.every 0 --eval.hellaswag_every 0 --sample.every 0 --checkpoint.every 0 --checkpoint.major 0"
 
@@ -51,7 +51,7 @@ class Result(NamedTuple):
 
 
 class RunFailed(RuntimeError):
-    """A training run, or the export of a commit, with a non-zero exit code."""
+    """A training run or the export of a commit failed, or nothing was to be run."""
 
 
 # ---- the cases ----
@@ -118,7 +118,8 @@ def commands(tree: Path, case: Case, run_dir: Path) -> Iterator[tuple[list[str],
     """The command line and environment of each process to start.  The builtin data goes to the working directory."""
     config, *options = case.options.split()
     words = [str(tree / "train.py"), str(tree / config), *options, "--run_dir", str(run_dir)]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(tree)}
+    path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
     if case.gpus == 1:
         yield [sys.executable, *words], environment
         return
@@ -177,16 +178,14 @@ def tensor_hashes(path: Path) -> dict[str, str]:
     with open(path, "rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(start - 8))
-        for name in sorted(header.keys() - {"__metadata__"}):
+        for name in header.keys() - {"__metadata__"}:
             begin, end = header[name]["data_offsets"]
-            digest = hashlib.sha256(f"{header[name]['dtype']} {header[name]['shape']} ".encode())
             file.seek(start + begin)
-            while begin < end:
-                block = file.read(min(1 << 24, end - begin))
-                if not block:
-                    raise ValueError(f"{path}: ends within tensor {name}, {end - begin:,} bytes are missing")
-                digest.update(block)
-                begin += len(block)
+            data = file.read(end - begin)
+            if len(data) < end - begin:
+                raise ValueError(f"{path}: ends within tensor {name}, {end - begin - len(data):,} bytes are missing")
+            digest = hashlib.sha256(f"{header[name]['dtype']} {header[name]['shape']} ".encode())
+            digest.update(data)
             hashes[name] = digest.hexdigest()
     return hashes
 
@@ -219,8 +218,7 @@ def compare(trees: dict[str, Path], case: Case, work: Path) -> dict[str, Any]:
     for name, tree in trees.items():
         begin = time.monotonic()
         results[name] = train(tree, case, work)
-        last = results[name].metrics[-1] if results[name].metrics else {}
-        say(f"{case.name}: {name}: {time.monotonic() - begin:.0f} s, last record {last}")
+        say(f"{case.name}: {name}: {time.monotonic() - begin:.0f} s, last record {results[name].metrics[-1:]}")
     found = differences(results["old"], results["new"])
     return {"case": case.name, "differences": found, "tensors": len(results["old"].tensors)}
 
@@ -306,6 +304,7 @@ def main(words: list[str]) -> int:
     where = given.work or (shm if shm.is_dir() and shutil.disk_usage(shm).free > ROOM else None)
     with tempfile.TemporaryDirectory(prefix="loss_compare-", dir=where) as directory:
         work = Path(directory)
+        say(f"runs in {work}")
         try:
             trees = {name: checkout(getattr(given, name), work, name) for name in ("old", "new")}
             rows = [compare(trees, case, work) for case in selected_cases(given)]
@@ -314,13 +313,15 @@ def main(words: list[str]) -> int:
                 steps = given.time + (1000 if given.gpus == 1 else 0)
                 case = timed_case(steps, given.batch_size, given.size, given.recompute, given.gpus)
                 rows.append(compare_times(trees, case, work, given.time, given.rounds))
+            if not rows:
+                raise RunFailed(f"--only {given.only}: no such case among those chosen")
         except RunFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     say(table(rows))
     if given.json:
         given.json.write_text(json.dumps({"old": given.old, "new": given.new, "rows": rows}, indent=1) + "\n")
-    return 1 if any(row["differences"] for row in rows) or not rows else 0
+    return 1 if any(row["differences"] for row in rows) else 0
 
 
 if __name__ == "__main__":

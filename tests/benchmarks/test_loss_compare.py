@@ -97,12 +97,13 @@ def test_table_names_what_differs():
     assert block.split() == ["block", "DIFFERENT", "3"] and difference == "    step 2: loss 1.0 != 2.0"
 
 
-def test_torchrun_agents_are_given_one_gpu_each_for_nccl(tmp_path):
+def test_torchrun_agents_are_given_one_gpu_each_for_nccl(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "wheels")
     one, two = commands(tmp_path, Case("x", "a.yaml", gpus=2, nodes=2), tmp_path / "run")
     assert [c[1]["CUDA_VISIBLE_DEVICES"] for c in (one, two)] == ["0", "1"]
     assert one[0][one[0].index("--nnodes") + 1] == "2" and one[0][one[0].index("--nproc_per_node") + 1] == "1"
     [(copies, environment)] = commands(tmp_path, Case("x", "a.yaml --k v", gpus=2), tmp_path / "run")
-    assert "--standalone" in copies and environment["PYTHONPATH"] == str(tmp_path)
+    assert "--standalone" in copies and environment["PYTHONPATH"] == f"{tmp_path}:wheels"
     assert copies[-6:] == [f"{tmp_path}/train.py", f"{tmp_path}/a.yaml", "--k", "v", "--run_dir", f"{tmp_path}/run"]
 
 

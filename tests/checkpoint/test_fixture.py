@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.loss_compare import read_result
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the recorded bits are those of a CPU")
 FRESH = "--train.dtype fp32 --optim.master none --train.steps 2 --checkpoint.every 0 --log.stats_every 0"
 
 
@@ -42,7 +44,7 @@ def pinned_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "NPY_DISABLE_CPU_FEATURES": " ".join(disabled),
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
     launcher = ("NPY_ENABLE_CPU_FEATURES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_ID")
     return {name: value for name, value in os.environ.items() if name not in launcher} | pins
