@@ -178,7 +178,7 @@ def tensor_hashes(path: Path) -> dict[str, str]:
     with open(path, "rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(start - 8))
-        for name in header.keys() - {"__metadata__"}:
+        for name in sorted(header.keys() - {"__metadata__"}):
             begin, end = header[name]["data_offsets"]
             file.seek(start + begin)
             data = file.read(end - begin)
