@@ -1,0 +1,51 @@
+"""Trains 5 steps at each recompute level for golden_losses.json; python -m tests.golden --write adds this GPU's row.
+
+The file holds, for each GPU by its name, the release of Triton that compiled the kernels and, by dtype and level, the
+losses of five steps in float's hexadecimal notation:
+    {"NVIDIA H200": {"triton": "3.6.0", "bf16": {"none": ["0x1.5a2b3cp+3", ...], ...}, "fp32": {...}}}
+Write it with code whose bits are known to be right, and again only after a change that is meant to alter them.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from gpt2_triton.tables import LEVELS
+from tests.test_gpu import gpt2_model
+from tests.test_schedule import train_steps
+
+PATH = Path(__file__).with_name("golden_losses.json")
+DTYPES = ("bf16", "fp32")
+STEPS = 5
+
+
+def losses(dtype: str, level: str) -> list[str]:
+    """The losses of the first steps of GPT-2's width in 2 layers, B 2, T 256, with the weights of seed 1 and the tokens
+    of train_steps, which differ from step to step.
+    """
+    return [float(loss).hex() for loss, _, _ in train_steps(gpt2_model(dtype=dtype, level=level), STEPS)]
+
+
+def read() -> dict[str, dict[str, Any]]:
+    return json.loads(PATH.read_text(encoding="utf-8"))
+
+
+def write() -> None:
+    """Replace the row of the GPU at hand, if two runs give the same losses."""
+    rows = read()
+    measured, again = ({d: {level: losses(d, level) for level in LEVELS} for d in DTYPES} for _ in range(2))
+    if measured != again:
+        sys.exit("two runs gave different losses; nothing was written")
+    rows[torch.cuda.get_device_name()] = {"triton": triton.__version__, **measured}
+    PATH.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(measured, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"] or not torch.cuda.is_available():
+        sys.exit("usage, on a GPU: python -m tests.golden --write")
+    write()

@@ -1,0 +1,21 @@
+"""The losses of five steps on a known GPU are those of golden_losses.json, bit for bit; tests/golden.py writes it."""
+
+import pytest
+import torch
+import triton
+
+from gpt2_triton.tables import LEVELS
+from tests import golden
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", golden.DTYPES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_five_steps_give_the_golden_losses(dtype, level):
+    name, rows = torch.cuda.get_device_name(), golden.read()
+    if name not in rows:
+        pytest.skip(f"no losses are recorded for {name}, only for {', '.join(rows) or 'no GPU'}")
+    if rows[name]["triton"] != triton.__version__:
+        pytest.skip(f"recorded with Triton {rows[name]['triton']}, here is {triton.__version__}: other machine code")
+    assert golden.losses(dtype, level) == rows[name][dtype][level]
