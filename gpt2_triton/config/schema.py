@@ -153,8 +153,8 @@ def check_recompute(value: str) -> str:
 class MemoryConfig(Section):
     recompute: Annotated[str, AfterValidator(check_recompute)] = Field(
         "gelu",
-        description=f"what the backward pass computes again: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in the "
-        "first 4 layers, gelu in the others; auto takes the first that fits",
+        description=f"what the backward pass computes again: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
+        "the first 4 layers, gelu in the others; auto takes the first that fits",
     )
     head_rows: OptionalInt = Field(
         None, ge=1, description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112"

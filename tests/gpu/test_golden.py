@@ -1,17 +1,17 @@
-"""The losses of five steps on a known GPU are those of golden_losses.json, bit for bit; tests/golden.py writes it."""
+"""The losses of five steps on a known GPU are those of golden_losses.json, bit for bit; tests/gpu/golden.py writes it."""
 
 import pytest
 import torch
 import triton
 
-from gpt2_triton.tables import LEVELS
-from tests import golden
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from tests.gpu import golden
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", golden.DTYPES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_five_steps_give_the_golden_losses(dtype, level):
     name, rows = torch.cuda.get_device_name(), golden.read()
     if name not in rows:

@@ -1,4 +1,4 @@
-"""Trains 5 steps at each recompute level for golden_losses.json; python -m tests.golden --write adds this GPU's row.
+"""Trains 5 steps at each recompute level for golden_losses.json; python -m tests.gpu.golden --write adds this GPU's row.
 
 The file holds, for each GPU by its name, the release of Triton that compiled the kernels and, by dtype and level, the
 losses of five steps in float's hexadecimal notation:
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import triton
 
-from gpt2_triton.tables import LEVELS
-from tests.test_gpu import gpt2_model
-from tests.test_schedule import train_steps
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from tests.gpu.test_gpu import gpt2_model
+from tests.model.test_schedule import train_steps
 
 PATH = Path(__file__).with_name("golden_losses.json")
 DTYPES = ("bf16", "fp32")
@@ -37,7 +37,7 @@ def read() -> dict[str, dict[str, Any]]:
 def write() -> None:
     """Replace the row of the GPU at hand, if two runs give the same losses."""
     rows = read()
-    measured, again = ({d: {level: losses(d, level) for level in LEVELS} for d in DTYPES} for _ in range(2))
+    measured, again = ({d: {level: losses(d, level) for level in RECOMPUTE_LEVELS} for d in DTYPES} for _ in range(2))
     if measured != again:
         sys.exit("two runs gave different losses; nothing was written")
     rows[torch.cuda.get_device_name()] = {"triton": triton.__version__, **measured}
@@ -47,5 +47,5 @@ def write() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"] or not torch.cuda.is_available():
-        sys.exit("usage, on a GPU: python -m tests.golden --write")
+        sys.exit("usage, on a GPU: python -m tests.gpu.golden --write")
     write()
