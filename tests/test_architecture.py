@@ -18,7 +18,7 @@ ALLOWED_TORCH = {
 
 # and what one module may use beside: nanoGPT's checkpoints are pickles, and torch.load(weights_only=True) is the reader
 # of them that executes nothing
-ALLOWED_IN = {"nanogpt": {"load"}, "distributed/shared_memory": {"UntypedStorage", "from_file"}}
+ALLOWED_IN = {"checkpoint/nanogpt": {"load"}, "distributed/shared_memory": {"UntypedStorage", "from_file"}}
 
 
 def _name(path: pathlib.Path) -> str:

@@ -278,7 +278,7 @@ def test_options_are_passed_on(monkeypatch, tmp_path):
         bench=lambda *a: seen.append(a) or 1,
         report=lambda *a: seen.append(a),
     )
-    for name in ("bench", "ops"):
+    for name in ("step_time", "ops"):
         monkeypatch.setitem(sys.modules, f"benchmarks.{name}", stand_in)
         monkeypatch.setattr(f"benchmarks.{name}", stand_in)
     out = tmp_path / "a.json"

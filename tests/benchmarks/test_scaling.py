@@ -98,7 +98,7 @@ def test_a_link_that_cannot_be_is_refused(monkeypatch, capsys, words):
     assert out == "" and err.endswith("error: --link must be above 0, --start and --hop at least 0\n")
 
 
-@pytest.mark.parametrize("name", ["link", "together", "torch_ddp"])
+@pytest.mark.parametrize("name", ["collectives", "multi_gpu", "torch_ddp"])
 def test_what_measures_gpus_says_that_there_are_none(monkeypatch, capsys, name):
     monkeypatch.setattr(device, "present", lambda: False)
     assert run_script(monkeypatch, name) == 2

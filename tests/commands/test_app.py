@@ -68,6 +68,15 @@ def module(monkeypatch):
     return replace
 
 
+def test_importing_the_commands_imports_no_torch_and_no_numpy():
+    """Both read environment variables that select_device sets."""
+    program = (
+        "import sys, gpt2_triton.__main__, gpt2_triton.commands.train; print({'torch', 'numpy'} & sys.modules.keys())"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"
+
+
 @pytest.mark.parametrize(("argv", "message"), MISTAKES)
 def test_a_mistake_is_exit_2_and_a_line_on_stderr(here, capsys, argv, message):
     assert main(train_app, argv) == 2

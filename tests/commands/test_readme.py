@@ -79,11 +79,8 @@ def workplace(tmp_path_factory):
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        for download in (
-            "dataset.prepare_dataset",
-            "pretokenized.download",
-        ):  # tests/data/prepare/test_dataset.py runs them
-            patch.setattr(f"gpt2_triton.data.{download}", lambda *arguments: None)
+        for download in ("dataset.prepare_dataset", "pretokenized.download"):  # run in tests/data/prepare
+            patch.setattr(f"gpt2_triton.data.prepare.{download}", lambda *arguments: None)
         for command in TOOLS:
             if words_of(command)[0] == "prepare":
                 assert main(tools_app, words_of(command)) == 0

@@ -131,7 +131,7 @@ def test_an_error_of_the_first_rank_is_raised_on_all():
 
     for rank in (0, 1):
         with pytest.raises(OSError, match="disk full") as raised:
-            ControlGroup("talk", rank, 2, store).first(fail)
+            ControlGroup("talk", rank, 2, store).from_rank0(fail)
         assert raised.value.errno == 28
 
 
@@ -139,7 +139,9 @@ def test_numbers_pass_between_ranks_as_they_are():
     store, value = Store(), 0.1 + 0.2
     store["talk/1/1"] = json.dumps(value)
     assert (
-        ControlGroup("talk", 0, 2, store).all(1 / 3) == [1 / 3, value] == ControlGroup("talk", 1, 2, store).all(value)
+        ControlGroup("talk", 0, 2, store).all_gather(1 / 3)
+        == [1 / 3, value]
+        == ControlGroup("talk", 1, 2, store).all_gather(value)
     )
 
 

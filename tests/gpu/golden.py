@@ -1,4 +1,6 @@
-"""Trains 5 steps at each recompute level for golden_losses.json; python -m tests.gpu.golden --write adds this GPU's row.
+"""Train 5 steps at each recompute level for golden_losses.json.
+
+`python -m tests.gpu.golden --write` adds the row of this GPU.
 
 The file holds, for each GPU by its name, the release of Triton that compiled the kernels and, by dtype and level, the
 losses of five steps in float's hexadecimal notation:

@@ -46,7 +46,7 @@ def test_a_step_launched_behind_another_takes_from_end_to_end(clock):
     clock[0] = 10.0
     end(c, (2.0, float("nan"), 1.0, 0.0, 9.0, 0.0))
     assert b.result().seconds == 2.0
-    assert c.result().seconds == 3.0 and not c.stats[3]
+    assert c.result().seconds == 3.0 and not c.step_out[3]
 
 
 def test_what_happens_between_steps_when_none_is_in_flight_does_not_count(clock):

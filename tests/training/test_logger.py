@@ -75,12 +75,12 @@ def test_an_unknown_gpu_has_no_mfu(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "tflops"),
+    ("name", "tflops"),
     [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)],
 )
-def test_the_peak_is_that_of_the_device(monkeypatch, device, tflops):
+def test_the_peak_is_that_of_the_device(monkeypatch, name, tflops):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: device)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
     assert device.peak_flops() == (tflops and tflops * 1e12)
 
 
