@@ -24,10 +24,7 @@ ALLOWED_IN = {"nanogpt": {"load"}, "peers": {"UntypedStorage", "from_file"}}
 ALLOWED_IMPORTS = {
     "kernels/contract": set(),
     "kernels/tuning": set(),
-    "kernels/dot": {"kernels.tuning"},
-    "kernels/gelu": set(),
-    "kernels/softmax": set(),
-    "kernels/master": set(),
+    "kernels/device_math": {"kernels.tuning"},
     "kernels/tiles": set(),
     "kernels/__init__": {"kernels"},
     "kernels/": {"kernels"},

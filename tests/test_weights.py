@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpt2_triton.kernels.master import join_master, split_master
+from gpt2_triton.kernels.device_math import join_master, split_master
 from gpt2_triton.weights import by_name
 from gpt2_triton.weights import from_bf16 as host_from_bf16
 from gpt2_triton.weights import join_master as host_join

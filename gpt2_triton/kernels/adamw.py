@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.master import join_master, split_master
+from gpt2_triton.kernels.device_math import adamw_update, join_master, split_master
 from gpt2_triton.kernels.philox import ROUND, philox_words
 from gpt2_triton.kernels.tuning import dtype_name, tuned
 
@@ -45,13 +45,11 @@ def _adamw_kernel(
     g = tl.load(g_ptr + i, mask=mask, other=0.0) * tl.load(stats_ptr + 2)
     m = tl.load(m_ptr + i, mask=mask, other=0.0)
     v = tl.load(v_ptr + i, mask=mask, other=0.0)
-    m += alpha1 * (g - m)
-    v += alpha2 * (g * g - v)
+    corrections = tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
+    m, v, update = adamw_update(w, m, v, g, lr, *corrections, decay, alpha1, alpha2, eps)
+    w -= update
     tl.store(m_ptr + i, m, mask=mask)
     tl.store(v_ptr + i, v, mask=mask)
-    m_hat = m * tl.load(hyper_ptr + 1)
-    v_hat = v * tl.load(hyper_ptr + 2)
-    w -= lr * (m_hat / (tl.sqrt(v_hat) + eps) + decay * w)
     if STOCHASTIC:
         seed = tl.load(rng_ptr + 1).to(tl.int64) | (tl.load(rng_ptr + 2).to(tl.int64) << 32)
         noise = philox_words(seed, first + at, tl.load(rng_ptr), ROUND, BLOCK) & 0xFFFF

@@ -25,11 +25,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.dot import dot
+from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
-
-_LOG2E = math.log2(math.e)
 
 
 @triton.jit
@@ -187,7 +185,7 @@ def attention_fwd(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
     q_desc = TensorDescriptor(qkv, [B, T, 3 * NH, HS], [T * width, width, HS, 1], block)
     kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
     programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
-    _attention_fwd_kernel[(programs,)](out_desc, lse, q_desc, kv_desc, T, NH, _LOG2E / math.sqrt(HS), **row)
+    _attention_fwd_kernel[(programs,)](out_desc, lse, q_desc, kv_desc, T, NH, LOG2E.value / math.sqrt(HS), **row)
 
 
 @contract("dqkv[B*T,3*C] dbias[3*C]+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,3*C] out[B*T,C] lse[B,NH,T]")
@@ -198,7 +196,7 @@ def attention_bwd(
     """dqkv from dout; dbias (+)= its column sums, before rounding; delta is workspace."""
     (B, NH, T), HS, C, dtype = lse.shape, _head_size(qkv, lse), out.shape[1], dtype_name(qkv)
     scale = 1.0 / math.sqrt(HS)
-    sizes = dict(T=T, NH=NH, factor=scale * _LOG2E, scale=scale, HS=HS)
+    sizes = dict(T=T, NH=NH, factor=scale * LOG2E.value, scale=scale, HS=HS)
 
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks = triton.cdiv(T, row["BLOCK_M"])

@@ -29,11 +29,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.dot import dot
+from gpt2_triton.kernels.device_math import LOG2E, dot, exp_relative
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.softmax import LOG2E, unnormalised
 from gpt2_triton.kernels.tiles import halves, tile_position
 from gpt2_triton.kernels.tuning import dtype_name, is_hopper, num_sms, tuned
 
@@ -82,7 +81,7 @@ def _classifier_fwd_kernel(
         j = n + tl.arange(0, BLOCK_N)
         zt = tl.load(zt_ptr + r, mask=r < R, other=0.0)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
-        p = unnormalised(z, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
+        p = exp_relative(z, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
         tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1), mask=r < R)
         if p_desc is not None:
             left, right = halves(p)

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.dot import dot
-from gpt2_triton.kernels.gelu import gelu as gelu_of
+from gpt2_triton.kernels.device_math import LOG2E, dot
+from gpt2_triton.kernels.device_math import gelu as gelu_of
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
 NARROW = 16
@@ -203,7 +203,7 @@ def decode_attention(att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: i
     HS = C // NH
     row = tuned("decode_attention", dtype_name(qkv), BLOCK_T=T)
     _decode_attention_kernel[(B * NH,)](
-        att, cache, qkv, seq, T, NH, HS, math.log2(math.e) / math.sqrt(HS), BLOCK_D=next_power_of_2(HS), **row
+        att, cache, qkv, seq, T, NH, HS, LOG2E.value / math.sqrt(HS), BLOCK_D=next_power_of_2(HS), **row
     )
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.master import split_master
+from gpt2_triton.kernels.device_math import split_master
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 INIT = tl.constexpr(0)  # purposes: what a number is for

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.decode import DRAWN, FIELDS, ROW, SEED_HIGH, SEED_LOW, TOKEN
+from gpt2_triton.kernels.device_math import LOG2E
 from gpt2_triton.kernels.philox import SAMPLE, philox_words
-from gpt2_triton.kernels.softmax import LOG2E
 from gpt2_triton.kernels.tuning import tuned
 
 
@@ -123,7 +123,7 @@ def draw(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, to
     B, Vp = logits.shape
     greedy = temperature == 0
     # a temperature below 1e-30 would give 0 * inf at the largest logit
-    factor = 1.0 if greedy else min(1.0 / temperature, 1e30) * 1.4426950408889634
+    factor = 1.0 if greedy else min(1.0 / temperature, 1e30) * LOG2E.value
     options = dict(GREEDY=greedy, TOP_K=not greedy and 0 < top_k < V, TOP_P=not greedy and top_p < 1)
     row = tuned("draw", "fp32", BLOCK=V)
     _draw_kernel[(B,)](seq, logits, V, Vp, factor, top_k, float(top_p), **options, **row)

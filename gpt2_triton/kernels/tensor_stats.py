@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.device_math import adamw_update
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
@@ -64,11 +65,8 @@ def _parameter_stats_kernel(
         m = tl.load(m_ptr + i, mask=mask, other=0.0)
         v = tl.load(v_ptr + i, mask=mask, other=0.0)
         g *= factor
-        m += alpha1 * (g - m)
-        v += alpha2 * (g * g - v)
-        m_hat = m * tl.load(hyper_ptr + 1)
-        v_hat = v * tl.load(hyper_ptr + 2)
-        update = lr * (m_hat / (tl.sqrt(v_hat) + eps) + decay * w)
+        corrections = tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
+        _, _, update = adamw_update(w, m, v, g, lr, *corrections, decay, alpha1, alpha2, eps)
         weights += w * w
         updates += update * update
     out = out_ptr + tl.program_id(0)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from gpt2_triton.kernels.adamw import adamw
-from gpt2_triton.kernels.master import join_master, split_master
+from gpt2_triton.kernels.device_math import join_master, split_master
 from tests.conftest import DEVICE
 from tests.helpers import error, poisoned
 from tests.kernels.test_philox import philox

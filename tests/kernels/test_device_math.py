@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpt2_triton.kernels.gelu import dgelu, gelu
+from gpt2_triton.kernels.device_math import dgelu, gelu
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import poisoned
