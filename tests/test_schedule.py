@@ -156,6 +156,7 @@ class SideBySide:
     """K that runs every kernel, then its reference on float64 copies of the same inputs, and compares each output."""
 
     WORKSPACE = ("scratch", "rowsum")  # layouts are the launchers' own business
+    step_io = gpt2_triton.kernels.step_io
 
     def __init__(self, tolerance: float):
         self.tolerance, self.workspace, self.launched = tolerance, torch.empty(1), []

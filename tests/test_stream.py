@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gpt2_triton import stream
+from gpt2_triton.kernels import step_io
 from gpt2_triton.optim import hyper_row
 from gpt2_triton.stream import STEPS, Step
 from tests.tiny import packed_batch, tiny_model
@@ -20,7 +21,7 @@ def clock(monkeypatch):
 
 
 def ring():
-    return [Step("cpu") for _ in range(STEPS)]
+    return [Step("cpu", step_io) for _ in range(STEPS)]
 
 
 def begin(step, previous):

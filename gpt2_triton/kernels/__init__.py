@@ -1,5 +1,6 @@
 """Every compute operation of GPT-2 training as a Triton kernel.  This package is the schedule's K."""
 
+from gpt2_triton.kernels import step_io as step_io
 from gpt2_triton.kernels.adamw import adamw
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
 from gpt2_triton.kernels.classifier import (

@@ -1,6 +1,6 @@
 """Output head and cross entropy in one, with the softmax's denominator applied late.  Logits are never stored.
 
-With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (hyper[3], one over the step's tokens):
+With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (step_in's, one over the step's tokens):
 
     classifier_target  zt[r]   = log2(e) * z[r, t]
     classifier_fwd     p[r, j] = exp(z[r, j] - z[r, t]),  0 at j = t and in the padding j >= V
@@ -33,6 +33,7 @@ from gpt2_triton.kernels.device_math import LOG2E, dot, exp_relative
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.step_io import LOSS_SCALE
 from gpt2_triton.kernels.tiles import halves, tile_position
 from gpt2_triton.kernels.tuning import dtype_name, is_hopper, num_sms, tuned
 
@@ -91,7 +92,7 @@ def _classifier_fwd_kernel(
 
 @triton.jit
 def _classifier_stats_kernel(
-    losses_ptr, rs_ptr, ks_ptr, lns_ptr, s_ptr, lnf_ptr, targets_ptr, hyper_ptr, R, C,
+    losses_ptr, rs_ptr, ks_ptr, lns_ptr, s_ptr, lnf_ptr, targets_ptr, step_in_ptr, R, C,
     ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -102,7 +103,7 @@ def _classifier_stats_kernel(
         loss += tl.load(losses_ptr + r, mask=r < R, other=0.0)
     tl.store(losses_ptr + r, loss, mask=r < R)
     if lns_ptr is not None:
-        scale = tl.load(hyper_ptr + 3)
+        scale = tl.load(step_in_ptr + LOSS_SCALE)
         rs = tl.where(valid, scale / (1.0 + s), 0.0)
         tl.store(rs_ptr + r, rs, mask=r < R)
         tl.store(ks_ptr + r, -rs * s, mask=r < R)
@@ -185,16 +186,16 @@ def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
     return R * (1 + triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
 
 
-@contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] hyper[8]")
+@contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[8]")
 def classifier_stats(
     losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Tensor | None,
-    rowsum: Tensor, lnf: Tensor, targets: Tensor, hyper: Tensor, acc: bool,
+    rowsum: Tensor, lnf: Tensor, targets: Tensor, step_in: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """losses (+)= log(1 + S); rs, ks: factors of dlogits; lns = rs * lnf.  These are None if only losses count."""
     R, C = lnf.shape
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
     _classifier_stats_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
-        losses, rs, ks, lns, rowsum, lnf, targets, hyper, R, C, ACC=acc, **row
+        losses, rs, ks, lns, rowsum, lnf, targets, step_in, R, C, ACC=acc, **row
     )
 
 

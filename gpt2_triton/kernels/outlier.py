@@ -13,19 +13,20 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.step_io import APPLY, LOSS, LOSS_LIMIT
 
 
 @triton.jit
-def _skip_outliers_kernel(stats_ptr, window_ptr, z_ptr, hyper_ptr, SIZE: tl.constexpr):
+def _skip_outliers_kernel(step_out_ptr, window_ptr, z_ptr, step_in_ptr, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
-    apply = tl.load(stats_ptr + 3)
+    apply = tl.load(step_out_ptr + APPLY)
     if apply == 0.0:  # not finite
         tl.store(z_ptr, 0.0)
         tl.store(z_ptr + 1, 0.0)
         return
-    for which in tl.static_range(2):
+    for which in tl.static_range(2):  # loss, norm
         row_ptr = window_ptr + which * (SIZE + 1)
-        value = tl.load(stats_ptr + which)
+        value = tl.load(step_out_ptr + LOSS + which)
         seen = tl.load(row_ptr + SIZE)  # values so far; from 2 SIZE on it falls back to SIZE, and fp32 stays exact
         values = tl.where(i == seen.to(tl.int32) % SIZE, value, tl.load(row_ptr + i))
         largest = tl.maximum(tl.max(tl.abs(values), 0), 1e-30)
@@ -34,19 +35,19 @@ def _skip_outliers_kernel(stats_ptr, window_ptr, z_ptr, hyper_ptr, SIZE: tl.cons
         deviation = tl.sqrt(tl.sum((scaled - mean) * (scaled - mean), 0) / SIZE)
         z = tl.where(deviation > 0.0, (value / largest - mean) / tl.maximum(deviation, 1e-30), 0.0)
         z = tl.where(seen >= SIZE, z, 0.0)
-        limit = tl.load(hyper_ptr + 5 + which)
+        limit = tl.load(step_in_ptr + LOSS_LIMIT + which)
         apply = tl.where((limit > 0.0) & (z > limit), 0.0, apply)
         tl.store(z_ptr + which, z)
         tl.store(row_ptr + i, values)
         tl.store(row_ptr + SIZE, tl.where(seen + 1.0 == 2.0 * SIZE, 1.0 * SIZE, seen + 1.0))
-    tl.store(stats_ptr + 3, apply)
+    tl.store(step_out_ptr + APPLY, apply)
 
 
-@contract("stats[4]+ window[2,W]+ z[2] <- hyper[8]")
-def skip_outliers(stats: Tensor, window: Tensor, z: Tensor, hyper: Tensor) -> None:
-    """z = z-scores of loss stats[0] and norm stats[1], 0 while the window fills; stats[3] = 0 if one is above its
-    limit hyper[5] or hyper[6] (0: none).
+@contract("step_out[4]+ window[2,W]+ z[2] <- step_in[8]")
+def skip_outliers(step_out: Tensor, window: Tensor, z: Tensor, step_in: Tensor) -> None:
+    """z = z-scores of the loss and the norm of step_out, 0 while the window fills; step_out[APPLY] = 0 if one is
+    above its limit in step_in (0: none).
 
     `window` is fp32, a row for the loss and one for the norm: W - 1 values (a power of two) and how many there were.
     """
-    _skip_outliers_kernel[(1,)](stats, window, z, hyper, SIZE=window.shape[1] - 1, num_warps=1)
+    _skip_outliers_kernel[(1,)](step_out, window, z, step_in, SIZE=window.shape[1] - 1, num_warps=1)

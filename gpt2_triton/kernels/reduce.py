@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.step_io import APPLY, CLIP, CLIP_FACTOR, LOSS, LOSS_SCALE, NORM
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
@@ -82,15 +83,15 @@ def _sum_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _clip_factor_kernel(stats_ptr, sumsq_ptr, hyper_ptr):
+def _clip_factor_kernel(step_out_ptr, sumsq_ptr, step_in_ptr):
     norm = tl.sqrt(tl.load(sumsq_ptr))
-    loss = tl.load(stats_ptr)
-    clip = tl.load(hyper_ptr + 4)
+    loss = tl.load(step_out_ptr + LOSS)
+    clip = tl.load(step_in_ptr + CLIP)
     factor = tl.minimum(clip / (norm + 1e-6), 1.0)
     finite = (norm < float("inf")) & (tl.abs(loss) < float("inf"))  # a comparison with NaN is false
-    tl.store(stats_ptr + 1, norm)
-    tl.store(stats_ptr + 2, tl.where(clip > 0.0, factor, 1.0))
-    tl.store(stats_ptr + 3, tl.where(finite, 1.0, 0.0))
+    tl.store(step_out_ptr + NORM, norm)
+    tl.store(step_out_ptr + CLIP_FACTOR, tl.where(clip > 0.0, factor, 1.0))
+    tl.store(step_out_ptr + APPLY, tl.where(finite, 1.0, 0.0))
 
 
 @contract("out[1]+ scratch[*] <- g[n]")
@@ -111,19 +112,21 @@ def _sum_block(n: int) -> int:
     return min(next_power_of_2(n), 1 << 18) if INTERPRET else 16384
 
 
-@contract("out[1] <- losses[R] hyper[8]")
-def loss_sum(out: Tensor, losses: Tensor, hyper: Tensor) -> None:
+@contract("out[1] <- losses[R] step_in[8]")
+def loss_sum(out: Tensor, losses: Tensor, step_in: Tensor) -> None:
     """out = loss scale * sum of losses."""
     R = losses.numel()
-    _sum_kernel[(1,)](out, losses, hyper[3:], R, ACC=False, BLOCK=min(next_power_of_2(R), 8192), num_warps=8)
+    _sum_kernel[(1,)](
+        out, losses, step_in[LOSS_SCALE.value :], R, ACC=False, BLOCK=min(next_power_of_2(R), 8192), num_warps=8
+    )
 
 
-@contract("stats[4] <- sumsq[1] hyper[8]")
-def clip_factor(stats: Tensor, sumsq: Tensor, hyper: Tensor) -> None:
-    """stats[1] = norm, stats[2] = factor that brings it to at most clip (1 if clip is 0), stats[3] = 1 if norm and
+@contract("step_out[4] <- sumsq[1] step_in[8]")
+def clip_factor(step_out: Tensor, sumsq: Tensor, step_in: Tensor) -> None:
+    """step_out's NORM, CLIP_FACTOR, which brings the norm to at most CLIP (1 if CLIP is 0), and APPLY, 1 if norm and
     loss are finite, else 0.
     """
-    _clip_factor_kernel[(1,)](stats, sumsq, hyper)
+    _clip_factor_kernel[(1,)](step_out, sumsq, step_in)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_update
+from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
@@ -42,7 +43,7 @@ def _tensor_stats_kernel(out_ptr, x_ptr, n, ACC: tl.constexpr, PARTS: tl.constex
 
 @triton.jit
 def _parameter_stats_kernel(
-    out_ptr, w_ptr, m_ptr, v_ptr, g_ptr, stats_ptr, hyper_ptr, n, decay, alpha1, alpha2, eps,
+    out_ptr, w_ptr, m_ptr, v_ptr, g_ptr, step_out_ptr, step_in_ptr, n, decay, alpha1, alpha2, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -50,8 +51,8 @@ def _parameter_stats_kernel(
     bad = tl.zeros((BLOCK,), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     updates = tl.zeros((BLOCK,), tl.float32)
-    lr = tl.load(hyper_ptr) * tl.load(stats_ptr + 3)  # no update in a step that is skipped
-    factor = tl.load(stats_ptr + 2)
+    lr = tl.load(step_in_ptr + LR) * tl.load(step_out_ptr + APPLY)  # no update in a step that is skipped
+    factor = tl.load(step_out_ptr + CLIP_FACTOR)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
         i = first + tl.arange(0, BLOCK)
         mask = i < n
@@ -65,7 +66,7 @@ def _parameter_stats_kernel(
         m = tl.load(m_ptr + i, mask=mask, other=0.0)
         v = tl.load(v_ptr + i, mask=mask, other=0.0)
         g *= factor
-        corrections = tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
+        corrections = tl.load(step_in_ptr + M_CORRECTION), tl.load(step_in_ptr + V_CORRECTION)
         _, _, update = adamw_update(w, m, v, g, lr, *corrections, decay, alpha1, alpha2, eps)
         weights += w * w
         updates += update * update
@@ -85,9 +86,9 @@ def tensor_stats(out: Tensor, x: Tensor, acc: bool) -> None:
     _tensor_stats_kernel[(P,)](out, x, x.numel(), ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
 
 
-@contract("out[5,P] <- w[n] m[n] v[n] g[n] stats[4] hyper[8]")
+@contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[4] step_in[8]")
 def parameter_stats(
-    out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, stats: Tensor, hyper: Tensor,
+    out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
     decay: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     """out = as in tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py, before
@@ -96,7 +97,7 @@ def parameter_stats(
     n, P = w.numel(), out.shape[1]
     alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
     _parameter_stats_kernel[(P,)](
-        out, w, m, v, g, stats, hyper, n, decay, *alphas, eps, PARTS=P, BLOCK=block, num_warps=4
+        out, w, m, v, g, step_out, step_in, n, decay, *alphas, eps, PARTS=P, BLOCK=block, num_warps=4
     )
 
 
