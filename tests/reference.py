@@ -37,14 +37,14 @@ def dgelu(x):
     return torch.autograd.grad(gelu(x).sum(), x)[0]
 
 
-# ---- encoder ----
+# ---- embedding ----
 
 
-def encoder_fwd(x, ids, wte, wpe):
+def embedding_fwd(x, ids, wte, wpe):
     x.copy_((wte[ids.long()] + wpe[: ids.shape[1]]).reshape(x.shape))
 
 
-def encoder_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, hot, T, acc):
+def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, split_tokens, T, acc):
     """dwte[token] += the rows of dx whose input it is and of ks * lnf whose target it is; dwpe[t] = sum over the
     batch of dx.
     """
@@ -178,7 +178,7 @@ def cache_fill(cache, qkv):
     cache.copy_(qkv.view(len(qkv), 3, -1)[:, 1:].expand(cache.shape))
 
 
-def draw(seq, logits, V, temperature, top_k, top_p):
+def sample_token(seq, logits, V, temperature, top_k, top_p):
     """The most likely token; draws are tested against numpy in tests/kernels/test_sampling.py."""
     assert temperature == 0
     seq[:, 0] = logits[:, :V].argmax(1)
@@ -210,7 +210,7 @@ def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V):
 _rowsums: dict[int, torch.Tensor] = {}
 
 
-def classifier_stats(losses, rs, ks, lns, rowsum, lnf, targets, step_in, acc):
+def classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, acc):
     """losses (+)= log(1 + S); rs, ks scale the two parts of dlogits; lns = rs * lnf.  rs, ks, lns are None when only
     losses count.
     """
@@ -240,7 +240,7 @@ def sum_squares(out, scratch, g, acc=False):
     _give(out, (g * g).sum(), acc)
 
 
-def add(out, parts):
+def add_partials(out, parts):
     for part in parts:
         out.add_(part)
 

@@ -79,7 +79,7 @@ def test_candidates_begin_with_the_current_row_and_leave_alone_what_all_gpus_sha
         assert set(row) <= {*PARAMETERS[op], *tuning.OPTIONS}
 
 
-DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "draw"}  # no part of a training step
+DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "sample_token"}  # in no training step
 TRAINING = [op for op in PARAMETERS if op not in DECODING]
 
 
@@ -92,7 +92,7 @@ def test_only_chooses_operations_and_families(monkeypatch):
     assert tune.select(None) == list(candidates.SPACE)
     assert tune.select("attention,adamw") == ["attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq", "adamw"]
     assert tune.select("layernorm_fwd") == ["layernorm_fwd"]
-    with pytest.raises(ConfigError, match="--only: unknown conv; known are matmul, classifier, encoder"):
+    with pytest.raises(ConfigError, match="--only: unknown conv; known are matmul, classifier, embedding"):
         tune.select("adamw,conv")
 
 

@@ -5,10 +5,10 @@ With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (s
     classifier_target  zt[r]   = log2(e) * z[r, t]
     classifier_fwd     p[r, j] = exp(z[r, j] - z[r, t]),  0 at j = t and in the padding j >= V
                        S[r]    = sum_j p[r, j]
-    classifier_stats   loss[r] = -log softmax(z[r])[t] = log(1 + S)
+    classifier_loss   loss[r] = -log softmax(z[r])[t] = log(1 + S)
                        rs = s / (1 + S),  ks = -s * S / (1 + S),  lns = rs * lnf
     classifier_dx      dlnf    = dz @ wte = rs * (p @ wte) + ks * wte[t],  as dz[r, j] = rs * p[r, j], and ks at j = t
-    matmul_dw          dwte    = dz.T @ lnf = p.T @ lns, and in row t ks[r] * lnf[r], which encoder_bwd adds
+    matmul_dw          dwte    = dz.T @ lnf = p.T @ lns, and in row t ks[r] * lnf[r], which embedding_bwd adds
 
 The usual softmax needs all logits of a row before the first probability: one more pass over [R, Vp] between a product
 that has just written it and two that will read it.  Here p leaves the first product's epilogue, and the denominator
@@ -91,7 +91,7 @@ def _classifier_fwd_kernel(
 
 
 @triton.jit
-def _classifier_stats_kernel(
+def _classifier_loss_kernel(
     losses_ptr, rs_ptr, ks_ptr, lns_ptr, s_ptr, lnf_ptr, targets_ptr, step_in_ptr, R, C,
     ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +163,7 @@ def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
 def classifier_fwd(
     p: Tensor | None, rowsum: Tensor, lnf: Tensor, wte: Tensor, zt: Tensor, targets: Tensor, V: int
 ) -> None:
-    """p = exp(logit - target's logit); rowsum[:R] = its row sums, for classifier_stats, the same when p is None."""
+    """p = exp(logit - target's logit); rowsum[:R] = its row sums, for classifier_loss, the same when p is None."""
     (R, C), Vp = lnf.shape, wte.shape[0]
     row = _fwd_row(R, C, Vp, dtype_name(lnf))
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
@@ -187,14 +187,14 @@ def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
 
 
 @contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[8]")
-def classifier_stats(
+def classifier_loss(
     losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Tensor | None,
     rowsum: Tensor, lnf: Tensor, targets: Tensor, step_in: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """losses (+)= log(1 + S); rs, ks: factors of dlogits; lns = rs * lnf.  These are None if only losses count."""
     R, C = lnf.shape
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
-    _classifier_stats_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
+    _classifier_loss_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
         losses, rs, ks, lns, rowsum, lnf, targets, step_in, R, C, ACC=acc, **row
     )
 

@@ -4,7 +4,7 @@ column_sums  out[n] (+)= sum_p part[p, n]        finishes bias and layernorm gra
 sum_squares  out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range
 clip_factor  norm, min(1, clip / norm), finite   what AdamW multiplies gradients with
 loss_sum     out = loss_scale * sum_r losses[r]
-add          out += x
+add_partials  out += x
 """
 
 from collections.abc import Sequence
@@ -130,7 +130,7 @@ def clip_factor(step_out: Tensor, sumsq: Tensor, step_in: Tensor) -> None:
 
 
 @triton.jit
-def _add_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_partials_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     total = tl.load(out_ptr + i, mask=mask, other=0.0)
@@ -141,8 +141,8 @@ def _add_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @contract("out[n]+ <- parts[k,n]")
-def add(out: Tensor, parts: Tensor) -> None:
+def add_partials(out: Tensor, parts: Tensor) -> None:
     """out += parts[0], += parts[1] ..., fp32, in this order."""
     k, n = parts.shape
     block = min(next_power_of_2(n), 1 << 18) if INTERPRET else 4096
-    _add_kernel[(triton.cdiv(n, block),)](out, parts, n, PARTS=k, BLOCK=block)
+    _add_partials_kernel[(triton.cdiv(n, block),)](out, parts, n, PARTS=k, BLOCK=block)

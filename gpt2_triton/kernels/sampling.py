@@ -69,7 +69,7 @@ def _gumbel(words):
 
 
 @triton.jit(do_not_specialize=["top_k"])
-def _draw_kernel(
+def _sample_token_kernel(
     seq_ptr, logits_ptr, V, Vp, factor, top_k, top_p,
     GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +115,7 @@ def _draw_kernel(
 
 
 @contract("seq[B,5]+ <- logits[B,Vp]")
-def draw(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, top_p: float) -> None:
+def sample_token(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, top_p: float) -> None:
     """seq's token is drawn from logits[:, :V], and its row and its count of draws go one up.
 
     temperature 0 takes the most likely token; top_k 0 and top_p 1 keep all.
@@ -125,5 +125,5 @@ def draw(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, to
     # a temperature below 1e-30 would give 0 * inf at the largest logit
     factor = 1.0 if greedy else min(1.0 / temperature, 1e30) * LOG2E.value
     options = dict(GREEDY=greedy, TOP_K=not greedy and 0 < top_k < V, TOP_P=not greedy and top_p < 1)
-    row = tuned("draw", "fp32", BLOCK=V)
-    _draw_kernel[(B,)](seq, logits, V, Vp, factor, top_k, float(top_p), **options, **row)
+    row = tuned("sample_token", "fp32", BLOCK=V)
+    _sample_token_kernel[(B,)](seq, logits, V, Vp, factor, top_k, float(top_p), **options, **row)

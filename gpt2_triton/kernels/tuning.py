@@ -31,10 +31,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "classifier_fwd": _PRODUCT,
     "classifier_dx": _PRODUCT,
     "classifier_rows": ("BLOCK_R", "BLOCK_C"),
-    "encoder_fwd": ("BLOCK_R", "BLOCK_C"),
-    "encoder_bwd_segments": ("BLOCK_S", "BLOCK_E", "BLOCK_C"),
-    "encoder_bwd_hot": ("BLOCK_E", "BLOCK_C"),
-    "encoder_bwd_wpe": ("BLOCK",),
+    "embedding_fwd": ("BLOCK_R", "BLOCK_C"),
+    "embedding_bwd_segments": ("BLOCK_S", "BLOCK_E", "BLOCK_C"),
+    "embedding_bwd_split": ("BLOCK_E", "BLOCK_C"),
+    "embedding_bwd_wpe": ("BLOCK",),
     "attention_fwd": _ATTENTION,
     "attention_bwd_dkdv": _ATTENTION,
     "attention_bwd_dq": _ATTENTION,
@@ -49,7 +49,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "decode_matvec": ("ELEMENTS",),
     "decode_attention": ("BLOCK_T", "STAGES"),
     "cache_fill": ("BLOCK",),
-    "draw": ("BLOCK",),
+    "sample_token": ("BLOCK",),
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton's own; a GPU's row has the first at least
 DTYPES = ("bf16", "fp32")  # a table may say "any" for both

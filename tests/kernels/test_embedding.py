@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gpt2_triton.data.loader import SEGMENT, scatter_bounds, scatter_table
-from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch, encoder_fwd
+from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests import reference
 from tests.conftest import DEVICE
@@ -24,7 +24,7 @@ def tables(ids, targets, V):
 
 
 def scratch(R, V, C):
-    return poisoned(max(1, encoder_bwd_scratch(scatter_bounds(R, V)[2], C)))
+    return poisoned(max(1, embedding_bwd_scratch(scatter_bounds(R, V)[2], C)))
 
 
 def draw_tokens(rng, R, V):
@@ -38,7 +38,7 @@ def draw_tokens(rng, R, V):
 def check_fwd(rng, B, T, Tmax, C, V, dtype):
     ids = draw_tokens(rng, B * T, V)[0].view(B, T).to(DEVICE)
     wte, wpe, x = rng(V, C, dtype=dtype), rng(Tmax, C, dtype=dtype), poisoned(B * T, C, dtype=dtype)
-    encoder_fwd(x, ids, wte, wpe)
+    embedding_fwd(x, ids, wte, wpe)
     want = (wte.float()[ids.long()] + wpe.float()[:T]).view(B * T, C)
     if dtype == torch.bfloat16 and INTERPRET:  # it truncates, so only the error is known
         assert error(x, want) < 2 * EPS[dtype]
@@ -61,9 +61,9 @@ def test_backward_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
     dx, lnf, ks = rng(R, C, dtype=dtype), rng(R, C, dtype=dtype), rng(R)
     dwte, dwpe = rng(Vp, C), rng(Tmax, C) if acc else poisoned(Tmax, C)
     before, want = dwte.clone(), [dwte.double(), dwpe.double()]
-    order, segments, hot = tables(ids, targets, V)
-    reference.encoder_bwd(*want, None, dx.double(), lnf.double(), ks.double(), order, segments, hot, T, acc)
-    encoder_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, order, segments, hot, T, acc)
+    order, segments, split_tokens = tables(ids, targets, V)
+    reference.embedding_bwd(*want, None, dx.double(), lnf.double(), ks.double(), order, segments, split_tokens, T, acc)
+    embedding_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, order, segments, split_tokens, T, acc)
     assert error(dwte, want[0]) < 1e-6  # fp32 sums of a few hundred terms
     assert error(dwpe, want[1]) < 1e-6
     untouched = torch.ones(Vp, dtype=torch.bool)
@@ -80,18 +80,20 @@ def test_a_token_may_fill_segments_to_the_last_entry(count):
     ids[count:] = 2
     dx = (2.0 ** torch.arange(R).remainder(4)).to(DEVICE)[:, None].repeat(1, C)
     dwte = torch.zeros(4, C, device=DEVICE)
-    encoder_bwd(dwte, poisoned(R, C), scratch(R, 4, C), dx, dx, poisoned(R), *tables(ids, np.full(R, -1), 4), R, False)
+    batch = tables(ids, np.full(R, -1), 4)
+    embedding_bwd(dwte, poisoned(R, C), scratch(R, 4, C), dx, dx, poisoned(R), *batch, R, False)
     assert torch.equal(dwte[1], dx[:count].sum(0)) and torch.equal(dwte[2], dx[count:].sum(0))
 
 
 def run_bwd(seed, R, V, C, outputs):
-    """encoder_bwd on the same inputs for the same seed; `outputs(*shape)` makes what it writes."""
+    """embedding_bwd on the same inputs for the same seed; `outputs(*shape)` makes what it writes."""
     generator = torch.Generator().manual_seed(seed)
     dx, lnf = (torch.randn(R, C, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
     ks, tokens = torch.randn(R, generator=generator).to(DEVICE), torch.randint(V, (2, R), generator=generator)
-    dwte, dwpe, slots = outputs(V, C), outputs(R // 2 + 5, C), outputs(encoder_bwd_scratch(scatter_bounds(R, V)[2], C))
+    dwte, dwpe = outputs(V, C), outputs(R // 2 + 5, C)
+    slots = outputs(embedding_bwd_scratch(scatter_bounds(R, V)[2], C))
     dwte.fill_(1)
-    encoder_bwd(dwte, dwpe, slots, dx, lnf, ks, *tables(*tokens, V), R // 2, False)
+    embedding_bwd(dwte, dwpe, slots, dx, lnf, ks, *tables(*tokens, V), R // 2, False)
     return dwte, dwpe
 
 
@@ -128,7 +130,7 @@ def test_gpt2_on_gpu(rng, B, C):
     runs = []
     for _ in range(2):
         dwte, dwpe = start.clone(), poisoned(T, C)
-        encoder_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, *tables(ids, targets, V), T, False)
+        embedding_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, *tables(ids, targets, V), T, False)
         runs.append((dwte, dwpe))
     assert error(runs[0][0], want) < 1e-6 and error(runs[0][1], dx.double().view(B, T, C).sum(0)) < 1e-6
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from gpt2_triton.kernels.reduce import add, clip_factor, column_sums, loss_sum, sum_squares, sum_squares_scratch
+from gpt2_triton.kernels.reduce import (
+    add_partials,
+    clip_factor,
+    column_sums,
+    loss_sum,
+    sum_squares,
+    sum_squares_scratch,
+)
 from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import error, poisoned
@@ -114,7 +121,7 @@ def test_add_rounds_after_every_part(n, k):
     want = x.clone()
     for part in parts:
         want += part
-    add(x, parts)
+    add_partials(x, parts)
     assert torch.equal(x, want)
 
 

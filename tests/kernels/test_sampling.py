@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_triton.kernels import draw
+from gpt2_triton.kernels import sample_token
 from tests.conftest import DEVICE
 from tests.kernels.test_philox import philox
 
@@ -23,7 +23,7 @@ def drawn_tokens(z, seeds, temperature=1.0, top_k=0, top_p=1.0, drawn=0):
     logits = np.full((len(seeds), -(-V // 128) * 128), 1e4, np.float32)
     logits[:, :V] = z
     seq = state(seeds, drawn)
-    draw(seq, torch.from_numpy(logits).to(DEVICE), V, temperature, top_k, top_p)
+    sample_token(seq, torch.from_numpy(logits).to(DEVICE), V, temperature, top_k, top_p)
     return seq[:, 0].tolist()
 
 
@@ -60,7 +60,7 @@ def test_temperature_0_takes_the_first_of_the_largest():
 
 def test_a_draw_moves_the_sequence_on():
     seq = state([5, 6], drawn=9)
-    draw(seq, torch.zeros(2, 128, device=DEVICE), 100, 1.0, 0, 1.0)
+    sample_token(seq, torch.zeros(2, 128, device=DEVICE), 100, 1.0, 0, 1.0)
     assert seq[:, 1:].tolist() == [[5, 10, 5, 0], [5, 10, 6, 0]]
 
 

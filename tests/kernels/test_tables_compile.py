@@ -58,10 +58,10 @@ def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
         (K.matmul_add, (x(R, C), x(R, C), x(R, C), x(C, C), x(C))),
         (K.matmul_gelu, (x(R, 4 * C), x(R, 4 * C), x(R, C), x(4 * C, C), x(4 * C))),
         (K.classifier_target, (f(R), x(R, C), x(VP, C), targets)),
-        (K.classifier_stats, (f(R), f(R), f(R), x(R, C), scratch, x(R, C), targets, f(8), False)),
-        (K.encoder_fwd, (x(R, C), i(4, R // 4), x(VP, C), x(1024, C))),
+        (K.classifier_loss, (f(R), f(R), f(R), x(R, C), scratch, x(R, C), targets, f(8), False)),
+        (K.embedding_fwd, (x(R, C), i(4, R // 4), x(VP, C), x(1024, C))),
         (
-            K.encoder_bwd,
+            K.embedding_bwd,
             (f(VP, C), f(1024, C), scratch, x(R, C), x(R, C), f(R), i(2 * R), i(R, 4), i(64, 4), 1024, False),
         ),
         (K.adamw, (x(R * C), f(R * C), f(R * C), None, f(R * C), f(4), f(8), i(4), 0, 0.1, 0.9, 0.95, 1e-8)),
@@ -77,7 +77,7 @@ def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
         small.append((K.decode_matmul, (x(B, C), x(B, 4 * C), x(C, 4 * C), x(C), None, None, x(B, C))))
         small.append((K.decode_attention, (x(B, C), cache, x(B, 3 * C), seq, NH)))
         small.append((K.cache_fill, (cache, x(1024, 3 * C))))
-        small.append((K.draw, (seq, f(B, VP), 50257, 0.8, 50, 0.9)))
+        small.append((K.sample_token, (seq, f(B, VP), 50257, 0.8, 50, 0.9)))
     return attention + large + small
 
 

@@ -18,7 +18,7 @@ from tests.kernels.test_tables_compile import Device, calls
 
 KERNELS = {
     "adamw": "_adamw_kernel",
-    "encoder_fwd": "_encoder_fwd_kernel",
+    "embedding_fwd": "_embedding_fwd_kernel",
     "layernorm_fwd": "_layernorm_fwd_kernel",
     "layernorm_bwd": "_layernorm_bwd_kernel",
     "sum_squares": "_sum_squares_kernel",
