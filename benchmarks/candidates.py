@@ -1,6 +1,6 @@
 """The rows that `bench --tune` tries: for each operation the values of each parameter, and which of them go together.
 
-What a table keeps the same for every GPU (tuned.FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not
+What is the same for every GPU (FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not
 here: no step of the four sizes uses them, and they keep their values.
 """
 
@@ -8,6 +8,20 @@ import itertools
 from collections.abc import Callable
 
 from gpt2_triton.kernels.tuning import Row
+
+# These size a scratch buffer or split a sum, and are the same in every GPU's table.  Only dW's tile may be narrower
+# than Hopper's, and then needs less.
+FIXED: dict[str, tuple[str, ...]] = {
+    "matmul": ("BLOCK_M",),
+    "matmul_dw": ("BLOCK_M", "BLOCK_K", "WAVE"),
+    "classifier_fwd": ("BLOCK_N",),
+    "attention_bwd_dkdv": ("BLOCK_N",),
+    "attention_bwd_dq": ("BLOCK_M",),
+    "attention_bwd_dkdv_wide": ("BLOCK_N",),
+    "attention_bwd_dq_wide": ("BLOCK_M",),
+    "layernorm_bwd": ("PROGRAMS",),
+    "layernorm_bwd_wide": ("PROGRAMS",),
+}
 
 _TILES = dict(num_warps=(4, 8), num_stages=(2, 3, 4))
 _BACKWARD = dict(num_warps=(4, 8), num_stages=(2, 3), maxnreg=(128, 168, 255))  # 255 is no cap
