@@ -205,7 +205,7 @@ def attention_bwd(
     _attention_bwd_dq_kernel[(blocks * B * NH,)](
         dq_desc, scratch, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **sizes, **row
     )
-    column_sums([dbias[:C]], scratch, B * blocks, acc)
+    column_sums(dbias[:C], None, None, scratch, B * blocks, acc)
 
     row = _row("attention_bwd_dkdv", dtype, T, HS)
     blocks = triton.cdiv(T, row["BLOCK_N"])
@@ -214,7 +214,7 @@ def attention_bwd(
     _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
         dkdv_desc, scratch, dout_desc, q_desc, kv_desc, lse, delta, **sizes, **row
     )
-    column_sums([dbias[C:]], scratch, B * blocks, acc)
+    column_sums(dbias[C:], None, None, scratch, B * blocks, acc)
 
 
 def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str) -> int:

@@ -178,7 +178,7 @@ def classifier_fwd(
         wte_desc = TensorDescriptor.from_tensor(wte, [block_n, block_k])
         programs = min(num_sms(), triton.cdiv(R, block_m) * tiles_n)
         _classifier_fwd_kernel[(programs,)](p_desc, part, lnf_desc, wte_desc, zt, targets, R, C, V, Vp, **row)
-    column_sums([sums], part, tiles_n, False)
+    column_sums(sums, None, None, part, tiles_n, False)
 
 
 def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:

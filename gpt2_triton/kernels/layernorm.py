@@ -109,7 +109,7 @@ def layernorm_bwd(
     _layernorm_bwd_kernel[(programs,)](
         dx, ln, scratch, dout, x, w, b, mean, rstd, R, C, ADD_DX=add_dx, BLOCK_C=next_power_of_2(C), **row
     )
-    column_sums([dw, db] if dbias is None else [dw, db, dbias], scratch, programs, acc)
+    column_sums(dw, db, dbias, scratch, programs, acc)
 
 
 def _bwd_row(R: int, C: int, dtype: str) -> dict[str, int]:

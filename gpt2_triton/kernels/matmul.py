@@ -208,7 +208,8 @@ def matmul_dx_dgelu(
     """
     _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
     R = dout.shape[0]
-    column_sums([dbias], scratch, triton.cdiv(R, tuned("matmul", dtype_name(dout), BLOCK_M=R)["BLOCK_M"]), acc)
+    blocks = triton.cdiv(R, tuned("matmul", dtype_name(dout), BLOCK_M=R)["BLOCK_M"])
+    column_sums(dbias, None, None, scratch, blocks, acc)
 
 
 def matmul_dx_dgelu_scratch(R: int, K: int, dtype: str) -> int:

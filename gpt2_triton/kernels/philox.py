@@ -62,6 +62,7 @@ def normal_init(w: Tensor, low: Tensor | None, seed: int, first: int, std: float
     _normal_init_kernel[(triton.cdiv(w.numel(), block),)](w, low, w.numel(), seed, first, std, BLOCK=block)
 
 
+@contract("w[*]")
 def fill(w: Tensor, value: float) -> None:
     """w = value, everywhere."""
     block = _block(w.numel())

@@ -7,8 +7,6 @@ loss_sum     out = loss_scale * sum_r losses[r]
 add_partials  out += x
 """
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,11 +40,13 @@ def _column_sums_kernel(
     tl.store(out_ptr + n, total, mask=n < N)
 
 
-def column_sums(outs: Sequence[Tensor], part: Tensor, P: int, acc: bool) -> None:
-    """out[n] (+)= sum over p of part[i, p, n] for the i-th of one to three outs, fp32 of N elements in any shape;
-    `part` is the beginning of an fp32 scratch.
+@contract("out[*]+ second[*]?+ third[*]?+ <- part[*]")
+def column_sums(out: Tensor, second: Tensor | None, third: Tensor | None, part: Tensor, P: int, acc: bool) -> None:
+    """out[n] (+)= sum over p of part[0, p, n]; second and third from part[1] and part[2].  Only launchers call it.
+
+    The outputs are fp32 of N elements in any shape; `part` is the beginning of an fp32 scratch.
     """
-    N = outs[0].numel()
+    N, outs = out.numel(), 1 + (second is not None) + (third is not None)
     block_p = min(next_power_of_2(P), 64)
     if INTERPRET:
         block_n = min(next_power_of_2(N), 1 << 18)
@@ -54,8 +54,7 @@ def column_sums(outs: Sequence[Tensor], part: Tensor, P: int, acc: bool) -> None
         block_p, block_n = min(next_power_of_2(P), 512), 8
     else:
         block_n = max(64, 4096 // block_p)
-    out, second, third = *outs, *[None] * (3 - len(outs))
-    _column_sums_kernel[(triton.cdiv(N, block_n), len(outs))](
+    _column_sums_kernel[(triton.cdiv(N, block_n), outs)](
         out, second, third, part, P, N, ACC=acc, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4
     )
 

@@ -1,10 +1,9 @@
-"""What a tensor looks like: sums and maxima over its elements, one partial result a program, finished on the host.
+"""Statistics of tensors: sums and maxima over the elements, one partial result per program, finished on the host.
 
 tensor_stats     sum of x^2, largest |x|, non-finite elements                                of an activation
 parameter_stats  the same of a gradient, sum of w^2, sum of (the update AdamW is about to make)^2
 
-Sums and maxima are over the finite elements.  Both kernels only read what they describe, once: their time is that of
-reading it.
+Sums and maxima are over the finite elements.  Both kernels read each tensor once and take the time of that.
 """
 
 import triton
@@ -80,7 +79,7 @@ def _parameter_stats_kernel(
 
 @contract("out[3,P]+ <- x[*]")
 def tensor_stats(out: Tensor, x: Tensor, acc: bool) -> None:
-    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc joined to what is there."""
+    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc combined with the old out."""
     P = out.shape[1]
     block = _block(x.numel(), 2048)
     _tensor_stats_kernel[(P,)](out, x, x.numel(), ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
@@ -91,8 +90,10 @@ def parameter_stats(
     out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
     decay: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    """out = as in tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py, before
-    it is rounded.
+    """out = tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py.
+
+    The update is taken before w is rounded.  With fp32 masters, w is their bf16 rounding: decay, and the ratio of update
+    and weight, are of the rounded weights.
     """
     n, P = w.numel(), out.shape[1]
     alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
@@ -102,7 +103,7 @@ def parameter_stats(
 
 
 def stats_parts() -> int:
-    """Programs, and so partial results, of either launcher: eight for each multiprocessor of an H200."""
+    """Return the programs, and so the partial results, of either launcher: eight per multiprocessor of an H200."""
     return 2 if INTERPRET else 1056
 
 

@@ -35,7 +35,7 @@ def test_column_sums_match_float64(rng, P, N, acc):
     part[P * N :] = NAN  # scratch is as large as its largest user needs
     out = rng(N) if acc else poisoned(N)
     want = part[: P * N].view(P, N).double().sum(0) + (out.double() if acc else 0)
-    column_sums([out], part, P, acc)
+    column_sums(out, None, None, part, P, acc)
     assert error(out, want) < SUMS
 
 
@@ -44,13 +44,13 @@ def test_column_sums_match_float64(rng, P, N, acc):
 def test_column_sums_of_several_in_one_launch(rng, more, acc):
     part, outs = rng(1 + more, 33, 768), [rng(768) if acc else poisoned(768) for _ in range(1 + more)]
     want = [p.double().sum(0) + (out.double() if acc else 0) for p, out in zip(part, outs, strict=True)]
-    column_sums(outs, part, 33, acc)
+    column_sums(*outs, *[None] * (2 - more), part, 33, acc)
     assert all(error(out, w) < SUMS for out, w in zip(outs, want, strict=True))
 
 
 def test_column_sums_fill_any_shape(rng):
     part, out = rng(5, 3 * 16), poisoned(3, 16)
-    column_sums([out], part, 5, False)
+    column_sums(out, None, None, part, 5, False)
     assert error(out, part.double().sum(0).view(3, 16)) < SUMS
 
 
@@ -130,7 +130,7 @@ def run_all(outputs):
     generator = torch.Generator().manual_seed(1)
     g, n = torch.randn((1 << 18) + 3, generator=generator).to(DEVICE), 2304
     sums, sumsq, total, stats = outputs(n), outputs(1), outputs(1), outputs(4)
-    column_sums([sums], g, 100, False)
+    column_sums(sums, None, None, g, 100, False)
     sum_squares(sumsq, outputs(sum_squares_scratch(g.numel())), g)
     loss_sum(total, g[:20000], row(scale=0.25))
     stats[0] = 1.0
