@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import adamw_update, join_master, split_master
+from gpt2_triton.kernels.device_math import adamw_moments, adamw_update, join_master, split_master
 from gpt2_triton.kernels.philox import ROUND, philox_words
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, SEED_HIGH, SEED_LOW, STEP, V_CORRECTION
 from gpt2_triton.kernels.tuning import dtype_name, tuned
@@ -46,11 +46,12 @@ def _adamw_kernel(
     g = tl.load(g_ptr + i, mask=mask, other=0.0) * tl.load(step_out_ptr + CLIP_FACTOR)
     m = tl.load(m_ptr + i, mask=mask, other=0.0)
     v = tl.load(v_ptr + i, mask=mask, other=0.0)
-    corrections = tl.load(step_in_ptr + M_CORRECTION), tl.load(step_in_ptr + V_CORRECTION)
-    m, v, update = adamw_update(w, m, v, g, lr, *corrections, decay, alpha1, alpha2, eps)
-    w -= update
+    m, v = adamw_moments(m, v, g, alpha1, alpha2)
     tl.store(m_ptr + i, m, mask=mask)
     tl.store(v_ptr + i, v, mask=mask)
+    m_correction = tl.load(step_in_ptr + M_CORRECTION)
+    v_correction = tl.load(step_in_ptr + V_CORRECTION)
+    w -= adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
     if STOCHASTIC:
         seed = tl.load(step_key_ptr + SEED_LOW).to(tl.int64) | (tl.load(step_key_ptr + SEED_HIGH).to(tl.int64) << 32)
         noise = philox_words(seed, first + at, tl.load(step_key_ptr + STEP), ROUND, BLOCK) & 0xFFFF

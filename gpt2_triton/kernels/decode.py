@@ -43,6 +43,18 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
 
 
 @triton.jit
+def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU: tl.constexpr):
+    """Store res + gelu(acc + b) at the offsets `at`, where n is the last dimension's index."""
+    if b_ptr is not None:
+        acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if GELU:
+        acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # of the rounded value, as in training
+    if res_ptr is not None:
+        acc += tl.load(res_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, acc, mask=mask)
+
+
+@triton.jit
 def _decode_matvec_kernel(
     out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps,
     GELU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -59,13 +71,7 @@ def _decode_matvec_kernel(
             lnb = tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
             x = (centred * rstd * lnw + lnb).to(x_ptr.dtype.element_ty).to(tl.float32)
         acc = tl.sum(w.to(tl.float32) * x[None, :], 1)
-        if b_ptr is not None:
-            acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-        if GELU:
-            acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # of the rounded value, as in training
-        if res_ptr is not None:
-            acc += tl.load(res_ptr + m * N + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(out_ptr + m * N + n, acc, mask=n < N)
+        _finish(acc, out_ptr, b_ptr, res_ptr, m * N + n, n < N, n, N, GELU)
         x_ptr += K
 
 
@@ -109,15 +115,8 @@ def _decode_matmul_kernel(
             xhat = (x.to(tl.float32) - mean[:, None]) * rstd[:, None]
             x = (xhat * lnw[None, :] + lnb[None, :]).to(x_ptr.dtype.element_ty)
         acc = dot(x, w.T, acc)
-    at = m[:, None] * N + n[None, :]
     mask = (m < B)[:, None] & (n < N)[None, :]
-    if b_ptr is not None:
-        acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if GELU:
-        acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # of the rounded value, as in training
-    if res_ptr is not None:
-        acc += tl.load(res_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, acc, mask=mask)
+    _finish(acc, out_ptr, b_ptr, res_ptr, m[:, None] * N + n[None, :], mask, n, N, GELU)
 
 
 @triton.jit

@@ -93,8 +93,12 @@ def split_master(w):
 
 
 @triton.jit
-def adamw_update(w, m, v, g, lr, m_correction, v_correction, decay, alpha1, alpha2, eps):
-    """Return the new m and v, and the update that is subtracted from w; adamw.py has the formulas."""
-    m += alpha1 * (g - m)
-    v += alpha2 * (g * g - v)
-    return m, v, lr * (m * m_correction / (tl.sqrt(v * v_correction) + eps) + decay * w)
+def adamw_moments(m, v, g, alpha1, alpha2):
+    """Return AdamW's new m and v; adamw.py has the formulas."""
+    return m + alpha1 * (g - m), v + alpha2 * (g * g - v)
+
+
+@triton.jit
+def adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps):
+    """Return what AdamW subtracts from w, given the new m and v."""
+    return lr * (m * m_correction / (tl.sqrt(v * v_correction) + eps) + decay * w)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import adamw_update
+from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
@@ -65,8 +65,10 @@ def _parameter_stats_kernel(
         m = tl.load(m_ptr + i, mask=mask, other=0.0)
         v = tl.load(v_ptr + i, mask=mask, other=0.0)
         g *= factor
-        corrections = tl.load(step_in_ptr + M_CORRECTION), tl.load(step_in_ptr + V_CORRECTION)
-        _, _, update = adamw_update(w, m, v, g, lr, *corrections, decay, alpha1, alpha2, eps)
+        m, v = adamw_moments(m, v, g, alpha1, alpha2)
+        m_correction = tl.load(step_in_ptr + M_CORRECTION)
+        v_correction = tl.load(step_in_ptr + V_CORRECTION)
+        update = adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
         weights += w * w
         updates += update * update
     out = out_ptr + tl.program_id(0)
@@ -92,8 +94,8 @@ def parameter_stats(
 ) -> None:  # fmt: skip
     """out = tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py.
 
-    The update is taken before w is rounded.  With fp32 masters, w is their bf16 rounding: decay, and the ratio of update
-    and weight, are of the rounded weights.
+    The update is taken before w is rounded.  With fp32 masters, w is their bf16 rounding: the decay, and the ratio of
+    update and weight, are of the rounded weights.
     """
     n, P = w.numel(), out.shape[1]
     alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
