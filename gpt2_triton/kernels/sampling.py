@@ -25,8 +25,22 @@ from gpt2_triton.kernels.tuning import tuned
 
 
 @triton.jit
+def _limits(z_ptr, V, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the largest logit, and with SMALLEST the smallest, else -inf."""
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    smallest = tl.full((BLOCK,), float("inf"), tl.float32)
+    for first in range(0, V, BLOCK):
+        j = first + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(z_ptr + j, mask=j < V, other=float("-inf")))
+        if SMALLEST:
+            smallest = tl.minimum(smallest, tl.load(z_ptr + j, mask=j < V, other=float("inf")))
+    peak = tl.max(largest, 0)
+    return peak, tl.min(smallest, 0) if SMALLEST else peak - float("inf")
+
+
+@triton.jit
 def _reached(z_ptr, V, bound, peak, factor, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many logits are at least `bound`, and with MASS the sum of their exp((z - peak) / temperature)."""
+    """Return how many logits are at least `bound`, and with MASS the sum of their exp((z - peak) / temperature)."""
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, V, BLOCK):
@@ -41,7 +55,7 @@ def _reached(z_ptr, V, bound, peak, factor, MASS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _raise_bound(z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest bound (and its count) that `goal` logits, or a mass of `goal`, reach; `low` is known to do."""
+    """Return the largest bound that `goal` logits, or a mass of `goal`, reach, and its count; `low` is one of these."""
     high = peak
     high_count, mass = _reached(z_ptr, V, high, peak, factor, MASS, BLOCK)
     enough = (mass if MASS else high_count.to(tl.float32)) >= goal
@@ -68,34 +82,9 @@ def _gumbel(words):
     return -tl.log(e)
 
 
-@triton.jit(do_not_specialize=["top_k"])
-def _sample_token_kernel(
-    seq_ptr, logits_ptr, V, Vp, factor, top_k, top_p,
-    GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    seq_ptr += b * FIELDS
-    z_ptr = logits_ptr + b * Vp
-    drawn = tl.load(seq_ptr + DRAWN)
-    seed = tl.load(seq_ptr + SEED_LOW).to(tl.int64) | (tl.load(seq_ptr + SEED_HIGH).to(tl.int64) << 31)
-    row = tl.load(seq_ptr + ROW)
-
-    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    smallest = tl.full((BLOCK,), float("inf"), tl.float32)
-    for first in range(0, V, BLOCK):
-        j = first + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.load(z_ptr + j, mask=j < V, other=float("-inf")))
-        if TOP_K or TOP_P:
-            smallest = tl.minimum(smallest, tl.load(z_ptr + j, mask=j < V, other=float("inf")))
-    peak = tl.max(largest, 0)
-    bound = tl.min(smallest, 0) if TOP_K or TOP_P else peak - float("inf")
-    count = V + drawn * 0
-    if TOP_K:
-        bound, count = _raise_bound(z_ptr, V, bound, count, top_k.to(tl.float32), peak, factor, False, BLOCK)
-    if TOP_P:
-        _, mass = _reached(z_ptr, V, bound, peak, factor, True, BLOCK)
-        bound, count = _raise_bound(z_ptr, V, bound, count, top_p * mass, peak, factor, True, BLOCK)
-
+@triton.jit
+def _argmax(z_ptr, V, bound, peak, factor, seed, drawn, GREEDY: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the first index of the largest score among the logits that are at least `bound`."""
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     index = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, V, BLOCK):
@@ -108,8 +97,28 @@ def _sample_token_kernel(
         better = (z >= bound) & (j < V) & (score > best)
         best = tl.where(better, score, best)
         index = tl.where(better, j, index)
-    token = tl.min(tl.where(best == tl.max(best, 0), index, V), 0)
-    tl.store(seq_ptr + TOKEN, token)
+    return tl.min(tl.where(best == tl.max(best, 0), index, V), 0)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def _sample_token_kernel(
+    seq_ptr, logits_ptr, V, Vp, factor, top_k, top_p,
+    GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    seq_ptr += b * FIELDS
+    z_ptr = logits_ptr + b * Vp
+    drawn = tl.load(seq_ptr + DRAWN)
+    seed = tl.load(seq_ptr + SEED_LOW).to(tl.int64) | (tl.load(seq_ptr + SEED_HIGH).to(tl.int64) << 31)
+    row = tl.load(seq_ptr + ROW)
+    peak, bound = _limits(z_ptr, V, TOP_K or TOP_P, BLOCK)
+    count = V + drawn * 0  # a tensor, as the count of a bound is
+    if TOP_K:
+        bound, count = _raise_bound(z_ptr, V, bound, count, top_k.to(tl.float32), peak, factor, False, BLOCK)
+    if TOP_P:
+        _, mass = _reached(z_ptr, V, bound, peak, factor, True, BLOCK)
+        bound, count = _raise_bound(z_ptr, V, bound, count, top_p * mass, peak, factor, True, BLOCK)
+    tl.store(seq_ptr + TOKEN, _argmax(z_ptr, V, bound, peak, factor, seed, drawn, GREEDY, BLOCK))
     tl.store(seq_ptr + ROW, row + 1)
     tl.store(seq_ptr + DRAWN, drawn + 1)
 
