@@ -5,15 +5,13 @@ in.
     m += alpha1 * (g - m),    v += alpha2 * (g^2 - v),    alpha = 1 - beta, subtracted in float64 by the host
     w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
 
-lr, the bias corrections, the clip factor, the step and the seed are read from device memory, so a captured launch
-serves every step.  Nothing changes when step_out[APPLY] is 0.  The new w is stored in one
-of three ways:
+lr, the bias corrections, the clip factor, the step and the seed are read from device memory (step_io.py), so that a
+captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  The new w is stored in one of three ways:
 fp32            as it is
 bf16            rounded stochastically: 16 random bits are added below the ones that stay, so that the rounding error
                 is 0 on average and updates smaller than half an ulp are not lost; the bits are Philox's for (seed,
                 step, element)
-bf16 with low   exactly: with u the fp32 bits, hi = (u + 0x8000) >> 16 is w rounded to nearest and low = u & 0xFFFF
-                is the rest; back again, u = (hi << 16 | low) - (0x10000 if low >= 0x8000 else 0)
+bf16 with low   exactly, as bf16 and the 16 lower bits (device_math.split_master)
 """
 
 import triton
@@ -27,7 +25,7 @@ from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, SE
 from gpt2_triton.kernels.tuning import dtype_name, tuned
 
 
-@triton.jit(do_not_specialize=["first"])  # an index and no address: its divisibility buys nothing
+@triton.jit(do_not_specialize=["first"])  # an index, not an address: divisibility gains nothing
 def _adamw_kernel(
     w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, first, decay, alpha1, alpha2, eps,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,

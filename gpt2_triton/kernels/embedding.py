@@ -7,12 +7,16 @@ embedding_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r wit
 The second sum belongs to the output head, whose weights are wte too: ks is the gradient of the target's logit (see
 classifier.py).
 
-Rows that share a token collide, and atomic adds would add them in another order in every run.  So the host sorts the
-2R entries by token (scatter_table in gpt2_triton/data/loader.py): entry e < R is row e of dx, entry e >= R row e - R of
-lnf.  A segment is at most 128 entries of one token, added up by one program.  A token with more entries has several;
-their sums go to `slots` of scratch, which a second kernel adds in order.  Every row of dwte thus has one writer and one
-order, and rows without entries are not touched.  The tables have fixed sizes, as launches are replayed from a CUDA
-graph: unused rows have length 0.
+Rows that share a token collide, and atomic adds would add them in a different order in each run.  So the host sorts the
+2R entries by token (scatter_table of the data loader): entry e < R is row e of dx, entry e >= R row e - R of lnf.  A
+segment is at most 128 entries of one token, which one program adds up.  A token with more entries is split into several
+segments; their sums go to `slots` of scratch, which a second kernel adds in order.  So each row of dwte has one writer
+and one order, and rows without entries are not touched.  The tables have fixed sizes, because launches are replayed
+from a CUDA graph: unused rows have length 0.
+
+order         int32 [2R]    entries, sorted by token
+segments      int32 [Ns,4]  token, first index in order, length, slot in scratch (-1: add to dwte)
+split_tokens  int32 [Nh,4]  token, first slot, number of slots, 0
 """
 
 import triton
@@ -89,7 +93,7 @@ def _embedding_bwd_split_kernel(dwte_ptr, part_ptr, split_tokens_ptr, C, BLOCK_E
 
 @triton.jit
 def _embedding_bwd_wpe_kernel(dwpe_ptr, dx_ptr, B, TC, TmaxC, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """dwpe and the rows of dx are flat here: element i of [T, C], the same of every sequence."""
+    """dwpe and dx are flat here: i is an element of [T, C], summed over the B sequences."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for b in tl.range(B, loop_unroll_factor=4):  # four loads in flight
@@ -126,5 +130,5 @@ def embedding_bwd(
 
 
 def embedding_bwd_scratch(slots: int, C: int) -> int:
-    """fp32 elements: the sums of the segments of tokens that have more than one."""
+    """Return the fp32 elements: one row of sums per segment of a split token."""
     return slots * C

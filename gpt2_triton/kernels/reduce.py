@@ -1,10 +1,10 @@
-"""Reductions in a fixed order: partial sums per program, then one more kernel; two runs agree bit for bit.
+"""Reductions in a fixed order, so that two runs agree bit for bit: partial sums per program, then one more kernel.
 
-column_sums  out[n] (+)= sum_p part[p, n]        finishes bias and layernorm gradients, up to three at once
-sum_squares  out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range
-clip_factor  norm, min(1, clip / norm), finite   what AdamW multiplies gradients with
-loss_sum     out = loss_scale * sum_r losses[r]
-add_partials  out += x
+column_sums   out[n] (+)= sum_p part[p, n]        the end of bias and layernorm gradients, up to three at once
+sum_squares   out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range
+clip_factor   norm, min(1, clip / norm), finite   AdamW multiplies gradients with the factor
+loss_sum      out = loss_scale * sum_r losses[r]
+add_partials  out += sum_k parts[k]               gradients that other ranks have sent
 """
 
 import triton
@@ -16,7 +16,7 @@ from gpt2_triton.kernels.step_io import APPLY, CLIP, CLIP_FACTOR, LOSS, LOSS_SCA
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
-@triton.jit(do_not_specialize=["P"])  # a count of rows: its divisibility buys nothing
+@triton.jit(do_not_specialize=["P"])  # a count of rows: divisibility gains nothing
 def _column_sums_kernel(
     out_ptr, second_ptr, third_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -50,7 +50,7 @@ def column_sums(out: Tensor, second: Tensor | None, third: Tensor | None, part: 
     block_p = min(next_power_of_2(P), 64)
     if INTERPRET:
         block_n = min(next_power_of_2(N), 1 << 18)
-    elif N < 1 << 16:  # few columns: narrow blocks, eight columns to a sector, to give every multiprocessor some
+    elif N < 1 << 16:  # few columns: blocks of eight, one sector, give each multiprocessor some
         block_p, block_n = min(next_power_of_2(P), 512), 8
     else:
         block_n = max(64, 4096 // block_p)
@@ -68,7 +68,7 @@ def _sum_squares_kernel(part_ptr, g_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sum_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """One program adds n numbers, BLOCK lanes wide, in a fixed order."""
+    """Add n numbers in one program, BLOCK lanes wide, in a fixed order."""
     lanes = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, n, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -103,7 +103,7 @@ def sum_squares(out: Tensor, scratch: Tensor, g: Tensor, acc: bool = False) -> N
 
 
 def sum_squares_scratch(n: int) -> int:
-    """fp32 elements: a partial sum per block."""
+    """Return the fp32 elements: a partial sum per block."""
     return triton.cdiv(n, _sum_block(n))
 
 
@@ -141,7 +141,7 @@ def _add_partials_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.c
 
 @contract("out[n]+ <- parts[k,n]")
 def add_partials(out: Tensor, parts: Tensor) -> None:
-    """out += parts[0], += parts[1] ..., fp32, in this order."""
+    """out += parts[0], then parts[1] ..., in fp32."""
     k, n = parts.shape
     block = min(next_power_of_2(n), 1 << 18) if INTERPRET else 4096
     _add_partials_kernel[(triton.cdiv(n, block),)](out, parts, n, PARTS=k, BLOCK=block)

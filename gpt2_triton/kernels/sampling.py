@@ -1,16 +1,17 @@
-"""The next token of each sequence from its logits: temperature, top-k, top-p, and a draw without a sum or a sort.
+"""Sampling of each sequence's next token from its logits, with temperature, top-k and top-p, without sorting them.
 
 top_k    keep the k largest logits: z >= the largest bound that at least k logits reach
 top_p    of those, keep the most likely that together have probability p (nucleus sampling, Holtzman et al. 2020,
          https://arxiv.org/abs/1904.09751): the largest bound whose logits have at least p of the mass kept so far
-draw     argmax_j (z[j] / temperature + G[j]),  G[j] = -log(E[j]),  E[j] = -log(1 - u[j]) exponential: the Gumbel-max
+token    argmax_j (z[j] / temperature + G[j]),  G[j] = -log(E[j]),  E[j] = -log(1 - u[j]) exponential: the Gumbel-max
          trick; j has probability softmax(z / temperature)[j]
 
 Both bounds are found by bisection, which ends when one logit is left between a bound that is too high and one that is
-not: the sets are exact.  Equal logits at a bound stay or go together.  The mass is summed in fp32, in a fixed order.
+not, so the sets are exact.  Equal logits at a bound are kept or removed together.  The mass is summed in fp32, in a
+fixed order.
 
-u[j] is word j of Philox (random.py) for the sequence's seed and the number of tokens drawn so far: a draw does not
-depend on which other sequences are decoded at the same time.
+u[j] is word j of Philox (philox.py) for the sequence's seed and the number of tokens sampled so far.  It does not
+depend on the other sequences of the decode batch.
 """
 
 import triton
@@ -76,7 +77,7 @@ def _raise_bound(z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexp
 
 @triton.jit
 def _gumbel(words):
-    """-log(E), E = -log(1 - u), u = (word + 1/2) / 2^32; small E, which win draws, to full precision."""
+    """Return -log(E), E = -log(1 - u), u = (word + 1/2) / 2^32; small E, which win, have full precision."""
     u = (words.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
     e = tl.where(u < 0.0009765625, u + u * u * 0.5, -tl.log(1.0 - u))  # the next term, u^3 / 3, is below 4e-7 of it
     return -tl.log(e)
@@ -125,9 +126,9 @@ def _sample_token_kernel(
 
 @contract("seq[B,5]+ <- logits[B,Vp]")
 def sample_token(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, top_p: float) -> None:
-    """seq's token is drawn from logits[:, :V], and its row and its count of draws go one up.
+    """Set each sequence's token to one sampled from logits[:, :V]; increment its row and its count of tokens sampled.
 
-    temperature 0 takes the most likely token; top_k 0 and top_p 1 keep all.
+    temperature 0 takes the most likely token; top_k 0 and top_p 1 keep all tokens.
     """
     B, Vp = logits.shape
     greedy = temperature == 0
