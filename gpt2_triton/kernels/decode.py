@@ -115,8 +115,9 @@ def _decode_matmul_kernel(
             xhat = (x.to(tl.float32) - mean[:, None]) * rstd[:, None]
             x = (xhat * lnw[None, :] + lnb[None, :]).to(x_ptr.dtype.element_ty)
         acc = dot(x, w.T, acc)
+    at = m[:, None] * N + n[None, :]
     mask = (m < B)[:, None] & (n < N)[None, :]
-    _finish(acc, out_ptr, b_ptr, res_ptr, m[:, None] * N + n[None, :], mask, n, N, GELU)
+    _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU)
 
 
 @triton.jit
