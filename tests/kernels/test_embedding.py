@@ -48,14 +48,14 @@ def check_fwd(rng, B, T, Tmax, C, V, dtype):
 
 @dtypes
 @shapes
-def test_forward_is_the_sum_of_two_rows(rng, B, T, Tmax, C, V, dtype):
+def test_embedding_fwd_adds_two_rows(rng, B, T, Tmax, C, V, dtype):
     check_fwd(rng, B, T, Tmax, C, V, dtype)
 
 
 @accumulate
 @dtypes
 @shapes
-def test_backward_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
+def test_embedding_bwd_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
     R, Vp = B * T, V + 7
     ids, targets = draw_tokens(rng, R, V)
     dx, lnf, ks = rng(R, C, dtype=dtype), rng(R, C, dtype=dtype), rng(R)
@@ -73,7 +73,7 @@ def test_backward_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
 
 
 @pytest.mark.parametrize("count", [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 128 * SEGMENT + 1])
-def test_a_token_may_fill_segments_to_the_last_entry(count):
+def test_embedding_bwd_with_full_segments(count):
     """Entries are the powers 1, 2, 4, 8 by turns: their sum is exact in fp32, so a lost or doubled one shows."""
     R, C = count + 43, 16
     ids = np.full(R, 1, np.int32)
@@ -97,12 +97,12 @@ def run_bwd(seed, R, V, C, outputs):
     return dwte, dwpe
 
 
-def test_two_runs_are_bit_equal():
+def test_embedding_bwd_is_deterministic():
     for first, second in zip(*(run_bwd(0, 1200, 7, 48, poisoned) for _ in range(2)), strict=True):
         assert torch.equal(first, second)
 
 
-def test_nothing_is_written_outside_the_outputs():
+def test_embedding_writes_only_its_outputs():
     guards = []
 
     def guarded(*shape):
@@ -118,7 +118,7 @@ def test_nothing_is_written_outside_the_outputs():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("B,C", [(64, 768), (16, 1600)], ids=["124M", "1558M"])
-def test_gpt2_on_gpu(rng, B, C):
+def test_embedding_of_gpt2_on_gpu(rng, B, C):
     T, V = 1024, 50257
     R = B * T
     check_fwd(rng, B, T, T, C, V, torch.bfloat16)

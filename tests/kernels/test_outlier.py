@@ -58,7 +58,7 @@ def series(n, spikes=(20, 30)):
     return losses.astype(np.float32).tolist(), norms.astype(np.float32).tolist()
 
 
-def test_z_scores_equal_llm_c_in_float64():
+def test_skip_outliers_z_scores_match_llm_c():
     """After 300 steps the window has wrapped twice and the count fallen back.  fp32 values of 3.3 with deviations of
     0.03 keep five digits.
     """
@@ -70,7 +70,7 @@ def test_z_scores_equal_llm_c_in_float64():
         np.testing.assert_allclose(z, want, rtol=1e-4, atol=1e-4)
 
 
-def test_the_reference_and_the_kernel_agree():
+def test_skip_outliers_matches_the_reference():
     device, window, z = Device(3.0, 3.0), torch.zeros(2, SIZE + 1).double(), torch.zeros(2).double()
     for loss, norm in zip(*series(40)):
         got = device.judge(loss, norm)
@@ -82,13 +82,13 @@ def test_the_reference_and_the_kernel_agree():
 
 
 @pytest.mark.parametrize("limits, skipped", [((0, 0), []), ((3, 0), [20]), ((0, 3), [30]), ((3, 3), [20, 30])])
-def test_only_a_step_above_its_limit_is_skipped(limits, skipped):
+def test_skip_outliers_skips_only_above_the_limit(limits, skipped):
     device = Device(*limits)
     applied = [device.judge(*pair)[2] for pair in zip(*series(40))]
     assert [step for step, ok in enumerate(applied) if not ok] == skipped
 
 
-def test_a_step_that_is_not_finite_stays_skipped_and_out_of_the_window():
+def test_skip_outliers_keeps_non_finite_steps_out_of_the_window():
     losses, norms = series(40)
     clean, dirty = Device(3.0, 3.0), Device(3.0, 3.0)
     for step, pair in enumerate(zip(losses, norms)):
@@ -98,7 +98,7 @@ def test_a_step_that_is_not_finite_stays_skipped_and_out_of_the_window():
     assert torch.equal(clean.window, dirty.window)
 
 
-def test_equal_values_have_no_outlier_and_the_largest_norms_do_not_overflow():
+def test_skip_outliers_of_equal_values_and_of_huge_norms():
     device = Device(3.0, 3.0)
     for _ in range(SIZE + 2):
         z_loss, z_norm, applied = device.judge(2.5, 1.0)
@@ -106,7 +106,7 @@ def test_equal_values_have_no_outlier_and_the_largest_norms_do_not_overflow():
     assert device.judge(2.5, 1.8e19) == (0.0, pytest.approx(math.sqrt(SIZE - 1), rel=1e-5), False)
 
 
-def test_a_window_taken_along_goes_on_alike():
+def test_skip_outliers_continues_from_a_copied_window():
     """The count in its last column is enough: half full, or full and wrapped, a copy judges as the original does."""
     pairs = list(zip(*series(60)))
     for stop in (10, 40):

@@ -86,7 +86,7 @@ SCRIPT = """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py does this with the real driver")
-def test_compiling_compiles_each_kernel_once_and_launches_nothing(tmp_path):
+def test_compiling_compiles_each_kernel_once_without_launching(tmp_path):
     """Three kernels, one of them Gluon's; a second process finds all of them in Triton's cache.  Each has its own
     launcher.  A kernel that does not compile is an error, at once or when it is launched.
     """

@@ -64,7 +64,7 @@ def test_sum_squares_matches_float64(rng, n):
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e20])  # the square of 1e20 is beyond fp32
 @pytest.mark.parametrize("at", [0, 999, -1])
-def test_one_bad_gradient_reaches_the_sum(rng, value, at):
+def test_sum_squares_propagates_one_non_finite_gradient(rng, value, at):
     g, out = rng((1 << 18) + 3), poisoned(1)
     g[at] = value
     sum_squares(out, poisoned(sum_squares_scratch(g.numel())), g)
@@ -97,7 +97,7 @@ def test_clip_factor_matches_float64(sumsq, clip):
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("loss,sumsq", [(NAN, 4.0), (INF, 4.0), (-INF, 4.0), (2.0, NAN), (2.0, INF), (NAN, NAN)])
-def test_a_step_that_is_not_finite_is_flagged(loss, sumsq, clip):
+def test_clip_factor_flags_a_non_finite_step(loss, sumsq, clip):
     stats = torch.tensor([loss, NAN, NAN, NAN], device=DEVICE)
     clip_factor(stats, torch.tensor([sumsq], device=DEVICE), row(clip=clip))
     assert stats[3] == 0
@@ -105,7 +105,7 @@ def test_a_step_that_is_not_finite_is_flagged(loss, sumsq, clip):
     assert torch.allclose(stats[1], norm, equal_nan=True)  # as it was, for the log
 
 
-def test_sums_of_squares_of_several_ranges_add_up():
+def test_sum_squares_accumulates_over_ranges():
     """As of a rank's shares of several buckets; 2^-24 a sum, and there are two."""
     g, out = torch.linspace(-1, 2, 5000, device=DEVICE), poisoned(1)
     for i, part in enumerate((g[:4000], g[4000:])):
@@ -115,7 +115,7 @@ def test_sums_of_squares_of_several_ranges_add_up():
 
 @pytest.mark.parametrize("n", [1, 4096, 5001])
 @pytest.mark.parametrize("k", [1, 3])
-def test_add_rounds_after_every_part(n, k):
+def test_add_partials_rounds_after_each_part(n, k):
     generator = torch.Generator().manual_seed(n)
     x, parts = (torch.randn(shape, generator=generator).to(DEVICE) for shape in ((n,), (k, n)))
     want = x.clone()
@@ -138,12 +138,12 @@ def run_all(outputs):
     return sums, sumsq, total, stats
 
 
-def test_two_runs_are_bit_equal():
+def test_reductions_are_deterministic():
     for first, second in zip(run_all(poisoned), run_all(poisoned), strict=True):
         assert torch.isfinite(first).all() and torch.equal(first, second)
 
 
-def test_nothing_is_written_outside_the_outputs():
+def test_reductions_write_only_their_outputs():
     guards = []
 
     def guarded(*shape):
@@ -158,7 +158,7 @@ def test_nothing_is_written_outside_the_outputs():
 
 
 @pytest.mark.gpu
-def test_gpt2_on_gpu(rng):
+def test_reductions_of_gpt2_on_gpu(rng):
     """The gradient norm of GPT-2 124M, and of one so long that element offsets pass 2^31."""
     for n in (124_475_904, (1 << 31) + 5):
         g, out = torch.ones(n, device=DEVICE), poisoned(1)

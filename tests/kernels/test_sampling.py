@@ -52,13 +52,13 @@ LOGITS = np.random.default_rng(3).normal(size=1000) * 3
 SEEDS = [0, 1, 5 << 40, (1 << 62) - 1]
 
 
-def test_temperature_0_takes_the_first_of_the_largest():
+def test_sample_token_at_temperature_0_takes_the_first_largest():
     z = np.zeros((2, 300))
     z[0, [17, 120]], z[1, 299] = 3, 1
     assert drawn_tokens(z, [1, 2], temperature=0) == [17, 299]
 
 
-def test_a_draw_moves_the_sequence_on():
+def test_sample_token_advances_the_sequence():
     seq = state([5, 6], drawn=9)
     sample_token(seq, torch.zeros(2, 128, device=DEVICE), 100, 1.0, 0, 1.0)
     assert seq[:, 1:].tolist() == [[5, 10, 5, 0], [5, 10, 6, 0]]
@@ -66,7 +66,7 @@ def test_a_draw_moves_the_sequence_on():
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 @pytest.mark.parametrize("top_k,top_p", [(0, 1.0), (1, 1.0), (50, 1.0), (0, 0.1), (0, 0.9), (40, 0.8), (5000, 1.0)])
-def test_draws_are_numpys(temperature, top_k, top_p):
+def test_sample_token_matches_numpy(temperature, top_k, top_p):
     """The largest score of the kept set, for every seed and number of draws."""
     inside = kept(LOGITS, temperature, top_k, top_p)
     want = [int(np.where(inside, scores(LOGITS, s, 7, temperature), -np.inf).argmax()) for s in SEEDS]
@@ -74,7 +74,7 @@ def test_draws_are_numpys(temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize("top_k,top_p", [(1, 1.0), (2, 1.0), (299, 1.0), (0, 0.01), (0, 0.5), (0, 0.99), (9, 0.7)])
-def test_sets_are_exact(top_k, top_p):
+def test_top_k_and_top_p_sets_are_exact(top_k, top_p):
     """Of two seeds, one would draw the first token outside the set, one draws the last token inside."""
     z, temperature = np.random.default_rng(top_k).permutation(np.linspace(-4, 4, 300)), 3.0
     inside = kept(z, temperature, top_k, top_p)
@@ -88,13 +88,13 @@ def test_sets_are_exact(top_k, top_p):
         assert drawn_tokens(z, [seed], temperature, top_k, top_p) == [want]
 
 
-def test_equal_logits_at_the_bound_stay_together():
+def test_equal_logits_at_the_bound_are_kept_together():
     """Three that a draw at this temperature cannot tell apart, and no more."""
     assert set(drawn_tokens([5.0, 3.0, 3.0, 1.0], range(8), 1e4, top_k=2)) == {0, 1, 2}
     assert set(drawn_tokens(np.zeros(4), range(8), 1.0, top_k=3)) == {0, 1, 2, 3}
 
 
-def test_the_distribution_is_the_softmax():
+def test_sample_token_distribution_is_the_softmax():
     """Of the scores that the kernel's draws equal: 4000 draws from 12 tokens; chi-square with 11 degrees of freedom,
     whose 99.9% point is 31.3.
     """
@@ -104,11 +104,11 @@ def test_the_distribution_is_the_softmax():
     assert ((counts - 4000 * p) ** 2 / (4000 * p)).sum() < 31.3
 
 
-def test_a_draw_does_not_depend_on_the_batch():
+def test_sample_token_does_not_depend_on_the_batch():
     z = np.random.default_rng(0).normal(size=(6, 200))
     together = drawn_tokens(z, range(6), 0.8, 20, 0.9)
     assert together == [drawn_tokens(z[i : i + 1], [i], 0.8, 20, 0.9)[0] for i in range(6)]
 
 
-def test_a_temperature_near_0_is_greedy():
+def test_sample_token_at_tiny_temperature_is_greedy():
     assert drawn_tokens(LOGITS, SEEDS, temperature=1e-40) == [int(LOGITS.argmax())] * 4

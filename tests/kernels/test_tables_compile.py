@@ -147,7 +147,7 @@ def spills(log: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", CAPABILITY)
-def test_the_nearest_to_spilling_of_a_table_does_not_on_its_gpu(name):
+def test_kernel_nearest_to_spilling_does_not_spill(name):
     """In a process of its own, as this one's kernels may belong to the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(

@@ -85,7 +85,7 @@ def found():
 
 
 @pytest.mark.parametrize("launcher", KERNELS)
-def test_bytes_move_16_at_a_time(found, launcher):
+def test_bandwidth_bound_kernels_access_16_bytes_at_once(found, launcher):
     """All but numbers of a row (mean, rstd, token) or of a step (rate, clip factor), which are 4 bytes: at most 8 such
     accesses in a kernel, a seventh of the bits.
     """
