@@ -1,8 +1,7 @@
 """The kernels' launchers in plain torch, with the same signatures: outputs first, written in place.
 
-Tests call them in float64 to judge a kernel, and hand this module to the model as `K` to judge the schedule against
-autograd.
-`acc` is the kernels' ACC: False overwrites a gradient, True adds to it.
+Tests compare kernels with them in float64, and run the model with this module as `K` to compare the schedule with
+autograd.  `acc` is the kernels' ACC: False overwrites a gradient, True adds to it.
 """
 
 import math
@@ -14,7 +13,7 @@ import triton.language as tl
 
 from gpt2_triton.kernels import step_io
 
-# the indices as plain integers, for tensors take no constexpr
+# the indices as plain integers, because a constexpr cannot index a tensor
 io = SimpleNamespace(**{name: i.value for name, i in vars(step_io).items() if isinstance(i, tl.constexpr)})
 
 LOG2E = 1 / math.log(2)
@@ -147,7 +146,7 @@ def attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc):
     _give(dbias, dqkv.sum(0), acc)
 
 
-# ---- decoding: seq is [B, 5], token, row in the cache, tokens drawn, two halves of the seed ----
+# ---- decoding: seq is [B, 5], token, row in the cache, tokens sampled, two halves of the seed ----
 
 
 def decode_embed(x, seq, wte, wpe):
@@ -179,7 +178,7 @@ def cache_fill(cache, qkv):
 
 
 def sample_token(seq, logits, V, temperature, top_k, top_p):
-    """The most likely token; draws are tested against numpy in tests/kernels/test_sampling.py."""
+    """Set the most likely token; tests/kernels/test_sampling.py compares sampling with numpy."""
     assert temperature == 0
     seq[:, 0] = logits[:, :V].argmax(1)
     seq[:, 1:3] += 1

@@ -21,7 +21,7 @@ lengths = pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
 
 
 class Adam:
-    """Weights in one of the three storages with what an update reads; m and v start as zeros."""
+    """Weights in one of the three storages, with the other arguments of adamw; m and v start as zeros."""
 
     def __init__(self, w, storage, seed=SEED, first=0, decay=DECAY):
         self.w = w.to(torch.float32 if storage == "fp32" else torch.bfloat16, copy=True)
@@ -31,17 +31,17 @@ class Adam:
 
     def step(self, g, lr=1e-3, factor=1.0, applied=1.0):
         nan, t = float("nan"), self.t + 1
-        hyper = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), nan, nan, nan, nan, nan]
-        stats, hyper = (torch.tensor(row, device=DEVICE) for row in ([nan, nan, factor, applied], hyper))
+        step_in = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), nan, nan, nan, nan, nan]
+        step_out, step_in = (torch.tensor(row, device=DEVICE) for row in ([nan, nan, factor, applied], step_in))
         key = [self.t, self.seed & 0x7FFFFFFF, self.seed >> 31, 0]
         key = torch.tensor(key, dtype=torch.int32, device=DEVICE)
         state = self.w, self.m, self.v, self.low
-        adamw(*state, g, stats, hyper, key, self.first, self.decay, BETA1, BETA2, EPSILON)
+        adamw(*state, g, step_out, step_in, key, self.first, self.decay, BETA1, BETA2, EPSILON)
         self.t = t
         return self
 
     def bits(self):
-        """The weights' bits; with a master copy, of the fp32 numbers."""
+        """Return the bits of the weights; with masters, of the fp32 numbers."""
         if self.low is None:
             return self.w.view(torch.int32 if self.w.dtype == torch.float32 else torch.int16)
         hi, low = (part.long() & 0xFFFF for part in (self.w.view(torch.int16), self.low))
@@ -49,12 +49,12 @@ class Adam:
 
 
 def kernel_seed(seed):
-    """The 64-bit key that the device makes of the seed's two halves of 31 bits."""
+    """Return the 64-bit key that the device computes from the two 31-bit halves of the seed."""
     return seed & 0x7FFFFFFF | (seed >> 31) << 32
 
 
 def rounded(exact, seed, first, step):
-    """fp32 weights rounded as the docstring of adamw.py says, in numpy."""
+    """Round fp32 weights stochastically, as adamw.py defines it, in numpy."""
     noise = philox(kernel_seed(seed), first, len(exact), step, ROUND) & 0xFFFF
     bits = exact.cpu().numpy().view(np.uint32) + noise
     return torch.from_numpy((bits >> 16).astype(np.uint16).view(np.int16)).to(DEVICE)
@@ -102,7 +102,7 @@ def test_adamw_skipped_step_changes_no_byte(rng, storage):
     after = [t for t in (run.w, run.m, run.v, run.low) if t is not None]
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
     run.step(rng(1001))
-    assert not torch.equal(before[0], run.w)  # a step that is finite goes on
+    assert not torch.equal(before[0], run.w)  # a finite step does change them
 
 
 @storages
@@ -143,7 +143,7 @@ def test_adamw_writes_only_its_outputs(rng, storage, n):
 
 
 def rounding_errors(seed=SEED, first=0, t=0):
-    """(error in units of the spacing, its variance) after one step, from the same normal numbers each time."""
+    """Return (error in units of the spacing, its variance) after one step from the same normal numbers each time."""
     generator = torch.Generator().manual_seed(3)
     w, g = (torch.randn(N, generator=generator).to(DEVICE) for _ in range(2))
     runs = [Adam(w.bfloat16(), storage, seed, first) for storage in ("fp32", "bf16")]
@@ -159,7 +159,7 @@ def rounding_errors(seed=SEED, first=0, t=0):
 
 
 def correlation(a, b):
-    """Of two samples' errors, in standard deviations of what independent ones show."""
+    """Return the correlation of two samples' errors, in standard deviations of that of independent samples."""
     (errors, variance), (others, other_variance) = a, b
     return abs((errors * others).sum() / (variance * other_variance).sum().sqrt()).item()
 
@@ -167,7 +167,7 @@ def correlation(a, b):
 @pytest.mark.parametrize("first", [0, 1000, 2**31 - 512, 2**31, 2**34 + 4])
 @pytest.mark.parametrize("seed", [0, SEED, 2**62 - 1])
 def test_stochastic_rounding_adds_philox_bits(rng, first, seed):
-    """Bit for bit the fp32 run's weight plus 16 bits of noise, for three steps, each from the weights stored before."""
+    """The weight is that of an fp32 run plus 16 bits of noise, in three steps from the weights stored before."""
     w = rng(1001, dtype=torch.bfloat16)
     exact, run = Adam(w, "fp32", seed, first), Adam(w, "bf16", seed, first)
     for step in range(3):
@@ -185,7 +185,7 @@ def test_stochastic_rounding_is_to_a_neighbour_and_unbiased():
 
 
 def test_stochastic_rounding_keeps_updates_below_half_an_ulp():
-    """1 - 0.3 / 256 lies between the bf16 numbers 1 and 1 - 1/256: three of ten go down; to nearest, none would."""
+    """1 - 0.3 / 256 lies between the bf16 numbers 1 and 1 - 1/256: 3 of 10 are rounded down; to nearest, none."""
     ones = torch.ones(N, device=DEVICE)
     run = Adam(ones, "bf16", decay=0.0).step(ones, lr=0.3 / 256)
     assert set(run.w.float().unique().tolist()) == {1.0, 1 - 1 / 256}
@@ -201,14 +201,14 @@ def test_stochastic_rounding_is_uncorrelated():
         assert correlation(base, rounding_errors(seed=seed)) < 4
     for first in (4, N, 2**32, 2**34):
         assert correlation(base, rounding_errors(first=first)) < 4
-    # another step divides by other bias corrections and so rounds other numbers, near the same ones
+    # another step has other bias corrections and so rounds slightly different numbers
     for t in (1, 2, 1000):
         assert correlation(base, rounding_errors(t=t)) < 4
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, on NaN
 def test_stochastic_rounding_keeps_nan():
-    """One of a GPU's arithmetic has bits that are all ones but the sign, to which adding noise would give a number."""
+    """All bits of a GPU's NaN but the sign are ones; adding noise to them would give a number."""
     g = torch.full((1024,), 0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)
     assert Adam(torch.ones(1024, device=DEVICE), "bf16").step(g).w.isnan().all()
 
@@ -235,7 +235,7 @@ def round_trip(bits):
 
 
 def test_join_master_inverts_split_master(rng):
-    """Signs, zeros, subnormals, infinities and NaNs among them."""
+    """For every bf16 number with edge and random lower bits: signs, zeros, subnormals, infinities and NaNs."""
     edges = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     every = (torch.arange(1 << 16)[:, None] << 16 | edges).flatten()
     drawn = torch.randint(1 << 32, (1 << 18,), generator=rng.generator)

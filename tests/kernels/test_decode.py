@@ -1,4 +1,4 @@
-"""Decoding's kernels against float64: one row a sequence, keys and values from the cache."""
+"""Decoding's kernels against float64: one row per sequence, keys and values from the cache."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def tolerance(dtype):
 
 
 def sequences(rows):
-    """seq of one sequence for each of `rows`, with a token of its own."""
+    """Return seq with one sequence for each of `rows`, each with a different token."""
     fields = [[7 * b % 50, row, 3, 11, 0] for b, row in enumerate(rows)]
     return torch.tensor(fields, dtype=torch.int32, device=DEVICE)
 
@@ -37,7 +37,7 @@ def test_decode_embed_adds_token_and_row(rng, dtype):
     assert error(x, want) < tolerance(dtype)
 
 
-# B, N, K: one sequence; the most of narrow blocks; the fewest of wide ones; two wide blocks; GPT-2's widths
+# B, N, K: one sequence; the most for narrow blocks; the fewest for wide ones; two wide blocks; GPT-2's widths
 SHAPES = [(1, 48, 64), (16, 48, 80), (17, 48, 64), (70, 16, 48), (2, 768, 1600)]
 
 
@@ -88,7 +88,7 @@ def test_cache_fill_copies_keys_and_values(rng, dtype):
 
 
 def test_decode_bits_do_not_depend_on_the_batch(rng):
-    """What makes draws independent of the batch, up to 16 sequences: a row's sums do not depend on the other rows."""
+    """Up to 16 sequences, the sums of a row do not depend on the other rows, and so neither do sampled tokens."""
     x, w, lnw, lnb = rng(16, 64), rng(48, 64), rng(64), rng(64)
     whole = poisoned(16, 48)
     kernels.decode_matmul(whole, x, w, None, lnw, lnb, None)

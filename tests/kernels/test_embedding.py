@@ -11,7 +11,7 @@ from tests import reference
 from tests.conftest import DEVICE
 from tests.helpers import EPS, error, poisoned
 
-# B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); a few tokens, so that all are hot
+# B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); few tokens, so that all are split
 SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150, 160, 32, 3)]
 shapes = pytest.mark.parametrize("B,T,Tmax,C,V", SHAPES, ids=lambda size: str(size))
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -28,7 +28,7 @@ def scratch(R, V, C):
 
 
 def draw_tokens(rng, R, V):
-    """ids and targets that follow Zipf's law, as words do; every seventh target is ignored."""
+    """Return ids and targets that follow Zipf's law, as words do; each seventh target is ignored."""
     weights = 1 / torch.arange(1, V + 1)
     ids, targets = (torch.multinomial(weights, R, replacement=True, generator=rng.generator).int() for _ in range(2))
     targets[6::7] = -1
@@ -74,7 +74,7 @@ def test_embedding_bwd_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
 
 @pytest.mark.parametrize("count", [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 128 * SEGMENT + 1])
 def test_embedding_bwd_with_full_segments(count):
-    """Entries are the powers 1, 2, 4, 8 by turns: their sum is exact in fp32, so a lost or doubled one shows."""
+    """Entries alternate between 1, 2, 4 and 8: their sum is exact in fp32, so a lost or doubled one is visible."""
     R, C = count + 43, 16
     ids = np.full(R, 1, np.int32)
     ids[count:] = 2
@@ -86,7 +86,7 @@ def test_embedding_bwd_with_full_segments(count):
 
 
 def run_bwd(seed, R, V, C, outputs):
-    """embedding_bwd on the same inputs for the same seed; `outputs(*shape)` makes what it writes."""
+    """Run embedding_bwd on inputs that depend on the seed only; `outputs(*shape)` allocates its outputs."""
     generator = torch.Generator().manual_seed(seed)
     dx, lnf = (torch.randn(R, C, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
     ks, tokens = torch.randn(R, generator=generator).to(DEVICE), torch.randint(V, (2, R), generator=generator)
@@ -106,7 +106,7 @@ def test_embedding_writes_only_its_outputs():
     guards = []
 
     def guarded(*shape):
-        """An output inside a larger buffer of sevens, 64 elements from each end."""
+        """Return an output inside a larger buffer of sevens, 64 elements from each end."""
         size = torch.Size(shape).numel()
         buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE)
         guards.extend([buffer[:64], buffer[64 + size :]])

@@ -1,4 +1,4 @@
-"""LayerNorm forward and backward against float64, at ragged shapes and, on a GPU, at GPT-2's beside PyTorch's."""
+"""LayerNorm against float64 at ragged shapes, and on a GPU against PyTorch at GPT-2's."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def tolerance(dtype):
 
 
 def draw(rng, R, C, dtype):
-    """x with a mean and a spread of its own per row; w around 1; b."""
+    """Return x whose rows have different means and spreads, w around 1, and b."""
     x = rng(R, C) * rng(R, 1).mul(0.3).exp() + rng(R, 1)
     return x.to(dtype), (1 + 0.3 * rng(C)).to(dtype), rng(C, dtype=dtype)
 
@@ -114,7 +114,7 @@ def test_layernorm_bwd_matches_autograd(rng):
 
 
 def run_all(R, C, dtype, outputs):
-    """Both launchers once, on the same inputs each time; `outputs(*shape, dtype)` makes what they write and scratch."""
+    """Run both launchers once on fixed inputs; `outputs(*shape, dtype)` allocates outputs and scratch."""
     generator = torch.Generator().manual_seed(1)
     sizes = (R, C), (R, C), (C,), (C,)
     x, dout, w, b = (torch.randn(*size, generator=generator).to(DEVICE, dtype) for size in sizes)
@@ -140,7 +140,7 @@ def test_layernorm_writes_only_its_outputs(R, C, dtype):
     guards = []
 
     def guarded(*shape, dtype=torch.float32):
-        """An output inside a larger buffer of sevens, 4096 elements from each end."""
+        """Return an output inside a larger buffer of sevens, 4096 elements from each end."""
         size = torch.Size(shape).numel()
         buffer = torch.full((4096 + size + 4096,), 7.0, device=DEVICE, dtype=dtype)
         guards.extend([buffer[:4096], buffer[4096 + size :]])

@@ -26,7 +26,7 @@ PLACES = [0, 4, 2**31 - 4, 2**31, 2**34 - 8, 2**34 + 12]  # first; counters of g
 
 
 def philox(seed, first, n, step, purpose):
-    """The definition, in numpy: word i % 4 of Philox4x32-10 on the counter (i // 4 low, i // 4 high, step, purpose)."""
+    """Return word i % 4 of Philox4x32-10 on the counter (i // 4 low, i // 4 high, step, purpose), in numpy."""
     counter = first // 4 + np.arange(-(-n // 4), dtype=np.uint64)
     c0, c1, c2, c3 = counter & 0xFFFFFFFF, counter >> 32, np.full_like(counter, step), np.full_like(counter, purpose)
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
@@ -38,7 +38,7 @@ def philox(seed, first, n, step, purpose):
 
 
 def normals(seed, first, n):
-    """N(0, 1) from those words by Box and Muller's transform, in float64."""
+    """Return N(0, 1) numbers from these words by the Box-Muller transform, in float64."""
     words = philox(seed, first, n + n % 2, 0, 0).reshape(-1, 2) >> 8
     radius = np.sqrt(-2 * np.log((words[:, 0] + 1.0) / 2**24))
     angle = words[:, 1] * (2 * math.pi / 2**24)
@@ -64,12 +64,12 @@ def draw(n, seed=SEED, first=0, std=1.0):
 
 
 def correlation(a, b):
-    """Of two samples of unit variance, in standard deviations of what independent ones show."""
+    """Return the correlation of two samples of unit variance, in standard deviations of that of independent ones."""
     return abs((a.double() * b.double()).sum().item()) / len(a) ** 0.5
 
 
 def test_philox_reference_gives_random123s_known_answers():
-    """kat_vectors of Random123: counter and key of zeros; counter and key from the digits of pi."""
+    """From kat_vectors of Random123: counter and key of zeros; counter and key from the digits of pi."""
     zeros = philox(0, 0, 4, 0, 0)
     assert [f"{word:08x}" for word in zeros] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
     pi = philox(0x299F31D0A4093822, 4 * ((0x85A308D3 << 32) | 0x243F6A88), 4, 0x13198A2E, 0x03707344)
@@ -134,7 +134,7 @@ def test_normal_init_is_uncorrelated():
 def test_normal_init_in_bf16_rounds_the_fp32_number():
     exact, w = draw(5000), poisoned(5000, dtype=torch.bfloat16)
     normal_init(w, None, SEED, 0, 1.0)
-    if INTERPRET:  # it truncates
+    if INTERPRET:  # the interpreter truncates
         assert ((exact - w.float()).abs() < 2.0**-7 * exact.abs()).all()
     else:
         assert torch.equal(w, exact.bfloat16())
@@ -171,7 +171,7 @@ def test_normal_init_and_fill_write_only_their_outputs():
 
 @pytest.mark.gpu
 def test_normal_init_beyond_int32_on_gpu():
-    """More elements than an int32 counts."""
+    """With more elements than an int32 can index."""
     n = (1 << 31) + 1001
     w = torch.empty(n, device=DEVICE, dtype=torch.bfloat16)
     normal_init(w, None, SEED, 0, 1.0)

@@ -52,7 +52,7 @@ def test_blocks_that_size_scratch_are_the_same_for_every_gpu():
 
 @pytest.mark.parametrize("name", GPUS)
 def test_dw_needs_no_more_scratch_than_on_hopper(name):
-    """Of the pieces of tiles that are cut, for the four products of a layer of each size and the head's."""
+    """For the partial tiles of the four products of a layer of each size, and of the head's."""
     for C, R in ((768, 65536), (1024, 65536), (1280, 32768), (1600, 16384)):
         need = []
         for table in (GPUS[name], GPUS["h200"]):
