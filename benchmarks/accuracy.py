@@ -185,11 +185,11 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
     p, lns, dln = empty(s.R, s.Vp), empty(s.R, s.C), empty(s.R, s.C)
     K.classifier_target(zt, lnf, wte, targets)
     K.classifier_fwd(p, scratch(s), lnf, wte, zt, targets, s.V)
-    K.classifier_stats(losses, rs, ks, lns, scratch(s), lnf, targets, hyper, False)
+    K.classifier_loss(losses, rs, ks, lns, scratch(s), lnf, targets, hyper, False)
     K.classifier_dx(dln, p, wte, rs, ks, targets)
     K.matmul_dw(dwte, scratch(s), p, lns, False)
     tables = scatter_tables(s, tokens(s), targets)
-    K.encoder_bwd(dwte, empty32(s.T, s.C), scratch(s), torch.zeros_like(lnf), lnf, ks, *tables, s.T, False)
+    K.embedding_bwd(dwte, empty32(s.T, s.C), scratch(s), torch.zeros_like(lnf), lnf, ks, *tables, s.T, False)
 
     def function(lnf: Tensor, wte: Tensor) -> Tensor:
         logits = F.linear(lnf, wte[: s.V])
@@ -200,18 +200,18 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
     yield from beside(function, (lnf, wte), torch.full_like(losses, 1 / 4), ours, "classifier")
 
 
-def encoder(s: Sizes) -> Iterator[Comparison]:
+def embedding(s: Sizes) -> Iterator[Comparison]:
     ids, wte, wpe, dx = tokens(s), randn(s.Vp, s.C), randn(s.T, s.C), randn(s.R, s.C)
     x, dwte, dwpe = empty(s.R, s.C), torch.zeros(s.Vp, s.C, device=DEVICE), empty32(s.T, s.C)
-    K.encoder_fwd(x, ids, wte, wpe)
+    K.embedding_fwd(x, ids, wte, wpe)
     tables = scatter_tables(s, ids, torch.full_like(ids, -1))
-    K.encoder_bwd(dwte, dwpe, scratch(s), dx, dx, torch.zeros(s.R, device=DEVICE), *tables, s.T, False)
+    K.embedding_bwd(dwte, dwpe, scratch(s), dx, dx, torch.zeros(s.R, device=DEVICE), *tables, s.T, False)
 
     def function(wte: Tensor, wpe: Tensor) -> Tensor:
         return (F.embedding(ids.long(), wte) + wpe).view(s.R, s.C)
 
-    yield from beside(function, (wte, wpe), dx, dict(x=x, dwte=dwte, dwpe=dwpe), "encoder")
-    yield same("encoder", "x as torch", x, function(wte, wpe))
+    yield from beside(function, (wte, wpe), dx, dict(x=x, dwte=dwte, dwpe=dwpe), "embedding")
+    yield same("embedding", "x as torch", x, function(wte, wpe))
 
 
 def reductions(s: Sizes) -> Iterator[Comparison]:
@@ -276,7 +276,7 @@ def master(high: Tensor, low: Tensor) -> Tensor:
 
 def comparisons() -> Iterator[Comparison]:
     s = Sizes()
-    for check in (layernorm, matmul, matmul_gelu, matmul_add, attention, encoder, reductions, adamw):
+    for check in (layernorm, matmul, matmul_gelu, matmul_add, attention, embedding, reductions, adamw):
         yield from check(s)
     for HS in (80, 96, 128):
         yield from attention(dataclasses.replace(s, NH=1, C=HS))

@@ -215,7 +215,7 @@ class Stopped:
 
 
 # updated in place, or added to in calls that accumulate
-UPDATED = {"adamw": {"w", "m", "v", "low"}, "encoder_bwd": {"dwte"}}
+UPDATED = {"adamw": {"w", "m", "v", "low"}, "embedding_bwd": {"dwte"}}
 ADDED_TO = {"dx", "dw", "db", "dbias", "dwpe", "losses"}
 
 

@@ -1,6 +1,6 @@
 """The rows that `bench --tune` tries: for each operation the values of each parameter, and which of them go together.
 
-What a table keeps the same for every GPU (tuned.FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not
+What is the same for every GPU (FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not
 here: no step of the four sizes uses them, and they keep their values.
 """
 
@@ -8,6 +8,20 @@ import itertools
 from collections.abc import Callable
 
 from gpt2_triton.kernels.tuning import Row
+
+# These size a scratch buffer or split a sum, and are the same in every GPU's table.  Only dW's tile may be narrower
+# than Hopper's, and then needs less.
+FIXED: dict[str, tuple[str, ...]] = {
+    "matmul": ("BLOCK_M",),
+    "matmul_dw": ("BLOCK_M", "BLOCK_K", "WAVE"),
+    "classifier_fwd": ("BLOCK_N",),
+    "attention_bwd_dkdv": ("BLOCK_N",),
+    "attention_bwd_dq": ("BLOCK_M",),
+    "attention_bwd_dkdv_wide": ("BLOCK_N",),
+    "attention_bwd_dq_wide": ("BLOCK_M",),
+    "layernorm_bwd": ("PROGRAMS",),
+    "layernorm_bwd_wide": ("PROGRAMS",),
+}
 
 _TILES = dict(num_warps=(4, 8), num_stages=(2, 3, 4))
 _BACKWARD = dict(num_warps=(4, 8), num_stages=(2, 3), maxnreg=(128, 168, 255))  # 255 is no cap
@@ -19,10 +33,10 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "classifier_fwd": dict(BLOCK_M=(64, 128), BLOCK_K=(32, 64)) | _TILES,
     "classifier_dx": dict(BLOCK_M=(64, 128), BLOCK_N=(128, 256), BLOCK_K=(32, 64, 128)) | _TILES,
     "classifier_rows": _ROWS,
-    "encoder_fwd": _ROWS,
-    "encoder_bwd_segments": dict(BLOCK_E=(4, 8, 16, 32), BLOCK_C=(128, 256, 512), num_warps=(1, 2, 4)),
-    "encoder_bwd_hot": dict(BLOCK_E=(4, 8, 16, 32), BLOCK_C=(64, 128, 256), num_warps=(1, 2, 4)),
-    "encoder_bwd_wpe": dict(BLOCK=(256, 512, 1024, 2048), num_warps=(1, 2, 4, 8)),
+    "embedding_fwd": _ROWS,
+    "embedding_bwd_segments": dict(BLOCK_E=(4, 8, 16, 32), BLOCK_C=(128, 256, 512), num_warps=(1, 2, 4)),
+    "embedding_bwd_split": dict(BLOCK_E=(4, 8, 16, 32), BLOCK_C=(64, 128, 256), num_warps=(1, 2, 4)),
+    "embedding_bwd_wpe": dict(BLOCK=(256, 512, 1024, 2048), num_warps=(1, 2, 4, 8)),
     "attention_fwd": dict(BLOCK_M=(64, 128), BLOCK_N=(32, 64, 128)) | _TILES,
     "attention_bwd_dkdv": dict(BLOCK_M=(32, 64, 128)) | _BACKWARD,
     "attention_bwd_dq": dict(BLOCK_N=(32, 64, 128)) | _BACKWARD,
@@ -58,10 +72,10 @@ FITS: dict[str, Callable[[Row, int], bool]] = {
     "classifier_fwd": _tile_fits,
     "classifier_dx": _tile_fits,
     "classifier_rows": _few_a_thread("BLOCK_R", "BLOCK_C"),
-    "encoder_fwd": _few_a_thread("BLOCK_R", "BLOCK_C"),
-    "encoder_bwd_segments": _few_a_thread("BLOCK_E", "BLOCK_C"),
-    "encoder_bwd_hot": _few_a_thread("BLOCK_E", "BLOCK_C"),
-    "encoder_bwd_wpe": _few_a_thread("BLOCK"),
+    "embedding_fwd": _few_a_thread("BLOCK_R", "BLOCK_C"),
+    "embedding_bwd_segments": _few_a_thread("BLOCK_E", "BLOCK_C"),
+    "embedding_bwd_split": _few_a_thread("BLOCK_E", "BLOCK_C"),
+    "embedding_bwd_wpe": _few_a_thread("BLOCK"),
     "attention_fwd": lambda row, shared: row["BLOCK_N"] <= row["BLOCK_M"],  # a block of keys tiles one of queries
     "adamw": _few_a_thread("BLOCK"),
 }

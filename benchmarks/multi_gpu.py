@@ -117,7 +117,7 @@ def one_step(events: Iterable[dict[str, Any]], micro_steps: int = 1) -> list[Ker
         if e.get("cat") == "kernel" or e.get("cat") == "gpu_memcpy" and e["name"].startswith(COPY)
     ]
     found.sort(key=lambda kernel: kernel.start)
-    starts = [kernel.start for kernel in found if kernel.name.startswith("_encoder_fwd")]
+    starts = [kernel.start for kernel in found if kernel.name.startswith("_embedding_fwd")]
     assert len(starts) == TRACED * micro_steps, f"{len(starts)} embeddings in {TRACED} steps"
     begin, end = starts[micro_steps], starts[2 * micro_steps]
     return [kernel for kernel in found if begin <= kernel.start < end]

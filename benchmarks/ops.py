@@ -33,10 +33,10 @@ from gpt2_triton.model.gpt2 import GPT2
 
 Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}
-IN_PLACE = {"adamw": ("w", "m", "v", "low"), "encoder_bwd": ("dwte",)}  # outputs that are read as well
+IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",)}  # outputs that are read as well
 ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # and these when `acc` is true
 WARMUP = 10  # steps that are not counted: the clock takes a second to settle
-GATHERED = {"encoder_fwd", "classifier_target", "encoder_bwd"}  # of wte only the rows of tokens
+GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # of wte only the rows of tokens
 
 # launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
 PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {

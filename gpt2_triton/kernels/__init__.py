@@ -1,16 +1,18 @@
 """Every compute operation of GPT-2 training as a Triton kernel.  This package is the schedule's K."""
 
+# ruff: noqa: F401, the imports are the package's attributes
+from gpt2_triton.kernels import step_io
 from gpt2_triton.kernels.adamw import adamw
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
 from gpt2_triton.kernels.classifier import (
     classifier_dx,
     classifier_fwd,
     classifier_fwd_scratch,
-    classifier_stats,
+    classifier_loss,
     classifier_target,
 )
 from gpt2_triton.kernels.decode import cache_fill, decode_attention, decode_embed, decode_matmul
-from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch, encoder_fwd
+from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.matmul import (
     matmul,
@@ -24,51 +26,14 @@ from gpt2_triton.kernels.matmul import (
 )
 from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.kernels.philox import fill, normal_init
-from gpt2_triton.kernels.precompile import compiling
-from gpt2_triton.kernels.reduce import add, clip_factor, loss_sum, sum_squares, sum_squares_scratch
-from gpt2_triton.kernels.sampling import draw
+from gpt2_triton.kernels.precompile import compiling as compiling  # mypy: used through the package
+from gpt2_triton.kernels.reduce import add_partials, clip_factor, loss_sum, sum_squares, sum_squares_scratch
+from gpt2_triton.kernels.sampling import sample_token
 from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
-
-__all__ = [
-    "adamw",
-    "add",
-    "attention_bwd",
-    "attention_fwd",
-    "cache_fill",
-    "classifier_dx",
-    "classifier_fwd",
-    "classifier_stats",
-    "classifier_target",
-    "clip_factor",
-    "compiling",
-    "decode_attention",
-    "decode_embed",
-    "decode_matmul",
-    "draw",
-    "encoder_bwd",
-    "encoder_fwd",
-    "fill",
-    "layernorm_bwd",
-    "layernorm_fwd",
-    "loss_sum",
-    "matmul",
-    "matmul_add",
-    "matmul_dw",
-    "matmul_dx",
-    "matmul_dx_dgelu",
-    "matmul_gelu",
-    "normal_init",
-    "parameter_stats",
-    "scratch_elements",
-    "skip_outliers",
-    "stats_parts",
-    "sum_squares",
-    "tensor_stats",
-]
 
 
 def scratch_elements(d: dict[str, int], dtype: str) -> int:
-    """fp32 elements of the one scratch buffer: the most that any launch of a step needs (symbols as in tables.py)."""
+    """Return the fp32 elements of the scratch buffer: the most that a launch of a step needs (symbols of tables.py)."""
     R, C, Rc, Vp = d["R"], d["C"], d["Rc"], d["Vp"]
     products = [(3 * C, C, R), (C, C, R), (4 * C, C, R), (C, 4 * C, R), (Vp, C, Rc), (Vp, C, R % Rc or Rc)]
     return max(
@@ -76,7 +41,7 @@ def scratch_elements(d: dict[str, int], dtype: str) -> int:
         matmul_dx_dgelu_scratch(R, 4 * C, dtype),
         attention_bwd_scratch(d["B"], d["T"], C, C // d["NH"], dtype),
         classifier_fwd_scratch(Rc, Vp, dtype),
-        encoder_bwd_scratch(d["slots"], C),
+        embedding_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),
         *(matmul_dw_scratch(*shape, dtype) for shape in products),
     )

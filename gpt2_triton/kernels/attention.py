@@ -6,15 +6,15 @@ backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (do
            dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
 
 qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.
-Only rows of one head are loaded and stored, through TMA descriptors, which read zeros and write nothing past the end
-of a sequence or of a head.  So masks are left to the scores, for causality, and to lse and delta, whose rows need not
-begin on 16 bytes, as TMA wants.  The heads of qkv are counted through: NH of q, NH of k, NH of v.
+Rows of one head are loaded and stored through TMA descriptors, which read zeros and write nothing past the end of a
+sequence or of a head.  So only the scores need masks, for causality, and lse and delta, whose rows need not begin on 16
+bytes, as TMA requires.  The heads of qkv are numbered through: NH of q, NH of k, NH of v.
 
 The scale and log2(e) are folded into one factor of the scores, so that exponentials are exp2.  p and ds are rounded
 to the stored dtype before they are multiplied.  The backward pass is two kernels, one program per block of queries
-(delta, dq) and then one per block of keys (dk, dv): 7 products where 5 would do, but every output has one writer, so
-no atomics and the same bits every time.  Head sizes 80 and 96 run in blocks of 128 columns, of which the rest is
-zero: 1.6 and 1.33 times the arithmetic.
+(delta, dq) and then one per block of keys (dk, dv): 7 products where 5 would do, but each output has one writer, so
+there are no atomics and the bits of two runs are equal.  Head sizes 80 and 96 run in blocks of 128 columns, padded with
+zeros: 1.6 and 1.33 times the arithmetic.
 """
 
 import math
@@ -25,16 +25,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.dot import dot
+from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
-
-_LOG2E = math.log2(math.e)
 
 
 @triton.jit
 def _load(desc, b, h, t):
-    """The block of head h of sequence b that begins at row t."""
+    """Return the block of head h of sequence b that begins at row t."""
     x = desc.load([b, h, t, 0])
     return x.reshape(x.shape[2], x.shape[3])
 
@@ -45,11 +43,11 @@ def _store(desc, b, h, t, value):
 
 
 @triton.jit
-def _attend(s, v, m, total, acc, factor):
-    """One block of scores into the running maximum m, sum and output (log2 domain).
+def _online_softmax_step(s, v, m, total, acc, factor):
+    """Return the running maximum m, sum and output after one more block of scores (log2 domain).
 
-    The sum of a row is kept in 8 parts, which are added at the end: four lanes hold a row of scores, and this way none
-    waits for another (4% of the kernel).
+    The sum of a row is kept in 8 parts, which are added at the end: four lanes hold a row of scores, and with parts no
+    lane waits for another (4% of the kernel).
     """
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     p = tl.exp2(s * factor - m_new[:, None])
@@ -70,22 +68,22 @@ def _attention_fwd_kernel(
     bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
     i = first + tl.arange(0, BLOCK_M)
-    # [B, T, heads, HS], unlike the other descriptors: a reshape that is more than a view keeps q in registers; else
-    # each product reads it from shared memory again, which takes 10% longer
+    # [B, T, heads, HS], unlike the other descriptors: a reshape that is more than a view keeps q in registers; with a
+    # view, each product reads q from shared memory again, which takes 10% longer
     q = q_desc.load([b, first, h, 0]).reshape(BLOCK_M, BLOCK_D)
-    m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that a row is never inf - inf
+    m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that no row becomes inf - inf
     total = tl.zeros((BLOCK_M, 8), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first, BLOCK_N):  # keys that every query of the block sees
         k = _load(kv_desc, b, NH + h, start)
         v = _load(kv_desc, b, 2 * NH + h, start)
-        m, total, acc = _attend(dot(q, k.T), v, m, total, acc, factor)
+        m, total, acc = _online_softmax_step(dot(q, k.T), v, m, total, acc, factor)
     for start in tl.range(first, first + BLOCK_M, BLOCK_N):  # the diagonal
         k = _load(kv_desc, b, NH + h, start)
         v = _load(kv_desc, b, 2 * NH + h, start)
         j = start + tl.arange(0, BLOCK_N)
         s = tl.where(i[:, None] >= j[None, :], dot(q, k.T), -1.0e30)
-        m, total, acc = _attend(s, v, m, total, acc, factor)
+        m, total, acc = _online_softmax_step(s, v, m, total, acc, factor)
     sums = tl.sum(total, 1)
     _store(out_desc, b, h, first, acc / sums[:, None])
     tl.store(lse_ptr + bh.to(tl.int64) * T + i, m + tl.log2(sums), mask=i < T)
@@ -150,7 +148,7 @@ def _attention_bwd_dkdv_kernel(
         if start < first + BLOCK_N:  # the diagonal
             p = tl.where(i[None, :] >= j[:, None], p, 0.0)
         dv = dot(p.to(dout.dtype), dout, dv)
-        # beginning the sum at -delta saves a subtraction, and registers
+        # starting the sum at -delta saves a subtraction, and registers
         ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
         dk = dot(ds.to(q.dtype), q, dk)
     dk *= scale
@@ -167,7 +165,7 @@ def _head_size(qkv: Tensor, lse: Tensor) -> int:
 
 
 def _rows(tensor: Tensor, lse: Tensor, HS: int, block: int) -> TensorDescriptor:
-    """[B*T, heads*HS] seen as [B, heads, T, HS], in blocks of `block` rows of one head."""
+    """Describe [B*T, heads*HS] as [B, heads, T, HS], in blocks of `block` rows of one head."""
     (B, _, T), width = lse.shape, tensor.shape[1]
     shape, strides = [B, width // HS, T, HS], [T * width, HS, width, 1]
     return TensorDescriptor(tensor, shape, strides, [1, 1, block, next_power_of_2(HS)])
@@ -179,7 +177,7 @@ def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
 
 @contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,3*C]")
 def attention_fwd(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
-    """out = causal attention of packed qkv; lse, fp32, is what the backward pass needs of the softmax."""
+    """out = causal attention of packed qkv; lse, fp32, is for the backward pass."""
     (B, NH, T), HS = lse.shape, _head_size(qkv, lse)
     row = _row("attention_fwd", dtype_name(qkv), T, HS)
     out_desc = _rows(out, lse, HS, row["BLOCK_M"])
@@ -187,7 +185,7 @@ def attention_fwd(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
     q_desc = TensorDescriptor(qkv, [B, T, 3 * NH, HS], [T * width, width, HS, 1], block)
     kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
     programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
-    _attention_fwd_kernel[(programs,)](out_desc, lse, q_desc, kv_desc, T, NH, _LOG2E / math.sqrt(HS), **row)
+    _attention_fwd_kernel[(programs,)](out_desc, lse, q_desc, kv_desc, T, NH, LOG2E.value / math.sqrt(HS), **row)
 
 
 @contract("dqkv[B*T,3*C] dbias[3*C]+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,3*C] out[B*T,C] lse[B,NH,T]")
@@ -198,7 +196,7 @@ def attention_bwd(
     """dqkv from dout; dbias (+)= its column sums, before rounding; delta is workspace."""
     (B, NH, T), HS, C, dtype = lse.shape, _head_size(qkv, lse), out.shape[1], dtype_name(qkv)
     scale = 1.0 / math.sqrt(HS)
-    sizes = dict(T=T, NH=NH, factor=scale * _LOG2E, scale=scale, HS=HS)
+    sizes = dict(T=T, NH=NH, factor=scale * LOG2E.value, scale=scale, HS=HS)
 
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks = triton.cdiv(T, row["BLOCK_M"])
@@ -207,7 +205,7 @@ def attention_bwd(
     _attention_bwd_dq_kernel[(blocks * B * NH,)](
         dq_desc, scratch, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **sizes, **row
     )
-    column_sums([dbias[:C]], scratch, B * blocks, acc)
+    column_sums(dbias[:C], None, None, scratch, B * blocks, acc)
 
     row = _row("attention_bwd_dkdv", dtype, T, HS)
     blocks = triton.cdiv(T, row["BLOCK_N"])
@@ -216,11 +214,11 @@ def attention_bwd(
     _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
         dkdv_desc, scratch, dout_desc, q_desc, kv_desc, lse, delta, **sizes, **row
     )
-    column_sums([dbias[C:]], scratch, B * blocks, acc)
+    column_sums(dbias[C:], None, None, scratch, B * blocks, acc)
 
 
 def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str) -> int:
-    """fp32 elements: column sums of dq per block of queries; later, twice as wide, of dk and dv per block of keys."""
+    """Return the fp32 elements: column sums of dq per block of queries, then of dk and dv per block of keys."""
     keys = triton.cdiv(T, _row("attention_bwd_dkdv", dtype, T, HS)["BLOCK_N"])
     queries = triton.cdiv(T, _row("attention_bwd_dq", dtype, T, HS)["BLOCK_M"])
     return B * C * max(2 * keys, queries)

@@ -1,14 +1,14 @@
 """Output head and cross entropy in one, with the softmax's denominator applied late.  Logits are never stored.
 
-With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (hyper[3], one over the step's tokens):
+With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (step_in's, one over the step's tokens):
 
     classifier_target  zt[r]   = log2(e) * z[r, t]
     classifier_fwd     p[r, j] = exp(z[r, j] - z[r, t]),  0 at j = t and in the padding j >= V
                        S[r]    = sum_j p[r, j]
-    classifier_stats   loss[r] = -log softmax(z[r])[t] = log(1 + S)
+    classifier_loss   loss[r] = -log softmax(z[r])[t] = log(1 + S)
                        rs = s / (1 + S),  ks = -s * S / (1 + S),  lns = rs * lnf
     classifier_dx      dlnf    = dz @ wte = rs * (p @ wte) + ks * wte[t],  as dz[r, j] = rs * p[r, j], and ks at j = t
-    matmul_dw          dwte    = dz.T @ lnf = p.T @ lns, and in row t ks[r] * lnf[r], which encoder_bwd adds
+    matmul_dw          dwte    = dz.T @ lnf = p.T @ lns, and in row t ks[r] * lnf[r], which embedding_bwd adds
 
 The usual softmax needs all logits of a row before the first probability: one more pass over [R, Vp] between a product
 that has just written it and two that will read it.  Here p leaves the first product's epilogue, and the denominator
@@ -29,11 +29,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.dot import dot
+from gpt2_triton.kernels.device_math import LOG2E, dot, exp_relative
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.softmax import LOG2E, unnormalised
+from gpt2_triton.kernels.step_io import LOSS_SCALE
 from gpt2_triton.kernels.tiles import halves, tile_position
 from gpt2_triton.kernels.tuning import dtype_name, is_hopper, num_sms, tuned
 
@@ -82,7 +82,7 @@ def _classifier_fwd_kernel(
         j = n + tl.arange(0, BLOCK_N)
         zt = tl.load(zt_ptr + r, mask=r < R, other=0.0)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
-        p = unnormalised(z, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
+        p = exp_relative(z, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
         tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1), mask=r < R)
         if p_desc is not None:
             left, right = halves(p)
@@ -91,8 +91,8 @@ def _classifier_fwd_kernel(
 
 
 @triton.jit
-def _classifier_stats_kernel(
-    losses_ptr, rs_ptr, ks_ptr, lns_ptr, s_ptr, lnf_ptr, targets_ptr, hyper_ptr, R, C,
+def _classifier_loss_kernel(
+    losses_ptr, rs_ptr, ks_ptr, lns_ptr, s_ptr, lnf_ptr, targets_ptr, step_in_ptr, R, C,
     ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -103,7 +103,7 @@ def _classifier_stats_kernel(
         loss += tl.load(losses_ptr + r, mask=r < R, other=0.0)
     tl.store(losses_ptr + r, loss, mask=r < R)
     if lns_ptr is not None:
-        scale = tl.load(hyper_ptr + 3)
+        scale = tl.load(step_in_ptr + LOSS_SCALE)
         rs = tl.where(valid, scale / (1.0 + s), 0.0)
         tl.store(rs_ptr + r, rs, mask=r < R)
         tl.store(ks_ptr + r, -rs * s, mask=r < R)
@@ -163,7 +163,7 @@ def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
 def classifier_fwd(
     p: Tensor | None, rowsum: Tensor, lnf: Tensor, wte: Tensor, zt: Tensor, targets: Tensor, V: int
 ) -> None:
-    """p = exp(logit - target's logit); rowsum[:R] = its row sums, for classifier_stats, the same when p is None."""
+    """p = exp(logit - target's logit); rowsum[:R] = its row sums, for classifier_loss, the same when p is None."""
     (R, C), Vp = lnf.shape, wte.shape[0]
     row = _fwd_row(R, C, Vp, dtype_name(lnf))
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
@@ -178,7 +178,7 @@ def classifier_fwd(
         wte_desc = TensorDescriptor.from_tensor(wte, [block_n, block_k])
         programs = min(num_sms(), triton.cdiv(R, block_m) * tiles_n)
         _classifier_fwd_kernel[(programs,)](p_desc, part, lnf_desc, wte_desc, zt, targets, R, C, V, Vp, **row)
-    column_sums([sums], part, tiles_n, False)
+    column_sums(sums, None, None, part, tiles_n, False)
 
 
 def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
@@ -186,16 +186,16 @@ def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
     return R * (1 + triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
 
 
-@contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] hyper[8]")
-def classifier_stats(
+@contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[8]")
+def classifier_loss(
     losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Tensor | None,
-    rowsum: Tensor, lnf: Tensor, targets: Tensor, hyper: Tensor, acc: bool,
+    rowsum: Tensor, lnf: Tensor, targets: Tensor, step_in: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """losses (+)= log(1 + S); rs, ks: factors of dlogits; lns = rs * lnf.  These are None if only losses count."""
     R, C = lnf.shape
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
-    _classifier_stats_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
-        losses, rs, ks, lns, rowsum, lnf, targets, hyper, R, C, ACC=acc, **row
+    _classifier_loss_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
+        losses, rs, ks, lns, rowsum, lnf, targets, step_in, R, C, ACC=acc, **row
     )
 
 

@@ -1,10 +1,13 @@
-"""One line above each launcher says what it writes, what it reads and how the shapes agree.
+"""The line above each launcher: what it writes, what it reads, and how the shapes agree.
 
     @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K] bias[N]?")
 
-Left of `<-` stand the outputs, right of it the inputs, in the order of the signature.  A dimension is a symbol, an
-integer or a product (`3*C`, `B*T`); `*` is scratch of any shape.  `?` marks an argument that may be None, `+` one
-that may be accumulated into.
+Outputs stand left of `<-`, inputs right of it, in the order of the signature.  A dimension is a symbol, an integer or a
+product (`3*C`, `B*T`); `*` alone is any shape.  `?` marks an argument that may be None, `+` an output that may be
+accumulated into.
+
+`scratch` is workspace: its contents are meaningless after the call.  `rowsum` is workspace of the head: classifier_fwd
+writes it for classifier_loss, in a layout that is private to the two.
 """
 
 import functools
@@ -14,9 +17,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-TRACE: list[tuple[str, tuple, tuple]] | None = (
-    None  # a list while a schedule is being recorded: (launcher, outputs, inputs)
-)
+WORKSPACE = ("scratch", "rowsum")  # outputs without a meaning of their own
+LAUNCHERS: dict[str, Callable[..., None]] = {}  # every function with a contract, by name
+TRACE: list[tuple[str, tuple, tuple]] | None = None  # a list while launches are recorded: (launcher, outputs, inputs)
 
 _ARGUMENT = re.compile(r"(\w+)\[([^\]]*)\]([?+]*)")
 
@@ -26,7 +29,7 @@ def _product(spec: str, dims: dict[str, int]) -> int:
 
 
 def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple) -> None:
-    """Bind every plain symbol first, then compare all shapes; a mismatch names the launcher and the argument."""
+    """Bind the plain symbols, then compare all shapes; raise ValueError with launcher and argument on a mismatch."""
     dims: dict[str, int] = {}
     present = [
         (name, spec.split(","), tensor) for (name, spec, _), tensor in zip(arguments, tensors) if tensor is not None
@@ -37,9 +40,9 @@ def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple)
                 if symbol.isidentifier():
                     dims.setdefault(symbol, size)
     for name, spec, tensor in present:
-        if spec == ["*"]:
-            continue
-        fits = len(spec) == tensor.dim() and all(_product(s, dims) == size for s, size in zip(spec, tensor.shape))
+        fits = spec == ["*"] or (
+            len(spec) == tensor.dim() and all(_product(s, dims) == size for s, size in zip(spec, tensor.shape))
+        )
         if not fits or not tensor.is_contiguous():
             got = tuple(tensor.shape)
             raise ValueError(f"{launcher}: {name} is {got}, expected contiguous [{','.join(spec)}] with {dims}")
@@ -49,7 +52,7 @@ def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple)
 
 
 def contract(line: str) -> Callable:
-    """Decorate a launcher with its contract: shapes are checked on every call, and TRACE records it when it is a
+    """Return a decorator that registers a launcher, checks shapes on each call, and records calls while TRACE is a
     list.
     """
     outs, ins = (_ARGUMENT.findall(side) for side in line.partition("<-")[::2])
@@ -67,6 +70,7 @@ def contract(line: str) -> Callable:
             launcher(*args, **keywords)
 
         call.outputs = len(outs)
+        LAUNCHERS[launcher.__name__] = call
         return call
 
     return wrap

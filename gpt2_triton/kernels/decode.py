@@ -1,18 +1,18 @@
-"""One more token for each of B sequences: the forward pass for one row a sequence, with keys and values from a cache.
+"""Decoding: the forward pass of one token for each of B sequences, with keys and values from a cache.
 
 decode_embed      x = wte[token] + wpe[row]
 decode_matmul     out = [gelu]([layernorm](x) @ w.T + b) [+ res]
 decode_attention  cache[row] = k, v of qkv;  att = softmax(q @ cache.k[..row].T / sqrt(HS)) @ cache.v[..row]
 cache_fill        cache = k, v of a whole sequence, which the forward pass has left in qkv
 
-Where a sequence stands is read from `seq`, int32 [B, 5] on the device: the token to take in, its row in the cache, how
-many tokens have been drawn (draw.py), and its seed, 31 bits and 31 bits.  So the launches of every step are the same,
-and one CUDA graph replays them.  cache is [B, T, 2, C], one for each layer, C the heads one after the other.
+The state of a sequence is a row of `seq`, int32 [B, 5] on the device: its last token, that token's row in the cache,
+the number of tokens sampled (sampling.py), and the low and high 31 bits of its seed.  So the launches of all steps are
+the same, and one CUDA graph replays them.  cache is [B, T, 2, C], one per layer; C holds the heads one after the other.
 
-A step is bound by the reading of the weights, and with few sequences by the number of launches: five a layer.  Hence
-every program of a product normalises its rows anew, which come from L2.  Up to NARROW sequences, a program holds whole
-rows of the weights in registers and takes one sequence after the other, so that its numbers do not depend on how many
-there are; more sequences go through tensor cores.
+A step is bound by reading the weights and, with few sequences, by the number of launches: five per layer.  To launch
+less, each program of a product normalises its input rows itself, which come from L2.  Up to NARROW sequences, a program
+holds whole rows of the weights in registers and takes one sequence after the other, so that a result does not depend on
+the number of sequences; more sequences go through tensor cores.
 """
 
 import math
@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.dot import dot
-from gpt2_triton.kernels.gelu import gelu as gelu_of
+from gpt2_triton.kernels.device_math import LOG2E, dot
+from gpt2_triton.kernels.device_math import gelu as gelu_of
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
 NARROW = 16
@@ -43,6 +43,18 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
 
 
 @triton.jit
+def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU: tl.constexpr):
+    """Store res + gelu(acc + b) at the offsets `at`, where n is the last dimension's index."""
+    if b_ptr is not None:
+        acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if GELU:
+        acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # training rounds before GELU, too
+    if res_ptr is not None:
+        acc += tl.load(res_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, acc, mask=mask)
+
+
+@triton.jit
 def _decode_matvec_kernel(
     out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps,
     GELU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -59,19 +71,13 @@ def _decode_matvec_kernel(
             lnb = tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
             x = (centred * rstd * lnw + lnb).to(x_ptr.dtype.element_ty).to(tl.float32)
         acc = tl.sum(w.to(tl.float32) * x[None, :], 1)
-        if b_ptr is not None:
-            acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-        if GELU:
-            acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # of the rounded value, as in training
-        if res_ptr is not None:
-            acc += tl.load(res_ptr + m * N + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(out_ptr + m * N + n, acc, mask=n < N)
+        _finish(acc, out_ptr, b_ptr, res_ptr, m * N + n, n < N, n, N, GELU)
         x_ptr += K
 
 
 @triton.jit
 def _statistics(x_ptr, inside, K, eps, BLOCK_S: tl.constexpr):
-    """Mean and 1 / deviation of the rows at x_ptr [M, 1], BLOCK_S columns at once."""
+    """Return mean and 1 / standard deviation of the rows at x_ptr [M, 1], BLOCK_S columns at once."""
     total = tl.zeros((x_ptr.shape[0], BLOCK_S), tl.float32)
     for first in range(0, K, BLOCK_S):
         k = first + tl.arange(0, BLOCK_S)
@@ -111,13 +117,7 @@ def _decode_matmul_kernel(
         acc = dot(x, w.T, acc)
     at = m[:, None] * N + n[None, :]
     mask = (m < B)[:, None] & (n < N)[None, :]
-    if b_ptr is not None:
-        acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if GELU:
-        acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # of the rounded value, as in training
-    if res_ptr is not None:
-        acc += tl.load(res_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, acc, mask=mask)
+    _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def _decode_attention_kernel(
     tl.store(cache_ptr + row.to(tl.int64) * 2 * C, k, mask=inside)
     tl.store(cache_ptr + row.to(tl.int64) * 2 * C + C, v, mask=inside)
     slot = tl.arange(0, BLOCK_T)
-    m = tl.where(slot == 0, tl.sum(q * k, 0), -1.0e30)  # finite, so that a slot is never inf - inf
+    m = tl.where(slot == 0, tl.sum(q * k, 0), -1.0e30)  # finite, so that no slot becomes inf - inf
     total = tl.where(slot == 0, 1.0, 0.0)
     acc = tl.where((slot == 0)[:, None], v[None, :], 0.0)
     for first in tl.range(0, row, BLOCK_T, num_stages=STAGES):
@@ -182,7 +182,7 @@ def decode_matmul(
     out: Tensor, x: Tensor, w: Tensor, b: Tensor | None, lnw: Tensor | None, lnb: Tensor | None, res: Tensor | None,
     gelu: bool = False, eps: float = 1e-5,
 ) -> None:  # fmt: skip
-    """out = res + gelu(layernorm(x) @ w.T + b), where b, the norm and res may be None and gelu False."""
+    """out = res + gelu(layernorm(x) @ w.T + b); b, the norm's weights and res may be None, gelu False."""
     (B, K), N = x.shape, w.shape[0]
     if B <= NARROW:
         row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)
@@ -198,18 +198,18 @@ def decode_matmul(
 
 @contract("att[B,C] cache[B,T,2,C]+ <- qkv[B,3*C] seq[B,5]")
 def decode_attention(att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int) -> None:
-    """cache[row] = k, v; att = attention of q over the cache up to there."""
+    """cache[row] = k, v; att = attention of q over the cache up to this row."""
     (B, C), T = att.shape, cache.shape[1]
     HS = C // NH
     row = tuned("decode_attention", dtype_name(qkv), BLOCK_T=T)
     _decode_attention_kernel[(B * NH,)](
-        att, cache, qkv, seq, T, NH, HS, math.log2(math.e) / math.sqrt(HS), BLOCK_D=next_power_of_2(HS), **row
+        att, cache, qkv, seq, T, NH, HS, LOG2E.value / math.sqrt(HS), BLOCK_D=next_power_of_2(HS), **row
     )
 
 
 @contract("cache[B,T,2,C] <- qkv[T,3*C]")
 def cache_fill(cache: Tensor, qkv: Tensor) -> None:
-    """cache[b] = k, v of every row of qkv, the same for every b."""
+    """cache[b] = k, v of the rows of qkv, for each b."""
     B, T, _, C = cache.shape
     row = tuned("cache_fill", dtype_name(qkv), BLOCK=T * 2 * C)
     _cache_fill_kernel[(triton.cdiv(T * 2 * C, row["BLOCK"]), B)](cache, qkv, T, C, **row)

@@ -1,18 +1,22 @@
 """Token and position embedding.
 
-encoder_fwd  x[b*T + t] = wte[ids[b, t]] + wpe[t]
-encoder_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r with targets[r] = v of ks[r] * lnf[r]
+embedding_fwd  x[b*T + t] = wte[ids[b, t]] + wpe[t]
+embedding_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r with targets[r] = v of ks[r] * lnf[r]
              dwpe[t] (+)= sum_b dx[b*T + t],  0 for t >= T
 
 The second sum belongs to the output head, whose weights are wte too: ks is the gradient of the target's logit (see
 classifier.py).
 
-Rows that share a token collide, and atomic adds would add them in another order in every run.  So the host sorts the
-2R entries by token (scatter_table in gpt2_triton/data/loader.py): entry e < R is row e of dx, entry e >= R row e - R of
-lnf.  A segment is at most 128 entries of one token, added up by one program.  A token with more entries has several;
-their sums go to `slots` of scratch, which a second kernel adds in order.  Every row of dwte thus has one writer and one
-order, and rows without entries are not touched.  The tables have fixed sizes, as launches are replayed from a CUDA
-graph: unused rows have length 0.
+Rows that share a token collide, and atomic adds would add them in a different order in each run.  So the host sorts the
+2R entries by token (scatter_table of the data loader): entry e < R is row e of dx, entry e >= R row e - R of lnf.  A
+segment is at most 128 entries of one token, which one program adds up.  A token with more entries is split into several
+segments; their sums go to `slots` of scratch, which a second kernel adds in order.  So each row of dwte has one writer
+and one order, and rows without entries are not touched.  The tables have fixed sizes, because launches are replayed
+from a CUDA graph: unused rows have length 0.
+
+order         int32 [2R]    entries, sorted by token
+segments      int32 [Ns,4]  token, first index in order, length, slot in scratch (-1: add to dwte)
+split_tokens  int32 [Nh,4]  token, first slot, number of slots, 0
 """
 
 import triton
@@ -24,7 +28,7 @@ from gpt2_triton.kernels.tuning import dtype_name, tuned
 
 
 @triton.jit
-def _encoder_fwd_kernel(x_ptr, ids_ptr, wte_ptr, wpe_ptr, R, T, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _embedding_fwd_kernel(x_ptr, ids_ptr, wte_ptr, wpe_ptr, R, T, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     token = tl.load(ids_ptr + r, mask=r < R, other=0).to(tl.int64)
     for first in range(0, C, BLOCK_C):
@@ -36,7 +40,7 @@ def _encoder_fwd_kernel(x_ptr, ids_ptr, wte_ptr, wpe_ptr, R, T, C, BLOCK_R: tl.c
 
 
 @triton.jit
-def _encoder_bwd_segments_kernel(
+def _embedding_bwd_segments_kernel(
     dwte_ptr, part_ptr, dx_ptr, lnf_ptr, ks_ptr, order_ptr, segments_ptr, Ns, R, C,
     BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -70,8 +74,8 @@ def _encoder_bwd_segments_kernel(
 
 
 @triton.jit
-def _encoder_bwd_hot_kernel(dwte_ptr, part_ptr, hot_ptr, C, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
-    row_ptr = hot_ptr + 4 * tl.program_id(0)
+def _embedding_bwd_split_kernel(dwte_ptr, part_ptr, split_tokens_ptr, C, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
+    row_ptr = split_tokens_ptr + 4 * tl.program_id(0)
     count = tl.load(row_ptr + 2)
     if count == 0:
         return
@@ -88,8 +92,8 @@ def _encoder_bwd_hot_kernel(dwte_ptr, part_ptr, hot_ptr, C, BLOCK_E: tl.constexp
 
 
 @triton.jit
-def _encoder_bwd_wpe_kernel(dwpe_ptr, dx_ptr, B, TC, TmaxC, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """dwpe and the rows of dx are flat here: element i of [T, C], the same of every sequence."""
+def _embedding_bwd_wpe_kernel(dwpe_ptr, dx_ptr, B, TC, TmaxC, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """dwpe and dx are flat here: i is an element of [T, C], summed over the B sequences."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for b in tl.range(B, loop_unroll_factor=4):  # four loads in flight
@@ -100,31 +104,31 @@ def _encoder_bwd_wpe_kernel(dwpe_ptr, dx_ptr, B, TC, TmaxC, ACC: tl.constexpr, B
 
 
 @contract("x[B*T,C] <- ids[B,T] wte[Vp,C] wpe[Tmax,C]")
-def encoder_fwd(x: Tensor, ids: Tensor, wte: Tensor, wpe: Tensor) -> None:
+def embedding_fwd(x: Tensor, ids: Tensor, wte: Tensor, wpe: Tensor) -> None:
     """x = wte[ids] + wpe."""
     (R, C), T = x.shape, ids.shape[1]
-    row = tuned("encoder_fwd", dtype_name(x), BLOCK_R=R, BLOCK_C=C)
-    _encoder_fwd_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](x, ids, wte, wpe, R, T, C, **row)
+    row = tuned("embedding_fwd", dtype_name(x), BLOCK_R=R, BLOCK_C=C)
+    _embedding_fwd_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](x, ids, wte, wpe, R, T, C, **row)
 
 
-@contract("dwte[Vp,C]+ dwpe[Tmax,C]+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] order[2*R] segments[Ns,4] hot[Nh,4]")
-def encoder_bwd(
+@contract("dwte[Vp,C]+ dwpe[Tmax,C]+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] order[2*R] segments[Ns,4] split_tokens[Nh,4]")
+def embedding_bwd(
     dwte: Tensor, dwpe: Tensor, scratch: Tensor,
-    dx: Tensor, lnf: Tensor, ks: Tensor, order: Tensor, segments: Tensor, hot: Tensor, T: int, acc: bool,
+    dx: Tensor, lnf: Tensor, ks: Tensor, order: Tensor, segments: Tensor, split_tokens: Tensor, T: int, acc: bool,
 ) -> None:  # fmt: skip
     """dwte += rows of dx by input token and of ks * lnf by target; dwpe (+)= sums of dx over the batch."""
     R, C = dx.shape
-    Ns, Nh = segments.shape[0], hot.shape[0]
-    row = tuned("encoder_bwd_segments", dtype_name(dx), BLOCK_C=C)
+    Ns, Nh = segments.shape[0], split_tokens.shape[0]
+    row = tuned("embedding_bwd_segments", dtype_name(dx), BLOCK_C=C)
     grid = (triton.cdiv(Ns, row["BLOCK_S"]), triton.cdiv(C, row["BLOCK_C"]))
-    _encoder_bwd_segments_kernel[grid](dwte, scratch, dx, lnf, ks, order, segments, Ns, R, C, **row)
-    row = tuned("encoder_bwd_hot", dtype_name(dx), BLOCK_C=C)
-    _encoder_bwd_hot_kernel[(Nh, triton.cdiv(C, row["BLOCK_C"]))](dwte, scratch, hot, C, **row)
-    row = tuned("encoder_bwd_wpe", dtype_name(dx), BLOCK=dwpe.numel())
+    _embedding_bwd_segments_kernel[grid](dwte, scratch, dx, lnf, ks, order, segments, Ns, R, C, **row)
+    row = tuned("embedding_bwd_split", dtype_name(dx), BLOCK_C=C)
+    _embedding_bwd_split_kernel[(Nh, triton.cdiv(C, row["BLOCK_C"]))](dwte, scratch, split_tokens, C, **row)
+    row = tuned("embedding_bwd_wpe", dtype_name(dx), BLOCK=dwpe.numel())
     programs = triton.cdiv(dwpe.numel(), row["BLOCK"])
-    _encoder_bwd_wpe_kernel[(programs,)](dwpe, dx, R // T, T * C, dwpe.numel(), ACC=acc, **row)
+    _embedding_bwd_wpe_kernel[(programs,)](dwpe, dx, R // T, T * C, dwpe.numel(), ACC=acc, **row)
 
 
-def encoder_bwd_scratch(slots: int, C: int) -> int:
-    """fp32 elements: the sums of the segments of tokens that have more than one."""
+def embedding_bwd_scratch(slots: int, C: int) -> int:
+    """Return the fp32 elements: one row of sums per segment of a split token."""
     return slots * C

@@ -5,11 +5,11 @@ forward    mean = sum_C(x) / C,  rstd = 1 / sqrt(sum_C((x - mean)^2) / C + eps)
 backward   g = dout * w,  dx (+)= rstd * (g - sum_C(g) / C - xhat * sum_C(g * xhat) / C)
            dw (+)= sum_R(dout * xhat),  db (+)= sum_R(dout),  dbias (+)= sum_R(dx as it is after the update)
 
-There is no fused residual + layernorm: the residual add lives in the epilogue of the product before it (matmul_add),
-so x arrives summed. dbias is the gradient of that product's bias: its output enters the residual stream unchanged,
-so the sums of the new dx are what it needs. Statistics are two-pass, in fp32, of the stored x.  Column sums run per
-program over a fixed set of rows, then over programs in a fixed order (reduce.py).  Bound by bandwidth: forward reads
-and writes a row, backward reads three and writes one.
+There is no fused residual + layernorm: the residual is added in the epilogue of the product before it (matmul_add), so
+x is the sum already.  dbias is the gradient of that product's bias: its output enters the residual stream unchanged, so
+the gradient is the column sums of the new dx.  Statistics are two-pass, in fp32, of the stored x.  Column sums run per
+program over a fixed set of rows, then over programs in a fixed order (reduce.py).  The kernels are bound by bandwidth:
+forward reads and writes a row, backward reads three and writes one.
 """
 
 import triton
@@ -22,8 +22,8 @@ from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
 
 @triton.jit
-def _affine(x, mean, rstd, w, b):
-    """The norm's output from its statistics; forward and recomputation share it and so give the same bits."""
+def _normalise(x, mean, rstd, w, b):
+    """Return the norm's output; forward and recomputation share this function and so give the same bits."""
     xhat = (x - mean[:, None]) * rstd[:, None]
     return xhat * w[None, :] + b[None, :]
 
@@ -42,7 +42,7 @@ def _layernorm_fwd_kernel(
     mean = tl.sum(x, 1) / C
     centred = tl.where(mask, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
-    tl.store(out_ptr + at, _affine(x, mean, rstd, w, b), mask=mask)
+    tl.store(out_ptr + at, _normalise(x, mean, rstd, w, b), mask=mask)
     tl.store(mean_ptr + r, mean, mask=r < R)
     tl.store(rstd_ptr + r, rstd, mask=r < R)
 
@@ -68,8 +68,8 @@ def _layernorm_bwd_kernel(
         mean = tl.load(mean_ptr + r, mask=r < R, other=0.0)
         rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
         if ln_ptr is not None:
-            tl.store(ln_ptr + at, _affine(x, mean, rstd, w, b), mask=mask)
-        # dout is 0 past the end of a row, and rstd past the last one: the sums that count get nothing from there
+            tl.store(ln_ptr + at, _normalise(x, mean, rstd, w, b), mask=mask)
+        # dout is 0 past the end of a row, and rstd past the last row, so the sums get nothing from there
         xhat = (x - mean[:, None]) * rstd[:, None]
         g = dout * w[None, :]
         mean_g = tl.sum(g, 1) / C
@@ -102,14 +102,14 @@ def layernorm_bwd(
     dx: Tensor, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Tensor | None, scratch: Tensor,
     dout: Tensor, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor, acc: bool, add_dx: bool = True,
 ) -> None:  # fmt: skip
-    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the forward's out again."""
+    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out."""
     R, C = x.shape
     row = _bwd_row(R, C, dtype_name(x))
     programs = row.pop("PROGRAMS")
     _layernorm_bwd_kernel[(programs,)](
         dx, ln, scratch, dout, x, w, b, mean, rstd, R, C, ADD_DX=add_dx, BLOCK_C=next_power_of_2(C), **row
     )
-    column_sums([dw, db] if dbias is None else [dw, db, dbias], scratch, programs, acc)
+    column_sums(dw, db, dbias, scratch, programs, acc)
 
 
 def _bwd_row(R: int, C: int, dtype: str) -> dict[str, int]:
@@ -117,5 +117,5 @@ def _bwd_row(R: int, C: int, dtype: str) -> dict[str, int]:
 
 
 def layernorm_bwd_scratch(R: int, C: int, dtype: str) -> int:
-    """fp32 elements: dw, db, dbias of every program."""
+    """Return the fp32 elements: dw, db and dbias of each program."""
     return 3 * C * _bwd_row(R, C, dtype)["PROGRAMS"]

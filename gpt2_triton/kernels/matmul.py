@@ -27,8 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.dot import dot
-from gpt2_triton.kernels.gelu import dgelu, gelu
+from gpt2_triton.kernels.device_math import dgelu, dot, gelu
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
@@ -209,7 +208,8 @@ def matmul_dx_dgelu(
     """
     _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
     R = dout.shape[0]
-    column_sums([dbias], scratch, triton.cdiv(R, tuned("matmul", dtype_name(dout), BLOCK_M=R)["BLOCK_M"]), acc)
+    blocks = triton.cdiv(R, tuned("matmul", dtype_name(dout), BLOCK_M=R)["BLOCK_M"])
+    column_sums(dbias, None, None, scratch, blocks, acc)
 
 
 def matmul_dx_dgelu_scratch(R: int, K: int, dtype: str) -> int:

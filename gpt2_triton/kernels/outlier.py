@@ -1,11 +1,11 @@
-"""Loss and gradient norm beside the last 128 steps': a step too far above them is not applied.
+"""Outlier detection: a step whose loss or gradient norm is too far above those of the last 128 steps is not applied.
 
     z = (value - mean) / standard deviation (with divisor 128),   both over the last 128 values, this one included
 
-This is llm.c's outlier detector: nothing is judged before 128 values are there, and a value enters the window whether
-or not its step was applied, so that a run that has moved to another level is let through after a few steps.  Two things
-differ.  Sums are taken anew in each step, where llm.c adds to running ones: no error builds up, and a resumed run needs
-the values only.  A step that is not finite does not enter, where one NaN would stay in a running sum for good.
+This is llm.c's outlier detector: no step is skipped before the window holds 128 values, and a value enters the window
+even if its step is skipped, so that a run that has moved to another level continues after a few steps.  There are
+two differences.  Each step sums the window again, where llm.c updates running sums: no error accumulates, and a resumed
+run needs only the values.  A non-finite step does not enter the window; one NaN would stay in a running sum.
 """
 
 import triton
@@ -13,20 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.step_io import APPLY, LOSS, LOSS_LIMIT
 
 
 @triton.jit
-def _skip_outliers_kernel(stats_ptr, window_ptr, z_ptr, hyper_ptr, SIZE: tl.constexpr):
+def _skip_outliers_kernel(step_out_ptr, window_ptr, z_ptr, step_in_ptr, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
-    apply = tl.load(stats_ptr + 3)
+    apply = tl.load(step_out_ptr + APPLY)
     if apply == 0.0:  # not finite
         tl.store(z_ptr, 0.0)
         tl.store(z_ptr + 1, 0.0)
         return
-    for which in tl.static_range(2):
+    for which in tl.static_range(2):  # loss, norm
         row_ptr = window_ptr + which * (SIZE + 1)
-        value = tl.load(stats_ptr + which)
-        seen = tl.load(row_ptr + SIZE)  # values so far; from 2 SIZE on it falls back to SIZE, and fp32 stays exact
+        value = tl.load(step_out_ptr + LOSS + which)
+        seen = tl.load(row_ptr + SIZE)  # values so far; 2 SIZE becomes SIZE, so that fp32 stays exact
         values = tl.where(i == seen.to(tl.int32) % SIZE, value, tl.load(row_ptr + i))
         largest = tl.maximum(tl.max(tl.abs(values), 0), 1e-30)
         scaled = values / largest  # the square of a norm of 1e19 would be beyond fp32
@@ -34,19 +35,19 @@ def _skip_outliers_kernel(stats_ptr, window_ptr, z_ptr, hyper_ptr, SIZE: tl.cons
         deviation = tl.sqrt(tl.sum((scaled - mean) * (scaled - mean), 0) / SIZE)
         z = tl.where(deviation > 0.0, (value / largest - mean) / tl.maximum(deviation, 1e-30), 0.0)
         z = tl.where(seen >= SIZE, z, 0.0)
-        limit = tl.load(hyper_ptr + 5 + which)
+        limit = tl.load(step_in_ptr + LOSS_LIMIT + which)
         apply = tl.where((limit > 0.0) & (z > limit), 0.0, apply)
         tl.store(z_ptr + which, z)
         tl.store(row_ptr + i, values)
         tl.store(row_ptr + SIZE, tl.where(seen + 1.0 == 2.0 * SIZE, 1.0 * SIZE, seen + 1.0))
-    tl.store(stats_ptr + 3, apply)
+    tl.store(step_out_ptr + APPLY, apply)
 
 
-@contract("stats[4]+ window[2,W]+ z[2] <- hyper[8]")
-def skip_outliers(stats: Tensor, window: Tensor, z: Tensor, hyper: Tensor) -> None:
-    """z = z-scores of loss stats[0] and norm stats[1], 0 while the window fills; stats[3] = 0 if one is above its
-    limit hyper[5] or hyper[6] (0: none).
+@contract("step_out[4]+ window[2,W]+ z[2] <- step_in[8]")
+def skip_outliers(step_out: Tensor, window: Tensor, z: Tensor, step_in: Tensor) -> None:
+    """z = z-scores of the loss and the norm of step_out, 0 while the window fills; step_out[APPLY] = 0 if one is
+    above its limit in step_in (0: none).
 
-    `window` is fp32, a row for the loss and one for the norm: W - 1 values (a power of two) and how many there were.
+    `window` is fp32, a row for the loss and one for the norm: W - 1 values (a power of two) and the number seen so far.
     """
-    _skip_outliers_kernel[(1,)](stats, window, z, hyper, SIZE=window.shape[1] - 1, num_warps=1)
+    _skip_outliers_kernel[(1,)](step_out, window, z, step_in, SIZE=window.shape[1] - 1, num_warps=1)

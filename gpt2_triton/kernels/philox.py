@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., SC11) keyed by seed, purpose, step and flat element.
 
-One Philox call on the counter (i // 4 low, i // 4 high, step, purpose) yields four 32-bit words, of which element i
-takes word i % 4. So a number depends on who asks for what, and never on block sizes, launches, ranks or history.
+One Philox call on the counter (i // 4 low, i // 4 high, step, purpose) returns four 32-bit words, of which element i
+takes word i % 4.  So a number depends on seed, purpose, step and element, and not on block sizes, launches or ranks.
 """
 
 import triton
@@ -9,17 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.master import split_master
+from gpt2_triton.kernels.device_math import split_master
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
-INIT = tl.constexpr(0)  # purposes: what a number is for
+INIT = tl.constexpr(0)  # purposes
 ROUND = tl.constexpr(1)
 SAMPLE = tl.constexpr(2)
 
 
 @triton.jit
 def philox_words(seed, first, step, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK words uint32 for the elements first ... first + BLOCK - 1; `first` (int64) and BLOCK are multiples of 4."""
+    """Return uint32 words for elements first ... first + BLOCK - 1; `first` (int64) and BLOCK are multiples of 4."""
     counter = first // 4 + tl.arange(0, BLOCK // 4).to(tl.int64)
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = (counter >> 32).to(tl.uint32)
@@ -55,15 +55,17 @@ def _fill_kernel(w_ptr, n, value, BLOCK: tl.constexpr):
 
 @contract("w[n] low[n]?")
 def normal_init(w: Tensor, low: Tensor | None, seed: int, first: int, std: float) -> None:
-    """w = N(0, std), element i from Philox at flat index first + i (first a multiple of 4); bf16 w is the fp32
-    number rounded, low its other bits.
+    """w = N(0, std), element i from Philox at flat index first + i, with `first` a multiple of 4.
+
+    A bf16 w is the fp32 number rounded; low, if given, gets its other 16 bits (device_math.split_master).
     """
     block = _block(w.numel())
     _normal_init_kernel[(triton.cdiv(w.numel(), block),)](w, low, w.numel(), seed, first, std, BLOCK=block)
 
 
+@contract("w[*]")
 def fill(w: Tensor, value: float) -> None:
-    """w = value, everywhere."""
+    """Set all elements of w to value."""
     block = _block(w.numel())
     _fill_kernel[(triton.cdiv(w.numel(), block),)](w, w.numel(), value, BLOCK=block)
 

@@ -1,12 +1,13 @@
-"""Compile every kernel that a piece of host code would launch, on all cores, and launch none.
+"""Compiles the kernels that a piece of host code would launch, on all cores, without launching them.
 
     with compiling() as compiled:
         schedule.embed(K, view)
         ...
     compiled.kernels, compiled.from_cache, compiled.seconds
 
-Which kernels there are, for which types and blocks, the launchers themselves say: no list of them is kept.  Triton 3.6
-and later compile asynchronously, but only launches with `warmup` set do no more than that; hence the other `run`.
+The launchers are called as in a step and determine the kernels, types and blocks, so there is no list of them.  Triton
+3.6 and later compile asynchronously, but would then launch too unless `warmup` is set; `JITFunction.run` is replaced to
+set it.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 
 @dataclasses.dataclass
 class Compiled:
-    """How many kernels were made ready, how many of them Triton's cache on disk had, and how long all took."""
+    """The number of kernels made ready, how many of them came from Triton's cache on disk, and the time for all."""
 
     kernels: int = 0
     from_cache: int = 0
@@ -34,17 +35,18 @@ class Compiled:
 
 @contextlib.contextmanager
 def compiling(ignore_errors: bool = False) -> Iterator[Compiled]:
-    """Inside, a launch only hands its kernel to a pool of threads; at the end all are compiled and loaded.
+    """Within the context, submit each launched kernel to a thread pool; at the end, wait until all are loaded.
 
-    Gluon's kernels are JITFunctions too.  Threads do: MLIR's passes, ptxas and gcc run outside Python's lock.  With
-    `ignore_errors` a kernel that does not compile, or needs more than the GPU has, is left for its launch to raise.
+    This includes Gluon's kernels, which are JITFunctions.  Threads suffice, since MLIR's passes, ptxas and gcc run
+    without Python's lock.  With `ignore_errors`, a kernel that does not compile, or needs more than the GPU has, raises
+    at its launch instead.
     """
     out, began, gpu = Compiled(), time.perf_counter(), torch.cuda.current_device()
-    asked, cached = [], []
+    launched, cached = [], []
     launch = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        asked.append(launch(self, *args, grid=grid, warmup=True, **keywords))
+        launched.append(launch(self, *args, grid=grid, warmup=True, **keywords))
 
     with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.cuda.set_device(gpu)) as pool:
         with knobs.compilation.scope(), AsyncCompileMode(pool, ignore_errors=ignore_errors):
@@ -54,11 +56,11 @@ def compiling(ignore_errors: bool = False) -> Iterator[Compiled]:
                 yield out
             finally:
                 JITFunction.run = launch
-        kernels = {_result(kernel, ignore_errors) for kernel in asked} - {None}
-        passed_over = (Exception,) if ignore_errors else ()  # Triton's and the driver's
-        list(pool.map(lambda kernel: _make_launcher(kernel, passed_over), kernels))
+        kernels = {_result(kernel, ignore_errors) for kernel in launched} - {None}
+        ignored = (Exception,) if ignore_errors else ()  # Triton's and the driver's
+        list(pool.map(lambda kernel: _make_launcher(kernel, ignored), kernels))
     for kernel in kernels:
-        _load(kernel, passed_over)
+        _load(kernel, ignored)
     out.kernels, out.from_cache, out.seconds = len(kernels), sum(cached), time.perf_counter() - began
 
 
@@ -66,15 +68,15 @@ def _result(kernel: Any, ignore_errors: bool) -> Any:
     return kernel.result(ignore_errors) if isinstance(kernel, FutureKernel) else kernel
 
 
-def _make_launcher(kernel: Any, passed_over: tuple[type[Exception], ...]) -> None:
-    """Triton 3.6 has gcc make a Python extension for each signature, and finds it on disk from then on."""
-    with contextlib.suppress(*passed_over):
+def _make_launcher(kernel: Any, ignored: tuple[type[Exception], ...]) -> None:
+    """Compile the launcher: Triton 3.6 builds a Python extension per signature with gcc, and caches it on disk."""
+    with contextlib.suppress(*ignored):
         driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
-def _load(kernel: Any, passed_over: tuple[type[Exception], ...]) -> None:
-    """One at a time: 3.6's extensions have one name, and one that is loaded already comes as the module of another,
-    overwritten.  A thread could so end up with the launcher of another thread's kernel.
+def _load(kernel: Any, ignored: tuple[type[Exception], ...]) -> None:
+    """Load a kernel.  Call it from one thread: all extensions of 3.6 have one module name, and importing one overwrites
+    the module of another, so that a thread could get the launcher of another thread's kernel.
     """
-    with contextlib.suppress(*passed_over):
+    with contextlib.suppress(*ignored):
         _ = kernel.run

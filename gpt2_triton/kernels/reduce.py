@@ -1,23 +1,22 @@
-"""Reductions in a fixed order: partial sums per program, then one more kernel; two runs agree bit for bit.
+"""Reductions in a fixed order, so that two runs agree bit for bit: partial sums per program, then one more kernel.
 
-column_sums  out[n] (+)= sum_p part[p, n]        finishes bias and layernorm gradients, up to three at once
-sum_squares  out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range
-clip_factor  norm, min(1, clip / norm), finite   what AdamW multiplies gradients with
-loss_sum     out = loss_scale * sum_r losses[r]
-add          out += x
+column_sums   out[n] (+)= sum_p part[p, n]        the end of bias and layernorm gradients, up to three at once
+sum_squares   out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range
+clip_factor   norm, min(1, clip / norm), finite   AdamW multiplies gradients with the factor
+loss_sum      out = loss_scale * sum_r losses[r]
+add_partials  out += sum_k parts[k]               gradients that other ranks have sent
 """
-
-from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.step_io import APPLY, CLIP, CLIP_FACTOR, LOSS, LOSS_SCALE, NORM
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
-@triton.jit(do_not_specialize=["P"])  # a count of rows: its divisibility buys nothing
+@triton.jit(do_not_specialize=["P"])  # a count of rows: divisibility gains nothing
 def _column_sums_kernel(
     out_ptr, second_ptr, third_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -41,20 +40,21 @@ def _column_sums_kernel(
     tl.store(out_ptr + n, total, mask=n < N)
 
 
-def column_sums(outs: Sequence[Tensor], part: Tensor, P: int, acc: bool) -> None:
-    """out[n] (+)= sum over p of part[i, p, n] for the i-th of one to three outs, fp32 of N elements in any shape;
-    `part` is the beginning of an fp32 scratch.
+@contract("out[*]+ second[*]?+ third[*]?+ <- part[*]")
+def column_sums(out: Tensor, second: Tensor | None, third: Tensor | None, part: Tensor, P: int, acc: bool) -> None:
+    """out[n] (+)= sum over p of part[0, p, n]; second and third from part[1] and part[2].  Only launchers call it.
+
+    The outputs are fp32 of N elements in any shape; `part` is the beginning of an fp32 scratch.
     """
-    N = outs[0].numel()
+    N, outs = out.numel(), 1 + (second is not None) + (third is not None)
     block_p = min(next_power_of_2(P), 64)
     if INTERPRET:
         block_n = min(next_power_of_2(N), 1 << 18)
-    elif N < 1 << 16:  # few columns: narrow blocks, eight columns to a sector, to give every multiprocessor some
+    elif N < 1 << 16:  # few columns: blocks of eight, one sector, give each multiprocessor some
         block_p, block_n = min(next_power_of_2(P), 512), 8
     else:
         block_n = max(64, 4096 // block_p)
-    out, second, third = *outs, *[None] * (3 - len(outs))
-    _column_sums_kernel[(triton.cdiv(N, block_n), len(outs))](
+    _column_sums_kernel[(triton.cdiv(N, block_n), outs)](
         out, second, third, part, P, N, ACC=acc, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4
     )
 
@@ -68,7 +68,7 @@ def _sum_squares_kernel(part_ptr, g_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sum_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """One program adds n numbers, BLOCK lanes wide, in a fixed order."""
+    """Add n numbers in one program, BLOCK lanes wide, in a fixed order."""
     lanes = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, n, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -82,15 +82,15 @@ def _sum_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _clip_factor_kernel(stats_ptr, sumsq_ptr, hyper_ptr):
+def _clip_factor_kernel(step_out_ptr, sumsq_ptr, step_in_ptr):
     norm = tl.sqrt(tl.load(sumsq_ptr))
-    loss = tl.load(stats_ptr)
-    clip = tl.load(hyper_ptr + 4)
+    loss = tl.load(step_out_ptr + LOSS)
+    clip = tl.load(step_in_ptr + CLIP)
     factor = tl.minimum(clip / (norm + 1e-6), 1.0)
     finite = (norm < float("inf")) & (tl.abs(loss) < float("inf"))  # a comparison with NaN is false
-    tl.store(stats_ptr + 1, norm)
-    tl.store(stats_ptr + 2, tl.where(clip > 0.0, factor, 1.0))
-    tl.store(stats_ptr + 3, tl.where(finite, 1.0, 0.0))
+    tl.store(step_out_ptr + NORM, norm)
+    tl.store(step_out_ptr + CLIP_FACTOR, tl.where(clip > 0.0, factor, 1.0))
+    tl.store(step_out_ptr + APPLY, tl.where(finite, 1.0, 0.0))
 
 
 @contract("out[1]+ scratch[*] <- g[n]")
@@ -103,7 +103,7 @@ def sum_squares(out: Tensor, scratch: Tensor, g: Tensor, acc: bool = False) -> N
 
 
 def sum_squares_scratch(n: int) -> int:
-    """fp32 elements: a partial sum per block."""
+    """Return the fp32 elements: a partial sum per block."""
     return triton.cdiv(n, _sum_block(n))
 
 
@@ -111,23 +111,25 @@ def _sum_block(n: int) -> int:
     return min(next_power_of_2(n), 1 << 18) if INTERPRET else 16384
 
 
-@contract("out[1] <- losses[R] hyper[8]")
-def loss_sum(out: Tensor, losses: Tensor, hyper: Tensor) -> None:
+@contract("out[1] <- losses[R] step_in[8]")
+def loss_sum(out: Tensor, losses: Tensor, step_in: Tensor) -> None:
     """out = loss scale * sum of losses."""
     R = losses.numel()
-    _sum_kernel[(1,)](out, losses, hyper[3:], R, ACC=False, BLOCK=min(next_power_of_2(R), 8192), num_warps=8)
+    _sum_kernel[(1,)](
+        out, losses, step_in[LOSS_SCALE.value :], R, ACC=False, BLOCK=min(next_power_of_2(R), 8192), num_warps=8
+    )
 
 
-@contract("stats[4] <- sumsq[1] hyper[8]")
-def clip_factor(stats: Tensor, sumsq: Tensor, hyper: Tensor) -> None:
-    """stats[1] = norm, stats[2] = factor that brings it to at most clip (1 if clip is 0), stats[3] = 1 if norm and
+@contract("step_out[4] <- sumsq[1] step_in[8]")
+def clip_factor(step_out: Tensor, sumsq: Tensor, step_in: Tensor) -> None:
+    """step_out's NORM, CLIP_FACTOR, which brings the norm to at most CLIP (1 if CLIP is 0), and APPLY, 1 if norm and
     loss are finite, else 0.
     """
-    _clip_factor_kernel[(1,)](stats, sumsq, hyper)
+    _clip_factor_kernel[(1,)](step_out, sumsq, step_in)
 
 
 @triton.jit
-def _add_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_partials_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     total = tl.load(out_ptr + i, mask=mask, other=0.0)
@@ -138,8 +140,8 @@ def _add_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @contract("out[n]+ <- parts[k,n]")
-def add(out: Tensor, parts: Tensor) -> None:
-    """out += parts[0], += parts[1] ..., fp32, in this order."""
+def add_partials(out: Tensor, parts: Tensor) -> None:
+    """out += parts[0], then parts[1] ..., in fp32."""
     k, n = parts.shape
     block = min(next_power_of_2(n), 1 << 18) if INTERPRET else 4096
-    _add_kernel[(triton.cdiv(n, block),)](out, parts, n, PARTS=k, BLOCK=block)
+    _add_partials_kernel[(triton.cdiv(n, block),)](out, parts, n, PARTS=k, BLOCK=block)

@@ -1,16 +1,17 @@
-"""The next token of each sequence from its logits: temperature, top-k, top-p, and a draw without a sum or a sort.
+"""Sampling of each sequence's next token from its logits, with temperature, top-k and top-p, without sorting them.
 
 top_k    keep the k largest logits: z >= the largest bound that at least k logits reach
 top_p    of those, keep the most likely that together have probability p (nucleus sampling, Holtzman et al. 2020,
          https://arxiv.org/abs/1904.09751): the largest bound whose logits have at least p of the mass kept so far
-draw     argmax_j (z[j] / temperature + G[j]),  G[j] = -log(E[j]),  E[j] = -log(1 - u[j]) exponential: the Gumbel-max
+token    argmax_j (z[j] / temperature + G[j]),  G[j] = -log(E[j]),  E[j] = -log(1 - u[j]) exponential: the Gumbel-max
          trick; j has probability softmax(z / temperature)[j]
 
 Both bounds are found by bisection, which ends when one logit is left between a bound that is too high and one that is
-not: the sets are exact.  Equal logits at a bound stay or go together.  The mass is summed in fp32, in a fixed order.
+not, so the sets are exact.  Equal logits at a bound are kept or removed together.  The mass is summed in fp32, in a
+fixed order.
 
-u[j] is word j of Philox (random.py) for the sequence's seed and the number of tokens drawn so far: a draw does not
-depend on which other sequences are decoded at the same time.
+u[j] is word j of Philox (philox.py) for the sequence's seed and the number of tokens sampled so far.  It does not
+depend on the other sequences of the decode batch.
 """
 
 import triton
@@ -19,14 +20,28 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.decode import DRAWN, FIELDS, ROW, SEED_HIGH, SEED_LOW, TOKEN
+from gpt2_triton.kernels.device_math import LOG2E
 from gpt2_triton.kernels.philox import SAMPLE, philox_words
-from gpt2_triton.kernels.softmax import LOG2E
 from gpt2_triton.kernels.tuning import tuned
 
 
 @triton.jit
+def _limits(z_ptr, V, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the largest logit, and with SMALLEST the smallest, else -inf."""
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    smallest = tl.full((BLOCK,), float("inf"), tl.float32)
+    for first in range(0, V, BLOCK):
+        j = first + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(z_ptr + j, mask=j < V, other=float("-inf")))
+        if SMALLEST:
+            smallest = tl.minimum(smallest, tl.load(z_ptr + j, mask=j < V, other=float("inf")))
+    peak = tl.max(largest, 0)
+    return peak, tl.min(smallest, 0) if SMALLEST else peak - float("inf")
+
+
+@triton.jit
 def _reached(z_ptr, V, bound, peak, factor, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many logits are at least `bound`, and with MASS the sum of their exp((z - peak) / temperature)."""
+    """Return how many logits are at least `bound`, and with MASS the sum of their exp((z - peak) / temperature)."""
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, V, BLOCK):
@@ -41,7 +56,7 @@ def _reached(z_ptr, V, bound, peak, factor, MASS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _raise_bound(z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest bound (and its count) that `goal` logits, or a mass of `goal`, reach; `low` is known to do."""
+    """Return the largest bound that `goal` logits, or a mass of `goal`, reach, and its count; `low` is one of these."""
     high = peak
     high_count, mass = _reached(z_ptr, V, high, peak, factor, MASS, BLOCK)
     enough = (mass if MASS else high_count.to(tl.float32)) >= goal
@@ -62,40 +77,15 @@ def _raise_bound(z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexp
 
 @triton.jit
 def _gumbel(words):
-    """-log(E), E = -log(1 - u), u = (word + 1/2) / 2^32; small E, which win draws, to full precision."""
+    """Return -log(E), E = -log(1 - u), u = (word + 1/2) / 2^32; small E, which win, have full precision."""
     u = (words.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
     e = tl.where(u < 0.0009765625, u + u * u * 0.5, -tl.log(1.0 - u))  # the next term, u^3 / 3, is below 4e-7 of it
     return -tl.log(e)
 
 
-@triton.jit(do_not_specialize=["top_k"])
-def _draw_kernel(
-    seq_ptr, logits_ptr, V, Vp, factor, top_k, top_p,
-    GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    seq_ptr += b * FIELDS
-    z_ptr = logits_ptr + b * Vp
-    drawn = tl.load(seq_ptr + DRAWN)
-    seed = tl.load(seq_ptr + SEED_LOW).to(tl.int64) | (tl.load(seq_ptr + SEED_HIGH).to(tl.int64) << 31)
-    row = tl.load(seq_ptr + ROW)
-
-    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    smallest = tl.full((BLOCK,), float("inf"), tl.float32)
-    for first in range(0, V, BLOCK):
-        j = first + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.load(z_ptr + j, mask=j < V, other=float("-inf")))
-        if TOP_K or TOP_P:
-            smallest = tl.minimum(smallest, tl.load(z_ptr + j, mask=j < V, other=float("inf")))
-    peak = tl.max(largest, 0)
-    bound = tl.min(smallest, 0) if TOP_K or TOP_P else peak - float("inf")
-    count = V + drawn * 0
-    if TOP_K:
-        bound, count = _raise_bound(z_ptr, V, bound, count, top_k.to(tl.float32), peak, factor, False, BLOCK)
-    if TOP_P:
-        _, mass = _reached(z_ptr, V, bound, peak, factor, True, BLOCK)
-        bound, count = _raise_bound(z_ptr, V, bound, count, top_p * mass, peak, factor, True, BLOCK)
-
+@triton.jit
+def _argmax(z_ptr, V, bound, peak, factor, seed, drawn, GREEDY: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the first index of the largest score among the logits that are at least `bound`."""
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     index = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, V, BLOCK):
@@ -108,22 +98,42 @@ def _draw_kernel(
         better = (z >= bound) & (j < V) & (score > best)
         best = tl.where(better, score, best)
         index = tl.where(better, j, index)
-    token = tl.min(tl.where(best == tl.max(best, 0), index, V), 0)
-    tl.store(seq_ptr + TOKEN, token)
+    return tl.min(tl.where(best == tl.max(best, 0), index, V), 0)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def _sample_token_kernel(
+    seq_ptr, logits_ptr, V, Vp, factor, top_k, top_p,
+    GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    seq_ptr += b * FIELDS
+    z_ptr = logits_ptr + b * Vp
+    drawn = tl.load(seq_ptr + DRAWN)
+    seed = tl.load(seq_ptr + SEED_LOW).to(tl.int64) | (tl.load(seq_ptr + SEED_HIGH).to(tl.int64) << 31)
+    row = tl.load(seq_ptr + ROW)
+    peak, bound = _limits(z_ptr, V, TOP_K or TOP_P, BLOCK)
+    count = V + drawn * 0  # a tensor, as the count of a bound is
+    if TOP_K:
+        bound, count = _raise_bound(z_ptr, V, bound, count, top_k.to(tl.float32), peak, factor, False, BLOCK)
+    if TOP_P:
+        _, mass = _reached(z_ptr, V, bound, peak, factor, True, BLOCK)
+        bound, count = _raise_bound(z_ptr, V, bound, count, top_p * mass, peak, factor, True, BLOCK)
+    tl.store(seq_ptr + TOKEN, _argmax(z_ptr, V, bound, peak, factor, seed, drawn, GREEDY, BLOCK))
     tl.store(seq_ptr + ROW, row + 1)
     tl.store(seq_ptr + DRAWN, drawn + 1)
 
 
 @contract("seq[B,5]+ <- logits[B,Vp]")
-def draw(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, top_p: float) -> None:
-    """seq's token is drawn from logits[:, :V], and its row and its count of draws go one up.
+def sample_token(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, top_p: float) -> None:
+    """Set each sequence's token to one sampled from logits[:, :V]; increment its row and its count of tokens sampled.
 
-    temperature 0 takes the most likely token; top_k 0 and top_p 1 keep all.
+    temperature 0 takes the most likely token; top_k 0 and top_p 1 keep all tokens.
     """
     B, Vp = logits.shape
     greedy = temperature == 0
     # a temperature below 1e-30 would give 0 * inf at the largest logit
-    factor = 1.0 if greedy else min(1.0 / temperature, 1e30) * 1.4426950408889634
+    factor = 1.0 if greedy else min(1.0 / temperature, 1e30) * LOG2E.value
     options = dict(GREEDY=greedy, TOP_K=not greedy and 0 < top_k < V, TOP_P=not greedy and top_p < 1)
-    row = tuned("draw", "fp32", BLOCK=V)
-    _draw_kernel[(B,)](seq, logits, V, Vp, factor, top_k, float(top_p), **options, **row)
+    row = tuned("sample_token", "fp32", BLOCK=V)
+    _sample_token_kernel[(B,)](seq, logits, V, Vp, factor, top_k, float(top_p), **options, **row)

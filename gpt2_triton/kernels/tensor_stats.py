@@ -1,10 +1,9 @@
-"""What a tensor looks like: sums and maxima over its elements, one partial result a program, finished on the host.
+"""Statistics of tensors: sums and maxima over the elements, one partial result per program, finished on the host.
 
 tensor_stats     sum of x^2, largest |x|, non-finite elements                                of an activation
 parameter_stats  the same of a gradient, sum of w^2, sum of (the update AdamW is about to make)^2
 
-Sums and maxima are over the finite elements.  Both kernels only read what they describe, once: their time is that of
-reading it.
+Sums and maxima are over the finite elements.  Both kernels read each tensor once and take the time of that.
 """
 
 import triton
@@ -12,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
+from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
@@ -41,7 +42,7 @@ def _tensor_stats_kernel(out_ptr, x_ptr, n, ACC: tl.constexpr, PARTS: tl.constex
 
 @triton.jit
 def _parameter_stats_kernel(
-    out_ptr, w_ptr, m_ptr, v_ptr, g_ptr, stats_ptr, hyper_ptr, n, decay, alpha1, alpha2, eps,
+    out_ptr, w_ptr, m_ptr, v_ptr, g_ptr, step_out_ptr, step_in_ptr, n, decay, alpha1, alpha2, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -49,8 +50,8 @@ def _parameter_stats_kernel(
     bad = tl.zeros((BLOCK,), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     updates = tl.zeros((BLOCK,), tl.float32)
-    lr = tl.load(hyper_ptr) * tl.load(stats_ptr + 3)  # no update in a step that is skipped
-    factor = tl.load(stats_ptr + 2)
+    lr = tl.load(step_in_ptr + LR) * tl.load(step_out_ptr + APPLY)  # no update in a step that is skipped
+    factor = tl.load(step_out_ptr + CLIP_FACTOR)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
         i = first + tl.arange(0, BLOCK)
         mask = i < n
@@ -64,11 +65,10 @@ def _parameter_stats_kernel(
         m = tl.load(m_ptr + i, mask=mask, other=0.0)
         v = tl.load(v_ptr + i, mask=mask, other=0.0)
         g *= factor
-        m += alpha1 * (g - m)
-        v += alpha2 * (g * g - v)
-        m_hat = m * tl.load(hyper_ptr + 1)
-        v_hat = v * tl.load(hyper_ptr + 2)
-        update = lr * (m_hat / (tl.sqrt(v_hat) + eps) + decay * w)
+        m, v = adamw_moments(m, v, g, alpha1, alpha2)
+        m_correction = tl.load(step_in_ptr + M_CORRECTION)
+        v_correction = tl.load(step_in_ptr + V_CORRECTION)
+        update = adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
         weights += w * w
         updates += update * update
     out = out_ptr + tl.program_id(0)
@@ -81,29 +81,31 @@ def _parameter_stats_kernel(
 
 @contract("out[3,P]+ <- x[*]")
 def tensor_stats(out: Tensor, x: Tensor, acc: bool) -> None:
-    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc joined to what is there."""
+    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc combined with the old out."""
     P = out.shape[1]
     block = _block(x.numel(), 2048)
     _tensor_stats_kernel[(P,)](out, x, x.numel(), ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
 
 
-@contract("out[5,P] <- w[n] m[n] v[n] g[n] stats[4] hyper[8]")
+@contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[4] step_in[8]")
 def parameter_stats(
-    out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, stats: Tensor, hyper: Tensor,
+    out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
     decay: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    """out = as in tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py, before
-    it is rounded.
+    """out = tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py.
+
+    The update is taken before w is rounded.  With fp32 masters, w is their bf16 rounding: the decay, and the ratio of
+    update and weight, are of the rounded weights.
     """
     n, P = w.numel(), out.shape[1]
     alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
     _parameter_stats_kernel[(P,)](
-        out, w, m, v, g, stats, hyper, n, decay, *alphas, eps, PARTS=P, BLOCK=block, num_warps=4
+        out, w, m, v, g, step_out, step_in, n, decay, *alphas, eps, PARTS=P, BLOCK=block, num_warps=4
     )
 
 
 def stats_parts() -> int:
-    """Programs, and so partial results, of either launcher: eight for each multiprocessor of an H200."""
+    """Return the programs, and so the partial results, of either launcher: eight per multiprocessor of an H200."""
     return 2 if INTERPRET else 1056
 
 

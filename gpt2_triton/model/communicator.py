@@ -137,7 +137,7 @@ class BucketedCommunicator(Link):
     def prepare(self) -> None:
         n, received = self._part(1), self._s.received
         for parts in {1, self._group.size - 1}:
-            self._K.add(received[:n], received[: parts * n].view(parts, n))
+            self._K.add_partials(received[:n], received[: parts * n].view(parts, n))
 
     def gather(self) -> None:
         if self._zero:
@@ -207,7 +207,7 @@ class NcclCommunicator(BucketedCommunicator):
             elif self._adds(bucket):
                 received = self._s.received[: len(target)]
                 self._group.reduce_scatter(received, whole)
-                self._K.add(target, received.view(1, -1))
+                self._K.add_partials(target, received.view(1, -1))
             else:
                 self._group.reduce_scatter(target, whole)
 
@@ -269,9 +269,9 @@ class PeerCopyCommunicator(BucketedCommunicator):
 
     def _add(self, bucket: int, parts: Tensor) -> None:
         target, own = self._target(bucket), self._own(self._grads(bucket))
-        self._K.add(own, parts)
+        self._K.add_partials(own, parts)
         if self._adds(bucket):
-            self._K.add(target, own.view(1, -1))
+            self._K.add_partials(target, own.view(1, -1))
         elif self._zero == 2:
             target.copy_(own)
 

@@ -96,12 +96,13 @@ class Step:
     The copies run behind the host, so this memory is written again only after `result` has seen the last of them done.
     """
 
-    def __init__(self, device: str, watched: Sequence[torch.Tensor] = ()):
-        pinned = device != "cpu"
+    def __init__(self, device: str, io: Any, watched: Sequence[torch.Tensor] = ()):
+        """`io` is kernels/step_io.py, which names the elements of the rows."""
+        self._io, pinned = io, device != "cpu"
         self.watched = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in watched]  # copies of statistics
-        self.step_in = torch.empty(8, dtype=torch.float32, pin_memory=pinned)
-        self.step_key = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
-        self.step_out = torch.empty(6, dtype=torch.float32, pin_memory=pinned)
+        self.step_in = torch.empty(io.STEP_IN, dtype=torch.float32, pin_memory=pinned)
+        self.step_key = torch.empty(io.STEP_KEY, dtype=torch.int32, pin_memory=pinned)
+        self.step_out = torch.empty(io.STEP_OUT, dtype=torch.float32, pin_memory=pinned)
         self.z = torch.empty(2, dtype=torch.float32, pin_memory=pinned)
         self.in_flight = False
         self.ended = self._began = Mark(device)
@@ -121,10 +122,11 @@ class Step:
         assert self.in_flight, "result() of a step that was not launched or has been read"
         self.ended.wait()
         self.in_flight = False
-        loss, norm, _, apply, _, stop = self.step_out.tolist()
+        out, io = self.step_out.tolist(), self._io
         z_loss, z_norm = self.z.tolist()
         seconds = self.ended.seconds_since(self._began)
-        return StepResult(loss, norm, apply == 1.0, seconds, (z_loss, z_norm), stop > 0)
+        applied, stop = out[io.APPLY] == 1.0, out[io.STOPPING] > 0
+        return StepResult(out[io.LOSS], out[io.NORM], applied, seconds, (z_loss, z_norm), stop)
 
 
 class Replay:

@@ -68,7 +68,7 @@ class GPT2:
         watch = self.state.act_stats is not None
         self.watch = Watch(K, self.state, self.train_view.a, self.dims) if watch else None
         self._watched, self._launchers = False, K
-        steps = [Step(device, self.watch.buffers if self.watch else ()) for _ in range(STEPS)]
+        steps = [Step(device, K.step_io, self.watch.buffers if self.watch else ()) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
 
     def view(self, B: int, T: int) -> View:
@@ -171,7 +171,8 @@ class GPT2:
         previous, self._step = self._step, next(self._steps)
         self._step.begin(previous, hyper, [step, seed & 0x7FFFFFFF, seed >> 31, 0])
         self.state.step_in.copy_(self._step.step_in, non_blocking=True)
-        self.state.step_out[5:].copy_(self._step.step_in[7:], non_blocking=True)
+        io = self.K.step_io
+        self.state.step_out[io.STOPPING.value].copy_(self._step.step_in[io.STOP.value], non_blocking=True)
         self.state.step_key.copy_(self._step.step_key, non_blocking=True)
 
     def micro_step(self, packed: Tensor, first: bool, last: bool = True) -> None:

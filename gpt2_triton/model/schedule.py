@@ -14,7 +14,7 @@ EMBED = -1  # m.link's name for what is no layer's: wte and wpe, norms and biase
 
 def embed(K: Any, m: Any) -> None:
     # x[0] = wte[ids] + wpe
-    K.encoder_fwd(m.a.x[0], m.ids, m.w.wte, m.w.wpe)
+    K.embedding_fwd(m.a.x[0], m.ids, m.w.wte, m.w.wpe)
 
 
 def layer(K: Any, m: Any, l: int) -> None:
@@ -46,7 +46,7 @@ def final_norm(K: Any, m: Any) -> None:
 
 def head(K: Any, m: Any, acc: bool) -> None:
     """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's share, but for the target rows, which
-    encoder_bwd adds.
+    embedding_bwd adds.
 
     With S = sum of exp(z_j - z_target) over j != target: loss = log(1 + S), dlogits = rs * p + ks at the target,
     rs = scale / (1 + S), ks = -scale * S / (1 + S).  p leaves the GEMM unnormalised; rs enters after the next two.
@@ -58,7 +58,7 @@ def head(K: Any, m: Any, acc: bool) -> None:
         n = r.stop - r.start
         p, lns = a.p[:n], a.lns[:n]
         K.classifier_fwd(p, a.scratch, a.lnf[r], w.wte, a.zt[r], m.targets[r], m.V)
-        K.classifier_stats(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc)
+        K.classifier_loss(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc)
         K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
     norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
@@ -72,7 +72,7 @@ def head_loss(K: Any, m: Any) -> None:
     K.classifier_target(a.zt, a.lnf, m.w.wte, m.targets)
     for r in m.head_chunks():
         K.classifier_fwd(None, a.scratch, a.lnf[r], m.w.wte, a.zt[r], m.targets[r], m.V)
-        K.classifier_stats(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False)
+        K.classifier_loss(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False)
 
 
 def prefill(K: Any, m: Any, d: Any, texts: slice) -> None:
@@ -98,7 +98,7 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
     final_norm(K, m)  # a launch of its own: the head has 3144 programs, too many to normalise anew
     K.decode_matmul(d.logits, a.lnf, w.wte, None, None, None, None)
-    K.draw(d.seq, d.logits, m.V, temperature, top_k, top_p)
+    K.sample_token(d.seq, d.logits, m.V, temperature, top_k, top_p)
 
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
@@ -140,7 +140,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
     a = m.a
-    K.encoder_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
+    K.embedding_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
     m.link.grads_done(EMBED)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import OptimConfig
+from gpt2_triton.kernels import step_io as io
 
 
 def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
@@ -36,10 +37,11 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
 
 
 def step_inputs(step: int, config: Config, loss_scale: float) -> np.ndarray:
-    """float32[8], with t = step + 1: lr, 1 / (1 - beta1^t), 1 / (1 - beta2^t), loss scale, clip, the limits of the
-    loss's and of the norm's z-score, 0 (the trainer's: 1 when this rank was asked to stop).
-    """
+    """Return the fp32 row step_in, whose elements kernels/step_io.py names; STOP is 0."""
     o, limits, t = config.optim, config.train, step + 1
-    lr = learning_rate(step, o, config.train.steps)
-    corrections = 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t)
-    return np.array([lr, *corrections, loss_scale, o.clip, limits.skip_loss_z, limits.skip_norm_z, 0], np.float32)
+    row = np.zeros(io.STEP_IN, np.float32)
+    row[io.LR] = learning_rate(step, o, config.train.steps)
+    row[io.M_CORRECTION], row[io.V_CORRECTION] = 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t)
+    row[io.LOSS_SCALE], row[io.CLIP] = loss_scale, o.clip
+    row[io.LOSS_LIMIT], row[io.NORM_LIMIT] = limits.skip_loss_z, limits.skip_norm_z
+    return row

@@ -229,7 +229,7 @@ class Trainer:
     def _train_step(self, step: int) -> None:
         """Launch step `step`; then, while the device is at it, report the step before."""
         hyper = step_inputs(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-        hyper[7] = self.signals.heard > 0
+        hyper[K.step_io.STOP] = self.signals.heard > 0
         watched = self._due(step + 1, self.config.log.stats_every)
         self.model.begin_step(hyper, step, self.config.train.seed, watched)
         micro_steps = self.config.accumulation

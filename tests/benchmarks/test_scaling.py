@@ -128,19 +128,19 @@ def test_the_exposed_part_of_the_exchange_is_what_nothing_is_computed_beside():
 
 def test_the_second_of_three_steps_is_kept():
     steps = [
-        event(f"{name}(x)", 10 * i + at, 1) for i in range(3) for name, at in (("_encoder_fwd_kernel", 0), (SUM, 5))
+        event(f"{name}(x)", 10 * i + at, 1) for i in range(3) for name, at in (("_embedding_fwd_kernel", 0), (SUM, 5))
     ]
     copies = [event(f"{COPY} (Device -> Device)", 16, 2) | {"cat": "gpu_memcpy"}]
     others = [event("Memcpy HtoD (Pinned -> Device)", 17, 2) | {"cat": "gpu_memcpy"}, event("x", 0, 9) | {"cat": "cpu"}]
     kept = multi_gpu.one_step([*steps[::-1], *copies, *others])
-    assert kept == steps_of(("_encoder_fwd_kernel", 10, 1), (SUM, 15, 1), (COPY, 16, 2))
+    assert kept == steps_of(("_embedding_fwd_kernel", 10, 1), (SUM, 15, 1), (COPY, 16, 2))
     assert [kernel.exchange for kernel in kept] == [False, True, True]
 
 
 def test_a_step_of_two_micro_steps_is_kept_whole():
-    steps = [event("_encoder_fwd_kernel(x)", 10 * i, 1) for i in range(6)]
+    steps = [event("_embedding_fwd_kernel(x)", 10 * i, 1) for i in range(6)]
     kept = multi_gpu.one_step(steps, 2)
-    assert kept == steps_of(("_encoder_fwd_kernel", 20, 1), ("_encoder_fwd_kernel", 30, 1))
+    assert kept == steps_of(("_embedding_fwd_kernel", 20, 1), ("_embedding_fwd_kernel", 30, 1))
 
 
 def test_speeds_are_set_against_gpus_in_step_and_alone():
@@ -163,7 +163,7 @@ def test_every_gpu_has_the_work_of_one_alone():
 
 def test_a_step_is_drawn_from_its_file(tmp_path):
     pytest.importorskip("matplotlib")
-    kernels = steps_of(("_encoder_fwd_kernel", 0, 1), ("_matmul_kernel", 1, 8), (COPY, 6, 2), (SUM, 8, 1))
+    kernels = steps_of(("_embedding_fwd_kernel", 0, 1), ("_matmul_kernel", 1, 8), (COPY, 6, 2), (SUM, 8, 1))
     saved = [[Kernel(*k) for k in step] for step in json.loads(json.dumps([kernels, kernels]))]
     multi_gpu.draw(saved, "two GPUs", tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")

@@ -16,7 +16,7 @@ from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.tuning import DTYPES, FIXED, PARAMETERS, TABLES, read_table
+from gpt2_triton.kernels.tuning import TABLES, read_table
 from tests.support.tiny import packed_batch, tiny_model
 
 H200 = read_table(TABLES / "h200.json")
@@ -75,12 +75,12 @@ def test_candidates_begin_with_the_current_row_and_leave_alone_what_all_gpus_sha
     assert rows[0] == current and len(rows) > 2
     assert len({tuple(sorted(row.items())) for row in rows}) == len(rows)
     for row in rows:
-        assert all(row[block] == current[block] for block in FIXED.get(op, ()))
-        assert set(row) <= {*PARAMETERS[op], *tuning.OPTIONS}
+        assert all(row[block] == current[block] for block in candidates.FIXED.get(op, ()))
+        assert set(row) <= {*current, *tuning.OPTIONS}
 
 
-DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "draw"}  # no part of a training step
-TRAINING = [op for op in PARAMETERS if op not in DECODING]
+DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "sample_token"}  # in no training step
+TRAINING = {op for op, _ in H200.rows} - DECODING
 
 
 def test_every_row_of_bf16_is_tuned_but_those_of_wide_heads_and_of_decoding():
@@ -92,7 +92,7 @@ def test_only_chooses_operations_and_families(monkeypatch):
     assert tune.select(None) == list(candidates.SPACE)
     assert tune.select("attention,adamw") == ["attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq", "adamw"]
     assert tune.select("layernorm_fwd") == ["layernorm_fwd"]
-    with pytest.raises(ConfigError, match="--only: unknown conv; known are matmul, classifier, encoder"):
+    with pytest.raises(ConfigError, match="--only: unknown conv; known are matmul, classifier, embedding"):
         tune.select("adamw,conv")
 
 
@@ -265,7 +265,7 @@ def test_a_gpu_rewrites_its_own_table_and_keeps_what_that_says(tmp_path):
     again = read_table(written)
     assert again == new and again.rows["adamw", "bf16"] == row
     assert again.rows["adamw", "fp32"] == H200.rows["adamw", "fp32"]
-    assert again.rows.keys() == {(op, dtype) for op in PARAMETERS for dtype in DTYPES}
+    assert again.rows.keys() == H200.rows.keys()
 
 
 def test_a_gpu_that_borrowed_a_table_gets_its_own():

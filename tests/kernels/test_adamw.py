@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from gpt2_triton.kernels.adamw import adamw
-from gpt2_triton.kernels.master import join_master, split_master
+from gpt2_triton.kernels.device_math import join_master, split_master
 from tests.conftest import DEVICE
 from tests.kernels.test_philox import philox
 from tests.support.helpers import error, poisoned
@@ -21,7 +21,7 @@ lengths = pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
 
 
 class Adam:
-    """Weights in one of the three storages with what an update reads; m and v start as zeros."""
+    """Weights in one of the three storages, with the other arguments of adamw; m and v start as zeros."""
 
     def __init__(self, w, storage, seed=SEED, first=0, decay=DECAY):
         self.w = w.to(torch.float32 if storage == "fp32" else torch.bfloat16, copy=True)
@@ -31,17 +31,17 @@ class Adam:
 
     def step(self, g, lr=1e-3, factor=1.0, applied=1.0):
         nan, t = float("nan"), self.t + 1
-        hyper = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), nan, nan, nan, nan, nan]
-        stats, hyper = (torch.tensor(row, device=DEVICE) for row in ([nan, nan, factor, applied], hyper))
+        step_in = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), nan, nan, nan, nan, nan]
+        step_out, step_in = (torch.tensor(row, device=DEVICE) for row in ([nan, nan, factor, applied], step_in))
         key = [self.t, self.seed & 0x7FFFFFFF, self.seed >> 31, 0]
         key = torch.tensor(key, dtype=torch.int32, device=DEVICE)
         state = self.w, self.m, self.v, self.low
-        adamw(*state, g, stats, hyper, key, self.first, self.decay, BETA1, BETA2, EPSILON)
+        adamw(*state, g, step_out, step_in, key, self.first, self.decay, BETA1, BETA2, EPSILON)
         self.t = t
         return self
 
     def bits(self):
-        """The weights' bits; with a master copy, of the fp32 numbers."""
+        """Return the bits of the weights; with masters, of the fp32 numbers."""
         if self.low is None:
             return self.w.view(torch.int32 if self.w.dtype == torch.float32 else torch.int16)
         hi, low = (part.long() & 0xFFFF for part in (self.w.view(torch.int16), self.low))
@@ -49,12 +49,12 @@ class Adam:
 
 
 def kernel_seed(seed):
-    """The 64-bit key that the device makes of the seed's two halves of 31 bits."""
+    """Return the 64-bit key that the device computes from the two 31-bit halves of the seed."""
     return seed & 0x7FFFFFFF | (seed >> 31) << 32
 
 
 def rounded(exact, seed, first, step):
-    """fp32 weights rounded as the docstring of adamw.py says, in numpy."""
+    """Round fp32 weights stochastically, as adamw.py defines it, in numpy."""
     noise = philox(kernel_seed(seed), first, len(exact), step, ROUND) & 0xFFFF
     bits = exact.cpu().numpy().view(np.uint32) + noise
     return torch.from_numpy((bits >> 16).astype(np.uint16).view(np.int16)).to(DEVICE)
@@ -65,7 +65,7 @@ def rounded(exact, seed, first, step):
 
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 @lengths
-def test_ten_steps_match_torch_in_float64(rng, n, decay):
+def test_adamw_matches_torch_over_ten_steps(rng, n, decay):
     w = rng(n)
     ours, leaf = Adam(w, "fp32", decay=decay), w.double().requires_grad_()
     torchs = torch.optim.AdamW([leaf], betas=(BETA1, BETA2), eps=EPSILON, weight_decay=decay)
@@ -83,7 +83,7 @@ def test_ten_steps_match_torch_in_float64(rng, n, decay):
 
 @pytest.mark.parametrize("storage", ["bf16", "master"])
 @lengths
-def test_the_moments_do_not_depend_on_the_storage(rng, n, storage):
+def test_adamw_moments_do_not_depend_on_the_storage(rng, n, storage):
     w = rng(n, dtype=torch.bfloat16)
     runs = Adam(w, "fp32"), Adam(w, storage)
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_the_moments_do_not_depend_on_the_storage(rng, n, storage):
 
 
 @storages
-def test_a_step_that_is_not_finite_leaves_every_byte(rng, storage):
+def test_adamw_skipped_step_changes_no_byte(rng, storage):
     run = Adam(rng(1001), storage)
     run.step(rng(1001))
     before = [t.clone() for t in (run.w, run.m, run.v, run.low) if t is not None]
@@ -102,12 +102,12 @@ def test_a_step_that_is_not_finite_leaves_every_byte(rng, storage):
     after = [t for t in (run.w, run.m, run.v, run.low) if t is not None]
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
     run.step(rng(1001))
-    assert not torch.equal(before[0], run.w)  # a step that is finite goes on
+    assert not torch.equal(before[0], run.w)  # a finite step does change them
 
 
 @storages
 @pytest.mark.parametrize("cut", [4, 512, 1000, 4096])
-def test_two_ranges_give_the_bits_of_one(rng, storage, cut):
+def test_adamw_of_two_ranges_equals_one_range(rng, storage, cut):
     w, grads, first = rng(5001), [rng(5001) for _ in range(3)], 2**31 - 1024
     parts = slice(None), slice(0, cut), slice(cut, None)
     runs = [Adam(w[part], storage, first=first + (part.start or 0)) for part in parts]
@@ -119,7 +119,7 @@ def test_two_ranges_give_the_bits_of_one(rng, storage, cut):
 
 
 @storages
-def test_two_runs_are_bit_equal(rng, storage):
+def test_adamw_is_deterministic(rng, storage):
     w, g = rng(N + 5), rng(N + 5)
     first, second = (Adam(w, storage).step(g).step(g) for _ in range(2))
     assert torch.equal(first.bits(), second.bits()) and torch.equal(first.v, second.v)
@@ -127,7 +127,7 @@ def test_two_runs_are_bit_equal(rng, storage):
 
 @storages
 @pytest.mark.parametrize("n", [1, 1001, N + 5])
-def test_nothing_is_written_outside_the_outputs(rng, storage, n):
+def test_adamw_writes_only_its_outputs(rng, storage, n):
     run, guards = Adam(rng(n), storage), []
     for name in ("w", "m", "v", "low"):
         if (tensor := getattr(run, name)) is not None:
@@ -143,7 +143,7 @@ def test_nothing_is_written_outside_the_outputs(rng, storage, n):
 
 
 def rounding_errors(seed=SEED, first=0, t=0):
-    """(error in units of the spacing, its variance) after one step, from the same normal numbers each time."""
+    """Return (error in units of the spacing, its variance) after one step from the same normal numbers each time."""
     generator = torch.Generator().manual_seed(3)
     w, g = (torch.randn(N, generator=generator).to(DEVICE) for _ in range(2))
     runs = [Adam(w.bfloat16(), storage, seed, first) for storage in ("fp32", "bf16")]
@@ -159,15 +159,15 @@ def rounding_errors(seed=SEED, first=0, t=0):
 
 
 def correlation(a, b):
-    """Of two samples' errors, in standard deviations of what independent ones show."""
+    """Return the correlation of two samples' errors, in standard deviations of that of independent samples."""
     (errors, variance), (others, other_variance) = a, b
     return abs((errors * others).sum() / (variance * other_variance).sum().sqrt()).item()
 
 
 @pytest.mark.parametrize("first", [0, 1000, 2**31 - 512, 2**31, 2**34 + 4])
 @pytest.mark.parametrize("seed", [0, SEED, 2**62 - 1])
-def test_rounding_adds_philoxs_bits(rng, first, seed):
-    """Bit for bit the fp32 run's weight plus 16 bits of noise, for three steps, each from the weights stored before."""
+def test_stochastic_rounding_adds_philox_bits(rng, first, seed):
+    """The weight is that of an fp32 run plus 16 bits of noise, in three steps from the weights stored before."""
     w = rng(1001, dtype=torch.bfloat16)
     exact, run = Adam(w, "fp32", seed, first), Adam(w, "bf16", seed, first)
     for step in range(3):
@@ -178,21 +178,21 @@ def test_rounding_adds_philoxs_bits(rng, first, seed):
         exact.w.copy_(run.w)
 
 
-def test_rounding_is_to_a_neighbour_and_unbiased():
+def test_stochastic_rounding_is_to_a_neighbour_and_unbiased():
     errors, variance = rounding_errors()
     assert (errors.abs() <= 1).all() and variance.mean() > 0.05  # the steps do end between two bf16 numbers
     assert errors.sum().abs() < 4 * variance.sum().sqrt()
 
 
-def test_updates_smaller_than_half_an_ulp_are_not_lost():
-    """1 - 0.3 / 256 lies between the bf16 numbers 1 and 1 - 1/256: three of ten go down; to nearest, none would."""
+def test_stochastic_rounding_keeps_updates_below_half_an_ulp():
+    """1 - 0.3 / 256 lies between the bf16 numbers 1 and 1 - 1/256: 3 of 10 are rounded down; to nearest, none."""
     ones = torch.ones(N, device=DEVICE)
     run = Adam(ones, "bf16", decay=0.0).step(ones, lr=0.3 / 256)
     assert set(run.w.float().unique().tolist()) == {1.0, 1 - 1 / 256}
     assert abs((run.w < 1).double().mean() - 0.3) < 4 * (0.3 * 0.7 / N) ** 0.5
 
 
-def test_rounding_is_uncorrelated_between_elements_steps_seeds_and_places():
+def test_stochastic_rounding_is_uncorrelated():
     errors, variance = base = rounding_errors()
     for lag in (1, 2, 3, 4, 1024):
         shifted = errors[lag:], variance[lag:]
@@ -201,14 +201,14 @@ def test_rounding_is_uncorrelated_between_elements_steps_seeds_and_places():
         assert correlation(base, rounding_errors(seed=seed)) < 4
     for first in (4, N, 2**32, 2**34):
         assert correlation(base, rounding_errors(first=first)) < 4
-    # another step divides by other bias corrections and so rounds other numbers, near the same ones
+    # another step has other bias corrections and so rounds slightly different numbers
     for t in (1, 2, 1000):
         assert correlation(base, rounding_errors(t=t)) < 4
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, on NaN
-def test_a_nan_stays_a_nan():
-    """One of a GPU's arithmetic has bits that are all ones but the sign, to which adding noise would give a number."""
+def test_stochastic_rounding_keeps_nan():
+    """All bits of a GPU's NaN but the sign are ones; adding noise to them would give a number."""
     g = torch.full((1024,), 0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)
     assert Adam(torch.ones(1024, device=DEVICE), "bf16").step(g).w.isnan().all()
 
@@ -234,8 +234,8 @@ def round_trip(bits):
     return hi, low, back
 
 
-def test_every_bf16_with_edges_and_random_numbers_survive_split_and_join(rng):
-    """Signs, zeros, subnormals, infinities and NaNs among them."""
+def test_join_master_inverts_split_master(rng):
+    """For every bf16 number with edge and random lower bits: signs, zeros, subnormals, infinities and NaNs."""
     edges = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     every = (torch.arange(1 << 16)[:, None] << 16 | edges).flatten()
     drawn = torch.randint(1 << 32, (1 << 18,), generator=rng.generator)
@@ -245,7 +245,7 @@ def test_every_bf16_with_edges_and_random_numbers_survive_split_and_join(rng):
     assert torch.equal(low, (bits & 0xFFFF).to(torch.int16))
 
 
-def test_the_stored_weight_is_the_master_rounded_to_nearest(rng):
+def test_split_master_rounds_to_nearest(rng):
     w = rng(1 << 18)
     hi, _, _ = round_trip(w.view(torch.int32))
     nearest = w.cpu().bfloat16().to(DEVICE)
@@ -253,7 +253,7 @@ def test_the_stored_weight_is_the_master_rounded_to_nearest(rng):
 
 
 @lengths
-def test_a_master_run_is_an_fp32_run_bit_for_bit(rng, n):
+def test_adamw_with_masters_has_the_bits_of_fp32(rng, n):
     w = rng(n, dtype=torch.bfloat16)
     exact, run = Adam(w, "fp32"), Adam(w, "master")
     for _ in range(5):
@@ -265,7 +265,7 @@ def test_a_master_run_is_an_fp32_run_bit_for_bit(rng, n):
 
 
 @pytest.mark.gpu
-def test_gpt2_on_gpu(rng):
+def test_adamw_of_gpt2_on_gpu(rng):
     """All parameters of GPT-2 124M, as of a rank whose range starts beyond element 2^31."""
     n, first = 124_475_904, 2**31 + 4096
     w, grads = rng(n, dtype=torch.bfloat16), [rng(n) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Causal attention forward and backward against float64, at ragged shapes and, on a GPU, at GPT-2's beside PyTorch."""
+"""Causal attention against float64 at ragged shapes, and on a GPU against PyTorch at GPT-2's."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def tolerance(dtype):
 
 
 def walled(tensor):
-    """The same numbers with NaN on both sides, which reach the result if an input is read past its end."""
+    """Return a copy between NaNs, which reach the result if an input is read past its end."""
     buffer = poisoned(tensor.numel() + 8192, dtype=tensor.dtype)
     inside = buffer[4096:-4096].view(tensor.shape)
     inside.copy_(tensor)
@@ -64,7 +64,7 @@ def check_backward(rng, T, HS, dtype, acc):
     assert error(dqkv, want[0]) < tolerance(dtype)
     assert error(delta, want[2]) < 2e-6
     assert error(dbias, want[1]) < tolerance(dtype)  # in bf16 of p and ds, which are rounded: the sums are not
-    if T > 1:  # a single token has no say in its own weight: dq and dk are zero up to rounding
+    if T > 1:  # the weight of a single token is always 1: dq and dk are zero up to rounding
         for name, got, expected in zip("qkv", dqkv.split(C, 1), want[0].split(C, 1), strict=True):
             assert error(got, expected) < tolerance(dtype), f"d{name}"
 
@@ -72,27 +72,27 @@ def check_backward(rng, T, HS, dtype, acc):
 @dtypes
 @heads
 @sequences
-def test_forward_matches_float64(rng, T, HS, dtype):
+def test_attention_fwd_matches_float64(rng, T, HS, dtype):
     check_forward(rng, T, HS, dtype)
 
 
 @dtypes
 @heads
 @sequences
-def test_backward_matches_float64(rng, T, HS, dtype):
+def test_attention_bwd_matches_float64(rng, T, HS, dtype):
     check_backward(rng, T, HS, dtype, acc=False)
 
 
 @dtypes
 @pytest.mark.parametrize("T", [1, 100])
-def test_dbias_accumulates(rng, T, dtype):
+def test_attention_bwd_accumulates_dbias(rng, T, dtype):
     check_backward(rng, T, 80, dtype, acc=True)
 
 
 @dtypes
 @pytest.mark.parametrize("T,HS", [(128, 64), (150, 64), (150, 80)])
-def test_the_gpu_blocks_match_float64(rng, monkeypatch, T, HS, dtype):
-    """Many blocks per sequence, those of queries and keys unequal, as on a GPU; full and ragged."""
+def test_attention_matches_float64_with_gpu_blocks(rng, monkeypatch, T, HS, dtype):
+    """Many blocks per sequence, full and ragged, with unequal blocks of queries and keys, as on a GPU."""
     name = dtype_name(torch.empty(0, dtype=dtype))
     for key, row in read_table(TABLES / "h200.json").rows.items():
         if key[0].startswith("attention") and key[1] == name:
@@ -101,14 +101,14 @@ def test_the_gpu_blocks_match_float64(rng, monkeypatch, T, HS, dtype):
     check_backward(rng, T, HS, dtype, acc=False)
 
 
-def test_blocks_of_keys_tile_blocks_of_queries():
-    """The forward pass starts its diagonal at a block of queries, and counts on a block of keys starting there too."""
+def test_key_blocks_divide_query_blocks():
+    """The forward pass starts its diagonal at a block of queries, where a block of keys must start too."""
     rows = [row for file in TABLES.iterdir() for (op, _), row in read_table(file).rows.items() if "attention_fwd" in op]
     assert rows and all(row["BLOCK_M"] % row["BLOCK_N"] == 0 for row in rows)
 
 
 def run_all(qkv, dout, T, outputs):
-    """Forward and backward once; `outputs(*shape, dtype)` makes what they write and scratch."""
+    """Run forward and backward once; `outputs(*shape, dtype)` allocates outputs and scratch."""
     R, C = dout.shape
     out, lse = outputs(R, C, dtype=qkv.dtype), outputs(B, NH, T)
     attention_fwd(out, lse, qkv)
@@ -120,7 +120,7 @@ def run_all(qkv, dout, T, outputs):
 
 @dtypes
 @pytest.mark.parametrize("T,HS", [(17, 80), (300, 64)])
-def test_two_runs_are_bit_equal(rng, T, HS, dtype):
+def test_attention_is_deterministic(rng, T, HS, dtype):
     qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
     for first, second in zip(*(run_all(qkv, dout, T, poisoned) for _ in range(2)), strict=True):
         assert torch.isfinite(first).all() and torch.equal(first, second)
@@ -128,11 +128,11 @@ def test_two_runs_are_bit_equal(rng, T, HS, dtype):
 
 @dtypes
 @pytest.mark.parametrize("T,HS", [(17, 80), (300, 64)])
-def test_nothing_is_written_outside_the_outputs(rng, T, HS, dtype):
+def test_attention_writes_only_its_outputs(rng, T, HS, dtype):
     guards = []
 
     def guarded(*shape, dtype=torch.float32):
-        """An output inside a larger buffer of sevens, 4096 elements from each end."""
+        """Return an output inside a larger buffer of sevens, 4096 elements from each end."""
         size = torch.Size(shape).numel()
         buffer = torch.full((4096 + size + 4096,), 7.0, device=DEVICE, dtype=dtype)
         guards.extend([buffer[:4096], buffer[4096 + size :]])
@@ -145,8 +145,8 @@ def test_nothing_is_written_outside_the_outputs(rng, T, HS, dtype):
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("broken", [0, 1])
 @pytest.mark.parametrize("T,HS", [(17, 80), (300, 64)])
-def test_a_sequence_of_nan_leaves_the_other_one_alone(rng, T, HS, broken):
-    """Its rows lie right behind or before, where a block that is not full ends."""
+def test_attention_keeps_nan_within_its_sequence(rng, T, HS, broken):
+    """The NaN rows are adjacent to the other sequence, where a partly filled block ends."""
     qkv, dout = rng(B * T, 3 * NH * HS), rng(B * T, NH * HS)
     sane = run_all(qkv, dout, T, poisoned)
     for tensor in (qkv, dout):
@@ -157,7 +157,7 @@ def test_a_sequence_of_nan_leaves_the_other_one_alone(rng, T, HS, broken):
 
 
 @dtypes
-def test_the_future_changes_nothing(rng, dtype):
+def test_attention_is_causal(rng, dtype):
     """Outputs at a position do not depend on later tokens; gradients do not depend on earlier positions' dout."""
     T, HS, cut = 300, 64, 130
     qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
@@ -171,7 +171,7 @@ def test_the_future_changes_nothing(rng, dtype):
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of masked scores, whose exponentials are dropped
 @dtypes
-def test_large_scores_do_not_overflow(rng, dtype):
+def test_attention_of_large_scores_does_not_overflow(rng, dtype):
     """Scores of +-2000, whose exponentials no float holds: the softmax is one-hot, the first token's is 1."""
     T, HS = 100, 64
     qkv = rng(B * T, 3 * NH * HS, dtype=dtype)
@@ -185,7 +185,7 @@ def test_large_scores_do_not_overflow(rng, dtype):
 
 
 def torch_attention(qkv, dout, shape, dtype):
-    """out and dqkv of F.scaled_dot_product_attention on packed qkv."""
+    """Return out and dqkv of F.scaled_dot_product_attention on packed qkv."""
     batch, n_head, T, HS = shape
     leaf = qkv.to(dtype, copy=True).requires_grad_()
     q, k, v = (t.view(batch, T, n_head, HS).transpose(1, 2) for t in leaf.split(n_head * HS, 1))
@@ -196,7 +196,7 @@ def torch_attention(qkv, dout, shape, dtype):
 
 @pytest.mark.gpu
 @heads
-def test_gpt2_on_gpu_is_as_good_as_pytorch(rng, HS):
+def test_attention_of_gpt2_on_gpu_is_as_accurate_as_pytorch(rng, HS):
     """Each result's error in bf16 is at most 1.1 times that of F.scaled_dot_product_attention; two runs agree."""
     shape = batch, n_head, T, _ = 4, 12, 1024, HS
     R, C, dtype = batch * T, n_head * HS, torch.bfloat16
@@ -219,6 +219,6 @@ def test_gpt2_on_gpu_is_as_good_as_pytorch(rng, HS):
 
 @pytest.mark.gpu
 @heads
-def test_gpt2_in_fp32_on_gpu(rng, HS):
+def test_attention_of_gpt2_in_fp32_on_gpu(rng, HS):
     check_forward(rng, 1000, HS, torch.float32)
     check_backward(rng, 1000, HS, torch.float32, acc=True)

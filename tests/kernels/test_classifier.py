@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from gpt2_triton.data.packing import scatter_bounds, scatter_table
 from gpt2_triton.kernels import classifier as cl
-from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch
+from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
@@ -64,7 +64,7 @@ def run_losses(lnf, wte, targets, V, keep_p=True):
     R, Vp = len(targets), len(wte)
     p, rowsum, losses = poisoned(R, Vp, dtype=lnf.dtype) if keep_p else None, scratch(R, Vp, lnf.dtype), poisoned(R)
     cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
-    cl.classifier_stats(losses, None, None, None, rowsum, lnf, targets, hyper(), False)
+    cl.classifier_loss(losses, None, None, None, rowsum, lnf, targets, hyper(), False)
     return losses, p
 
 
@@ -75,7 +75,7 @@ def run_chunk(lnf, wte, targets, V):
     losses, rs, ks = (poisoned(R) for _ in range(3))
     lns, dln = (poisoned(R, C, dtype=lnf.dtype) for _ in range(2))
     cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
-    cl.classifier_stats(losses, rs, ks, lns, rowsum, lnf, targets, hyper(), False)
+    cl.classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, hyper(), False)
     cl.classifier_dx(dln, p, wte, rs, ks, targets)
     return losses, p, rs, ks, lns, dln
 
@@ -126,8 +126,8 @@ def test_stats_match_float64(rng, R, C, V, dtype, acc):
     want = [t.double() for t in (losses, rs, ks, lns)]
     rowsum = s.double()
     reference._rowsums[rowsum.data_ptr()] = rowsum
-    reference.classifier_stats(*want, rowsum, lnf.double(), targets, hyper().double(), acc)
-    cl.classifier_stats(losses, rs, ks, lns, s, lnf, targets, hyper(), acc)
+    reference.classifier_loss(*want, rowsum, lnf.double(), targets, hyper().double(), acc)
+    cl.classifier_loss(losses, rs, ks, lns, s, lnf, targets, hyper(), acc)
     for got, expected in zip((losses, rs, ks), want[:3], strict=True):
         assert error(got, expected) < 1e-6
     if not acc:
@@ -157,7 +157,7 @@ def test_dx_matches_float64(rng, R, C, V, dtype):
 
 
 def head(lnf, wte, targets, V, chunk):
-    """losses, dlnf and dwte as the schedule makes them: chunk by chunk, then the target rows by encoder_bwd."""
+    """losses, dlnf and dwte as the schedule makes them: chunk by chunk, then the target rows by embedding_bwd."""
     (R, C), Vp = lnf.shape, len(wte)
     parts = []
     dwte = poisoned(Vp, C)
@@ -169,8 +169,8 @@ def head(lnf, wte, targets, V, chunk):
     losses, dln, ks = (torch.cat(part) for part in zip(*parts, strict=True))
     ids = torch.randint(V, (R,), dtype=torch.int32)
     tables = [torch.from_numpy(t).to(DEVICE) for t in scatter_table(ids.numpy(), targets.cpu().numpy(), V)]
-    slots = poisoned(max(1, encoder_bwd_scratch(scatter_bounds(R, V)[2], C)))
-    encoder_bwd(dwte, poisoned(R, C), slots, torch.zeros_like(lnf), lnf, ks, *tables, R, False)
+    slots = poisoned(max(1, embedding_bwd_scratch(scatter_bounds(R, V)[2], C)))
+    embedding_bwd(dwte, poisoned(R, C), slots, torch.zeros_like(lnf), lnf, ks, *tables, R, False)
     return losses, dln, dwte
 
 

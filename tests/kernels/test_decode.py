@@ -1,4 +1,4 @@
-"""Decoding's kernels against float64: one row a sequence, keys and values from the cache."""
+"""Decoding's kernels against float64: one row per sequence, keys and values from the cache."""
 
 import itertools
 
@@ -23,13 +23,13 @@ def tolerance(dtype):
 
 
 def sequences(rows):
-    """seq of one sequence for each of `rows`, with a token of its own."""
+    """Return seq with one sequence for each of `rows`, each with a different token."""
     fields = [[7 * b % 50, row, 3, 11, 0] for b, row in enumerate(rows)]
     return torch.tensor(fields, dtype=torch.int32, device=DEVICE)
 
 
 @dtypes
-def test_embedding_of_each_sequences_token_and_row(rng, dtype):
+def test_decode_embed_adds_token_and_row(rng, dtype):
     wte, wpe, seq = rng(50, 48, dtype=dtype), rng(9, 48, dtype=dtype), sequences([0, 8, 3])
     x, want = poisoned(3, 48, dtype=dtype), poisoned(3, 48, dtype=torch.float64)
     kernels.decode_embed(x, seq, wte, wpe)
@@ -37,14 +37,14 @@ def test_embedding_of_each_sequences_token_and_row(rng, dtype):
     assert error(x, want) < tolerance(dtype)
 
 
-# B, N, K: one sequence; the most of narrow blocks; the fewest of wide ones; two wide blocks; GPT-2's widths
+# B, N, K: one sequence; the most for narrow blocks; the fewest for wide ones; two wide blocks; GPT-2's widths
 SHAPES = [(1, 48, 64), (16, 48, 80), (17, 48, 64), (70, 16, 48), (2, 768, 1600)]
 
 
 @dtypes
 @pytest.mark.parametrize("B,N,K", SHAPES)
 @pytest.mark.parametrize("norm,bias,gelu,res", [(1, 1, 0, 0), (0, 1, 0, 1), (1, 1, 1, 0), (1, 0, 0, 0)])
-def test_products_with_norm_bias_gelu_residual(rng, dtype, B, N, K, norm, bias, gelu, res):
+def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, gelu, res):
     x, w = (rng(B, K) * 2 + rng(B, 1)).to(dtype), (rng(N, K) / K**0.5).to(dtype)
     b, lnw, lnb, added = (rng(*shape, dtype=dtype) for shape in ((N,), (K,), (K,), (B, N)))
     given = [b if bias else None, lnw if norm else None, lnb if norm else None, added if res else None]
@@ -55,7 +55,7 @@ def test_products_with_norm_bias_gelu_residual(rng, dtype, B, N, K, norm, bias, 
     assert error(out, want) < tolerance(dtype)
 
 
-def test_logits_are_fp32_of_bf16_weights(rng):
+def test_decode_matmul_gives_fp32_logits_of_bf16_weights(rng):
     x, w = rng(2, 64, dtype=torch.bfloat16), rng(128, 64, dtype=torch.bfloat16)
     out = poisoned(2, 128)
     kernels.decode_matmul(out, x, w, None, None, None, None)
@@ -64,7 +64,7 @@ def test_logits_are_fp32_of_bf16_weights(rng):
 
 @dtypes
 @pytest.mark.parametrize("HS", [64, 80, 128])
-def test_attention_over_the_cache(rng, dtype, HS):
+def test_decode_attention_matches_float64(rng, dtype, HS):
     """Rows before, at and after a block's end; the new row is stored, and rows after it (NaN) are not read."""
     NH, T, rows = 2, 150, [0, 1, 63, 64, 65, 149]
     B, C, seq = len(rows), NH * HS, sequences(rows)
@@ -79,7 +79,7 @@ def test_attention_over_the_cache(rng, dtype, HS):
 
 
 @dtypes
-def test_the_cache_takes_keys_and_values_of_a_whole_sequence(rng, dtype):
+def test_cache_fill_copies_keys_and_values(rng, dtype):
     qkv, cache = rng(6, 3 * 48, dtype=dtype), poisoned(3, 6, 2, 48, dtype=dtype)
     kernels.cache_fill(cache[1:], qkv)
     assert cache[0].isnan().all()
@@ -87,8 +87,8 @@ def test_the_cache_takes_keys_and_values_of_a_whole_sequence(rng, dtype):
         assert torch.equal(cache[b].flatten(1), qkv[:, 48:])
 
 
-def test_a_sequence_has_the_same_bits_in_any_place_of_a_batch(rng):
-    """What makes draws independent of the batch, up to 16 sequences: a row's sums do not depend on the other rows."""
+def test_decode_bits_do_not_depend_on_the_batch(rng):
+    """Up to 16 sequences, the sums of a row do not depend on the other rows, and so neither do sampled tokens."""
     x, w, lnw, lnb = rng(16, 64), rng(48, 64), rng(64), rng(64)
     whole = poisoned(16, 48)
     kernels.decode_matmul(whole, x, w, None, lnw, lnb, None)

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from gpt2_triton.data.packing import SEGMENT, scatter_bounds, scatter_table
-from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch, encoder_fwd
+from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import EPS, error, poisoned
 
-# B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); a few tokens, so that all are hot
+# B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); few tokens, so that all are split
 SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150, 160, 32, 3)]
 shapes = pytest.mark.parametrize("B,T,Tmax,C,V", SHAPES, ids=lambda size: str(size))
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -24,11 +24,11 @@ def tables(ids, targets, V):
 
 
 def scratch(R, V, C):
-    return poisoned(max(1, encoder_bwd_scratch(scatter_bounds(R, V)[2], C)))
+    return poisoned(max(1, embedding_bwd_scratch(scatter_bounds(R, V)[2], C)))
 
 
 def draw_tokens(rng, R, V):
-    """ids and targets that follow Zipf's law, as words do; every seventh target is ignored."""
+    """Return ids and targets that follow Zipf's law, as words do; each seventh target is ignored."""
     weights = 1 / torch.arange(1, V + 1)
     ids, targets = (torch.multinomial(weights, R, replacement=True, generator=rng.generator).int() for _ in range(2))
     targets[6::7] = -1
@@ -38,7 +38,7 @@ def draw_tokens(rng, R, V):
 def check_fwd(rng, B, T, Tmax, C, V, dtype):
     ids = draw_tokens(rng, B * T, V)[0].view(B, T).to(DEVICE)
     wte, wpe, x = rng(V, C, dtype=dtype), rng(Tmax, C, dtype=dtype), poisoned(B * T, C, dtype=dtype)
-    encoder_fwd(x, ids, wte, wpe)
+    embedding_fwd(x, ids, wte, wpe)
     want = (wte.float()[ids.long()] + wpe.float()[:T]).view(B * T, C)
     if dtype == torch.bfloat16 and INTERPRET:  # it truncates, so only the error is known
         assert error(x, want) < 2 * EPS[dtype]
@@ -48,22 +48,22 @@ def check_fwd(rng, B, T, Tmax, C, V, dtype):
 
 @dtypes
 @shapes
-def test_forward_is_the_sum_of_two_rows(rng, B, T, Tmax, C, V, dtype):
+def test_embedding_fwd_adds_two_rows(rng, B, T, Tmax, C, V, dtype):
     check_fwd(rng, B, T, Tmax, C, V, dtype)
 
 
 @accumulate
 @dtypes
 @shapes
-def test_backward_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
+def test_embedding_bwd_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
     R, Vp = B * T, V + 7
     ids, targets = draw_tokens(rng, R, V)
     dx, lnf, ks = rng(R, C, dtype=dtype), rng(R, C, dtype=dtype), rng(R)
     dwte, dwpe = rng(Vp, C), rng(Tmax, C) if acc else poisoned(Tmax, C)
     before, want = dwte.clone(), [dwte.double(), dwpe.double()]
-    order, segments, hot = tables(ids, targets, V)
-    reference.encoder_bwd(*want, None, dx.double(), lnf.double(), ks.double(), order, segments, hot, T, acc)
-    encoder_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, order, segments, hot, T, acc)
+    order, segments, split_tokens = tables(ids, targets, V)
+    reference.embedding_bwd(*want, None, dx.double(), lnf.double(), ks.double(), order, segments, split_tokens, T, acc)
+    embedding_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, order, segments, split_tokens, T, acc)
     assert error(dwte, want[0]) < 1e-6  # fp32 sums of a few hundred terms
     assert error(dwpe, want[1]) < 1e-6
     untouched = torch.ones(Vp, dtype=torch.bool)
@@ -73,38 +73,40 @@ def test_backward_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
 
 
 @pytest.mark.parametrize("count", [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 128 * SEGMENT + 1])
-def test_a_token_may_fill_segments_to_the_last_entry(count):
-    """Entries are the powers 1, 2, 4, 8 by turns: their sum is exact in fp32, so a lost or doubled one shows."""
+def test_embedding_bwd_with_full_segments(count):
+    """Entries alternate between 1, 2, 4 and 8: their sum is exact in fp32, so a lost or doubled one is visible."""
     R, C = count + 43, 16
     ids = np.full(R, 1, np.int32)
     ids[count:] = 2
     dx = (2.0 ** torch.arange(R).remainder(4)).to(DEVICE)[:, None].repeat(1, C)
     dwte = torch.zeros(4, C, device=DEVICE)
-    encoder_bwd(dwte, poisoned(R, C), scratch(R, 4, C), dx, dx, poisoned(R), *tables(ids, np.full(R, -1), 4), R, False)
+    batch = tables(ids, np.full(R, -1), 4)
+    embedding_bwd(dwte, poisoned(R, C), scratch(R, 4, C), dx, dx, poisoned(R), *batch, R, False)
     assert torch.equal(dwte[1], dx[:count].sum(0)) and torch.equal(dwte[2], dx[count:].sum(0))
 
 
 def run_bwd(seed, R, V, C, outputs):
-    """encoder_bwd on the same inputs for the same seed; `outputs(*shape)` makes what it writes."""
+    """Run embedding_bwd on inputs that depend on the seed only; `outputs(*shape)` allocates its outputs."""
     generator = torch.Generator().manual_seed(seed)
     dx, lnf = (torch.randn(R, C, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
     ks, tokens = torch.randn(R, generator=generator).to(DEVICE), torch.randint(V, (2, R), generator=generator)
-    dwte, dwpe, slots = outputs(V, C), outputs(R // 2 + 5, C), outputs(encoder_bwd_scratch(scatter_bounds(R, V)[2], C))
+    dwte, dwpe = outputs(V, C), outputs(R // 2 + 5, C)
+    slots = outputs(embedding_bwd_scratch(scatter_bounds(R, V)[2], C))
     dwte.fill_(1)
-    encoder_bwd(dwte, dwpe, slots, dx, lnf, ks, *tables(*tokens, V), R // 2, False)
+    embedding_bwd(dwte, dwpe, slots, dx, lnf, ks, *tables(*tokens, V), R // 2, False)
     return dwte, dwpe
 
 
-def test_two_runs_are_bit_equal():
+def test_embedding_bwd_is_deterministic():
     for first, second in zip(*(run_bwd(0, 1200, 7, 48, poisoned) for _ in range(2)), strict=True):
         assert torch.equal(first, second)
 
 
-def test_nothing_is_written_outside_the_outputs():
+def test_embedding_writes_only_its_outputs():
     guards = []
 
     def guarded(*shape):
-        """An output inside a larger buffer of sevens, 64 elements from each end."""
+        """Return an output inside a larger buffer of sevens, 64 elements from each end."""
         size = torch.Size(shape).numel()
         buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE)
         guards.extend([buffer[:64], buffer[64 + size :]])
@@ -116,7 +118,7 @@ def test_nothing_is_written_outside_the_outputs():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("B,C", [(64, 768), (16, 1600)], ids=["124M", "1558M"])
-def test_gpt2_on_gpu(rng, B, C):
+def test_embedding_of_gpt2_on_gpu(rng, B, C):
     T, V = 1024, 50257
     R = B * T
     check_fwd(rng, B, T, T, C, V, torch.bfloat16)
@@ -128,7 +130,7 @@ def test_gpt2_on_gpu(rng, B, C):
     runs = []
     for _ in range(2):
         dwte, dwpe = start.clone(), poisoned(T, C)
-        encoder_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, *tables(ids, targets, V), T, False)
+        embedding_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, *tables(ids, targets, V), T, False)
         runs.append((dwte, dwpe))
     assert error(runs[0][0], want) < 1e-6 and error(runs[0][1], dx.double().view(B, T, C).sum(0)) < 1e-6
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))

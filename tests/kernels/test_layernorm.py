@@ -1,4 +1,4 @@
-"""LayerNorm forward and backward against float64, at ragged shapes and, on a GPU, at GPT-2's beside PyTorch's."""
+"""LayerNorm against float64 at ragged shapes, and on a GPU against PyTorch at GPT-2's."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def tolerance(dtype):
 
 
 def draw(rng, R, C, dtype):
-    """x with a mean and a spread of its own per row; w around 1; b."""
+    """Return x whose rows have different means and spreads, w around 1, and b."""
     x = rng(R, C) * rng(R, 1).mul(0.3).exp() + rng(R, 1)
     return x.to(dtype), (1 + 0.3 * rng(C)).to(dtype), rng(C, dtype=dtype)
 
@@ -63,13 +63,13 @@ def check_backward(rng, R, C, dtype, acc, add_dx, with_dbias=True, with_ln=True)
 
 @dtypes
 @shapes
-def test_forward_matches_float64(rng, R, C, dtype):
+def test_layernorm_fwd_matches_float64(rng, R, C, dtype):
     x, w, b = draw(rng, R, C, dtype)
     for got, want, limit in zip(forward(x, w, b), exact_forward(x, w, b), (tolerance(dtype), 1e-6, 1e-6), strict=True):
         assert error(got, want) < limit
 
 
-def test_a_mean_far_from_zero_costs_no_digits_of_the_variance(rng):
+def test_layernorm_fwd_is_exact_for_a_large_mean(rng):
     """Two passes: E[x^2] - mean^2 would subtract a million from a million and one, and be off by 0.06."""
     x, w, b = 1000 + rng(33, 768), rng(768), rng(768)
     _, mean, rstd = forward(x, w, b)
@@ -77,7 +77,7 @@ def test_a_mean_far_from_zero_costs_no_digits_of_the_variance(rng):
     assert error(rstd, exact_forward(x, w, b)[2]) < 1e-6
 
 
-def test_eps_bounds_the_scale_of_a_constant_row(rng):
+def test_layernorm_eps_bounds_the_scale_of_a_constant_row(rng):
     x, w, b = torch.full((7, 48), 2.5, device=DEVICE), rng(48), rng(48)
     out, _, rstd = forward(x, w, b)
     assert torch.allclose(rstd, torch.full_like(rstd, 1e-5**-0.5))
@@ -87,21 +87,21 @@ def test_eps_bounds_the_scale_of_a_constant_row(rng):
 @accumulate
 @dtypes
 @pytest.mark.parametrize("R,C", [*SHAPES, (1100, 1040)])
-def test_backward_matches_float64(rng, R, C, dtype, acc):
+def test_layernorm_bwd_matches_float64(rng, R, C, dtype, acc):
     check_backward(rng, R, C, dtype, acc, add_dx=True)
 
 
 @dtypes
-def test_dx_may_be_overwritten(rng, dtype):
+def test_layernorm_bwd_overwrites_dx(rng, dtype):
     check_backward(rng, 33, 48, dtype, acc=True, add_dx=False)
 
 
 @dtypes
-def test_dbias_and_ln_are_optional(rng, dtype):
+def test_layernorm_bwd_dbias_and_ln_are_optional(rng, dtype):
     check_backward(rng, 33, 48, dtype, acc=False, add_dx=True, with_dbias=False, with_ln=False)
 
 
-def test_backward_agrees_with_autograd(rng):
+def test_layernorm_bwd_matches_autograd(rng):
     x, w, b = (t.double().requires_grad_() for t in draw(rng, 33, 48, torch.float32))
     dout = rng(33, 48)
     F.layer_norm(x, (48,), w, b).backward(dout.double())
@@ -114,7 +114,7 @@ def test_backward_agrees_with_autograd(rng):
 
 
 def run_all(R, C, dtype, outputs):
-    """Both launchers once, on the same inputs each time; `outputs(*shape, dtype)` makes what they write and scratch."""
+    """Run both launchers once on fixed inputs; `outputs(*shape, dtype)` allocates outputs and scratch."""
     generator = torch.Generator().manual_seed(1)
     sizes = (R, C), (R, C), (C,), (C,)
     x, dout, w, b = (torch.randn(*size, generator=generator).to(DEVICE, dtype) for size in sizes)
@@ -128,7 +128,7 @@ def run_all(R, C, dtype, outputs):
 
 @dtypes
 @pytest.mark.parametrize("R,C", [(33, 48), (2100, 48), (33, 1600)])
-def test_two_runs_are_bit_equal_and_so_is_the_recomputed_output(R, C, dtype):
+def test_layernorm_is_deterministic_and_recomputes_equal_bits(R, C, dtype):
     first, second = (run_all(R, C, dtype, poisoned) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert torch.equal(first[0], first[1])  # ln is out
@@ -136,11 +136,11 @@ def test_two_runs_are_bit_equal_and_so_is_the_recomputed_output(R, C, dtype):
 
 @dtypes
 @pytest.mark.parametrize("R,C", [(33, 48), (2100, 48)])
-def test_nothing_is_written_outside_the_outputs(R, C, dtype):
+def test_layernorm_writes_only_its_outputs(R, C, dtype):
     guards = []
 
     def guarded(*shape, dtype=torch.float32):
-        """An output inside a larger buffer of sevens, 4096 elements from each end."""
+        """Return an output inside a larger buffer of sevens, 4096 elements from each end."""
         size = torch.Size(shape).numel()
         buffer = torch.full((4096 + size + 4096,), 7.0, device=DEVICE, dtype=dtype)
         guards.extend([buffer[:4096], buffer[4096 + size :]])
@@ -152,7 +152,7 @@ def test_nothing_is_written_outside_the_outputs(R, C, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("C", [768, 1600])
-def test_gpt2_on_gpu_is_as_good_as_pytorch(rng, C):
+def test_layernorm_of_gpt2_on_gpu_is_as_accurate_as_pytorch(rng, C):
     """Each result's error in bf16 is at most 1.1 times that of F.layer_norm in bf16."""
     R, dtype = 8192, torch.bfloat16
     stored, dout = draw(rng, R, C, dtype), rng(R, C, dtype=dtype)
@@ -171,7 +171,7 @@ def test_gpt2_on_gpu_is_as_good_as_pytorch(rng, C):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("R,C", [(8192, 768), (8192 + 3, 1600)], ids=["124M", "1558M-ragged"])
-def test_gpt2_backward_on_gpu(rng, R, C):
+def test_layernorm_bwd_of_gpt2_on_gpu(rng, R, C):
     check_backward(rng, R, C, torch.bfloat16, acc=True, add_dx=True)
     first, second = (run_all(R, C, torch.bfloat16, poisoned) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""The outlier detector against llm.c's in float64, and what it does to the step."""
+"""The outlier detector against llm.c's in float64, and its effect on the step."""
 
 import math
 
@@ -11,12 +11,13 @@ from gpt2_triton.model.buffers import WINDOW
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import poisoned
+from tests.support.reference import io
 
-SIZE = 16  # the kernel takes any power of two, and the interpreter 4 ms a launch
+SIZE = 16  # any power of two works; the interpreter takes 4 ms per launch
 
 
 class RunningSums:
-    """llm.c's way: running sums of the window in double; the value that is judged is in them."""
+    """llm.c's detector: running sums of the window, the new value included, in double."""
 
     def __init__(self, size):
         self.size, self.buffer, self.at, self.sum, self.squares = size, [], 0, 0.0, 0.0
@@ -29,7 +30,7 @@ class RunningSums:
         self.sum += value - old
         self.squares += value * value - old * old
         if not full:
-            return 0.0  # llm.c returns NaN: no judgement
+            return 0.0  # llm.c returns NaN, which skips nothing
         mean = self.sum / self.size
         deviation = math.sqrt(max(self.squares / self.size - mean * mean, 0.0))
         return (value - mean) / deviation if deviation else 0.0
@@ -40,17 +41,17 @@ class Device:
 
     def __init__(self, loss_limit=0.0, norm_limit=0.0, size=SIZE):
         self.window = torch.zeros(2, size + 1, device=DEVICE)
-        self.hyper = torch.tensor([math.nan] * 5 + [loss_limit, norm_limit, math.nan], device=DEVICE)
+        self.step_in = torch.tensor([math.nan] * 5 + [loss_limit, norm_limit, math.nan], device=DEVICE)
 
     def judge(self, loss, norm, finite=1.0):
-        stats, z = torch.tensor([loss, norm, 0.5, finite], device=DEVICE), poisoned(2)
-        skip_outliers(stats, self.window, z, self.hyper)
-        assert stats[2] == 0.5
-        return *z.tolist(), bool(stats[3] == 1)
+        step_out, z = torch.tensor([loss, norm, 0.5, finite], device=DEVICE), poisoned(2)
+        skip_outliers(step_out, self.window, z, self.step_in)
+        assert step_out[io.CLIP_FACTOR] == 0.5
+        return *z.tolist(), bool(step_out[io.APPLY] == 1)
 
 
 def series(n, spikes=(20, 30)):
-    """Losses that fall with noise and norms about 0.4, with a spike of each, in fp32."""
+    """Return fp32 losses that fall with noise, and norms about 0.4, with one spike each."""
     generator = np.random.default_rng(0)
     losses = 3.3 - 1e-4 * np.arange(n) + 0.03 * generator.standard_normal(n)
     norms = 0.4 + 0.05 * np.abs(generator.standard_normal(n))
@@ -58,9 +59,9 @@ def series(n, spikes=(20, 30)):
     return losses.astype(np.float32).tolist(), norms.astype(np.float32).tolist()
 
 
-def test_z_scores_equal_llm_c_in_float64():
-    """After 300 steps the window has wrapped twice and the count fallen back.  fp32 values of 3.3 with deviations of
-    0.03 keep five digits.
+def test_skip_outliers_z_scores_match_llm_c():
+    """After 300 steps the window has wrapped twice and the count was reset once.  fp32 values of 3.3 with deviations
+    of 0.03 have five digits.
     """
     device, models = Device(size=WINDOW), (RunningSums(WINDOW), RunningSums(WINDOW))
     for step, pair in enumerate(zip(*series(300, spikes=(130, 200)))):
@@ -70,25 +71,25 @@ def test_z_scores_equal_llm_c_in_float64():
         np.testing.assert_allclose(z, want, rtol=1e-4, atol=1e-4)
 
 
-def test_the_reference_and_the_kernel_agree():
+def test_skip_outliers_matches_the_reference():
     device, window, z = Device(3.0, 3.0), torch.zeros(2, SIZE + 1).double(), torch.zeros(2).double()
     for loss, norm in zip(*series(40)):
         got = device.judge(loss, norm)
-        stats = torch.tensor([loss, norm, 0.5, 1.0]).double()
-        reference.skip_outliers(stats, window, z, device.hyper.cpu().double())
+        step_out = torch.tensor([loss, norm, 0.5, 1.0]).double()
+        reference.skip_outliers(step_out, window, z, device.step_in.cpu().double())
         np.testing.assert_allclose(got[:2], z.tolist(), rtol=1e-4, atol=1e-4)
-        assert got[2] == bool(stats[3])
+        assert got[2] == bool(step_out[io.APPLY])
     assert torch.equal(device.window.cpu().double(), window)
 
 
 @pytest.mark.parametrize("limits, skipped", [((0, 0), []), ((3, 0), [20]), ((0, 3), [30]), ((3, 3), [20, 30])])
-def test_only_a_step_above_its_limit_is_skipped(limits, skipped):
+def test_skip_outliers_skips_only_above_the_limit(limits, skipped):
     device = Device(*limits)
     applied = [device.judge(*pair)[2] for pair in zip(*series(40))]
     assert [step for step, ok in enumerate(applied) if not ok] == skipped
 
 
-def test_a_step_that_is_not_finite_stays_skipped_and_out_of_the_window():
+def test_skip_outliers_keeps_non_finite_steps_out_of_the_window():
     losses, norms = series(40)
     clean, dirty = Device(3.0, 3.0), Device(3.0, 3.0)
     for step, pair in enumerate(zip(losses, norms)):
@@ -98,7 +99,7 @@ def test_a_step_that_is_not_finite_stays_skipped_and_out_of_the_window():
     assert torch.equal(clean.window, dirty.window)
 
 
-def test_equal_values_have_no_outlier_and_the_largest_norms_do_not_overflow():
+def test_skip_outliers_of_equal_values_and_of_huge_norms():
     device = Device(3.0, 3.0)
     for _ in range(SIZE + 2):
         z_loss, z_norm, applied = device.judge(2.5, 1.0)
@@ -106,8 +107,8 @@ def test_equal_values_have_no_outlier_and_the_largest_norms_do_not_overflow():
     assert device.judge(2.5, 1.8e19) == (0.0, pytest.approx(math.sqrt(SIZE - 1), rel=1e-5), False)
 
 
-def test_a_window_taken_along_goes_on_alike():
-    """The count in its last column is enough: half full, or full and wrapped, a copy judges as the original does."""
+def test_skip_outliers_continues_from_a_copied_window():
+    """The last column holds the count, so a copy, half full or wrapped, gives the same results as the original."""
     pairs = list(zip(*series(60)))
     for stop in (10, 40):
         device = Device(3.0, 3.0)

@@ -26,7 +26,7 @@ PLACES = [0, 4, 2**31 - 4, 2**31, 2**34 - 8, 2**34 + 12]  # first; counters of g
 
 
 def philox(seed, first, n, step, purpose):
-    """The definition, in numpy: word i % 4 of Philox4x32-10 on the counter (i // 4 low, i // 4 high, step, purpose)."""
+    """Return word i % 4 of Philox4x32-10 on the counter (i // 4 low, i // 4 high, step, purpose), in numpy."""
     counter = first // 4 + np.arange(-(-n // 4), dtype=np.uint64)
     c0, c1, c2, c3 = counter & 0xFFFFFFFF, counter >> 32, np.full_like(counter, step), np.full_like(counter, purpose)
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
@@ -38,7 +38,7 @@ def philox(seed, first, n, step, purpose):
 
 
 def normals(seed, first, n):
-    """N(0, 1) from those words by Box and Muller's transform, in float64."""
+    """Return N(0, 1) numbers from these words by the Box-Muller transform, in float64."""
     words = philox(seed, first, n + n % 2, 0, 0).reshape(-1, 2) >> 8
     radius = np.sqrt(-2 * np.log((words[:, 0] + 1.0) / 2**24))
     angle = words[:, 1] * (2 * math.pi / 2**24)
@@ -64,12 +64,12 @@ def draw(n, seed=SEED, first=0, std=1.0):
 
 
 def correlation(a, b):
-    """Of two samples of unit variance, in standard deviations of what independent ones show."""
+    """Return the correlation of two samples of unit variance, in standard deviations of that of independent ones."""
     return abs((a.double() * b.double()).sum().item()) / len(a) ** 0.5
 
 
-def test_the_reference_gives_random123s_known_answers():
-    """kat_vectors of Random123: counter and key of zeros; counter and key from the digits of pi."""
+def test_philox_reference_gives_random123s_known_answers():
+    """From kat_vectors of Random123: counter and key of zeros; counter and key from the digits of pi."""
     zeros = philox(0, 0, 4, 0, 0)
     assert [f"{word:08x}" for word in zeros] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
     pi = philox(0x299F31D0A4093822, 4 * ((0x85A308D3 << 32) | 0x243F6A88), 4, 0x13198A2E, 0x03707344)
@@ -78,37 +78,37 @@ def test_the_reference_gives_random123s_known_answers():
 
 @pytest.mark.parametrize("first", PLACES)
 @pytest.mark.parametrize("seed,step,purpose", [(0, 0, 0), (1, 1, 1), (SEED, 12345, 1), (2**62 - 1, 2**31 - 1, 0)])
-def test_words_are_philox(seed, first, step, purpose):
+def test_philox_words_match_the_reference(seed, first, step, purpose):
     assert np.array_equal(words(seed, first, 64, step, purpose), philox(seed, first, 64, step, purpose))
 
 
 @pytest.mark.parametrize("first", PLACES)
 @pytest.mark.parametrize("seed,n", [(0, 1), (1, 7), (SEED, 1000)])
-def test_init_matches_float64(seed, first, n):
+def test_normal_init_matches_float64(seed, first, n):
     want = 0.02 * normals(seed, first, n)
     assert (draw(n, seed, first, 0.02) - want).abs().max() < 0.02 * ROUNDING
 
 
-def test_init_crosses_blocks():
+def test_normal_init_crosses_blocks():
     n = N + 1001
     assert (draw(n, first=8) - normals(SEED, 8, n)).abs().max() < ROUNDING
 
 
 @pytest.mark.parametrize("cut", [4, 500, 1024, 4096])
-def test_init_of_two_ranges_is_that_of_one(cut):
+def test_normal_init_of_two_ranges_equals_one_range(cut):
     whole, first = draw(5001, first=2**31 - 1024), 2**31 - 1024
     assert torch.equal(whole[:cut], draw(cut, first=first))
     assert torch.equal(whole[cut:], draw(5001 - cut, first=first + cut))
 
 
 @pytest.mark.parametrize("block", [16, 128, 512])
-def test_init_does_not_depend_on_the_block(monkeypatch, block):
+def test_normal_init_does_not_depend_on_the_block(monkeypatch, block):
     whole = draw(1030)
     monkeypatch.setattr(random_module, "_block", lambda n: block)
     assert torch.equal(whole, draw(1030))
 
 
-def test_init_has_the_moments_of_a_normal_distribution():
+def test_normal_init_has_normal_moments():
     std = 0.02
     z = draw(N, std=std).double() / std
     assert abs(z.mean()) < 4 / N**0.5
@@ -120,7 +120,7 @@ def test_init_has_the_moments_of_a_normal_distribution():
         assert abs((z.abs() > limit).double().mean() - tail) < 4 * (tail * (1 - tail) / N) ** 0.5
 
 
-def test_init_is_uncorrelated_between_elements_seeds_and_places():
+def test_normal_init_is_uncorrelated():
     z = draw(N)
     for lag in (1, 2, 3, 4, 1024):
         assert correlation(z[:-lag], z[lag:]) < 4
@@ -131,16 +131,16 @@ def test_init_is_uncorrelated_between_elements_seeds_and_places():
         assert correlation(z, draw(N, first=first)) < 4
 
 
-def test_init_in_bf16_is_the_fp32_number_rounded():
+def test_normal_init_in_bf16_rounds_the_fp32_number():
     exact, w = draw(5000), poisoned(5000, dtype=torch.bfloat16)
     normal_init(w, None, SEED, 0, 1.0)
-    if INTERPRET:  # it truncates
+    if INTERPRET:  # the interpreter truncates
         assert ((exact - w.float()).abs() < 2.0**-7 * exact.abs()).all()
     else:
         assert torch.equal(w, exact.bfloat16())
 
 
-def test_init_with_low_bits_keeps_the_fp32_number():
+def test_normal_init_with_low_bits_keeps_the_fp32_number():
     exact, w = draw(5000), poisoned(5000, dtype=torch.bfloat16)
     low = torch.full((5000,), 7, dtype=torch.int16, device=DEVICE)
     normal_init(w, low, SEED, 0, 1.0)
@@ -153,13 +153,13 @@ def test_init_with_low_bits_keeps_the_fp32_number():
 
 @pytest.mark.parametrize("dtype,value", [(torch.float32, 0.1), (torch.bfloat16, 1.0), (torch.int16, 0)])
 @pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
-def test_fill_reaches_every_element(n, dtype, value):
+def test_fill_sets_all_elements(n, dtype, value):
     w = torch.full((n,), 9, device=DEVICE, dtype=dtype)
     fill(w, value)
     assert torch.equal(w, torch.full_like(w, value))
 
 
-def test_nothing_is_written_outside_the_outputs():
+def test_normal_init_and_fill_write_only_their_outputs():
     for dtype in (torch.float32, torch.bfloat16):
         for n in (1, 1001, N + 5):
             buffers = [torch.full((64 + n + 64,), 7.0, device=DEVICE, dtype=kind) for kind in (dtype, torch.int16)]
@@ -170,8 +170,8 @@ def test_nothing_is_written_outside_the_outputs():
 
 
 @pytest.mark.gpu
-def test_init_beyond_int32_on_gpu():
-    """More elements than an int32 counts."""
+def test_normal_init_beyond_int32_on_gpu():
+    """With more elements than an int32 can index."""
     n = (1 << 31) + 1001
     w = torch.empty(n, device=DEVICE, dtype=torch.bfloat16)
     normal_init(w, None, SEED, 0, 1.0)

@@ -1,6 +1,4 @@
-"""Compiling without launching, on a machine without a GPU: Triton's compiler for sm_90 behind a driver that only
-counts.
-"""
+"""Compiling without launching, on a machine without a GPU: Triton compiles for sm_90 with a driver that only counts."""
 
 import os
 import subprocess
@@ -85,12 +83,12 @@ SCRIPT = """
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_gpu.py does this with the real driver")
-def test_compiling_compiles_each_kernel_once_and_launches_nothing(tmp_path):
-    """Three kernels, one of them Gluon's; a second process finds all of them in Triton's cache.  Each has its own
-    launcher.  A kernel that does not compile is an error, at once or when it is launched.
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py does this with the real driver")
+def test_compiling_compiles_each_kernel_once_without_launching(tmp_path):
+    """Of three kernels, one is Gluon's; a second process finds all in Triton's cache.  Each has its own launcher.  A
+    kernel that does not compile raises, immediately or when it is launched.
     """
-    script = tmp_path / "script.py"  # Triton reads the source of kernels, so they have to be in a file
+    script = tmp_path / "script.py"  # Triton reads the source of kernels from a file
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}

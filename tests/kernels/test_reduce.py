@@ -5,10 +5,18 @@ import math
 import pytest
 import torch
 
-from gpt2_triton.kernels.reduce import add, clip_factor, column_sums, loss_sum, sum_squares, sum_squares_scratch
+from gpt2_triton.kernels.reduce import (
+    add_partials,
+    clip_factor,
+    column_sums,
+    loss_sum,
+    sum_squares,
+    sum_squares_scratch,
+)
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import error, poisoned
+from tests.support.reference import io
 
 SUMS = 1e-6  # fp32 sums, of which each lane adds a few hundred terms
 NAN, INF = math.nan, math.inf
@@ -16,8 +24,8 @@ accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "ac
 lengths = pytest.mark.parametrize("n", [1, 7, 1000, (1 << 18) + 3, 3 << 18])  # blocks of 2^14, in the interpreter 2^18
 
 
-def row(scale=NAN, clip=NAN):
-    """hyper, of which a kernel may use the loss scale and the clip only."""
+def step_in_row(scale=NAN, clip=NAN):
+    """Return step_in with NaN where loss_sum and clip_factor must not read."""
     return torch.tensor([NAN, NAN, NAN, scale, clip, NAN, NAN, NAN], device=DEVICE)
 
 
@@ -28,7 +36,7 @@ def test_column_sums_match_float64(rng, P, N, acc):
     part[P * N :] = NAN  # scratch is as large as its largest user needs
     out = rng(N) if acc else poisoned(N)
     want = part[: P * N].view(P, N).double().sum(0) + (out.double() if acc else 0)
-    column_sums([out], part, P, acc)
+    column_sums(out, None, None, part, P, acc)
     assert error(out, want) < SUMS
 
 
@@ -37,13 +45,13 @@ def test_column_sums_match_float64(rng, P, N, acc):
 def test_column_sums_of_several_in_one_launch(rng, more, acc):
     part, outs = rng(1 + more, 33, 768), [rng(768) if acc else poisoned(768) for _ in range(1 + more)]
     want = [p.double().sum(0) + (out.double() if acc else 0) for p, out in zip(part, outs, strict=True)]
-    column_sums(outs, part, 33, acc)
+    column_sums(*outs, *[None] * (2 - more), part, 33, acc)
     assert all(error(out, w) < SUMS for out, w in zip(outs, want, strict=True))
 
 
 def test_column_sums_fill_any_shape(rng):
     part, out = rng(5, 3 * 16), poisoned(3, 16)
-    column_sums([out], part, 5, False)
+    column_sums(out, None, None, part, 5, False)
     assert error(out, part.double().sum(0).view(3, 16)) < SUMS
 
 
@@ -57,7 +65,7 @@ def test_sum_squares_matches_float64(rng, n):
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e20])  # the square of 1e20 is beyond fp32
 @pytest.mark.parametrize("at", [0, 999, -1])
-def test_one_bad_gradient_reaches_the_sum(rng, value, at):
+def test_sum_squares_propagates_one_non_finite_gradient(rng, value, at):
     g, out = rng((1 << 18) + 3), poisoned(1)
     g[at] = value
     sum_squares(out, poisoned(sum_squares_scratch(g.numel())), g)
@@ -66,40 +74,40 @@ def test_one_bad_gradient_reaches_the_sum(rng, value, at):
 
 @pytest.mark.parametrize("R", [1, 7, 300, 20000])
 def test_loss_sum_matches_float64(rng, R):
-    losses, out, hyper = rng(R).exp(), poisoned(1), row(scale=1 / 3000)
+    losses, out, step_in = rng(R).exp(), poisoned(1), step_in_row(scale=1 / 3000)
     want = poisoned(1).double()
-    reference.loss_sum(want, losses.double(), hyper.double())
-    loss_sum(out, losses, hyper)
+    reference.loss_sum(want, losses.double(), step_in.double())
+    loss_sum(out, losses, step_in)
     assert error(out, want) < SUMS
 
 
 @pytest.mark.parametrize("clip", [0.0, 1e-3, 1.0, 5.0, 1e6])
 @pytest.mark.parametrize("sumsq", [0.0, 1e-12, 1.0, 25.0, 1e30])
 def test_clip_factor_matches_float64(sumsq, clip):
-    stats, hyper = torch.tensor([3.5, NAN, NAN, NAN], device=DEVICE), row(clip=clip)
-    want, square = stats.double(), torch.tensor([sumsq], device=DEVICE)
-    reference.clip_factor(want, square.double(), hyper.double())
-    clip_factor(stats, square, hyper)
-    assert torch.allclose(stats.double(), want, rtol=1e-6, atol=0)  # a root and a quotient: an ulp each
-    assert stats[0] == 3.5 and stats[3] == 1
+    step_out, step_in = torch.tensor([3.5, NAN, NAN, NAN], device=DEVICE), step_in_row(clip=clip)
+    want, square = step_out.double(), torch.tensor([sumsq], device=DEVICE)
+    reference.clip_factor(want, square.double(), step_in.double())
+    clip_factor(step_out, square, step_in)
+    assert torch.allclose(step_out.double(), want, rtol=1e-6, atol=0)  # a root and a quotient: an ulp each
+    assert step_out[io.LOSS] == 3.5 and step_out[io.APPLY] == 1
     if clip == 0:
-        assert stats[2] == 1
+        assert step_out[io.CLIP_FACTOR] == 1
     else:
-        assert stats[1] * stats[2] <= clip * (1 + 1e-6)
+        assert step_out[io.NORM] * step_out[io.CLIP_FACTOR] <= clip * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("loss,sumsq", [(NAN, 4.0), (INF, 4.0), (-INF, 4.0), (2.0, NAN), (2.0, INF), (NAN, NAN)])
-def test_a_step_that_is_not_finite_is_flagged(loss, sumsq, clip):
-    stats = torch.tensor([loss, NAN, NAN, NAN], device=DEVICE)
-    clip_factor(stats, torch.tensor([sumsq], device=DEVICE), row(clip=clip))
-    assert stats[3] == 0
+def test_clip_factor_flags_a_non_finite_step(loss, sumsq, clip):
+    step_out = torch.tensor([loss, NAN, NAN, NAN], device=DEVICE)
+    clip_factor(step_out, torch.tensor([sumsq], device=DEVICE), step_in_row(clip=clip))
+    assert step_out[io.APPLY] == 0
     norm = torch.tensor(sumsq, device=DEVICE).sqrt()
-    assert torch.allclose(stats[1], norm, equal_nan=True)  # as it was, for the log
+    assert torch.allclose(step_out[io.NORM], norm, equal_nan=True)  # the norm itself is kept for the log
 
 
-def test_sums_of_squares_of_several_ranges_add_up():
-    """As of a rank's shares of several buckets; 2^-24 a sum, and there are two."""
+def test_sum_squares_accumulates_over_ranges():
+    """As for a rank's shards of several buckets; two sums with an error of 2^-24 each."""
     g, out = torch.linspace(-1, 2, 5000, device=DEVICE), poisoned(1)
     for i, part in enumerate((g[:4000], g[4000:])):
         sum_squares(out, poisoned(sum_squares_scratch(5000)), part, i > 0)
@@ -108,39 +116,39 @@ def test_sums_of_squares_of_several_ranges_add_up():
 
 @pytest.mark.parametrize("n", [1, 4096, 5001])
 @pytest.mark.parametrize("k", [1, 3])
-def test_add_rounds_after_every_part(n, k):
+def test_add_partials_rounds_after_each_part(n, k):
     generator = torch.Generator().manual_seed(n)
     x, parts = (torch.randn(shape, generator=generator).to(DEVICE) for shape in ((n,), (k, n)))
     want = x.clone()
     for part in parts:
         want += part
-    add(x, parts)
+    add_partials(x, parts)
     assert torch.equal(x, want)
 
 
 def run_all(outputs):
-    """Every launcher once, on the same inputs each time; `outputs(*shape)` makes what they write and scratch."""
+    """Run each launcher once on fixed inputs; `outputs(*shape)` allocates outputs and scratch."""
     generator = torch.Generator().manual_seed(1)
     g, n = torch.randn((1 << 18) + 3, generator=generator).to(DEVICE), 2304
-    sums, sumsq, total, stats = outputs(n), outputs(1), outputs(1), outputs(4)
-    column_sums([sums], g, 100, False)
+    sums, sumsq, total, step_out = outputs(n), outputs(1), outputs(1), outputs(4)
+    column_sums(sums, None, None, g, 100, False)
     sum_squares(sumsq, outputs(sum_squares_scratch(g.numel())), g)
-    loss_sum(total, g[:20000], row(scale=0.25))
-    stats[0] = 1.0
-    clip_factor(stats, sumsq, row(clip=1.0))
-    return sums, sumsq, total, stats
+    loss_sum(total, g[:20000], step_in_row(scale=0.25))
+    step_out[io.LOSS] = 1.0
+    clip_factor(step_out, sumsq, step_in_row(clip=1.0))
+    return sums, sumsq, total, step_out
 
 
-def test_two_runs_are_bit_equal():
+def test_reductions_are_deterministic():
     for first, second in zip(run_all(poisoned), run_all(poisoned), strict=True):
         assert torch.isfinite(first).all() and torch.equal(first, second)
 
 
-def test_nothing_is_written_outside_the_outputs():
+def test_reductions_write_only_their_outputs():
     guards = []
 
     def guarded(*shape):
-        """An output inside a larger buffer of sevens, 64 elements from each end."""
+        """Return an output inside a larger buffer of sevens, 64 elements from each end."""
         size = torch.Size(shape).numel()
         buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE)
         guards.extend([buffer[:64], buffer[64 + size :]])
@@ -151,7 +159,7 @@ def test_nothing_is_written_outside_the_outputs():
 
 
 @pytest.mark.gpu
-def test_gpt2_on_gpu(rng):
+def test_reductions_of_gpt2_on_gpu(rng):
     """The gradient norm of GPT-2 124M, and of one so long that element offsets pass 2^31."""
     for n in (124_475_904, (1 << 31) + 5):
         g, out = torch.ones(n, device=DEVICE), poisoned(1)

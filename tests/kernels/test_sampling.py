@@ -1,10 +1,10 @@
-"""The draw of the next token against numpy: exact sets of top-k and top-p, the Gumbel noise, the distribution."""
+"""Sampling of the next token against numpy: exact sets of top-k and top-p, the Gumbel noise, the distribution."""
 
 import numpy as np
 import pytest
 import torch
 
-from gpt2_triton.kernels import draw
+from gpt2_triton.kernels import sample_token
 from tests.conftest import DEVICE
 from tests.kernels.test_philox import philox
 
@@ -16,19 +16,19 @@ def state(seeds, drawn=0):
     return torch.tensor(fields, dtype=torch.int32, device=DEVICE)
 
 
-def drawn_tokens(z, seeds, temperature=1.0, top_k=0, top_p=1.0, drawn=0):
-    """One draw for each seed from logits z [V] (or [B, V]), behind which stands padding that must not be drawn."""
+def sampled_tokens(z, seeds, temperature=1.0, top_k=0, top_p=1.0, drawn=0):
+    """Return a token per seed, sampled from logits z [V] (or [B, V]) with padding that must not be sampled."""
     z = np.broadcast_to(np.asarray(z, np.float32), (len(seeds), np.shape(z)[-1]))
     V = z.shape[1]
     logits = np.full((len(seeds), -(-V // 128) * 128), 1e4, np.float32)
     logits[:, :V] = z
     seq = state(seeds, drawn)
-    draw(seq, torch.from_numpy(logits).to(DEVICE), V, temperature, top_k, top_p)
+    sample_token(seq, torch.from_numpy(logits).to(DEVICE), V, temperature, top_k, top_p)
     return seq[:, 0].tolist()
 
 
 def kept(z, temperature, top_k, top_p):
-    """The set that may be drawn, by sorting in float64."""
+    """Return the tokens that may be sampled, by sorting in float64."""
     z = np.asarray(z, np.float64)
     inside = np.ones(len(z), bool)
     if 0 < top_k < len(z):
@@ -43,7 +43,7 @@ def kept(z, temperature, top_k, top_p):
 
 
 def scores(z, seed, drawn, temperature):
-    """z / temperature plus Gumbel noise in float64, from Philox's words."""
+    """Return z / temperature plus Gumbel noise in float64, from Philox's words."""
     u = (philox(seed, 0, len(z), drawn, SAMPLE) + 0.5) / 2**32
     return np.asarray(z, np.float64) / temperature - np.log(-np.log1p(-u))
 
@@ -52,30 +52,30 @@ LOGITS = np.random.default_rng(3).normal(size=1000) * 3
 SEEDS = [0, 1, 5 << 40, (1 << 62) - 1]
 
 
-def test_temperature_0_takes_the_first_of_the_largest():
+def test_sample_token_at_temperature_0_takes_the_first_largest():
     z = np.zeros((2, 300))
     z[0, [17, 120]], z[1, 299] = 3, 1
-    assert drawn_tokens(z, [1, 2], temperature=0) == [17, 299]
+    assert sampled_tokens(z, [1, 2], temperature=0) == [17, 299]
 
 
-def test_a_draw_moves_the_sequence_on():
+def test_sample_token_advances_the_sequence():
     seq = state([5, 6], drawn=9)
-    draw(seq, torch.zeros(2, 128, device=DEVICE), 100, 1.0, 0, 1.0)
+    sample_token(seq, torch.zeros(2, 128, device=DEVICE), 100, 1.0, 0, 1.0)
     assert seq[:, 1:].tolist() == [[5, 10, 5, 0], [5, 10, 6, 0]]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 @pytest.mark.parametrize("top_k,top_p", [(0, 1.0), (1, 1.0), (50, 1.0), (0, 0.1), (0, 0.9), (40, 0.8), (5000, 1.0)])
-def test_draws_are_numpys(temperature, top_k, top_p):
-    """The largest score of the kept set, for every seed and number of draws."""
+def test_sample_token_matches_numpy(temperature, top_k, top_p):
+    """The token has the largest score of the kept set, for each seed and number of tokens sampled before."""
     inside = kept(LOGITS, temperature, top_k, top_p)
     want = [int(np.where(inside, scores(LOGITS, s, 7, temperature), -np.inf).argmax()) for s in SEEDS]
-    assert drawn_tokens(LOGITS, SEEDS, temperature, top_k, top_p, drawn=7) == want
+    assert sampled_tokens(LOGITS, SEEDS, temperature, top_k, top_p, drawn=7) == want
 
 
 @pytest.mark.parametrize("top_k,top_p", [(1, 1.0), (2, 1.0), (299, 1.0), (0, 0.01), (0, 0.5), (0, 0.99), (9, 0.7)])
-def test_sets_are_exact(top_k, top_p):
-    """Of two seeds, one would draw the first token outside the set, one draws the last token inside."""
+def test_top_k_and_top_p_sets_are_exact(top_k, top_p):
+    """With one seed the winner would be the first token outside the set; with another it is the last inside."""
     z, temperature = np.random.default_rng(top_k).permutation(np.linspace(-4, 4, 300)), 3.0
     inside = kept(z, temperature, top_k, top_p)
     last, outside = np.flatnonzero(inside)[z[inside].argmin()], np.flatnonzero(~inside)[z[~inside].argmax()]
@@ -85,18 +85,18 @@ def test_sets_are_exact(top_k, top_p):
     winners = [int(np.where(wider, s, -np.inf).argmax()) for s in noisy]
     for seed in (winners.index(outside), winners.index(last)):
         want = int(np.where(inside, noisy[seed], -np.inf).argmax())
-        assert drawn_tokens(z, [seed], temperature, top_k, top_p) == [want]
+        assert sampled_tokens(z, [seed], temperature, top_k, top_p) == [want]
 
 
-def test_equal_logits_at_the_bound_stay_together():
-    """Three that a draw at this temperature cannot tell apart, and no more."""
-    assert set(drawn_tokens([5.0, 3.0, 3.0, 1.0], range(8), 1e4, top_k=2)) == {0, 1, 2}
-    assert set(drawn_tokens(np.zeros(4), range(8), 1.0, top_k=3)) == {0, 1, 2, 3}
+def test_equal_logits_at_the_bound_are_kept_together():
+    """Logits that equal the bound are all kept, so that the set may be larger than top_k."""
+    assert set(sampled_tokens([5.0, 3.0, 3.0, 1.0], range(8), 1e4, top_k=2)) == {0, 1, 2}
+    assert set(sampled_tokens(np.zeros(4), range(8), 1.0, top_k=3)) == {0, 1, 2, 3}
 
 
-def test_the_distribution_is_the_softmax():
-    """Of the scores that the kernel's draws equal: 4000 draws from 12 tokens; chi-square with 11 degrees of freedom,
-    whose 99.9% point is 31.3.
+def test_sample_token_distribution_is_the_softmax():
+    """4000 tokens by the scores that the kernel's choices match, from a vocabulary of 12: chi-square with 11 degrees
+    of freedom, whose 99.9% point is 31.3.
     """
     z, temperature = np.linspace(-2, 2, 12), 1.5
     p = np.exp(z / temperature) / np.exp(z / temperature).sum()
@@ -104,11 +104,11 @@ def test_the_distribution_is_the_softmax():
     assert ((counts - 4000 * p) ** 2 / (4000 * p)).sum() < 31.3
 
 
-def test_a_draw_does_not_depend_on_the_batch():
+def test_sample_token_does_not_depend_on_the_batch():
     z = np.random.default_rng(0).normal(size=(6, 200))
-    together = drawn_tokens(z, range(6), 0.8, 20, 0.9)
-    assert together == [drawn_tokens(z[i : i + 1], [i], 0.8, 20, 0.9)[0] for i in range(6)]
+    together = sampled_tokens(z, range(6), 0.8, 20, 0.9)
+    assert together == [sampled_tokens(z[i : i + 1], [i], 0.8, 20, 0.9)[0] for i in range(6)]
 
 
-def test_a_temperature_near_0_is_greedy():
-    assert drawn_tokens(LOGITS, SEEDS, temperature=1e-40) == [int(LOGITS.argmax())] * 4
+def test_sample_token_at_tiny_temperature_is_greedy():
+    assert sampled_tokens(LOGITS, SEEDS, temperature=1e-40) == [int(LOGITS.argmax())] * 4

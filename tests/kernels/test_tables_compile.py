@@ -1,9 +1,9 @@
-"""The tables of GPUs that are not here: their rows compile for them, fit shared memory, and do not spill registers.
+"""Tuning tables of absent GPUs: their rows compile, fit shared memory, and do not spill registers.
 
     python -m tests.kernels.test_tables_compile rtx4090      every launcher in both dtypes, on all cores: minutes
 
-compiles what the launchers launch, behind a driver that launches nothing, and prints ptxas's log.  The test takes of
-each table the one launcher that came nearest to spilling.
+compiles the launchers' kernels with a driver that launches nothing, and prints ptxas's log.  The test compiles, for
+each table, the one launcher that is nearest to spilling.
 """
 
 import itertools
@@ -23,7 +23,7 @@ R, C, NH, VP = 4096, 768, 12, 50304
 
 
 def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
-    """Launchers with arguments as a step has them; memory that nobody touches costs nothing."""
+    """Return launchers with arguments as in a step; memory that is never touched costs nothing."""
     import torch
 
     from gpt2_triton import kernels as K
@@ -58,10 +58,10 @@ def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
         (K.matmul_add, (x(R, C), x(R, C), x(R, C), x(C, C), x(C))),
         (K.matmul_gelu, (x(R, 4 * C), x(R, 4 * C), x(R, C), x(4 * C, C), x(4 * C))),
         (K.classifier_target, (f(R), x(R, C), x(VP, C), targets)),
-        (K.classifier_stats, (f(R), f(R), f(R), x(R, C), scratch, x(R, C), targets, f(8), False)),
-        (K.encoder_fwd, (x(R, C), i(4, R // 4), x(VP, C), x(1024, C))),
+        (K.classifier_loss, (f(R), f(R), f(R), x(R, C), scratch, x(R, C), targets, f(8), False)),
+        (K.embedding_fwd, (x(R, C), i(4, R // 4), x(VP, C), x(1024, C))),
         (
-            K.encoder_bwd,
+            K.embedding_bwd,
             (f(VP, C), f(1024, C), scratch, x(R, C), x(R, C), f(R), i(2 * R), i(R, 4), i(64, 4), 1024, False),
         ),
         (K.adamw, (x(R * C), f(R * C), f(R * C), None, f(R * C), f(4), f(8), i(4), 0, 0.1, 0.9, 0.95, 1e-8)),
@@ -77,12 +77,12 @@ def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
         small.append((K.decode_matmul, (x(B, C), x(B, 4 * C), x(C, 4 * C), x(C), None, None, x(B, C))))
         small.append((K.decode_attention, (x(B, C), cache, x(B, 3 * C), seq, NH)))
         small.append((K.cache_fill, (cache, x(1024, 3 * C))))
-        small.append((K.draw, (seq, f(B, VP), 50257, 0.8, 50, 0.9)))
+        small.append((K.sample_token, (seq, f(B, VP), 50257, 0.8, 50, 0.9)))
     return attention + large + small
 
 
 class Device:
-    """A driver of a GPU of some capability and shared memory, which loads and launches nothing."""
+    """A driver of a GPU with this capability and shared memory that loads and launches nothing."""
 
     utils = property(lambda self: self)
 
@@ -115,8 +115,8 @@ class Device:
 
 
 def compile_for(name: str, only: str | None) -> None:
-    """Print ptxas's log of every kernel that the launchers, or `only` one in bf16, would launch on this GPU, the
-    Gluon kernels of hopper*.py aside; raise what does not fit.
+    """Print ptxas's log for each kernel that the launchers, or `only` one in bf16, would launch on this GPU, except
+    the Gluon kernels of kernels/hopper; raise if one does not fit.
     """
     import torch
     from triton import knobs
@@ -125,7 +125,7 @@ def compile_for(name: str, only: str | None) -> None:
     from gpt2_triton.kernels import compiling, tuning
 
     driver.set_active(Device(name))
-    torch.cuda.is_available = lambda: False  # even beside a GPU: the Gluon kernels stay out
+    torch.cuda.is_available = lambda: False  # also on a machine with a GPU: no Gluon kernels
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
     tuning.table_name = lambda: name
@@ -139,7 +139,7 @@ def compile_for(name: str, only: str | None) -> None:
 
 
 def spills(log: str) -> dict[str, int]:
-    """Bytes that each kernel stores to memory for want of registers, the most of its forms."""
+    """Return the bytes of registers that each kernel spills, the most of its variants."""
     out: dict[str, int] = {}
     for name, stored in re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL):
         out[name] = max(out.get(name, 0), int(stored))
@@ -147,8 +147,8 @@ def spills(log: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", CAPABILITY)
-def test_the_nearest_to_spilling_of_a_table_does_not_on_its_gpu(name):
-    """In a process of its own, as this one's kernels may belong to the interpreter."""
+def test_kernel_nearest_to_spilling_does_not_spill(name):
+    """Compile in a separate process, because kernels may run in the interpreter in this one."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_tables_compile", name, NEAREST[name]],
@@ -157,7 +157,7 @@ def test_the_nearest_to_spilling_of_a_table_does_not_on_its_gpu(name):
     assert run.returncode == 0, run.stderr[-2000:]
     found = spills(run.stdout)
     assert found.keys() & {"_attention_bwd_dkdv_kernel", "_matmul_kernel"}
-    # 4 bytes with maxnreg 128, by which four programs share a multiprocessor: 2 registers are the most allowed
+    # 4 bytes with maxnreg 128, so that four programs share a multiprocessor: at most 2 registers are allowed
     assert max(found.values()) <= 8, found
 
 

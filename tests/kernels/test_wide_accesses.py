@@ -1,4 +1,4 @@
-"""Kernels bound by memory move 16 bytes a thread and instruction (what llm.c's Packed128 is for), read from SASS.
+"""Bandwidth-bound kernels access 16 bytes per thread and instruction (as with llm.c's Packed128), read from SASS.
 
 python -m tests.kernels.test_wide_accesses       kernel, accesses of global memory by their bits
 """
@@ -18,7 +18,7 @@ from tests.kernels.test_tables_compile import Device, calls
 
 KERNELS = {
     "adamw": "_adamw_kernel",
-    "encoder_fwd": "_encoder_fwd_kernel",
+    "embedding_fwd": "_embedding_fwd_kernel",
     "layernorm_fwd": "_layernorm_fwd_kernel",
     "layernorm_bwd": "_layernorm_bwd_kernel",
     "sum_squares": "_sum_squares_kernel",
@@ -26,7 +26,7 @@ KERNELS = {
 
 
 def accesses(cubin: bytes) -> Counter[int]:
-    """Global loads, stores and copies to shared memory in a kernel, by bits."""
+    """Count a kernel's global loads, stores and copies to shared memory, by their bits."""
     import triton
 
     disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -42,7 +42,7 @@ def accesses(cubin: bytes) -> Counter[int]:
 
 
 def print_accesses() -> None:
-    """One JSON object: kernel -> bits -> accesses, of every form that is launched at C 768 and 1600."""
+    """Print one JSON object: kernel -> bits -> accesses, of each variant that is launched at C 768 and 1600."""
     from types import SimpleNamespace
 
     import torch
@@ -74,7 +74,7 @@ def print_accesses() -> None:
 
 @pytest.fixture(scope="module")
 def found():
-    """In a process of its own, as this one's kernels may belong to the interpreter."""
+    """Compile in a separate process, because kernels may run in the interpreter in this one."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_wide_accesses"],
@@ -85,7 +85,7 @@ def found():
 
 
 @pytest.mark.parametrize("launcher", KERNELS)
-def test_bytes_move_16_at_a_time(found, launcher):
+def test_bandwidth_bound_kernels_access_16_bytes_at_once(found, launcher):
     """All but numbers of a row (mean, rstd, token) or of a step (rate, clip factor), which are 4 bytes: at most 8 such
     accesses in a kernel, a seventh of the bits.
     """

@@ -28,8 +28,8 @@ class Log:
         self.near, self.rank, self.size = near, rank, size
 
     def __getattr__(self, name):
-        if name == "scratch_elements":
-            return gpt2_triton.kernels.scratch_elements
+        if name in ("scratch_elements", "step_io"):
+            return getattr(gpt2_triton.kernels, name)
         return lambda *tensors, **_: self.calls.append((name, None))
 
     def allocate(self, nbytes):
@@ -39,8 +39,8 @@ class Log:
     def barrier(self):
         self.calls.append(("barrier", None))
 
-    def add(self, out, parts):
-        self.calls.append(("add", self.bucket(out)))
+    def add_partials(self, out, parts):
+        self.calls.append(("add_partials", self.bucket(out)))
         self.added.add(tuple(parts.shape))
 
     def all_reduce(self, tensor):
@@ -64,7 +64,7 @@ class Log:
         return None
 
 
-EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather", "barrier", "add"}
+EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather", "barrier", "add_partials"}
 
 
 def model_of_two(near: bool, zero: int, micro_steps: int) -> GPT2:
@@ -116,32 +116,32 @@ def test_on_one_host_gradients_travel_together(monkeypatch, zero, micro_steps):
     0 the sums are shared out after another meeting.
     """
     monkeypatch.setattr(communicator, "TOKENS", 32 / LAYERS)
-    sent = [call for call in travel(True, zero, micro_steps) if call[0] in ("barrier", "add")]
+    sent = [call for call in travel(True, zero, micro_steps) if call[0] in ("barrier", "add_partials")]
     meet = [("barrier", None)]
     again = meet * (zero == 0)
-    want = [(call, BELOW) for call in [*meet, ("add", 3), ("add", 2), *again]]
-    want += [(call, "matmul_dw") for call in [*meet, ("add", 0), ("add", LAST), *again]]
-    want += [(call, "loss_sum") for call in [*meet, ("add", 1), *again]]
-    gathers = [(meet[0], after) for after in ("encoder_fwd", "adamw", "adamw")] if zero else []
+    want = [(call, BELOW) for call in [*meet, ("add_partials", 3), ("add_partials", 2), *again]]
+    want += [(call, "matmul_dw") for call in [*meet, ("add_partials", 0), ("add_partials", LAST), *again]]
+    want += [(call, "loss_sum") for call in [*meet, ("add_partials", 1), *again]]
+    gathers = [(meet[0], after) for after in ("embedding_fwd", "adamw", "adamw")] if zero else []
     assert [((name, bucket), after) for name, bucket, after in sent] == gathers[:1] + want + gathers[1:]
 
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_parameters_of_all_layers_travel_when_a_step_begins_and_the_others_under_the_update(zero):
     gathered = [call[1:] for call in travel(False, zero) if call[0] == "all_gather"]
-    layers = [(1 + layer, "encoder_fwd") for layer in range(LAYERS)]
+    layers = [(1 + layer, "embedding_fwd") for layer in range(LAYERS)]
     assert gathered == [*layers, (0, "adamw"), (LAST, "adamw")]
     meetings = [after for name, _, after in travel(True, zero) if name == "barrier"]
-    assert (meetings[0], meetings[-2:]) == ("encoder_fwd", ["adamw", "adamw"])
+    assert (meetings[0], meetings[-2:]) == ("embedding_fwd", ["adamw", "adamw"])
 
 
 def test_at_stage_2_every_micro_step_sends_its_layers():
     sent = [after for name, _, after in travel(False, 2, micro_steps=2) if name == "reduce_scatter"]
-    first, last = [BELOW, BELOW, "encoder_fwd"], [BELOW, BELOW, "matmul_dw", "loss_sum"]
+    first, last = [BELOW, BELOW, "embedding_fwd"], [BELOW, BELOW, "matmul_dw", "loss_sum"]
     assert sent == [*first, *last[:3], *last[2:]]  # the embedding's, with norms' and biases', before layer 0's
     meetings = [after for name, _, after in travel(True, 2, micro_steps=2) if name == "barrier"]
     twice = [after for after in first + last for _ in range(2)]  # before and after: then their place may be written
-    assert meetings == ["encoder_fwd", *twice, "adamw", "adamw"]
+    assert meetings == ["embedding_fwd", *twice, "adamw", "adamw"]
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -150,12 +150,12 @@ def test_what_the_exchange_launches_is_compiled_ahead(near):
         model = model_of_two(near, zero, micro_steps)
         model.compile()
         ahead = {name for name, _ in model.K.calls}
-        assert not ahead & (EXCHANGES - {"add"})
+        assert not ahead & (EXCHANGES - {"add_partials"})
         model.K.calls.clear()
         for micro in range(micro_steps):
             model._forward_backward(micro > 0, False, micro == micro_steps - 1)
-        launched = {name for name, _ in model.K.calls} - (EXCHANGES - {"add"})
-        assert launched <= ahead and ("add" in launched) == (near or (zero, micro_steps) == (2, 2))
+        launched = {name for name, _ in model.K.calls} - (EXCHANGES - {"add_partials"})
+        assert launched <= ahead and ("add_partials" in launched) == (near or (zero, micro_steps) == (2, 2))
 
 
 def test_sums_of_as_many_parts_as_there_are_other_ranks_are_compiled_ahead():
@@ -178,7 +178,7 @@ def test_more_than_there_is_room_for_is_added_up_in_turns(monkeypatch):
     dims, made = model.dims, sharding.buckets(model.dims)
     assert sum(b.padded for b in made if b is not made[1]) // 3 * 2 > dims["Nx"]
     model._forward_backward(False, False, True)
-    assert [bucket for name, bucket in model.K.calls if name == "add"] == [3, 2, 0, LAST, 1]
+    assert [bucket for name, bucket in model.K.calls if name == "add_partials"] == [3, 2, 0, LAST, 1]
 
 
 @pytest.mark.parametrize("layers, rows, hold", [(12, 65536, 1), (48, 16384, 12), (2, 512, 16)])
@@ -228,7 +228,7 @@ def waits(near: bool, zero: int, monkeypatch) -> list[str]:
 
     class Named(list):
         def append(self, call):
-            if call[0] in ("encoder_fwd", "layernorm_fwd", BELOW, "encoder_bwd", "loss_sum", "adamw"):
+            if call[0] in ("embedding_fwd", "layernorm_fwd", BELOW, "embedding_bwd", "loss_sum", "adamw"):
                 calls.append(call[0])
 
     monkeypatch.setattr(communicator, "Side", Stream)
@@ -247,11 +247,11 @@ def test_a_layer_waits_for_its_parameters_and_a_step_for_all(monkeypatch, near):
     calls = waits(near, 1, monkeypatch)
     norms = ["layernorm_fwd"] * 2
     layers = [call for layer in range(LAYERS) for call in [f"wait {1 + layer}", *norms]]
-    assert calls[: 4 + len(layers)] == ["mark 1", "mark 2", "mark 3", "encoder_fwd", *layers]
+    assert calls[: 4 + len(layers)] == ["mark 1", "mark 2", "mark 3", "embedding_fwd", *layers]
     assert [call for call in calls if call.startswith("wait")] == ["wait 1", "wait 2", "wait 3"]
-    ends = [call for call in calls if call in ("encoder_bwd", "join", "loss_sum", "adamw")]
+    ends = [call for call in calls if call in ("embedding_bwd", "join", "loss_sum", "adamw")]
     updates = ["adamw"] * (LAYERS + 2)
-    assert ends == ["encoder_bwd", "join", "encoder_bwd", "join", "loss_sum", *updates, "join"]
+    assert ends == ["embedding_bwd", "join", "embedding_bwd", "join", "loss_sum", *updates, "join"]
 
 
 @pytest.mark.parametrize("near", [True, False])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from gpt2_triton.kernels import step_io
 from gpt2_triton.model import cuda
 from gpt2_triton.model.cuda import STEPS, Step
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -20,7 +21,7 @@ def clock(monkeypatch):
 
 
 def ring():
-    return [Step("cpu") for _ in range(STEPS)]
+    return [Step("cpu", step_io) for _ in range(STEPS)]
 
 
 def begin(step, previous):

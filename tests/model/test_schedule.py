@@ -159,7 +159,7 @@ def test_decoding_equals_the_training_forward(level):
 class SideBySide:
     """K that runs every kernel, then its reference on float64 copies of the same inputs, and compares each output."""
 
-    WORKSPACE = ("scratch", "rowsum")  # layouts are the launchers' own business
+    step_io = gpt2_triton.kernels.step_io
 
     def __init__(self, tolerance: float):
         self.tolerance, self.workspace, self.launched = tolerance, torch.empty(1), []
@@ -169,13 +169,15 @@ class SideBySide:
 
     def _launch(self, name: str, *args, **keywords):
         names = inspect.signature(getattr(reference, name)).parameters
-        exact = [self.workspace if n in self.WORKSPACE else self._copy(a) for n, a in zip(names, args, strict=False)]
+        exact = [
+            self.workspace if n in contract.WORKSPACE else self._copy(a) for n, a in zip(names, args, strict=False)
+        ]
         with recorded() as trace:
             getattr(gpt2_triton.kernels, name)(*args, **keywords)
         getattr(reference, name)(*exact, **keywords)
         self.launched.append(name)
         for output, got, want in zip(names, trace[0][1], exact, strict=False):
-            if got is not None and got.is_floating_point() and output not in self.WORKSPACE:
+            if got is not None and got.is_floating_point() and output not in contract.WORKSPACE:
                 off = error(got, want)
                 assert off < self.tolerance, f"launch {len(self.launched)}, {name}: {output} is off by {off:.1e}"
 
@@ -217,9 +219,9 @@ def test_every_launch_of_a_step_equals_its_reference(level, dtype, tolerance):
     model.prefill([1, 2, 3, 4], slice(0, 1))
     model.decoding.seq.copy_(torch.tensor([[5, 4, 0, 0, 0]]))
     model.decode(0.0, 0, 1.0)
-    no_step = {"compiling", "fill", "normal_init", "scratch_elements", "add"}  # add: ZeRO-2's
-    no_step |= {"parameter_stats", "stats_parts", "tensor_stats"}  # tests/model/test_tensor_stats.py
-    assert set(model.K.launched) >= set(gpt2_triton.kernels.__all__) - no_step
+    no_step = {"fill", "normal_init", "add_partials", "column_sums"}  # the last two: ZeRO-2's, the launchers'
+    no_step |= {"parameter_stats", "tensor_stats"}  # tests/model/test_tensor_stats.py
+    assert set(model.K.launched) >= contract.LAUNCHERS.keys() - no_step
 
 
 def test_a_wrong_kernel_is_named(monkeypatch):

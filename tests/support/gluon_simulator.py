@@ -22,14 +22,14 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import gelu, softmax, tiles
+from gpt2_triton.kernels import device_math, tiles
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper import pipeline
 
-MODULES = (tiles, gelu, softmax, pipeline, hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier)
+MODULES = (tiles, device_math, pipeline, hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier)
 WARPS = 8  # of the first partition
 local = threading.local()  # .worker: the partition that this thread is
 

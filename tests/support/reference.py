@@ -1,14 +1,20 @@
 """The kernels' launchers in plain torch, with the same signatures: outputs first, written in place.
 
-Tests call them in float64 to judge a kernel, and hand this module to the model as `K` to judge the schedule against
-autograd.
-`acc` is the kernels' ACC: False overwrites a gradient, True adds to it.
+Tests compare kernels with them in float64, and run the model with this module as `K` to compare the schedule with
+autograd.  `acc` is the kernels' ACC: False overwrites a gradient, True adds to it.
 """
 
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
+
+from gpt2_triton.kernels import step_io
+
+# the indices as plain integers, because a constexpr cannot index a tensor
+io = SimpleNamespace(**{name: i.value for name, i in vars(step_io).items() if isinstance(i, tl.constexpr)})
 
 LOG2E = 1 / math.log(2)
 
@@ -30,14 +36,14 @@ def dgelu(x):
     return torch.autograd.grad(gelu(x).sum(), x)[0]
 
 
-# ---- encoder ----
+# ---- embedding ----
 
 
-def encoder_fwd(x, ids, wte, wpe):
+def embedding_fwd(x, ids, wte, wpe):
     x.copy_((wte[ids.long()] + wpe[: ids.shape[1]]).reshape(x.shape))
 
 
-def encoder_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, hot, T, acc):
+def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, split_tokens, T, acc):
     """dwte[token] += the rows of dx whose input it is and of ks * lnf whose target it is; dwpe[t] = sum over the
     batch of dx.
     """
@@ -140,7 +146,7 @@ def attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc):
     _give(dbias, dqkv.sum(0), acc)
 
 
-# ---- decoding: seq is [B, 5], token, row in the cache, tokens drawn, two halves of the seed ----
+# ---- decoding: seq is [B, 5], token, row in the cache, tokens sampled, two halves of the seed ----
 
 
 def decode_embed(x, seq, wte, wpe):
@@ -171,8 +177,8 @@ def cache_fill(cache, qkv):
     cache.copy_(qkv.view(len(qkv), 3, -1)[:, 1:].expand(cache.shape))
 
 
-def draw(seq, logits, V, temperature, top_k, top_p):
-    """The most likely token; draws are tested against numpy in tests/kernels/test_sampling.py."""
+def sample_token(seq, logits, V, temperature, top_k, top_p):
+    """Set the most likely token; tests/kernels/test_sampling.py compares sampling with numpy."""
     assert temperature == 0
     seq[:, 0] = logits[:, :V].argmax(1)
     seq[:, 1:3] += 1
@@ -203,12 +209,12 @@ def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V):
 _rowsums: dict[int, torch.Tensor] = {}
 
 
-def classifier_stats(losses, rs, ks, lns, rowsum, lnf, targets, hyper, acc):
+def classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, acc):
     """losses (+)= log(1 + S); rs, ks scale the two parts of dlogits; lns = rs * lnf.  rs, ks, lns are None when only
     losses count.
     """
     s = _rowsums.pop(rowsum.data_ptr())
-    valid, scale = targets >= 0, hyper[3]
+    valid, scale = targets >= 0, step_in[io.LOSS_SCALE]
     _give(losses, torch.log1p(s) * valid, acc)
     if lns is not None:
         rs.copy_(scale / (1 + s) * valid)
@@ -224,54 +230,53 @@ def classifier_dx(dln, p, wte, rs, ks, targets):
 # ---- reductions and the update ----
 
 
-def loss_sum(out, losses, hyper):
+def loss_sum(out, losses, step_in):
     """out = loss scale * sum of losses"""
-    out.copy_(losses.sum() * hyper[3])
+    out.copy_(losses.sum() * step_in[io.LOSS_SCALE])
 
 
 def sum_squares(out, scratch, g, acc=False):
     _give(out, (g * g).sum(), acc)
 
 
-def add(out, parts):
+def add_partials(out, parts):
     for part in parts:
         out.add_(part)
 
 
-def clip_factor(stats, sumsq, hyper):
-    """stats[1] = norm, stats[2] = factor that brings it to at most `clip` (no clipping when clip is 0), stats[3] = 1
-    if finite else 0
-    """
-    norm, clip = sumsq[0].sqrt(), hyper[4]
-    stats[1] = norm
-    stats[2] = torch.clamp(clip / (norm + 1e-6), max=1.0) if clip > 0 else 1.0
-    stats[3] = float(torch.isfinite(norm) and torch.isfinite(stats[0]))
+def clip_factor(step_out, sumsq, step_in):
+    """The clip factor brings the norm to at most CLIP (1 if CLIP is 0); APPLY = 1 if norm and loss are finite."""
+    norm, clip = sumsq[0].sqrt(), step_in[io.CLIP]
+    step_out[io.NORM] = norm
+    step_out[io.CLIP_FACTOR] = torch.clamp(clip / (norm + 1e-6), max=1.0) if clip > 0 else 1.0
+    step_out[io.APPLY] = float(torch.isfinite(norm) and torch.isfinite(step_out[io.LOSS]))
 
 
-def skip_outliers(stats, window, z, hyper):
-    """stats[3] = 0 if the loss or the norm is more than hyper[5], hyper[6] deviations above the mean of the window."""
+def skip_outliers(step_out, window, z, step_in):
+    """APPLY = 0 if loss or norm is more than LOSS_LIMIT or NORM_LIMIT deviations above the mean of its window."""
     z.zero_()
-    if stats[3] == 0:
+    if step_out[io.APPLY] == 0:
         return
-    for which, row in enumerate(window):
+    for which, row in zip((io.LOSS, io.NORM), window):
         seen, size = int(row[-1]), len(row) - 1
-        row[seen % size] = stats[which]
+        row[seen % size] = step_out[which]
         row[-1] = seen + 1 if seen + 1 < 2 * size else size
         if seen >= size:
             deviation = row[:-1].std(correction=0)
-            z[which] = (stats[which] - row[:-1].mean()) / deviation if deviation > 0 else 0.0
-    if (hyper[5] > 0 and z[0] > hyper[5]) or (hyper[6] > 0 and z[1] > hyper[6]):
-        stats[3] = 0.0
+            z[which] = (step_out[which] - row[:-1].mean()) / deviation if deviation > 0 else 0.0
+    if any(z[which] > step_in[limit] > 0 for which, limit in enumerate((io.LOSS_LIMIT, io.NORM_LIMIT))):
+        step_out[io.APPLY] = 0.0
 
 
-def adamw(w, m, v, low, g, stats, hyper, rng, first, decay, beta1, beta2, eps):
-    """hyper = lr, 1/(1-beta1^t), 1/(1-beta2^t), loss scale, clip.  Skips everything when stats[3] is 0."""
-    if stats[3] == 0:
+def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, beta1, beta2, eps):
+    """Update w, m and v, unless APPLY is 0; in float64, so nothing is rounded."""
+    if step_out[io.APPLY] == 0:
         return
-    grad = g * stats[2]
+    lr, m_correction, v_correction = step_in[io.LR], step_in[io.M_CORRECTION], step_in[io.V_CORRECTION]
+    grad = g * step_out[io.CLIP_FACTOR]
     m.copy_(m + (1 - beta1) * (grad - m))
     v.copy_(v + (1 - beta2) * (grad * grad - v))
-    w.copy_(w - hyper[0] * (m * hyper[1] / ((v * hyper[2]).sqrt() + eps) + decay * w))
+    w.copy_(w - lr * (m * m_correction / ((v * v_correction).sqrt() + eps) + decay * w))
 
 
 def normal_init(w, low, seed, first, std):

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from gpt2_triton.kernels.device_math import exp_relative
 from gpt2_triton.kernels.hopper.matmul import load
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_K,
@@ -25,7 +26,6 @@ from gpt2_triton.kernels.hopper.pipeline import (
     tiles,
     tma_store,
 )
-from gpt2_triton.kernels.softmax import unnormalised
 from gpt2_triton.kernels.tuning import num_sms
 
 
@@ -42,7 +42,7 @@ def _classifier_compute(p_desc, part_ptr, zt_ptr, targets_ptr, a_bufs, w_bufs, c
         target = gl.load(targets_ptr + r, mask=r < R, other=-1)
         steps = gl.cdiv(C, BLOCK_K)
         z, step = multiply_rest(z, step + 1, steps, a_bufs, w_bufs, full, empty, False, True, STAGES)
-        p = unnormalised(z, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
+        p = exp_relative(z, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
         gl.store(part_ptr + n // BLOCK_N * R + r, gl.sum(p, 1), mask=r < R)
         if p_desc is not None:
             tma.store_wait(0)

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from gpt2_triton.kernels.gelu import dgelu, gelu
+from gpt2_triton.kernels.device_math import dgelu, gelu
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,

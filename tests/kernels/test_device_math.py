@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpt2_triton.kernels.gelu import dgelu, gelu
+from gpt2_triton.kernels.device_math import dgelu, gelu
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import poisoned
@@ -23,7 +23,7 @@ def _apply_kernel(gelu_ptr, dgelu_ptr, x_ptr, n, BLOCK: tl.constexpr):
 
 @pytest.fixture
 def values():
-    """x, gelu(x), dgelu(x): every 1/128 from -10 to 10, and large values of both signs."""
+    """Return x, gelu(x), dgelu(x) for every 1/128 from -10 to 10, and large values of both signs."""
     x = torch.cat([torch.arange(-1280, 1281) / 128, torch.tensor(LARGE)]).to(DEVICE, torch.float32)
     outputs = poisoned(len(x)), poisoned(len(x))
     _apply_kernel[(1,)](*outputs, x, len(x), BLOCK=4096)

@@ -1,0 +1,104 @@
+"""Device functions that several kernels share: products, GELU, the classifier's exponential, master weights, AdamW.
+
+All values are fp32 where nothing else is said.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from gpt2_triton.kernels.tuning import INTERPRET
+
+LOG2E = tl.constexpr(math.log2(math.e))
+
+_WIDEN = tl.constexpr(INTERPRET)
+_MAX_EXPONENT = tl.constexpr(108.0)  # 2^108 * 50304 columns * wte still fits fp32 and bf16
+_SLOPE = tl.constexpr(0.7978845608028654)  # u = x * (_SLOPE + _CURVE * x^2)
+_CURVE = tl.constexpr(0.035677408136300125)
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """Return acc + a @ b in fp32; a is [..., M, K] and b [..., K, N], both in their stored dtype.
+
+    bf16 goes to the tensor cores, fp32 is multiplied exactly (ieee, no tf32).  Triton's interpreter would multiply the
+    raw bits of bf16, so there the operands are widened first; products of bf16 are exact in fp32.
+    """
+    if _WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def exp_relative(z, zt, counted):
+    """Return exp(z) relative to the target's: 2^(log2(e) * z - zt), at most 2^108, where `counted`; else 0."""
+    # a NaN must stay one: a plain minimum would turn it into 2^108, and a broken run into a finite loss
+    exponent = tl.minimum(z * LOG2E - zt, _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(counted, tl.exp2(exponent), 0.0)
+
+
+# GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415):
+#     s = sigmoid(2u),  u = sqrt(2/pi) * (x + 0.044715 * x^3),  2u' = 2 * sqrt(2/pi) * (1 + 3 * 0.044715 * x^2)
+#     gelu(x)  = 0.5 * x * (1 + tanh(u)) = x * s
+#     dgelu(x) = s + x * 2u' * (s - s^2)
+# FAST computes s = 0.5 + 0.5 * tanh(u) with the instruction that approximates tanh, to 2^-11 of its value.  It is for
+# outputs in bf16, whose half ulp is 2^-9: errors against float64 are the same to four digits (docs/measured.md), and
+# a product's epilogue stays hidden behind the next product, which the two instructions of sigmoid would expose.
+
+
+@triton.jit
+def _sigmoid_2u(x, xx, FAST: tl.constexpr):
+    u = x * (xx * _CURVE + _SLOPE)
+    if FAST:
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
+        return t * 0.5 + 0.5
+    return tl.sigmoid(u * 2.0)
+
+
+@triton.jit
+def gelu(x, FAST: tl.constexpr = False):
+    return x * _sigmoid_2u(x, x * x, FAST)
+
+
+@triton.jit
+def dgelu(x, FAST: tl.constexpr = False):
+    """Return the derivative of gelu at x."""
+    xx = x * x
+    s = _sigmoid_2u(x, xx, FAST)
+    return s + x * (xx * (6.0 * _CURVE) + 2.0 * _SLOPE) * (s - s * s)
+
+
+# An fp32 master weight is stored as the bf16 weight and 16 more bits, so that a parameter costs 4 bytes instead of 6.
+# With u the bits of the fp32 number:
+#     hi = (u + 0x8000) >> 16  is the bf16 weight, u rounded to nearest with ties away from zero;  low = u & 0xFFFF
+#     u  = (hi << 16 | low) - (0x10000 if low >= 0x8000 else 0), which undoes the carry of the rounding
+
+
+@triton.jit
+def join_master(hi, low):
+    """Return fp32 from its bf16 rounding and its lower 16 bits, an int16."""
+    upper = hi.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    rest = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return ((upper | rest) - tl.where(rest >= 0x8000, 0x10000, 0).to(tl.uint32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_master(w):
+    """Return fp32 w as (bf16, the lower 16 bits as int16), the inverse of join_master."""
+    bits = w.to(tl.uint32, bitcast=True)
+    hi = ((bits + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return hi, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def adamw_moments(m, v, g, alpha1, alpha2):
+    """Return AdamW's new m and v; adamw.py has the formulas."""
+    return m + alpha1 * (g - m), v + alpha2 * (g * g - v)
+
+
+@triton.jit
+def adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps):
+    """Return what AdamW subtracts from w, given the new m and v."""
+    return lr * (m * m_correction / (tl.sqrt(v * v_correction) + eps) + decay * w)

@@ -1,0 +1,20 @@
+"""The register of launchers against the reference in plain torch."""
+
+import inspect
+
+from gpt2_triton import kernels
+from gpt2_triton.kernels.contract import LAUNCHERS
+from tests.support import reference
+
+INTERNAL = {"column_sums"}  # called by launchers only
+STATISTICS = {"tensor_stats", "parameter_stats"}  # tests/test_watch.py compares them with numpy
+
+
+def test_every_launcher_is_an_attribute_of_the_package():
+    assert all(getattr(kernels, name) is launcher for name, launcher in LAUNCHERS.items() if name not in INTERNAL)
+
+
+def test_every_launcher_has_a_reference_with_its_signature():
+    for name in LAUNCHERS.keys() - INTERNAL - STATISTICS:
+        launcher, exact = (inspect.signature(function) for function in (LAUNCHERS[name], getattr(reference, name)))
+        assert list(launcher.parameters) == list(exact.parameters), name
