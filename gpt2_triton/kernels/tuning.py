@@ -1,6 +1,6 @@
 """Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
-tables/ has a file for each GPU, which `python -m gpt2_triton bench --tune` rewrites.  A table names its GPU, the
+tables/ has a file for each GPU, which `python -m benchmarks tune` rewrites.  A table names its GPU, the
 compute capabilities whose other GPUs use it too, and whether its rows were measured there or are only known to compile.
 interpreter.json holds upper bounds: each block covers its whole dimension up to the bound.
 
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from gpt2_triton.errors import ConfigError
+
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 TABLES = resources.files("gpt2_triton.kernels") / "tables"
 WITHOUT_GPU, OTHER_GPUS = "h200", "rtx4090"  # the latter's rows need the least shared memory
@@ -25,10 +27,6 @@ DTYPES = ("bf16", "fp32")  # a table may say "any" for both
 
 Key = tuple[str, str]  # operation, storage dtype
 Row = dict[str, int]
-
-
-class TableError(ValueError):
-    """A tuning table cannot be read or does not fit the kernels; the message is one line."""
 
 
 class Table(NamedTuple):
@@ -42,14 +40,14 @@ class Table(NamedTuple):
 
 
 def read_table(file: Traversable) -> Table:
-    """Return the table in a JSON file, with "any" replaced by both dtypes; raise TableError if it is unusable."""
+    """Return the table in a JSON file, with "any" replaced by both dtypes; raise ConfigError if it is unusable."""
     table = _parse(file)
     for key, complete in _parse(TABLES / f"{WITHOUT_GPU}.json").rows.items():
         names = {name for name in complete if name not in OPTIONS}
         row = table.rows.get(key, {})
         if names != {name for name in row if name not in OPTIONS} or not all(type(n) is int for n in row.values()):
             expected = f"{', '.join(sorted(names))} and their integers, as in {WITHOUT_GPU}.json"
-            raise TableError(f"{file.name}: row {' '.join(key)} is {row or 'missing'}; expected {expected}")
+            raise ConfigError(f"{file.name}: row {' '.join(key)} is {row or 'missing'}; expected {expected}")
     return table
 
 
@@ -65,7 +63,7 @@ def _parse(file: Traversable) -> Table:
         return Table(**data | dict(rows=rows))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise TableError(f"{file.name}: not a tuning table like {WITHOUT_GPU}.json ({reason})") from None
+        raise ConfigError(f"{file.name}: not a tuning table like {WITHOUT_GPU}.json ({reason})") from None
 
 
 def choose(gpu: str, capability: str, tables: dict[str, Table]) -> str:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from benchmarks.candidates import FIXED
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import pipeline
 from gpt2_triton.kernels.tiles import cut_tiles
-from gpt2_triton.kernels.tuning import DTYPES, OPTIONS, TABLES, TableError, choose, read_table
+from gpt2_triton.kernels.tuning import DTYPES, OPTIONS, TABLES, choose, read_table
 
 FILES = sorted(file.name for file in TABLES.iterdir())
 GPUS = {file.removesuffix(".json"): read_table(TABLES / file) for file in FILES if file != "interpreter.json"}
@@ -127,6 +128,6 @@ def changed(change):
 def test_unusable_table_is_reported_in_one_line(tmp_path, text, message):
     file = tmp_path / "t.json"
     file.write_text(text)
-    with pytest.raises(TableError) as error:
+    with pytest.raises(ConfigError) as error:
         read_table(file)
     assert str(error.value).startswith("t.json: ") and message in str(error.value) and "\n" not in str(error.value)
