@@ -157,13 +157,18 @@ def table() -> Table:
 
 @functools.cache
 def num_sms() -> int:
-    """Programs of a persistent kernel: one per multiprocessor of this GPU; two in the interpreter."""
+    """Return the number of this GPU's multiprocessors; 2 in the interpreter."""
     return 2 if INTERPRET else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def programs(tiles: int) -> int:
+    """Return the number of programs of a persistent kernel that walks so many tiles."""
+    return min(num_sms(), tiles)
 
 
 @functools.cache
 def is_hopper() -> bool:
-    """Is this machine's GPU one that hopper.py's kernels are for (sm_90: H100, H200)?"""
+    """Return whether this machine's GPU is one that the kernels of hopper/ are for (sm_90: H100, H200)."""
     return not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 

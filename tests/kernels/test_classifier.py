@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from gpt2_triton.data.loader import scatter_bounds, scatter_table
 from gpt2_triton.kernels import classifier as cl
+from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.embedding import encoder_bwd, encoder_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
@@ -132,7 +133,7 @@ def test_stats_match_float64(rng, R, C, V, dtype, acc):
         assert error(got, expected) < 1e-6
     if not acc:
         valid = targets >= 0
-        assert max_relative(losses[valid], want[0][valid]) < 1e-6  # of each loss by itself, the tiny ones too
+        assert max_relative(losses[valid], want[0][valid]) < 1e-6  # of each loss separately, the tiny ones too
     assert error(lns, want[3]) < tolerance(dtype)
 
 
@@ -258,7 +259,7 @@ def test_results_do_not_depend_on_the_number_of_programs(rng, monkeypatch, dtype
     lnf, wte, targets = draw(rng, 1100, 48, 1100, dtype)
     runs = []
     for programs in (1, 3, 3):
-        monkeypatch.setattr(cl, "num_sms", lambda programs=programs: programs)
+        monkeypatch.setattr(tuning, "num_sms", lambda programs=programs: programs)
         runs.append(run_chunk(lnf, wte, targets, 1100))
     for one, three, again in zip(*runs, strict=True):
         assert torch.equal(one, three) and torch.equal(three, again)
@@ -311,7 +312,7 @@ def test_dx_in_tiles_of_320_columns_gives_the_same_bits_on_gpu(rng, monkeypatch)
     p, rs, ks = rng(R, len(wte)).exp().to(torch.bfloat16), rng(R).exp(), rng(R).mul(10)
     results = []
     for faster in (True, False):
-        monkeypatch.setattr(cl.hopper_wide, "is_faster", lambda R, C, faster=faster: faster)
+        monkeypatch.setattr(hopper, "wide_is_faster", lambda R, C, faster=faster: faster)
         results.append(poisoned(R, C, dtype=torch.bfloat16))
         cl.classifier_dx(results[-1], p, wte, rs, ks, targets)
     assert torch.equal(*results)

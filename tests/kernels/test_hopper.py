@@ -1,7 +1,6 @@
-"""The kernels of hopper*.py compile for sm_90 on a machine without a GPU, fit its shared memory and spill nothing.
+"""The kernels of kernels/hopper/ compile for sm_90 without a GPU, fit its shared memory and spill no registers.
 
-What they compute is tested on a GPU, with the shapes that test_matmul.py and test_classifier.py mark for it, and
-without one in test_hopper_simulated.py.
+Their results are tested in test_hopper_simulated.py without a GPU, and in test_matmul.py and test_classifier.py on one.
 """
 
 import os
@@ -21,11 +20,11 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
     nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None)
     base = dict(out_ptr=BF16, out_desc=tile, a_desc=(128, 64)) | nothing | sizes
-    forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, GELU=False, DGELU=False)
-    backward = base | dict(w_desc=(64, 256), W_T=False, GELU=False, DGELU=False)
-    dgelu = backward | dict(pre_desc=(32, 64), part_ptr=F32, DGELU=True)
+    forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, EPILOGUE="")
+    backward = base | dict(w_desc=(64, 256), W_T=False, EPILOGUE="")
+    dgelu = backward | dict(pre_desc=(32, 64), part_ptr=F32, EPILOGUE="dgelu")
     dw = dict(out_ptr=F32, part_ptr=F32, a_desc=(64, 128), w_desc=(64, 256), N=I32, K=I32)
-    dw |= dict(whole=I32, rest=I32, items=I32, steps=I32, piece_steps=I32, ROWS=128, COLUMNS=256)
+    dw |= dict(whole_tiles=I32, split_tiles=I32, items=I32, steps=I32, part_steps=I32, ROWS=128, COLUMNS=256)
     head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
     head |= dict(R=I32, C=I32, V=I32, Vp=I32)
     wide = dict(out_desc=(128, 64), a_desc=(128, 32), b_ptr=None, res_desc=None) | sizes
@@ -39,7 +38,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "matmul, wide": ("_wide_kernel", wide_forward),
         "matmul_add, wide": ("_wide_kernel", wide_forward | dict(res_desc=(128, 64))),
         "matmul_dx, wide": ("_wide_kernel", wide_backward),
-        "matmul_gelu": ("_matmul_kernel", forward | dict(pre_desc=tile, GELU=True)),
+        "matmul_gelu": ("_matmul_kernel", forward | dict(pre_desc=tile, EPILOGUE="gelu")),
         "matmul_dx": ("_matmul_kernel", backward),
         "matmul_dx_dgelu": ("_matmul_kernel", dgelu),
         "matmul_dx_dgelu, gelu_out": ("_matmul_kernel", dgelu | dict(gelu_ptr=BF16)),
@@ -74,7 +73,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
         if isinstance(value, tuple):
             layout = gl.NVMMASharedLayout.get_default_for(list(value), gl.bfloat16)
             signature[name] = f"tensordesc<bf16[{value[0]}, {value[1]}],{layout!r}>"
-        elif isinstance(value, str):
+        elif name != "EPILOGUE" and isinstance(value, str):
             signature[name] = value
             aligned[(i,)] = [["tt.divisibility", 16]]
         else:

@@ -1,4 +1,4 @@
-"""What the kernels of hopper*.py compute, on a machine without a GPU: by gluon_simulator.py, in any order of events."""
+"""The kernels of kernels/hopper/ against float64 without a GPU: in gluon_simulator, with events in random order."""
 
 import importlib
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
@@ -111,7 +112,7 @@ def test_derivative_of_gelu(rng, M, N, K, seed, gelu_out):
 # N, K, R, how many tiles fill the GPU; rows of a tile, how many are whole, how many in pieces
 @seeds
 @pytest.mark.parametrize(
-    "N,K,R,wave,cut",
+    "N,K,R,wave,split",
     [
         (304, 240, 200, 3, (128, 3, 0)),
         (304, 240, 1100, 2, (128, 2, 1)),
@@ -120,12 +121,12 @@ def test_derivative_of_gelu(rng, M, N, K, seed, gelu_out):
     ],
 )
 @pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
-def test_weight_gradients(rng, monkeypatch, N, K, R, wave, cut, acc, seed):
+def test_weight_gradients(rng, monkeypatch, N, K, R, wave, split, acc, seed):
     row = read_table(TABLES / "h200.json").rows["matmul_dw", "bf16"] | dict(WAVE=wave)
-    monkeypatch.setattr(mm, "is_hopper", lambda: True)
+    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     monkeypatch.setattr(mm, "_dw_row", lambda *sizes: row)
-    planned = mm.cut_tiles(N, K, R, row)
-    assert (planned.rows, planned.whole, planned.rest) == cut
+    planned = mm.split_tiles(N, K, R, row)
+    assert (planned.rows, planned.whole_tiles, planned.split_tiles) == split
     dout, inp, dw = rng(R, N, dtype=BF16), rng(R, K, dtype=BF16), rng(N, K) if acc else poisoned(N, K)
     want = dout.double().T @ inp.double() + (dw.double() if acc else 0)
     with simulated(hopper_matmul_dw, seed):
@@ -165,7 +166,7 @@ def run_with(rng, seed, **replaced):
 @pytest.mark.parametrize(
     "replaced",
     [
-        dict(await_empty=lambda *_: None),
+        dict(wait_empty=lambda *_: None),
         dict(fence_async_shared=lambda: None),
         dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
         dict(warpgroup_mma_wait=lambda pending, deps: deps[0] if pending else deps[0].finish(0).acc),
