@@ -16,7 +16,7 @@ SHARED = 227 * 1024  # bytes that a program may have
 
 
 def cases() -> dict[str, tuple[str, dict[str, object]]]:
-    """Name -> (kernel, argument -> type, (rows, columns) of a descriptor, or constant), for every form launched."""
+    """Return each launched form: name -> (kernel, argument -> type, (rows, columns) of a descriptor, or constant)."""
     tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
     nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None)
     base = dict(out_ptr=BF16, out_desc=tile, a_desc=(128, 64)) | nothing | sizes
@@ -52,7 +52,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
 
 
 def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
-    """The shared memory it takes, in bytes; prints ptxas' log."""
+    """Compile a kernel, print ptxas' log and return the bytes of shared memory."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -85,8 +85,8 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_kernel_compiles_for_hopper_and_fits_its_registers_and_shared_memory(name):
-    """In a process of its own, as this one's kernels may belong to the interpreter."""
+def test_kernel_compiles_for_sm90_without_spills_and_fits_shared_memory(name):
+    """Compiled in another process: in this one the kernels may belong to the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent.parent
     run = subprocess.run(
@@ -97,7 +97,7 @@ def test_kernel_compiles_for_hopper_and_fits_its_registers_and_shared_memory(nam
     spills = re.findall(r"(\d+) bytes spill", run.stdout)
     assert spills and set(spills) == {"0"}, run.stdout
     assert int(re.findall(r"shared memory: (\d+) bytes", run.stdout)[0]) <= SHARED
-    assert "C75" not in run.stdout, run.stdout  # C75xx: ptxas makes wgmma wait for one another
+    assert "C75" not in run.stdout, run.stdout  # C75xx: ptxas serialises wgmma
 
 
 if __name__ == "__main__":
