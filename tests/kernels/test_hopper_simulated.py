@@ -185,6 +185,30 @@ def test_simulator_finds_a_missing_wait_or_fence(rng, replaced):
     assert any(found(seed) for seed in range(5))
 
 
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        dict(wait_empty=lambda *_: None),
+        dict(warpgroup_mma_wait=lambda pending, deps: deps if pending else tuple(d.finish(0).acc for d in deps)),
+    ],
+    ids=["early load", "early release"],
+)
+def test_simulator_finds_a_missing_wait_with_two_accumulators(rng, replaced):
+    a, w, want = product(rng, 256, 320, 400, w_is_nk=True)
+
+    def found(seed, **replaced):
+        out = poisoned(256, 320, dtype=BF16)
+        try:
+            with simulated(hopper_matmul_wide, seed, programs=1, **replaced):
+                hopper_matmul_wide.matmul(out, a, w, None, w_is_nk=True, res=None)
+        except Race:
+            return True
+        return not error(out, want) < EPS[BF16]
+
+    assert not found(1)
+    assert any(found(seed, **replaced) for seed in range(5))
+
+
 def test_simulator_finds_an_address_outside_a_tensor(rng):
     a, w, _ = product(rng, 256, 256, 64, w_is_nk=False)
     too_small, pre = poisoned(1, 256), rng(256, 256, dtype=BF16)  # one row of sums for two rows of tiles

@@ -42,6 +42,10 @@ LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.val
 OPTIONS = dict(num_warps=8, maxnreg=168)
 
 
+# A tuple that holds constexprs or sizes is written in the call: assigned to a name, Triton makes tensors of them, which
+# each partition then captures in shared memory.
+
+
 class Operands(NamedTuple):
     """A ring of blocks of a and w in shared memory, and its barriers; w is a tuple, one ring for each accumulator."""
 
@@ -116,7 +120,7 @@ def issue_mma(accs, ring, step, use_acc, A_T: gl.constexpr, W_T: gl.constexpr):
     stage = step % STAGES
     started = ()
     for i in gl.static_range(len(accs)):
-        wait_full(ring.full, step, STAGES)
+        wait_full(ring.full, step, STAGES)  # returns at once for the second accumulator
         a = ring.a.index(stage)
         if A_T:
             a = a.permute((1, 0))
