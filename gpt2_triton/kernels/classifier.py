@@ -1,4 +1,4 @@
-"""Output head and cross entropy in one, with the softmax's denominator applied late.  Logits are never stored.
+"""Output head and cross entropy together, with the softmax's denominator applied late.  Logits are never stored.
 
 With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (hyper[3], one over the step's tokens):
 
@@ -41,7 +41,7 @@ from gpt2_triton.kernels.tuning import dtype_name, programs, tuned
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x >= 0; below 1/2 it is 2*atanh(t), t = x / (2 + x), as rounding 1 + x would drop a small x."""
+    """Return log(1 + x) for x >= 0, below 1/2 as 2*atanh(t), t = x / (2 + x): rounding 1 + x would lose a small x."""
     t = x / (2.0 + x)
     u = t * t  # at most 0.04, so the first term left out, u^4 / 9, is under 3e-7
     series = 2.0 * t * (1.0 + u * (1 / 3 + u * (1 / 5 + u * (1 / 7))))
@@ -69,7 +69,7 @@ def _classifier_fwd_kernel(
     p_desc, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr, R, C, V, Vp,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """p and, of each row of each tile, its sum: part[tile_n, r]."""
+    """Write p, and the sums of its rows in each tile to part[tile_n, r]."""
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
@@ -140,7 +140,7 @@ def _classifier_dx_kernel(
 
 @contract("zt[R] <- lnf[R,C] wte[Vp,C] targets[R]")
 def classifier_target(zt: Tensor, lnf: Tensor, wte: Tensor, targets: Tensor) -> None:
-    """zt = log2(e) * (lnf . wte[target]), 0 where the target is -1."""
+    """Write zt = log2(e) * (lnf . wte[target]), 0 where the target is -1."""
     R, C = lnf.shape
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
     _classifier_target_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](zt, lnf, wte, targets, R, C, **row)
@@ -154,7 +154,7 @@ def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
 def classifier_fwd(
     p: Tensor | None, rowsum: Tensor, lnf: Tensor, wte: Tensor, zt: Tensor, targets: Tensor, V: int
 ) -> None:
-    """p = exp(logit - target's logit); rowsum[:R] = its row sums, for classifier_stats, the same when p is None."""
+    """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p."""
     (R, C), Vp = lnf.shape, wte.shape[0]
     row = _fwd_row(R, C, Vp, dtype_name(lnf))
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
@@ -172,7 +172,7 @@ def classifier_fwd(
 
 
 def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
-    """fp32 elements: the sum of each row, behind it those of each row of each tile."""
+    """Return the fp32 elements of rowsum: the sum of each row, then the sums of each row in each tile."""
     return R * (1 + triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
 
 
@@ -181,7 +181,9 @@ def classifier_stats(
     losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Tensor | None,
     rowsum: Tensor, lnf: Tensor, targets: Tensor, hyper: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """losses (+)= log(1 + S); rs, ks: factors of dlogits; lns = rs * lnf.  These are None if only losses count."""
+    """Write losses (+)= log(1 + S), the factors rs and ks of dlogits, and lns = rs * lnf; without gradients the last
+    three are None.
+    """
     R, C = lnf.shape
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
     _classifier_stats_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
@@ -191,7 +193,7 @@ def classifier_stats(
 
 @contract("dln[R,C] <- p[R,Vp] wte[Vp,C] rs[R] ks[R] targets[R]")
 def classifier_dx(dln: Tensor, p: Tensor, wte: Tensor, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
-    """dln = rs * (p @ wte) + ks * wte[target]."""
+    """Write dln = rs * (p @ wte) + ks * wte[target]."""
     (R, Vp), C = p.shape, wte.shape[1]
     if hopper.takes("classifier_dx", R, C, dtype_name(p)):
         return hopper_matmul_wide.classifier_dx(dln, p, wte, rs, ks, targets)

@@ -1,4 +1,4 @@
-"""Matrix products of a linear layer; what follows a product is done in its epilogue.  w is [N, K] = [out, in].
+"""Matrix products of a linear layer, with the operation that follows in the epilogue.  w is [N, K] = [out, in].
 
 matmul           out  = inp @ w.T + b
 matmul_gelu      pre  = inp @ w.T + b,  out = gelu(pre)
@@ -92,7 +92,7 @@ def _matmul_kernel(
     W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] = epilogue(a[M, K] @ w), with w stored as [N, K] (forward) or as [K, N] (dX)."""
+    """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K] (forward) or as [K, N] (dX)."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
@@ -111,7 +111,7 @@ def _matmul_dw_kernel(
     out_desc, part_desc, dout_desc, inp_desc, N, K, whole_tiles, k_parts, steps, part_steps, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [0, whole_tiles) of out[N, K] (+)= dout.T @ inp; the partial sums of the others to part[k_part][tile]."""
+    """Write tiles [0, whole_tiles) of out[N, K] (+)= dout.T @ inp; partial sums of the others to part[k_part][tile]."""
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
     split_tiles = tiles_n * tiles_k - whole_tiles
@@ -142,7 +142,7 @@ def _add_partials_kernel(
     out_ptr, part_ptr, N, K, whole_tiles, k_parts, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a split tile: out (+)= its partial sums, added from the first to the last."""
+    """Write ROWS rows of a split tile: out (+)= its partial sums, added from the first to the last."""
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
     slot = tl.program_id(0) // (BLOCK_M // ROWS)
@@ -192,25 +192,25 @@ def _launch(
 
 @contract("out[R,N] <- inp[R,K] w[N,K] b[N]?")
 def matmul(out: Tensor, inp: Tensor, w: Tensor, b: Tensor | None) -> None:
-    """out = inp @ w.T + b; out may be fp32 while inp and w are bf16."""
+    """Write out = inp @ w.T + b; out may be fp32 while inp and w are bf16."""
     _launch(out, inp, w, b)
 
 
 @contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]")
 def matmul_gelu(out: Tensor, pre: Tensor, inp: Tensor, w: Tensor, b: Tensor) -> None:
-    """pre = inp @ w.T + b; out = gelu(pre as it is stored)."""
+    """Write pre = inp @ w.T + b and out = gelu(pre as stored)."""
     _launch(out, inp, w, b, epilogue="gelu", pre=pre)
 
 
 @contract("out[R,N] <- res[R,N] inp[R,K] w[N,K] b[N]")
 def matmul_add(out: Tensor, res: Tensor, inp: Tensor, w: Tensor, b: Tensor) -> None:
-    """out = res + (inp @ w.T + b), the residual add."""
+    """Write out = res + (inp @ w.T + b), the residual add."""
     _launch(out, inp, w, b, epilogue="add", res=res)
 
 
 @contract("dinp[R,K] <- dout[R,N] w[N,K]")
 def matmul_dx(dinp: Tensor, dout: Tensor, w: Tensor) -> None:
-    """dinp = dout @ w."""
+    """Write dinp = dout @ w."""
     _launch(dinp, dout, w, w_is_nk=False)
 
 
@@ -219,8 +219,8 @@ def matmul_dx_dgelu(
     dpre: Tensor, dbias: Tensor, gelu_out: Tensor | None, scratch: Tensor,
     dout: Tensor, w: Tensor, pre: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """dpre = (dout @ w) * gelu'(pre); dbias (+)= its sums before rounding; gelu_out = gelu(pre), the bits
-    of matmul_gelu, and may be pre: a program reads its elements of pre before it writes them.
+    """Write dpre = (dout @ w) * gelu'(pre), dbias (+)= its column sums before rounding, and gelu_out = gelu(pre), with
+    the bits of matmul_gelu.  gelu_out may be pre: a program reads its elements of pre before it writes them.
     """
     _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
     R = dout.shape[0]
@@ -228,7 +228,7 @@ def matmul_dx_dgelu(
 
 
 def matmul_dx_dgelu_scratch(R: int, K: int, dtype: str) -> int:
-    """fp32 elements: one row of column sums per row of tiles."""
+    """Return the fp32 elements of scratch: one row of column sums per row of tiles."""
     return K * triton.cdiv(R, tuned("matmul", dtype, BLOCK_M=R)["BLOCK_M"])
 
 
@@ -238,7 +238,7 @@ def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
 
 @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K]")
 def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool) -> None:
-    """dw (+)= dout.T @ inp, in fp32."""
+    """Write dw (+)= dout.T @ inp, in fp32."""
     (N, K), R = dw.shape, dout.shape[0]
     row = _dw_row(N, K, R, dtype_name(dout))
     split = split_tiles(N, K, R, row)
@@ -270,5 +270,5 @@ def _launch_dw(
 
 
 def matmul_dw_scratch(N: int, K: int, R: int, dtype: str) -> int:
-    """fp32 elements: the partial sums of the tiles that are split."""
+    """Return the fp32 elements of scratch: the partial sums of the split tiles."""
     return split_tiles(N, K, R, _dw_row(N, K, R, dtype)).scratch

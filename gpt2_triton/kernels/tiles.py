@@ -1,4 +1,4 @@
-"""How the persistent products order their output tiles, halve one for the epilogue, and split the long sums of dW."""
+"""Tiles of the persistent products: their order, their halves for the epilogue, and the split of dW's long sums."""
 
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ def quarters(tile):
 
 
 class TileSplit(NamedTuple):
-    """How the work of dW is divided into items: `whole_tiles` of `steps` steps each, then `split_tiles`, each in
+    """The items into which dW is divided: `whole_tiles` of `steps` steps each, then `split_tiles`, each in
     `k_parts` of `part_steps` steps.  A tile is `rows` x `columns` of dW: BLOCK_M x BLOCK_N or, where fewer tiles cover
     dW so, BLOCK_N x BLOCK_M.
     """
@@ -66,7 +66,7 @@ class TileSplit(NamedTuple):
 
     @property
     def scratch(self) -> int:
-        """fp32 elements of all partial sums."""
+        """Return the fp32 elements of all partial sums."""
         return self.split_tiles * self.k_parts * self.rows * self.columns
 
 

@@ -34,7 +34,7 @@ def tolerance(dtype):
 
 
 def want(launcher, outputs, *inputs):
-    """The reference's outputs in float64; `outputs` holds what accumulating launchers start from."""
+    """Return the reference's outputs in float64; `outputs` holds the values that accumulating launchers add to."""
     results = [None if t is None else t.double() for t in outputs]
     inputs = (t.double() if isinstance(t, torch.Tensor) else t for t in inputs)
     getattr(reference, launcher)(*results, *inputs)
@@ -50,7 +50,7 @@ def dw_scratch(N, K, R, dtype):
 
 
 def linear(rng, R, N, K, dtype):
-    """inp, w, b of a linear layer, scaled so that its outputs are of order one."""
+    """Return inp, w, b of a linear layer, scaled so that its outputs are of order one."""
     return rng(R, K, dtype=dtype), rng(N, K).mul(K**-0.5).to(dtype), rng(N, dtype=dtype)
 
 
@@ -148,14 +148,14 @@ def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype):
 @dtypes
 @pytest.mark.parametrize("R,N,K", [*SHAPES, (2100, 48, 32), (9001, 32, 16), (2100, 2064, 16)])
 def test_dw_matches_float64(rng, R, N, K, dtype, acc):
-    if INTERPRET:  # tiles that are whole, tiles in pieces, and both in one launch
+    if INTERPRET:  # whole tiles, split tiles, and both in one launch
         split = split_tiles(N, K, R, mm._dw_row(N, K, R, dtype_name(rng(1, dtype=dtype))))
         assert (split.whole_tiles > 0, split.split_tiles > 0) == (R <= 1024 or N > 2048, R > 1024)
     check_dw(rng, R, N, K, dtype, acc)
 
 
 def run_all(R, N, K, dtype, outputs):
-    """Every launcher once, on the same inputs each time; `outputs(*shape, dtype)` makes what they write and scratch."""
+    """Run every launcher once, on the same inputs each time; `outputs(*shape, dtype)` makes outputs and scratch."""
     generator = torch.Generator().manual_seed(1)
     sizes = (R, K), (R, N), (N, K), (N,), (R, K)
     inp, dout, w, b, pre = (torch.randn(*size, generator=generator).mul(0.25).to(DEVICE, dtype) for size in sizes)
@@ -254,14 +254,14 @@ def test_split_tiles_turns_tiles_only_where_fewer_cover_dw():
 
 
 def test_split_tiles_keeps_a_hopper_gpu_busy():
-    """At least 85% of the steps that 132 multiprocessors have time for are needed; uncut, attproj of C 768 uses 14%."""
+    """Multiprocessors are busy at least 85% of the time; unsplit, attproj of C 768 keeps 14% of 132 busy."""
     for C, R in zip(WIDTHS, (65536, 65536, 32768, 16384), strict=True):
         for n, k in LINEAR:
             split, wave = split_tiles(n * C, k * C, R, BF16_DW), BF16_DW["WAVE"]
             waves = -(-split.whole_tiles // wave), -(-split.split_tiles * split.k_parts // wave)
             time = waves[0] * split.steps + waves[1] * split.part_steps
             assert (split.whole_tiles + split.split_tiles) * split.steps / (time * wave) > 0.85
-    assert split_tiles(50304, 768, 16384, BF16_DW).split_tiles == 0  # the classifier's weight has tiles enough
+    assert split_tiles(50304, 768, 16384, BF16_DW).split_tiles == 0  # the classifier's weight has enough tiles
 
 
 # op, M, N, the module that computes it on a Hopper GPU of 132 multiprocessors

@@ -41,7 +41,7 @@ from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier)
 MODULES = (tiles, gelu, softmax, classifier_tile, pipeline, mainloop, activation, *KERNELS)
 WARPS = 8  # of the first partition
-local = threading.local()  # .worker: the partition that this thread is
+local = threading.local()  # .worker: the partition of this thread
 
 
 class Race(AssertionError):
@@ -238,7 +238,7 @@ class Descriptor:
         self.block_type = SimpleNamespace(shape=[rows, columns], nbytes=rows * columns * tensor.element_size())
 
     def block(self, corner: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Row numbers and column numbers of a block, and which elements are inside."""
+        """Return the row numbers and column numbers of a block, and which elements are inside."""
         r, c = (at + torch.arange(n) for at, n in zip(corner, self.block_type.shape, strict=True))
         inside = (r < self.tensor.shape[0])[:, None] & (c < self.tensor.shape[1])[None, :]
         return r.clamp(max=self.tensor.shape[0] - 1)[:, None], c.clamp(max=self.tensor.shape[1] - 1)[None, :], inside
@@ -459,7 +459,7 @@ def _argument(x: Any) -> Any:
 
 
 class Kernel:
-    """kernel[grid](arguments): all programs, one after the other."""
+    """Runs kernel[grid](arguments): all programs, one after the other."""
 
     def __init__(self, function: FunctionType, draws: random.Random):
         self.function, self.draws = function, draws

@@ -71,7 +71,7 @@ def _classifier_kernel(p_desc, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr
 def classifier_fwd(
     p: Tensor | None, part: Tensor, lnf: Tensor, wte: Tensor, zt: Tensor, targets: Tensor, V: int
 ) -> None:
-    """p[R, Vp] and part[tile, R], the sums of its rows in each tile of BLOCK_N columns."""
+    """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile of BLOCK_N columns."""
     (R, C), Vp = lnf.shape, wte.shape[0]
     _classifier_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(Vp, TILE_N)),)](
         describe(p, TILE_M, TILE_N), part, describe(lnf, TILE_M, TILE_K), describe(wte, TILE_N, TILE_K),

@@ -82,7 +82,7 @@ def matmul(
     out: Tensor, a: Tensor, w: Tensor, b: Tensor | None, *, w_is_nk: bool, epilogue: str,
     res: Tensor | None, pre: Tensor | None, gelu_out: Tensor | None, part: Tensor | None,
 ) -> None:  # fmt: skip
-    """out[M, N] = epilogue(a[M, K] @ w): what the kernel of kernels/matmul.py does, with its arguments."""
+    """Write out[M, N] = epilogue(a[M, K] @ w), as the kernel of kernels/matmul.py does, with its arguments."""
     (M, K), N = a.shape, out.shape[1]
     w_desc = describe(w, TILE_N, TILE_K) if w_is_nk else describe(w, TILE_K, TILE_N)
     pre_block = (SLICE_M.value, SLICE_N.value) if epilogue == "dgelu" else (TILE_M, TILE_N)

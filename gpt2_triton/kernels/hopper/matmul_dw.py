@@ -111,7 +111,7 @@ def _dw_kernel(
 
 
 def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, split: TileSplit, acc: bool) -> None:
-    """dw (+)= dout.T @ inp for the tiles that are whole; the partial sums of the others into scratch."""
+    """Write dw (+)= dout.T @ inp for the whole tiles, and the partial sums of the others to scratch."""
     N, K = dw.shape
     a, w = (dout, inp) if split.rows == TILE_M else (inp, dout)
     _dw_kernel[(programs(split.items),)](

@@ -124,10 +124,10 @@ def _launch(
 
 
 def matmul(out: Tensor, a: Tensor, w: Tensor, b: Tensor | None, *, w_is_nk: bool, res: Tensor | None) -> None:
-    """out[M, N] = a[M, K] @ w (+ b) (+ res)."""
+    """Write out[M, N] = a[M, K] @ w (+ b) (+ res)."""
     _launch(out, a, w, b, w_is_nk=w_is_nk, res=res)
 
 
 def classifier_dx(dln: Tensor, p: Tensor, wte: Tensor, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
-    """dln[R, C] = rs * (p[R, Vp] @ wte) + ks * wte[target]."""
+    """Write dln[R, C] = rs * (p[R, Vp] @ wte) + ks * wte[target]."""
     _launch(dln, p, wte, w_is_nk=False, rs=rs, ks=ks, targets=targets, wte=wte)
