@@ -1,4 +1,4 @@
-"""Matrix products of a linear layer; what follows a product is done in its epilogue.  w is [N, K] = [out, in].
+"""Matrix products of a linear layer, with the operation that follows in the epilogue.  w is [N, K] = [out, in].
 
 matmul           out  = inp @ w.T + b
 matmul_gelu      pre  = inp @ w.T + b,  out = gelu(pre)
@@ -8,17 +8,17 @@ matmul_dx_dgelu  dpre = (dout @ w) * gelu'(pre),  dbias (+)= sum_R dpre,  gelu_o
 matmul_dw        dw (+)= dout.T @ inp
 
 R = B*T rows.  Operands reach shared memory through TMA descriptors, which read zeros and write nothing outside a
-matrix: no edge needs a mask, and any R will do; N and K are multiples of 16, as TMA wants rows that begin on 16 bytes.
-Sums run in fp32.
+matrix: no edge needs a mask, and R is arbitrary.  N and K are multiples of 16: TMA needs rows that begin on 16 bytes.
+Sums are fp32.
 
-On Hopper the kernels are those of hopper.py, hopper_wide.py and hopper_dw.py, which this file's launchers prefer where
-sizes allow; the ones here run everywhere else, and in the interpreter.
+On Hopper, hopper.takes decides which products run in the kernels of hopper/.  The kernels here compute all others, and
+all products on other GPUs and in the interpreter.
 
 Each program walks output tiles (a persistent kernel), so that the loads of the next tile overlap the epilogue of the
-last.  What a tile holds does not depend on which program computes it.  dw has few tiles and a long sum: the tiles that
-would fill the GPU only in part, at the end, are cut along R into pieces, which go to scratch and are added in a fixed
-order, so that two runs agree bit for bit (a hybrid of Stream-K's, https://arxiv.org/abs/2301.03598, whose pieces are
-all equal here: then those in flight read the same rows).
+last.  A tile has the same bits whichever program computes it.  dw has few tiles and a long sum: the tiles that would
+fill the GPU only in part, at the end, are split along R.  Their partial sums go to scratch and are added in a fixed
+order, so that two runs agree bit for bit (a hybrid of Stream-K, https://arxiv.org/abs/2301.03598, with parts of equal
+length: parts in flight together then read the same rows).
 """
 
 import triton
@@ -26,14 +26,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import dgelu, dot, gelu
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.tiles import Cut, cut_tiles, halves, tile_position
-from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper, num_sms, tuned
+from gpt2_triton.kernels.tiles import (
+    TileSplit,
+    describe,
+    halves,
+    split_item,
+    split_tiles,
+    tile_corner,
+    tile_position,
+)
+from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, programs, tuned
 
 
 @triton.jit
@@ -45,7 +54,7 @@ def _epilogue(acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc,
     if EPILOGUE == "add":
         acc += res_desc.load([m, n]).to(tl.float32)
     elif EPILOGUE == "gelu":
-        pre = acc.to(pre_desc.dtype)  # GELU sees the stored value: the backward pass can recompute the same bits
+        pre = acc.to(pre_desc.dtype)  # GELU of the stored value: the backward pass can recompute the same bits
         pre_desc.store([m, n], pre)
         acc = gelu(pre.to(tl.float32))
     elif EPILOGUE == "dgelu":
@@ -60,26 +69,36 @@ def _epilogue(acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc,
 
 
 @triton.jit
+def tile_product(
+    a_desc, w_desc, m, n, K, W_IS_NK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the tile of a[M, K] @ w that begins at row m, column n, in fp32; w is stored as [N, K] or as [K, N]."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = a_desc.load([m, k])
+        if W_IS_NK:
+            w = w_desc.load([n, k]).T
+        else:
+            w = w_desc.load([k, n])
+        acc = dot(a, w, acc)
+    return acc
+
+
+@triton.jit
 def _matmul_kernel(
     out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, M, N, K,
     W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] = epilogue(a[M, K] @ w), with w stored as [N, K] (forward) or as [K, N] (dX)."""
+    """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K] (forward) or as [K, N] (dX)."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, K, BLOCK_K):
-            a = a_desc.load([m, k])
-            if W_IS_NK:
-                w = w_desc.load([n, k]).T
-            else:
-                w = w_desc.load([k, n])
-            acc = dot(a, w, acc)
+        acc = tile_product(a_desc, w_desc, m, n, K, W_IS_NK, BLOCK_M, BLOCK_N, BLOCK_K)
         left, right = halves(acc)
         _epilogue(left, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, N, EPILOGUE)
         n += BLOCK_N // 2
@@ -88,18 +107,16 @@ def _matmul_kernel(
 
 @triton.jit
 def _matmul_dw_kernel(
-    out_desc, part_desc, dout_desc, inp_desc, N, K, whole, pieces, steps, piece_steps, ACC: tl.constexpr,
+    out_desc, part_desc, dout_desc, inp_desc, N, K, whole_tiles, k_parts, steps, part_steps, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [0, whole) of out[N, K] (+)= dout.T @ inp; of each tile after them, its pieces to part[piece][tile]."""
+    """Write tiles [0, whole_tiles) of out[N, K] (+)= dout.T @ inp; partial sums of the others to part[k_part][tile]."""
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
-    rest = tiles_n * tiles_k - whole
-    for item in tl.range(tl.program_id(0), whole + rest * pieces, tl.num_programs(0)):
-        slot = item - whole
-        tile, first, count = item, 0, steps
-        if slot >= 0:
-            tile, first, count = whole + slot % rest, slot // rest * piece_steps, piece_steps
+    split_tiles = tiles_n * tiles_k - whole_tiles
+    for item in tl.range(tl.program_id(0), whole_tiles + split_tiles * k_parts, tl.num_programs(0)):
+        slot = item - whole_tiles  # negative for a whole tile
+        tile, first, count, _ = split_item(item, whole_tiles, split_tiles, steps, part_steps)
         tile_n, tile_k = tile_position(tile, tiles_n, tiles_k, GROUP_M)
         n = tile_n * BLOCK_M
         k = tile_k * BLOCK_N
@@ -120,26 +137,26 @@ def _matmul_dw_kernel(
 
 
 @triton.jit
-def _add_pieces_kernel(
-    out_ptr, part_ptr, N, K, whole, pieces, ACC: tl.constexpr,
+def _add_partials_kernel(
+    out_ptr, part_ptr, N, K, whole_tiles, k_parts, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a tile that was cut: out (+)= the sum of its pieces, from the first to the last."""
+    """Write ROWS rows of a split tile: out (+)= its partial sums, added from the first to the last."""
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
     slot = tl.program_id(0) // (BLOCK_M // ROWS)
     rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_N)
-    stride = (tiles_n * tiles_k - whole).to(tl.int64) * (BLOCK_M * BLOCK_N)
+    stride = (tiles_n * tiles_k - whole_tiles).to(tl.int64) * (BLOCK_M * BLOCK_N)
     part_ptr += slot.to(tl.int64) * (BLOCK_M * BLOCK_N)
     at = rows[:, None] * BLOCK_N + cols[None, :]
     total = tl.load(part_ptr + at)
-    for _ in range(1, pieces):
+    for _ in range(1, k_parts):
         part_ptr += stride
         total += tl.load(part_ptr + at)
-    tile_n, tile_k = tile_position(whole + slot, tiles_n, tiles_k, GROUP_M)
-    n = tile_n * BLOCK_M + rows
-    k = tile_k * BLOCK_N + cols
+    first_n, first_k = tile_corner(whole_tiles + slot, N, K, BLOCK_M, BLOCK_N, GROUP_M)
+    n = first_n + rows
+    k = first_k + cols
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
     if ACC:
@@ -147,28 +164,26 @@ def _add_pieces_kernel(
     tl.store(out_ptr + at, total, mask=mask)
 
 
-def _describe(tensor: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
-    return None if tensor is None else TensorDescriptor.from_tensor(tensor, [rows, columns])
-
-
 def _launch(
     out: Tensor, a: Tensor, w: Tensor, b: Tensor | None = None, *, epilogue: str = "", w_is_nk: bool = True,
     res: Tensor | None = None, pre: Tensor | None = None, gelu_out: Tensor | None = None, part: Tensor | None = None,
 ) -> None:  # fmt: skip
     (M, K), N = a.shape, out.shape[1]
-    if is_hopper() and dtype_name(a) == dtype_name(out) == "bf16" and M % hopper_matmul.ROWS.value == 0 and N % 64 == 0:
-        if epilogue in ("", "add") and hopper_matmul_wide.is_faster(M, N):
-            return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
+    op = f"matmul_{epilogue}" if epilogue else "matmul"
+    kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None
+    if kernel == "matmul_wide":
+        return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
+    if kernel == "matmul":
         return hopper_matmul.matmul(
             out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part
         )
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
-    out_desc, res_desc, pre_desc, gelu_desc = (_describe(t, block_m, block_n // 2) for t in (out, res, pre, gelu_out))
-    a_desc = _describe(a, block_m, block_k)
-    w_desc = _describe(w, block_n, block_k) if w_is_nk else _describe(w, block_k, block_n)
-    programs = min(num_sms(), triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
-    _matmul_kernel[(programs,)](
+    out_desc, res_desc, pre_desc, gelu_desc = (describe(t, block_m, block_n // 2) for t in (out, res, pre, gelu_out))
+    a_desc = describe(a, block_m, block_k)
+    w_desc = describe(w, block_n, block_k) if w_is_nk else describe(w, block_k, block_n)
+    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    _matmul_kernel[(programs(tiles),)](
         out_desc, a_desc, w_desc, b, res_desc, pre_desc, gelu_desc, part, M, N, K,
         W_IS_NK=w_is_nk, EPILOGUE=epilogue, **row,
     )  # fmt: skip
@@ -176,25 +191,25 @@ def _launch(
 
 @contract("out[R,N] <- inp[R,K] w[N,K] b[N]?")
 def matmul(out: Tensor, inp: Tensor, w: Tensor, b: Tensor | None) -> None:
-    """out = inp @ w.T + b; out may be fp32 while inp and w are bf16."""
+    """Write out = inp @ w.T + b; out may be fp32 while inp and w are bf16."""
     _launch(out, inp, w, b)
 
 
 @contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]")
 def matmul_gelu(out: Tensor, pre: Tensor, inp: Tensor, w: Tensor, b: Tensor) -> None:
-    """pre = inp @ w.T + b; out = gelu(pre as it is stored)."""
+    """Write pre = inp @ w.T + b and out = gelu(pre as stored)."""
     _launch(out, inp, w, b, epilogue="gelu", pre=pre)
 
 
 @contract("out[R,N] <- res[R,N] inp[R,K] w[N,K] b[N]")
 def matmul_add(out: Tensor, res: Tensor, inp: Tensor, w: Tensor, b: Tensor) -> None:
-    """out = res + (inp @ w.T + b), the residual add."""
+    """Write out = res + (inp @ w.T + b), the residual add."""
     _launch(out, inp, w, b, epilogue="add", res=res)
 
 
 @contract("dinp[R,K] <- dout[R,N] w[N,K]")
 def matmul_dx(dinp: Tensor, dout: Tensor, w: Tensor) -> None:
-    """dinp = dout @ w."""
+    """Write dinp = dout @ w."""
     _launch(dinp, dout, w, w_is_nk=False)
 
 
@@ -203,8 +218,8 @@ def matmul_dx_dgelu(
     dpre: Tensor, dbias: Tensor, gelu_out: Tensor | None, scratch: Tensor,
     dout: Tensor, w: Tensor, pre: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """dpre = (dout @ w) * gelu'(pre); dbias (+)= its sums before rounding; gelu_out = gelu(pre), bit for bit, and may
-    be pre itself: a program reads its elements of pre before it writes them.
+    """Write dpre = (dout @ w) * gelu'(pre), dbias (+)= its column sums before rounding, and gelu_out = gelu(pre), with
+    the bits of matmul_gelu.  gelu_out may be pre: a program reads its elements of pre before it writes them.
     """
     _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
     R = dout.shape[0]
@@ -213,7 +228,7 @@ def matmul_dx_dgelu(
 
 
 def matmul_dx_dgelu_scratch(R: int, K: int, dtype: str) -> int:
-    """fp32 elements: one row of column sums per row of tiles."""
+    """Return the fp32 elements of scratch: one row of column sums per row of tiles."""
     return K * triton.cdiv(R, tuned("matmul", dtype, BLOCK_M=R)["BLOCK_M"])
 
 
@@ -223,39 +238,37 @@ def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
 
 @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K]")
 def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool) -> None:
-    """dw (+)= dout.T @ inp, in fp32."""
+    """Write dw (+)= dout.T @ inp, in fp32."""
     (N, K), R = dw.shape, dout.shape[0]
     row = _dw_row(N, K, R, dtype_name(dout))
-    cut = cut_tiles(N, K, R, row)
-    needed = cut.rest * cut.pieces * cut.rows * cut.columns
-    assert scratch.numel() >= needed, f"matmul_dw: scratch holds {scratch.numel()}, needs {needed}"
-    if is_hopper() and dtype_name(dout) == "bf16":
-        hopper_matmul_dw.matmul_dw(dw, scratch, dout, inp, cut, acc)
+    split = split_tiles(N, K, R, row)
+    assert scratch.numel() >= split.scratch, f"matmul_dw: scratch holds {scratch.numel()}, needs {split.scratch}"
+    if hopper.takes("matmul_dw", N, K, dtype_name(dout)):
+        hopper_matmul_dw.matmul_dw(dw, scratch, dout, inp, split, acc)
     else:
-        _launch_dw(dw, scratch, dout, inp, cut, acc, row)
-    if cut.rest:
-        rows = cut.rows if INTERPRET else 8
-        _add_pieces_kernel[(cut.rest * cut.rows // rows,)](
-            dw, scratch, N, K, cut.whole, cut.pieces,
-            ACC=acc, BLOCK_M=cut.rows, BLOCK_N=cut.columns, GROUP_M=row["GROUP_M"], ROWS=rows,
+        _launch_dw(dw, scratch, dout, inp, split, acc, row)
+    if split.split_tiles:
+        rows = split.rows if INTERPRET else 8
+        _add_partials_kernel[(split.split_tiles * split.rows // rows,)](
+            dw, scratch, N, K, split.whole_tiles, split.k_parts,
+            ACC=acc, BLOCK_M=split.rows, BLOCK_N=split.columns, GROUP_M=row["GROUP_M"], ROWS=rows,
         )  # fmt: skip
 
 
 def _launch_dw(
-    dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, cut: Cut, acc: bool, row: dict[str, int]
+    dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, split: TileSplit, acc: bool, row: dict[str, int]
 ) -> None:
-    (N, K), block_m, block_n, block_k = dw.shape, cut.rows, cut.columns, row["BLOCK_K"]
+    (N, K), block_m, block_n, block_k = dw.shape, split.rows, split.columns, row["BLOCK_K"]
     row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
-    items = cut.whole + cut.rest * cut.pieces
-    part_shape = [max(1, cut.rest * cut.pieces) * block_m, block_n]
+    part_shape = [max(1, split.split_tiles * split.k_parts) * block_m, block_n]
     part_desc = TensorDescriptor(scratch, part_shape, [block_n, 1], [block_m, block_n // 2])
-    _matmul_dw_kernel[(min(num_sms(), items),)](
-        _describe(dw, block_m, block_n // 2), part_desc, _describe(dout, block_k, block_m),
-        _describe(inp, block_k, block_n), N, K, cut.whole, cut.pieces, cut.steps, cut.piece_steps, ACC=acc, **row,
+    _matmul_dw_kernel[(programs(split.items),)](
+        describe(dw, block_m, block_n // 2), part_desc, describe(dout, block_k, block_m),
+        describe(inp, block_k, block_n), N, K, split.whole_tiles, split.k_parts, split.steps, split.part_steps,
+        ACC=acc, **row,
     )  # fmt: skip
 
 
 def matmul_dw_scratch(N: int, K: int, R: int, dtype: str) -> int:
-    """fp32 elements: the pieces of the tiles that are cut."""
-    cut = cut_tiles(N, K, R, _dw_row(N, K, R, dtype))
-    return cut.rest * cut.pieces * cut.rows * cut.columns
+    """Return the fp32 elements of scratch: the partial sums of the split tiles."""
+    return split_tiles(N, K, R, _dw_row(N, K, R, dtype)).scratch

@@ -96,6 +96,11 @@ def num_sms() -> int:
     return 2 if INTERPRET else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
+def programs(tiles: int) -> int:
+    """Return the number of programs of a persistent kernel that walks so many tiles."""
+    return min(num_sms(), tiles)
+
+
 @functools.cache
 def is_hopper() -> bool:
     """Return True on the GPUs that kernels/hopper is for (sm_90: H100, H200)."""

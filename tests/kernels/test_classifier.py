@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from gpt2_triton.data.packing import scatter_bounds, scatter_table
 from gpt2_triton.kernels import classifier as cl
+from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
@@ -36,7 +37,7 @@ def max_relative(got, want):
 
 
 def draw(rng, R, C, V, dtype):
-    """lnf, wte with zeros in the padding, targets of which every fifth is ignored; logits of order one."""
+    """Return lnf, wte with zeros in the padding, and targets, every fifth of them ignored; logits are of order one."""
     Vp = -(-V // 128) * 128
     lnf, wte = rng(R, C, dtype=dtype), rng(Vp, C).mul(C**-0.5).to(dtype)
     wte[V:] = 0
@@ -60,7 +61,7 @@ def target_logits(lnf, wte, targets):
 
 
 def run_losses(lnf, wte, targets, V, keep_p=True):
-    """losses, and the p they leave behind, from launchers alone."""
+    """Return losses and p, computed by the launchers alone."""
     R, Vp = len(targets), len(wte)
     p, rowsum, losses = poisoned(R, Vp, dtype=lnf.dtype) if keep_p else None, scratch(R, Vp, lnf.dtype), poisoned(R)
     cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
@@ -69,7 +70,7 @@ def run_losses(lnf, wte, targets, V, keep_p=True):
 
 
 def run_chunk(lnf, wte, targets, V):
-    """Everything the launchers give for one chunk of rows: losses, p, rs, ks, lns, dln."""
+    """Return the outputs of all launchers for one chunk of rows: losses, p, rs, ks, lns, dln."""
     R, C = lnf.shape
     p, rowsum = poisoned(R, len(wte), dtype=lnf.dtype), scratch(R, len(wte), lnf.dtype)
     losses, rs, ks = (poisoned(R) for _ in range(3))
@@ -132,7 +133,7 @@ def test_stats_match_float64(rng, R, C, V, dtype, acc):
         assert error(got, expected) < 1e-6
     if not acc:
         valid = targets >= 0
-        assert max_relative(losses[valid], want[0][valid]) < 1e-6  # of each loss by itself, the tiny ones too
+        assert max_relative(losses[valid], want[0][valid]) < 1e-6  # of each loss separately, the tiny ones too
     assert error(lns, want[3]) < tolerance(dtype)
 
 
@@ -157,7 +158,7 @@ def test_dx_matches_float64(rng, R, C, V, dtype):
 
 
 def head(lnf, wte, targets, V, chunk):
-    """losses, dlnf and dwte as the schedule makes them: chunk by chunk, then the target rows by embedding_bwd."""
+    """Return losses, dlnf and dwte as in the schedule: chunk by chunk, then the target rows by embedding_bwd."""
     (R, C), Vp = lnf.shape, len(wte)
     parts = []
     dwte = poisoned(Vp, C)
@@ -175,7 +176,7 @@ def head(lnf, wte, targets, V, chunk):
 
 
 def autograd_head(lnf, wte, targets, V):
-    """The same by float64 autograd of torch's cross entropy over V classes."""
+    """Return the same from float64 autograd of torch's cross entropy over V classes."""
     lnf, wte = lnf.double().requires_grad_(), wte.double().requires_grad_()
     losses = F.cross_entropy(lnf @ wte[:V].T, targets.long(), ignore_index=-1, reduction="none")
     (losses.sum() * SCALE).backward()
@@ -187,9 +188,9 @@ def check_recipe(rng, R, C, V, dtype, chunk):
     wte *= 3  # losses around 10
     losses, dln, dwte = head(lnf, wte, targets, V, chunk)
     want_losses, want_dln, want_dwte = autograd_head(lnf, wte, targets, V)
-    assert error(losses, want_losses) < 1e-6  # from fp32 logits: bf16 never touches the loss
+    assert error(losses, want_losses) < 1e-6  # logits and losses are fp32 in both dtypes
     assert (losses[targets < 0] == 0).all() and (dln[targets < 0] == 0).all()
-    # bf16: of p, dln and lns each is rounded once, dln and dwte meet two of them
+    # bf16: p, dln and lns are each rounded once; dln and dwte contain two of these roundings
     assert error(dln, want_dln) < tolerance(dtype)
     assert error(dwte, want_dwte) < tolerance(dtype)
     assert (dwte[V:] == 0).all()
@@ -216,7 +217,7 @@ def test_losses_are_the_same_bits_without_p(rng, dtype):
 
 
 def with_logits(*logits):
-    """A row lnf and a wte whose logits are these, fp32; the target is token 0."""
+    """Return a row lnf and a wte in fp32 that have these logits; the target is token 0."""
     wte = torch.zeros(128, 16, device=DEVICE)
     wte[: len(logits), 0] = torch.tensor(logits)
     lnf = torch.zeros(1, 16, device=DEVICE)
@@ -242,7 +243,7 @@ def test_losses_above_75_are_clamped_and_their_gradient_is_not():
 
 
 @dtypes
-def test_a_nan_stays_a_nan(rng, dtype):
+def test_nan_in_a_row_makes_its_loss_nan(rng, dtype):
     """The clamp must not hide a broken run behind a loss of 75."""
     lnf, wte, targets = draw(rng, 77, 48, 300, dtype)
     lnf[3, 7] = float("nan")
@@ -258,7 +259,7 @@ def test_results_do_not_depend_on_the_number_of_programs(rng, monkeypatch, dtype
     lnf, wte, targets = draw(rng, 1100, 48, 1100, dtype)
     runs = []
     for programs in (1, 3, 3):
-        monkeypatch.setattr(cl, "num_sms", lambda programs=programs: programs)
+        monkeypatch.setattr(tuning, "num_sms", lambda programs=programs: programs)
         runs.append(run_chunk(lnf, wte, targets, 1100))
     for one, three, again in zip(*runs, strict=True):
         assert torch.equal(one, three) and torch.equal(three, again)
@@ -280,7 +281,7 @@ def test_nothing_is_written_outside_the_outputs(rng, monkeypatch, dtype):
     assert len(guards) == 2 * 8 and all((guard == 7).all() for guard in guards)
 
 
-def test_a_scratch_that_is_too_small_is_refused(rng):
+def test_classifier_fwd_refuses_a_scratch_that_is_too_small(rng):
     lnf, wte, targets = draw(rng, 77, 48, 300, torch.float32)
     with pytest.raises(AssertionError, match="classifier_fwd: rowsum has 77 elements, needs"):
         cl.classifier_fwd(None, poisoned(77), lnf, wte, poisoned(77), targets, 300)
@@ -311,7 +312,7 @@ def test_dx_in_tiles_of_320_columns_gives_the_same_bits_on_gpu(rng, monkeypatch)
     p, rs, ks = rng(R, len(wte)).exp().to(torch.bfloat16), rng(R).exp(), rng(R).mul(10)
     results = []
     for faster in (True, False):
-        monkeypatch.setattr(cl.hopper_wide, "is_faster", lambda R, C, faster=faster: faster)
+        monkeypatch.setattr(hopper, "wide_is_faster", lambda R, C, faster=faster: faster)
         results.append(poisoned(R, C, dtype=torch.bfloat16))
         cl.classifier_dx(results[-1], p, wte, rs, ks, targets)
     assert torch.equal(*results)

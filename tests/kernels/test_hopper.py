@@ -1,7 +1,6 @@
-"""The kernels of hopper*.py compile for sm_90 on a machine without a GPU, fit its shared memory and spill nothing.
+"""The kernels of kernels/hopper/ compile for sm_90 without a GPU, fit its shared memory and spill no registers.
 
-What they compute is tested on a GPU, with the shapes that test_matmul.py and test_classifier.py mark for it, and
-without one in test_hopper_simulated.py.
+Their results are tested in test_hopper_simulated.py without a GPU, and in test_matmul.py and test_classifier.py on one.
 """
 
 import os
@@ -17,15 +16,15 @@ SHARED = 227 * 1024  # bytes that a program may have
 
 
 def cases() -> dict[str, tuple[str, dict[str, object]]]:
-    """Name -> (kernel, argument -> type, (rows, columns) of a descriptor, or constant), for every form launched."""
+    """Return each launched form: name -> (kernel, argument -> type, (rows, columns) of a descriptor, or constant)."""
     tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
     nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None)
     base = dict(out_ptr=BF16, out_desc=tile, a_desc=(128, 64)) | nothing | sizes
-    forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, GELU=False, DGELU=False)
-    backward = base | dict(w_desc=(64, 256), W_T=False, GELU=False, DGELU=False)
-    dgelu = backward | dict(pre_desc=(32, 64), part_ptr=F32, DGELU=True)
+    forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, EPILOGUE="")
+    backward = base | dict(w_desc=(64, 256), W_T=False, EPILOGUE="")
+    dgelu = backward | dict(pre_desc=(32, 64), part_ptr=F32, EPILOGUE="dgelu")
     dw = dict(out_ptr=F32, part_ptr=F32, a_desc=(64, 128), w_desc=(64, 256), N=I32, K=I32)
-    dw |= dict(whole=I32, rest=I32, items=I32, steps=I32, piece_steps=I32, ROWS=128, COLUMNS=256)
+    dw |= dict(whole_tiles=I32, split_tiles=I32, items=I32, steps=I32, part_steps=I32, ROWS=128, COLUMNS=256)
     head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
     head |= dict(R=I32, C=I32, V=I32, Vp=I32)
     wide = dict(out_desc=(128, 64), a_desc=(128, 32), b_ptr=None, res_desc=None) | sizes
@@ -39,7 +38,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "matmul, wide": ("_wide_kernel", wide_forward),
         "matmul_add, wide": ("_wide_kernel", wide_forward | dict(res_desc=(128, 64))),
         "matmul_dx, wide": ("_wide_kernel", wide_backward),
-        "matmul_gelu": ("_matmul_kernel", forward | dict(pre_desc=tile, GELU=True)),
+        "matmul_gelu": ("_matmul_kernel", forward | dict(pre_desc=tile, EPILOGUE="gelu")),
         "matmul_dx": ("_matmul_kernel", backward),
         "matmul_dx_dgelu": ("_matmul_kernel", dgelu),
         "matmul_dx_dgelu, gelu_out": ("_matmul_kernel", dgelu | dict(gelu_ptr=BF16)),
@@ -53,7 +52,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
 
 
 def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
-    """The shared memory it takes, in bytes; prints ptxas' log."""
+    """Compile a kernel, print ptxas' log and return the bytes of shared memory."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -74,7 +73,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
         if isinstance(value, tuple):
             layout = gl.NVMMASharedLayout.get_default_for(list(value), gl.bfloat16)
             signature[name] = f"tensordesc<bf16[{value[0]}, {value[1]}],{layout!r}>"
-        elif isinstance(value, str):
+        elif name != "EPILOGUE" and isinstance(value, str):
             signature[name] = value
             aligned[(i,)] = [["tt.divisibility", 16]]
         else:
@@ -86,8 +85,8 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_kernel_compiles_for_hopper_and_fits_its_registers_and_shared_memory(name):
-    """In a process of its own, as this one's kernels may belong to the interpreter."""
+def test_kernel_compiles_for_sm90_without_spills_and_fits_shared_memory(name):
+    """Compiled in another process: in this one the kernels may belong to the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent.parent
     run = subprocess.run(
@@ -98,7 +97,7 @@ def test_kernel_compiles_for_hopper_and_fits_its_registers_and_shared_memory(nam
     spills = re.findall(r"(\d+) bytes spill", run.stdout)
     assert spills and set(spills) == {"0"}, run.stdout
     assert int(re.findall(r"shared memory: (\d+) bytes", run.stdout)[0]) <= SHARED
-    assert "C75" not in run.stdout, run.stdout  # C75xx: ptxas makes wgmma wait for one another
+    assert "C75" not in run.stdout, run.stdout  # C75xx: ptxas serialises wgmma
 
 
 if __name__ == "__main__":

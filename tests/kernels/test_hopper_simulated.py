@@ -1,4 +1,4 @@
-"""What the kernels of hopper*.py compute, on a machine without a GPU: by gluon_simulator.py, in any order of events."""
+"""The kernels of kernels/hopper/ against float64 without a GPU: in gluon_simulator, with events in random order."""
 
 import importlib
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
@@ -17,9 +18,9 @@ from tests.support.helpers import EPS, error, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 BF16 = torch.bfloat16
-ROUNDINGS = 2**0.5 * EPS[BF16]  # of the output, and of the product that the derivative of GELU meets
+ROUNDINGS = 2**0.5 * EPS[BF16]  # of the output, and of the product that is multiplied with GELU's derivative
 
-# M, N, K: several tiles for a program, ragged; a tile and one step; one row of slices, less than a step
+# M, N, K: several tiles per program, ragged; one tile and one step; one row of slices, less than a step
 SHAPES = [(416, 320, 200), (128, 256, 64), (32, 64, 40)]
 shapes = pytest.mark.parametrize("M,N,K", SHAPES, ids=lambda size: str(size))
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
@@ -39,7 +40,7 @@ def launch(out, a, w, b=None, *, w_is_nk=True, epilogue="", res=None, pre=None, 
 
 @seeds
 @shapes
-def test_forward_products(rng, M, N, K, seed):
+def test_matmul_forward_matches_float64(rng, M, N, K, seed):
     a, w, want = product(rng, M, N, K, w_is_nk=True)
     b, res = rng(N, dtype=BF16), rng(M, N, dtype=BF16)
     plain, added, out, pre = (poisoned(M, N, dtype=BF16) for _ in range(4))
@@ -55,7 +56,7 @@ def test_forward_products(rng, M, N, K, seed):
 
 @seeds
 @shapes
-def test_products_with_the_weight_as_it_is_stored(rng, M, N, K, seed):
+def test_matmul_dx_matches_float64(rng, M, N, K, seed):
     a, w, want = product(rng, M, N, K, w_is_nk=False)
     dx = poisoned(M, N, dtype=BF16)
     with simulated(hopper_matmul, seed):
@@ -65,7 +66,7 @@ def test_products_with_the_weight_as_it_is_stored(rng, M, N, K, seed):
 
 @seeds
 @pytest.mark.parametrize("M,N,K", [*SHAPES, (1056, 592, 72)], ids=lambda size: str(size))
-def test_tiles_of_320_columns(rng, M, N, K, seed):
+def test_matmul_wide_matches_float64(rng, M, N, K, seed):
     for w_is_nk in (True, False):
         a, w, want = product(rng, M, N, K, w_is_nk)
         b, res = rng(N, dtype=BF16), rng(M, N, dtype=BF16)
@@ -78,7 +79,7 @@ def test_tiles_of_320_columns(rng, M, N, K, seed):
 
 
 @seeds
-def test_gradient_of_the_head_in_tiles_of_320_columns(rng, seed):
+def test_classifier_dx_wide_matches_float64(rng, seed):
     R, C, Vp = 200, 592, 320
     p, wte, want = product(rng, R, C, Vp, w_is_nk=False)
     rs, ks, targets = rng(R), rng(R), torch.randint(Vp, (R,), generator=rng.generator, dtype=torch.int32)
@@ -92,26 +93,26 @@ def test_gradient_of_the_head_in_tiles_of_320_columns(rng, seed):
 
 @seeds
 @shapes
-@pytest.mark.parametrize("gelu_out", ["none", "its own", "in the place of pre"])
-def test_derivative_of_gelu(rng, M, N, K, seed, gelu_out):
+@pytest.mark.parametrize("gelu_out", ["none", "separate", "in place of pre"])
+def test_matmul_dgelu_matches_float64(rng, M, N, K, seed, gelu_out):
     a, w, want = product(rng, M, N, K, w_is_nk=False)
     pre, dpre = rng(M, N, dtype=BF16), poisoned(M, N, dtype=BF16)
     x = pre.double().requires_grad_()
     reference.gelu(x).backward(want)
-    again = {"none": None, "its own": poisoned(M, N, dtype=BF16), "in the place of pre": pre}[gelu_out]
+    again = {"none": None, "separate": poisoned(M, N, dtype=BF16), "in place of pre": pre}[gelu_out]
     part = poisoned(-(-M // 128), N)
     with simulated(hopper_matmul, seed):
         launch(dpre, a, w, w_is_nk=False, epilogue="dgelu", pre=pre, gelu_out=again, part=part)
     assert error(dpre, x.grad) < ROUNDINGS
-    assert error(part.sum(0), x.grad.sum(0)) < EPS[BF16]  # sums of terms that were rounded, whose errors cancel in part
+    assert error(part.sum(0), x.grad.sum(0)) < EPS[BF16]  # sums of rounded terms, whose errors cancel in part
     if again is not None:
         assert error(again, reference.gelu(x.detach())) < EPS[BF16]
 
 
-# N, K, R, how many tiles fill the GPU; rows of a tile, how many are whole, how many in pieces
+# N, K, R, tiles that fill the GPU; rows of a tile, whole tiles, split tiles
 @seeds
 @pytest.mark.parametrize(
-    "N,K,R,wave,cut",
+    "N,K,R,wave,split",
     [
         (304, 240, 200, 3, (128, 3, 0)),
         (304, 240, 1100, 2, (128, 2, 1)),
@@ -120,12 +121,12 @@ def test_derivative_of_gelu(rng, M, N, K, seed, gelu_out):
     ],
 )
 @pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
-def test_weight_gradients(rng, monkeypatch, N, K, R, wave, cut, acc, seed):
+def test_matmul_dw_matches_float64(rng, monkeypatch, N, K, R, wave, split, acc, seed):
     row = read_table(TABLES / "h200.json").rows["matmul_dw", "bf16"] | dict(WAVE=wave)
-    monkeypatch.setattr(mm, "is_hopper", lambda: True)
+    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     monkeypatch.setattr(mm, "_dw_row", lambda *sizes: row)
-    planned = mm.cut_tiles(N, K, R, row)
-    assert (planned.rows, planned.whole, planned.rest) == cut
+    planned = mm.split_tiles(N, K, R, row)
+    assert (planned.rows, planned.whole_tiles, planned.split_tiles) == split
     dout, inp, dw = rng(R, N, dtype=BF16), rng(R, K, dtype=BF16), rng(N, K) if acc else poisoned(N, K)
     want = dout.double().T @ inp.double() + (dw.double() if acc else 0)
     with simulated(hopper_matmul_dw, seed):
@@ -135,7 +136,7 @@ def test_weight_gradients(rng, monkeypatch, N, K, R, wave, cut, acc, seed):
 
 @seeds
 @pytest.mark.parametrize("stored", [True, False])
-def test_first_product_of_the_head(rng, seed, stored):
+def test_classifier_fwd_matches_float64(rng, seed, stored):
     R, C, V, Vp = 200, 136, 300, 320
     lnf, wte, zt = rng(R, C, dtype=BF16), rng(Vp, C).mul(C**-0.5).to(BF16), rng(R)
     targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
@@ -151,7 +152,7 @@ def test_first_product_of_the_head(rng, seed, stored):
 
 
 def run_with(rng, seed, **replaced):
-    """The error of a residual add and of GELU, whose kernels a change may have broken."""
+    """Return whether matmul_add or matmul_gelu is wrong with these names replaced."""
     M, N, K = SHAPES[0]
     a, w, want = product(rng, M, N, K, w_is_nk=True)
     res, out, pre = rng(M, N, dtype=BF16), poisoned(M, N, dtype=BF16), poisoned(M, N, dtype=BF16)
@@ -165,15 +166,15 @@ def run_with(rng, seed, **replaced):
 @pytest.mark.parametrize(
     "replaced",
     [
-        dict(await_empty=lambda *_: None),
+        dict(wait_empty=lambda *_: None),
         dict(fence_async_shared=lambda: None),
         dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
         dict(warpgroup_mma_wait=lambda pending, deps: deps[0] if pending else deps[0].finish(0).acc),
         dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))),
     ],
-    ids=["loaded too early", "no fence", "stores not waited for", "handed back too early", "loads not waited for"],
+    ids=["early load", "no fence", "no wait for stores", "early release", "no wait for loads"],
 )
-def test_the_simulator_finds_a_missing_wait(rng, replaced):
+def test_simulator_finds_a_missing_wait_or_fence(rng, replaced):
     def found(seed):
         try:
             return run_with(rng, seed, **replaced)
@@ -184,14 +185,38 @@ def test_the_simulator_finds_a_missing_wait(rng, replaced):
     assert any(found(seed) for seed in range(5))
 
 
-def test_the_simulator_finds_an_address_outside_a_tensor(rng):
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        dict(wait_empty=lambda *_: None),
+        dict(warpgroup_mma_wait=lambda pending, deps: deps if pending else tuple(d.finish(0).acc for d in deps)),
+    ],
+    ids=["early load", "early release"],
+)
+def test_simulator_finds_a_missing_wait_with_two_accumulators(rng, replaced):
+    a, w, want = product(rng, 256, 320, 400, w_is_nk=True)
+
+    def found(seed, **replaced):
+        out = poisoned(256, 320, dtype=BF16)
+        try:
+            with simulated(hopper_matmul_wide, seed, programs=1, **replaced):
+                hopper_matmul_wide.matmul(out, a, w, None, w_is_nk=True, res=None)
+        except Race:
+            return True
+        return not error(out, want) < EPS[BF16]
+
+    assert not found(1)
+    assert any(found(seed, **replaced) for seed in range(5))
+
+
+def test_simulator_finds_an_address_outside_a_tensor(rng):
     a, w, _ = product(rng, 256, 256, 64, w_is_nk=False)
     too_small, pre = poisoned(1, 256), rng(256, 256, dtype=BF16)  # one row of sums for two rows of tiles
     with pytest.raises(Race, match="outside a tensor"), simulated(hopper_matmul, 1):
         launch(poisoned(256, 256, dtype=BF16), a, w, w_is_nk=False, epilogue="dgelu", pre=pre, part=too_small)
 
 
-def test_the_simulator_finds_a_store_that_outlives_its_warps(rng):
+def test_simulator_finds_a_store_that_outlives_its_partition(rng):
     a, w, _ = product(rng, 128, 256, 64, w_is_nk=True)
     silent = SimpleNamespace(store_wait=lambda pending: None)
     with pytest.raises(Race, match="ends while a store still reads"):
@@ -200,7 +225,7 @@ def test_the_simulator_finds_a_store_that_outlives_its_warps(rng):
                 launch(poisoned(128, 256, dtype=BF16), a, w)
 
 
-def test_the_simulator_finds_a_wait_that_never_ends(rng):
+def test_simulator_finds_a_wait_that_never_ends(rng):
     a, w, _ = product(rng, 128, 256, 128, w_is_nk=True)
     silent = SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(arrive=lambda barrier, count: None))
     with pytest.raises(Race, match="wait for ever"), simulated(hopper_matmul, 1, mbarrier=silent):

@@ -1,14 +1,15 @@
 """Matrix products and their epilogues against float64, at ragged shapes and, on a GPU, at GPT-2's."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
 
+from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
-from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
-from gpt2_triton.kernels.tiles import cut_tiles
+from gpt2_triton.kernels.tiles import split_tiles
 from gpt2_triton.kernels.tuning import INTERPRET, TABLES, dtype_name, is_hopper, read_table
 from tests.conftest import DEVICE
 from tests.support import reference
@@ -17,7 +18,7 @@ from tests.support.helpers import EPS, error, poisoned
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 
 # R, N, K: one row; ragged; two blocks of rows and two of the sum; two blocks of columns (blocks of the interpreter);
-# one that hopper.py takes, with a tile and a bit either way; the same in whole bands of tiles
+# one for hopper/, a little more than a tile in both directions; the same in whole bands of tiles
 SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32), (160, 320, 448), (1024, 320, 576)]
 SUMS = 2e-6 if INTERPRET else 2e-5  # fp32 sums over R, whose error grows with R, which is larger on a GPU
 DTYPES = [torch.float32, torch.bfloat16]
@@ -33,7 +34,7 @@ def tolerance(dtype):
 
 
 def want(launcher, outputs, *inputs):
-    """The reference's outputs in float64; `outputs` holds what accumulating launchers start from."""
+    """Return the reference's outputs in float64; `outputs` holds the values that accumulating launchers add to."""
     results = [None if t is None else t.double() for t in outputs]
     inputs = (t.double() if isinstance(t, torch.Tensor) else t for t in inputs)
     getattr(reference, launcher)(*results, *inputs)
@@ -49,7 +50,7 @@ def dw_scratch(N, K, R, dtype):
 
 
 def linear(rng, R, N, K, dtype):
-    """inp, w, b of a linear layer, scaled so that its outputs are of order one."""
+    """Return inp, w, b of a linear layer, scaled so that its outputs are of order one."""
     return rng(R, K, dtype=dtype), rng(N, K).mul(K**-0.5).to(dtype), rng(N, dtype=dtype)
 
 
@@ -81,10 +82,10 @@ def check_dx_dgelu(rng, R, N, K, dtype, acc, with_gelu):
     expected = want("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
     part = scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout)))
     mm.matmul_dx_dgelu(dpre, dbias, gelu_out, part, dout, w, pre, acc)
-    handed_on = dtype == torch.bfloat16 and is_hopper() and R % hopper_matmul.ROWS.value == 0 and K % 64 == 0
-    # there gelu'(pre) meets a product rounded once: two independent roundings in dpre, one in the terms of dbias
-    assert error(dpre, expected[0]) < tolerance(dtype) * (2**0.5 if handed_on else 1)
-    assert error(dbias, expected[1]) < (EPS[dtype] if handed_on else SUMS)  # else of the unrounded values
+    on_hopper = hopper.takes("matmul_dgelu", R, K, dtype_name(dout)) is not None
+    # there gelu'(pre) is multiplied with a rounded product: two roundings in dpre, one in the terms of dbias
+    assert error(dpre, expected[0]) < tolerance(dtype) * (2**0.5 if on_hopper else 1)
+    assert error(dbias, expected[1]) < (EPS[dtype] if on_hopper else SUMS)  # else of the unrounded values
     if with_gelu:
         assert error(gelu_out, expected[2]) < tolerance(dtype)
 
@@ -103,7 +104,7 @@ def test_forward_products_match_float64(rng, R, N, K, dtype):
     check_forward(rng, R, N, K, dtype)
 
 
-def test_bias_is_optional_and_output_may_be_fp32(rng):
+def test_matmul_without_bias_writes_fp32_without_rounding_to_bf16(rng):
     inp, w, _ = linear(rng, 77, 48, 80, torch.bfloat16)
     out = poisoned(77, 48)
     mm.matmul(out, inp, w, None)
@@ -147,14 +148,14 @@ def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype):
 @dtypes
 @pytest.mark.parametrize("R,N,K", [*SHAPES, (2100, 48, 32), (9001, 32, 16), (2100, 2064, 16)])
 def test_dw_matches_float64(rng, R, N, K, dtype, acc):
-    if INTERPRET:  # tiles that are whole, tiles in pieces, and both in one launch
-        cut = cut_tiles(N, K, R, mm._dw_row(N, K, R, dtype_name(rng(1, dtype=dtype))))
-        assert (cut.whole > 0, cut.rest > 0) == (R <= 1024 or N > 2048, R > 1024)
+    if INTERPRET:  # whole tiles, split tiles, and both in one launch
+        split = split_tiles(N, K, R, mm._dw_row(N, K, R, dtype_name(rng(1, dtype=dtype))))
+        assert (split.whole_tiles > 0, split.split_tiles > 0) == (R <= 1024 or N > 2048, R > 1024)
     check_dw(rng, R, N, K, dtype, acc)
 
 
 def run_all(R, N, K, dtype, outputs):
-    """Every launcher once, on the same inputs each time; `outputs(*shape, dtype)` makes what they write and scratch."""
+    """Run every launcher once, on the same inputs each time; `outputs(*shape, dtype)` makes outputs and scratch."""
     generator = torch.Generator().manual_seed(1)
     sizes = (R, K), (R, N), (N, K), (N,), (R, K)
     inp, dout, w, b, pre = (torch.randn(*size, generator=generator).mul(0.25).to(DEVICE, dtype) for size in sizes)
@@ -177,10 +178,10 @@ either_kernel = pytest.mark.parametrize("R,N,K", [(2100, 48, 80), (2144, 320, 44
 @dtypes
 @either_kernel
 def test_results_do_not_depend_on_the_number_of_programs(monkeypatch, R, N, K, dtype):
+    monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: False)  # depends on the number of programs
     runs = []
     for programs in (1, 3, 3):
-        for module in (mm, hopper_matmul, hopper_matmul_dw):
-            monkeypatch.setattr(module, "num_sms", lambda programs=programs: programs)
+        monkeypatch.setattr(tuning, "num_sms", lambda programs=programs: programs)
         runs.append(run_all(R, N, K, dtype, poisoned))
     for one, three, again in zip(*runs, strict=True):
         assert torch.equal(one, three) and torch.equal(three, again)
@@ -207,57 +208,108 @@ WIDTHS = (768, 1024, 1280, 1600)
 LINEAR = [(3, 1), (1, 1), (4, 1), (1, 4)]  # qkv, attproj, fc, fcproj: [out, in] in units of C
 
 
+def test_split_tiles_of_gpt2_on_h200():
+    """Fixed, as a split decides the order of dW's sums and so the bits of a run."""
+    splits = {
+        (2304, 768, 65536): (128, 256, 0, 54, 7, 1024, 147),
+        (768, 768, 65536): (128, 256, 0, 18, 7, 1024, 147),
+        (3072, 768, 65536): (128, 256, 0, 72, 7, 1024, 147),
+        (768, 3072, 65536): (128, 256, 0, 72, 7, 1024, 147),
+        (50304, 768, 11264): (128, 256, 1179, 0, 1, 176, 176),
+        (4800, 1600, 16384): (256, 128, 247, 0, 1, 256, 256),
+        (1600, 1600, 16384): (128, 256, 0, 91, 4, 256, 64),
+        (6400, 1600, 16384): (256, 128, 264, 61, 2, 256, 128),
+        (50304, 1600, 10112): (256, 128, 2508, 53, 2, 158, 79),
+    }
+    for (N, K, R), split in splits.items():
+        assert split_tiles(N, K, R, BF16_DW) == split, (N, K, R)
+
+
 @pytest.mark.parametrize("R", [1, 200, 1024, 16384, 65536])
-def test_pieces_cover_every_row_of_every_tile_once(R):
+def test_split_tiles_covers_every_row_of_every_tile_once(R):
     for C in WIDTHS:
         for n, k in LINEAR:
-            cut = cut_tiles(n * C, k * C, R, BF16_DW)
-            assert cut.whole + cut.rest == -(-n * C // cut.rows) * -(-k * C // cut.columns)
-            assert (cut.steps - 1) * BF16_DW["BLOCK_K"] < R <= cut.steps * BF16_DW["BLOCK_K"]
-            if cut.rest:  # none empty, none missing
-                assert (cut.pieces - 1) * cut.piece_steps < cut.steps <= cut.pieces * cut.piece_steps
+            split = split_tiles(n * C, k * C, R, BF16_DW)
+            tiles = -(-n * C // split.rows) * -(-k * C // split.columns)
+            assert split.whole_tiles + split.split_tiles == tiles
+            assert (split.steps - 1) * BF16_DW["BLOCK_K"] < R <= split.steps * BF16_DW["BLOCK_K"]
+            if split.split_tiles:  # none empty, none missing
+                assert (split.k_parts - 1) * split.part_steps < split.steps <= split.k_parts * split.part_steps
 
 
-def test_a_tile_is_turned_only_where_fewer_cover_dw():
+def test_split_tiles_turns_tiles_only_where_fewer_cover_dw():
     turned = set()
     for name in ("a100", "rtx4090", "h200", "b200"):
         for dtype in ("bf16", "fp32"):
             row = read_table(TABLES / f"{name}.json").rows["matmul_dw", dtype]
             for C in WIDTHS:
                 for N, K in [(n * C, k * C) for n, k in LINEAR] + [(50304, C)]:
-                    cut = cut_tiles(N, K, 16384, row)
-                    if (cut.rows, cut.columns) != (row["BLOCK_M"], row["BLOCK_N"]):
+                    split = split_tiles(N, K, 16384, row)
+                    if (split.rows, split.columns) != (row["BLOCK_M"], row["BLOCK_N"]):
                         upright = -(-N // row["BLOCK_M"]) * -(-K // row["BLOCK_N"])
-                        assert cut.whole + cut.rest < upright, (name, dtype, N, K)
+                        assert split.whole_tiles + split.split_tiles < upright, (name, dtype, N, K)
                         turned.add((name, dtype, N, K))
     on_h200 = {(N, K) for name, dtype, N, K in turned if (name, dtype) == ("h200", "bf16")}
     assert on_h200 == {(4800, 1600), (6400, 1600), (50304, 1600)}
 
 
-def test_pieces_keep_a_hopper_gpu_busy():
-    """At least 85% of the steps that 132 multiprocessors have time for are needed; uncut, attproj of C 768 uses 14%."""
+def test_split_tiles_keeps_a_hopper_gpu_busy():
+    """Multiprocessors are busy at least 85% of the time; unsplit, attproj of C 768 keeps 14% of 132 busy."""
     for C, R in zip(WIDTHS, (65536, 65536, 32768, 16384), strict=True):
         for n, k in LINEAR:
-            cut, wave = cut_tiles(n * C, k * C, R, BF16_DW), BF16_DW["WAVE"]
-            time = -(-cut.whole // wave) * cut.steps + -(-cut.rest * cut.pieces // wave) * cut.piece_steps
-            assert (cut.whole + cut.rest) * cut.steps / (time * wave) > 0.85
-    assert cut_tiles(50304, 768, 16384, BF16_DW).rest == 0  # the classifier's weight has tiles enough
+            split, wave = split_tiles(n * C, k * C, R, BF16_DW), BF16_DW["WAVE"]
+            waves = -(-split.whole_tiles // wave), -(-split.split_tiles * split.k_parts // wave)
+            time = waves[0] * split.steps + waves[1] * split.part_steps
+            assert (split.whole_tiles + split.split_tiles) * split.steps / (time * wave) > 0.85
+    assert split_tiles(50304, 768, 16384, BF16_DW).split_tiles == 0  # the classifier's weight has enough tiles
 
 
-def test_tiles_of_320_columns_are_taken_where_they_waste_less(monkeypatch):
+# op, M, N, the module that computes it on a Hopper GPU of 132 multiprocessors
+TAKES = [
+    ("matmul", 65536, 768, "matmul"),
+    ("matmul_add", 65536, 768, "matmul"),
+    ("matmul_gelu", 65536, 3072, "matmul"),
+    ("matmul_dgelu", 65536, 3072, "matmul"),
+    ("matmul", 16384, 1600, "matmul_wide"),
+    ("matmul_add", 16384, 1600, "matmul_wide"),
+    ("matmul_gelu", 16384, 1600, "matmul"),  # GELU is never wide
+    ("matmul_dgelu", 16384, 1600, "matmul"),
+    ("matmul", 16384, 4800, "matmul"),
+    ("matmul", 32, 64, "matmul"),
+    ("matmul", 16, 64, None),  # rows no multiple of a slice's 32
+    ("matmul", 32, 48, None),  # columns no multiple of a slice's 64
+    ("matmul_add", 8232, 1600, None),
+    ("matmul_dw", 768, 768, "matmul_dw"),
+    ("matmul_dw", 48, 80, "matmul_dw"),
+    ("classifier_fwd", 1001, 384, "classifier"),
+    ("classifier_dx", 10112, 1600, "matmul_wide"),
+    ("classifier_dx", 6185, 1600, "matmul_wide"),
+    ("classifier_dx", 9216, 768, None),
+]
+
+
+@pytest.mark.parametrize("op,M,N,module", TAKES, ids=lambda value: str(value))
+def test_takes_on_hopper_and_never_elsewhere_or_in_fp32(monkeypatch, op, M, N, module):
+    monkeypatch.setattr(tuning, "num_sms", lambda: 132)
+    for gpu, dtype in itertools.product((True, False), ("bf16", "fp32")):
+        monkeypatch.setattr(tuning, "is_hopper", lambda gpu=gpu: gpu)
+        assert hopper.takes(op, M, N, dtype) == (module if gpu and dtype == "bf16" else None)
+
+
+def test_takes_wide_tiles_where_they_waste_less(monkeypatch):
     """At GPT-2's sizes: 1558M's products of 1,600 columns, and the chunks of its head."""
-    monkeypatch.setattr(hopper_matmul_wide, "num_sms", lambda: 132)
+    monkeypatch.setattr(tuning, "num_sms", lambda: 132)
     rows = {768: (65536, 11264, 9216), 1024: (65536, 16384), 1280: (32768, 10112, 2432), 1600: (16384, 10112, 6272)}
     shapes = [(R, C) for C, products_and_head in rows.items() for R in products_and_head]
     shapes += [(products, 3 * C) for C, (products, *_) in rows.items()]
-    assert {shape for shape in shapes if hopper_matmul_wide.is_faster(*shape)} == {(R, 1600) for R in rows[1600]}
+    assert {shape for shape in shapes if hopper.wide_is_faster(*shape)} == {(R, 1600) for R in rows[1600]}
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_products_with_gelu_are_never_wide(monkeypatch, faster):
+@pytest.mark.parametrize("wide", [True, False])
+def test_launchers_call_the_module_that_takes_names(monkeypatch, wide):
     calls = []
-    monkeypatch.setattr(mm, "is_hopper", lambda: True)
-    monkeypatch.setattr(hopper_matmul_wide, "is_faster", lambda M, N: faster)
+    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
+    monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: wide)
     for module in (hopper_matmul, hopper_matmul_wide):
         monkeypatch.setattr(module, "matmul", lambda *_, module=module, **__: calls.append(module))
     x, w, b = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((32, 64), (64, 64), (64,)))
@@ -266,7 +318,7 @@ def test_products_with_gelu_are_never_wide(monkeypatch, faster):
     mm.matmul_add(out, res, x, w, b)
     mm.matmul_dx(out, x, w)
     mm.matmul_gelu(out, res, x, w, b)
-    assert calls == [*(3 * [hopper_matmul_wide if faster else hopper_matmul]), hopper_matmul]
+    assert calls == [*(3 * [hopper_matmul_wide if wide else hopper_matmul]), hopper_matmul]
 
 
 def test_a_wrong_shape_names_the_argument(rng):

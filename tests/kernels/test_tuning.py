@@ -9,7 +9,7 @@ from benchmarks.candidates import FIXED
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import pipeline
-from gpt2_triton.kernels.tiles import cut_tiles
+from gpt2_triton.kernels.tiles import split_tiles
 from gpt2_triton.kernels.tuning import DTYPES, OPTIONS, TABLES, choose, read_table
 
 FILES = sorted(file.name for file in TABLES.iterdir())
@@ -58,8 +58,8 @@ def test_dw_needs_no_more_scratch_than_on_hopper(name):
         need = []
         for table in (GPUS[name], GPUS["h200"]):
             row = table.rows["matmul_dw", "bf16"]
-            cuts = [cut_tiles(n, k, R, row) for n, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C), (50304, C))]
-            need.append(max(cut.rest * cut.pieces for cut in cuts) * row["BLOCK_M"] * row["BLOCK_N"])
+            splits = [split_tiles(n, k, R, row) for n, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C), (50304, C))]
+            need.append(max(split.scratch for split in splits))
         assert need[0] <= need[1]
 
 

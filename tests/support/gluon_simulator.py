@@ -1,14 +1,23 @@
-"""Runs the Gluon kernels of hopper*.py on a CPU: warps as threads that take turns, memory that comes when it likes.
+"""Runs the Gluon kernels of kernels/hopper/ on CPU tensors and checks how their partitions synchronise.
 
-    with simulated(hopper, seed=1):
-        hopper.matmul(...)                # on CPU tensors
+    with simulated(hopper_matmul, seed=1):
+        hopper_matmul.matmul(...)
 
-Only what those kernels use is here.  Each partition of a program is a thread; which one goes on, and which transfer of
-TMA ends next, is drawn at every barrier.  wgmma reads its operands when it is waited for, the last moment at which it
-may, and a TMA store at any time before its wait.  So a buffer that is handed back too early spoils the result, and
-these raise: a wait that never ends, a read of memory to which a load is on its way, a write to memory that a store or
-a load still uses, a store of what was written without a fence, warps that end before their stores have, and an address
-outside a tensor.
+How it works.  A kernel's device functions run as Python functions: `gl`, `tl`, `mbarrier` and `tma` are replaced by
+LANGUAGE and NAMES below, which hold only what those kernels use; a new Gluon feature is added there.  Each partition of
+a program is a thread, and one thread runs at a time.  At every barrier, load and store the seed's random numbers choose
+which partition continues and which TMA transfer completes.
+
+Asynchronous operations take effect as late as the hardware allows: wgmma reads its operands when it is waited for, a
+TMA store reads shared memory at any time before its wait.  A buffer that is released too early therefore spoils the
+result, which the test compares with float64.
+
+`Race` is raised for: a wait that never ends, an arrival too many, a read of shared memory that a load is still writing,
+a write to shared memory that a load or store still uses, a TMA store of data that was written without a fence, a
+partition that ends before its stores have, a load that nothing waits for, and an address outside a tensor.
+
+What it does not check: registers, layouts, alignment, and speed.  test_hopper.py compiles the kernels for that.
+test_hopper_simulated.py removes each kind of wait and checks that the simulator finds it.
 """
 
 import contextlib
@@ -22,27 +31,28 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import device_math, tiles
+from gpt2_triton.kernels import classifier_tile, tiles, tuning
+from gpt2_triton.kernels.hopper import activation, mainloop, pipeline
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
-from gpt2_triton.kernels.hopper import pipeline
 
-MODULES = (tiles, device_math, pipeline, hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier)
+KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier)
+MODULES = (tiles, device_math, classifier_tile, pipeline, mainloop, activation, *KERNELS)
 WARPS = 8  # of the first partition
-local = threading.local()  # .worker: the partition that this thread is
+local = threading.local()  # .worker: the partition of this thread
 
 
 class Race(AssertionError):
-    """Two accesses that nothing orders, or a wait that never ends."""
+    """Two unordered accesses, or a wait that never ends."""
 
 
-# ---- threads that take turns ----
+# ---- partitions as threads, one at a time ----
 
 
 class Worker:
-    """A partition: runs until it waits for a condition or gives way."""
+    """A partition: runs until it waits for a condition or yields."""
 
     def __init__(self, turns: "Turns", name: str, warps: int, function: Callable[..., Any], arguments: tuple[Any, ...]):
         self.turns, self.name, self.warps, self.stores = turns, name, warps, 0
@@ -70,15 +80,15 @@ class Worker:
 
 
 class Turns:
-    """One program: its partitions, and the transfers on their way."""
+    """One program: its partitions, and the transfers in flight."""
 
     def __init__(self, draws: random.Random, program: int, programs: int):
         self.draws, self.program, self.programs = draws, program, programs
-        self.haste = draws.choice((0.02, 0.2, 0.8))  # how soon transfers end
+        self.haste = draws.choice((0.02, 0.2, 0.8))  # the probability that a transfer completes next
         self.back, self.over = threading.Semaphore(0), False
         self.workers: list[Worker] = []
         self.memories: list[Memory] = []
-        self.loads: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []  # what of which memory, and how it ends
+        self.loads: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []  # places, memory, completion
         self.stores: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []
 
     def run(self, partitions: list[tuple[str, int, Callable[..., Any], tuple[Any, ...]]]) -> None:
@@ -101,7 +111,7 @@ class Turns:
                 waiting = ", ".join(worker.name for worker in self.workers if not worker.done)
                 self._end(Race(f"program {self.program}: {waiting} wait for ever"))
         if self.loads:
-            raise Race(f"program {self.program}: a load still on its way at the end")
+            raise Race(f"program {self.program}: a load is still in flight at the end")
 
     def _end(self, error: BaseException) -> None:
         self.over = True
@@ -120,7 +130,7 @@ class Turns:
 
 
 class Int(int):
-    """A scalar of a kernel, which has .to as tensors do."""
+    """A scalar of a kernel; has .to, as tensors do."""
 
     def to(self, dtype: Any) -> "Int":
         return self
@@ -173,12 +183,12 @@ class Memory:
 
     def __init__(self, count: int, dtype: torch.dtype):
         self.data = torch.full((count,), float("nan")).to(dtype)
-        self.unfenced: list[tuple[Worker, torch.Tensor]] = []  # who wrote where, and has not passed a fence since
+        self.unfenced: list[tuple[Worker, torch.Tensor]] = []  # writers and places, until the fence
 
 
 class Shared:
-    """A view of shared memory: for each of its elements the place in it.  A matrix wider than 64 columns lies there
-    as its columns 0 ... 63, row by row, then the next 64.
+    """A view of shared memory: the place of each of its elements.  A matrix of more than 64 columns is stored as its
+    columns 0 ... 63, row by row, then the next 64.
     """
 
     def __init__(self, memory: Memory, places: torch.Tensor):
@@ -228,14 +238,14 @@ class Descriptor:
         self.block_type = SimpleNamespace(shape=[rows, columns], nbytes=rows * columns * tensor.element_size())
 
     def block(self, corner: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Row numbers and column numbers of a block, and which elements are inside."""
+        """Return the row numbers and column numbers of a block, and which elements are inside."""
         r, c = (at + torch.arange(n) for at, n in zip(corner, self.block_type.shape, strict=True))
         inside = (r < self.tensor.shape[0])[:, None] & (c < self.tensor.shape[1])[None, :]
         return r.clamp(max=self.tensor.shape[0] - 1)[:, None], c.clamp(max=self.tensor.shape[1] - 1)[None, :], inside
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all arrivals and all bytes that it expects have come."""
+    """An mbarrier: a phase completes when all expected arrivals and bytes have come."""
 
     def __init__(self) -> None:
         self.count = self.missing = self.bytes = self.phase = 0
@@ -253,7 +263,7 @@ class Barrier:
 
 
 class Product:
-    """An accumulator with the products that have been started."""
+    """An accumulator and the products that have been issued for it."""
 
     def __init__(self, acc: torch.Tensor, todo: tuple[Any, ...]):
         self.acc, self.todo = acc, todo
@@ -270,7 +280,9 @@ class Product:
 
 
 def _mma_wait(pending: int, deps: tuple[Product, ...]) -> Any:
-    """The accumulators' products were started in turn: of the last `pending`, the later ones have the odd ones."""
+    """Products are issued to the accumulators in turn, so the last `pending` are divided evenly, the later accumulators
+    first.
+    """
     done = tuple(product.finish((pending + i) // len(deps)) for i, product in enumerate(deps))
     done = done if pending else tuple(product.acc for product in done)
     return done if len(done) > 1 else done[0]
@@ -331,7 +343,7 @@ def _store_wait(pending: int) -> None:
 
 
 def _fence() -> None:
-    """What this partition wrote may be read by TMA."""
+    """Make this partition's writes visible to TMA."""
     for memory in local.worker.turns.memories:
         memory.unfenced = [(worker, places) for worker, places in memory.unfenced if worker is not local.worker]
 
@@ -417,7 +429,7 @@ NAMES: dict[str, Any] = dict(
 
 
 def _python_functions(replaced: dict[str, Any]) -> dict[tuple[str, str], FunctionType]:
-    """Every device function, by module and name, as a Python function in the simulator's language."""
+    """Return each device function, by module and name, as a Python function in the simulator's language."""
     spaces: dict[str, dict[str, Any]] = {module.__name__: {} for module in MODULES}
     functions = {}
     for module in MODULES:
@@ -447,7 +459,7 @@ def _argument(x: Any) -> Any:
 
 
 class Kernel:
-    """kernel[grid](arguments): all programs, one after the other."""
+    """Runs kernel[grid](arguments): all programs, one after the other."""
 
     def __init__(self, function: FunctionType, draws: random.Random):
         self.function, self.draws = function, draws
@@ -466,8 +478,8 @@ class Kernel:
 
 @contextlib.contextmanager
 def simulated(module: ModuleType, seed: int, programs: int = 3, **replaced: Any) -> Iterator[None]:
-    """Inside, the launchers of one of hopper*.py run on CPU tensors, by that many programs.  `replaced` are other
-    functions for names in the kernels, to see what the simulator finds.
+    """Run the launchers of a module of kernels/hopper/ on CPU tensors, with that many programs.  `replaced` replaces
+    names in the kernels, to remove a wait.
     """
     draws, functions = random.Random(seed), _python_functions(replaced)
     kernels = {
@@ -476,5 +488,6 @@ def simulated(module: ModuleType, seed: int, programs: int = 3, **replaced: Any)
         if where == module.__name__ and name.endswith("_kernel")
     }
     describe = lambda tensor, rows, columns: None if tensor is None else Descriptor(tensor, rows, columns)  # noqa: E731
-    with mock.patch.multiple(module, describe=describe, num_sms=lambda: programs, **kernels):
+    patched = mock.patch.multiple(module, describe=describe, **kernels)
+    with patched, mock.patch.object(tuning, "num_sms", lambda: programs):
         yield

@@ -1,13 +1,12 @@
-"""Weight gradients for Hopper: dw[N, K] (+)= dout.T @ inp, tiles whole or in pieces as matmul.py describes.
+"""Weight gradients for Hopper: dw[N, K] (+)= dout.T @ inp, in whole and split tiles as kernels/matmul.py describes.
 
 Both operands come as they are stored, rows first; wgmma takes the first one transposed from shared memory.  The
-accumulator, 128 x 256, is a tile of dw or, where those waste less at dw's edges, one of its transpose.
+accumulator, 128 x 256, is a tile of dw or, where those waste less at dw's edges, the transpose of a tile of 256 x 128.
 """
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_K,
@@ -19,58 +18,37 @@ from gpt2_triton.kernels.hopper.pipeline import (
     TILE_K,
     TILE_M,
     TILE_N,
-    await_empty,
+    Operands,
     barriers,
     describe,
-    multiply,
-    multiply_rest,
-    tma_load,
+    issue_mma,
+    load_blocks,
+    mma_loop,
 )
-from gpt2_triton.kernels.tiles import Cut, quarters, tile_position
-from gpt2_triton.kernels.tuning import num_sms
+from gpt2_triton.kernels.tiles import TileSplit, quarters, split_item, tile_corner
+from gpt2_triton.kernels.tuning import programs
 
 STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in shared memory to be stored
 
 
 @gluon.jit
-def _work(item, N, K, whole, rest, steps, piece_steps, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Of an item: its tile's corner, its first step and how many it has, and its place among the pieces or -1."""
-    slot = item - whole
-    tile = item
-    first = 0
-    count = steps
-    if slot >= 0:
-        tile = whole + slot % rest  # the pieces of the same rows run together and share them in L2
-        first = slot // rest * piece_steps
-        count = piece_steps
-    else:
-        slot = -1
-    tile_n, tile_k = tile_position(tile, gl.cdiv(N, ROWS), gl.cdiv(K, COLUMNS), GROUP_M)
-    return tile_n * ROWS, tile_k * COLUMNS, first, count, slot
-
-
-@gluon.jit
-def _dw_load(
-    a_desc, w_desc, a_bufs, w_bufs, full, empty, N, K, whole, rest, items, steps, piece_steps,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
+def dw_load_partition(a_desc, w_desc, ring, N, K, work, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Load blocks of a and w, item after item: dout and inp, or where the tile is turned, inp and dout."""
+    whole_tiles, split_tiles, items, steps, part_steps = work
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, k, first, count, _ = _work(item, N, K, whole, rest, steps, piece_steps, ROWS, COLUMNS)
+        tile, first, count, _ = split_item(item, whole_tiles, split_tiles, steps, part_steps)
+        n, k = tile_corner(tile, N, K, ROWS, COLUMNS, GROUP_M)
         a = n if ROWS == BLOCK_M else k
         w = k if ROWS == BLOCK_M else n
         for s in range(first, first + count):
-            await_empty(empty, step, STAGES)
-            stage = step % STAGES
-            mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            tma_load(a_desc, [s * BLOCK_K, a], full.index(stage), a_bufs.index(stage))
-            tma_load(w_desc, [s * BLOCK_K, w], full.index(stage), w_bufs.index(stage))
+            load_blocks(a_desc, (w_desc,), ring, step, a, w, s * BLOCK_K, True, False)
             step += 1
 
 
 @gluon.jit
-def _store(acc, first, ptr, stride, height, width, slot, TURNED: gl.constexpr, ACC: gl.constexpr):
-    """Part of an accumulator, from column `first` on: the addresses of all would take too many registers."""
+def store_quarter(acc, first, ptr, stride, height, width, slot, TURNED: gl.constexpr, ACC: gl.constexpr):
+    """Store the columns of an accumulator from `first` on; the addresses of all would take too many registers."""
     layout: gl.constexpr = acc.type.layout
     i = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     j = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
@@ -86,58 +64,58 @@ def _store(acc, first, ptr, stride, height, width, slot, TURNED: gl.constexpr, A
 
 
 @gluon.jit
-def _dw_compute(
-    out_ptr, part_ptr, a_bufs, w_bufs, full, empty, N, K, whole, rest, items, steps, piece_steps,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr,
+def dw_partition(
+    out_ptr, part_ptr, ring, N, K, work, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr
 ):  # fmt: skip
+    """Multiply the items; store tiles to out, partial sums to part."""
+    whole_tiles, split_tiles, items, steps, part_steps = work
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, k, _, count, slot = _work(item, N, K, whole, rest, steps, piece_steps, ROWS, COLUMNS)
-        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
-        acc = multiply(acc, step, a_bufs, w_bufs, full, False, True, False, STAGES)
-        acc, step = multiply_rest(acc, step + 1, count, a_bufs, w_bufs, full, empty, True, False, STAGES)
-        # a piece is a matrix of ROWS x COLUMNS in itself
+        tile, _, count, slot = split_item(item, whole_tiles, split_tiles, steps, part_steps)
+        n, k = tile_corner(tile, N, K, ROWS, COLUMNS, GROUP_M)
+        accs = (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT),)
+        accs = issue_mma(accs, ring, step, False, True, False)
+        acc, step = mma_loop(accs, ring, step + 1, count, True, False)
         ptr = out_ptr + (n.to(gl.int64) * K + k)
         stride = K
         height = N - n
         width = K - k
-        if slot >= 0:
+        if slot >= 0:  # a partial sum is a matrix of ROWS x COLUMNS
             ptr = part_ptr + slot.to(gl.int64) * (ROWS * COLUMNS)
             stride = COLUMNS
             height = ROWS
             width = COLUMNS
-        first, second, third, fourth = quarters(acc)
-        _store(first, 0, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)
-        _store(second, BLOCK_N // 4, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)
-        _store(third, BLOCK_N // 2, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)
-        _store(fourth, 3 * BLOCK_N // 4, ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC)
+        parts = quarters(acc)
+        for q in gl.static_range(4):
+            store_quarter(
+                parts[q], q * (BLOCK_N // 4), ptr, stride, height, width, slot, ROWS == BLOCK_N, ACC
+            )  # fmt: skip
 
 
 @gluon.jit
 def _dw_kernel(
-    out_ptr, part_ptr, a_desc, w_desc, N, K, whole, rest, items, steps, piece_steps,
+    out_ptr, part_ptr, a_desc, w_desc, N, K, whole_tiles, split_tiles, items, steps, part_steps,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_M], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_N], w_desc.layout)
-    full = barriers(STAGES)
-    empty = barriers(STAGES)
+    ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
     # fmt: off
     gl.warp_specialize([
-        (_dw_compute, (out_ptr, part_ptr, a_bufs, w_bufs, full, empty, N, K, whole, rest, items, steps, piece_steps,
-                       ROWS, COLUMNS, ACC)),
-        (_dw_load, (a_desc, w_desc, a_bufs, w_bufs, full, empty, N, K, whole, rest, items, steps, piece_steps,
-                    ROWS, COLUMNS)),
+        (dw_partition, (out_ptr, part_ptr, ring, N, K, (whole_tiles, split_tiles, items, steps, part_steps),
+                        ROWS, COLUMNS, ACC)),
+        (dw_load_partition, (a_desc, w_desc, ring, N, K, (whole_tiles, split_tiles, items, steps, part_steps),
+                             ROWS, COLUMNS)),
     ], [1], [24])
     # fmt: on
 
 
-def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, cut: Cut, acc: bool) -> None:
-    """dw (+)= dout.T @ inp for the tiles that are whole; the pieces of the others into scratch."""
-    (N, K), items = dw.shape, cut.whole + cut.rest * cut.pieces
-    a, w = (dout, inp) if cut.rows == TILE_M else (inp, dout)
-    _dw_kernel[(min(num_sms(), items),)](
+def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, split: TileSplit, acc: bool) -> None:
+    """Write dw (+)= dout.T @ inp for the whole tiles, and the partial sums of the others to scratch."""
+    N, K = dw.shape
+    a, w = (dout, inp) if split.rows == TILE_M else (inp, dout)
+    _dw_kernel[(programs(split.items),)](
         dw, scratch, describe(a, TILE_K, TILE_M), describe(w, TILE_K, TILE_N), N, K,
-        cut.whole, cut.rest, items, cut.steps, cut.piece_steps,
-        ROWS=cut.rows, COLUMNS=cut.columns, ACC=acc, **OPTIONS,
+        split.whole_tiles, split.split_tiles, split.items, split.steps, split.part_steps,
+        ROWS=split.rows, COLUMNS=split.columns, ACC=acc, **OPTIONS,
     )  # fmt: skip

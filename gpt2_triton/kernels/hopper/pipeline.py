@@ -1,12 +1,15 @@
-"""What Hopper's kernels share: tiles, barriers, the pipeline of products and TMA descriptors.
+"""Parts of every Hopper kernel: tile constants, barriers, the ring of operand blocks, products, and TMA descriptors.
 
-Warps with different work meet at mbarriers in shared memory, `full` and `empty` for each stage of the operands.  Wait
-number i of a barrier passes once the barrier has completed phase i, told apart by parity; a first wait for `empty`
-passes at once, its parity being that of a phase before the first.
+A kernel's warps are divided into partitions with different work, which synchronise at mbarriers in shared memory.  Each
+stage of a ring has two: `full` completes a phase when the blocks have arrived, `empty` when they have been used.  Wait
+number i passes once phase i is complete, which the phase's parity shows.  The first wait on `empty` returns at once:
+parity 1 is that of the phase before phase 0.
 
-Registers decide the shape of a tile.  An accumulator of 128 x 256 takes 128 of each thread's of two warpgroups, one of
-128 x 320 takes 160; a kernel of 12 warps starts with 168 for each thread, and its warpgroups trade them (setmaxnreg).
+Registers limit a tile.  An accumulator of 128 x 256 takes 128 registers of each thread of two warpgroups, one of
+128 x 320 takes 160; a kernel of 12 warps starts with 168 per thread, which its warpgroups redistribute (setmaxnreg).
 """
+
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,15 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gpt2_triton.kernels.tiles import tile_position
+from gpt2_triton.kernels.tiles import tile_corner
 
-# what Triton calls them now, or called them in 3.6
+# newer names, then those of Triton 3.6
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 if not hasattr(gl.shared_memory_descriptor, "reinterpret"):
     gl.shared_memory_descriptor.reinterpret = gl.shared_memory_descriptor._reinterpret
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
+WIDE_N = 320  # a tile's width in matmul_wide.py
 BLOCK_M = gl.constexpr(TILE_M)
 BLOCK_N = gl.constexpr(TILE_N)
 BLOCK_K = gl.constexpr(TILE_K)
@@ -38,16 +42,37 @@ LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.val
 OPTIONS = dict(num_warps=8, maxnreg=168)
 
 
+# A tuple that holds constexprs or sizes is written in the call: assigned to a name, Triton makes tensors of them, which
+# each partition then captures in shared memory.
+
+
+class Operands(NamedTuple):
+    """A ring of blocks of a and w in shared memory, and its barriers; w is a tuple, one ring for each accumulator."""
+
+    a: Any
+    w: tuple
+    full: Any
+    empty: Any
+
+
+class Channel(NamedTuple):
+    """Shared memory that one partition fills and another empties, and the barriers by which they take turns."""
+
+    buf: Any
+    full: Any
+    empty: Any
+
+
 @gluon.jit
 def tiles(M, N, WIDTH: gl.constexpr):
+    """Return the number of tiles of BLOCK_M x WIDTH."""
     return gl.cdiv(M, BLOCK_M) * gl.cdiv(N, WIDTH)
 
 
 @gluon.jit
 def corner(tile, M, N, WIDTH: gl.constexpr):
-    """First row and column of a tile."""
-    tile_m, tile_n = tile_position(tile, gl.cdiv(M, BLOCK_M), gl.cdiv(N, WIDTH), GROUP_M)
-    return tile_m * BLOCK_M, tile_n * WIDTH
+    """Return the first row and column of a tile of BLOCK_M x WIDTH."""
+    return tile_corner(tile, M, N, BLOCK_M, WIDTH, GROUP_M)
 
 
 @gluon.jit
@@ -59,39 +84,74 @@ def barriers(n: gl.constexpr):
 
 
 @gluon.jit
-def await_empty(empty, step, STAGES: gl.constexpr):
+def wait_empty(empty, step, STAGES: gl.constexpr):
     mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
 
 
 @gluon.jit
-def multiply(acc, step, a_bufs, w_bufs, full, use_acc, A_T: gl.constexpr, W_T: gl.constexpr, STAGES: gl.constexpr):
-    """Start acc (+)= a @ w for the blocks of this step once they are there; A_T, W_T: stored transposed."""
-    stage = step % STAGES
-    mbarrier.wait(full.index(stage), step // STAGES & 1)
-    a = a_bufs.index(stage)
-    w = w_bufs.index(stage)
-    if A_T:
-        a = a.permute((1, 0))
-    if W_T:
-        w = w.permute((1, 0))
-    return warpgroup_mma(a, w, acc, use_acc=use_acc, is_async=True)
+def wait_full(full, step, STAGES: gl.constexpr):
+    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
 
 
 @gluon.jit
-def multiply_rest(
-    acc, step, steps, a_bufs, w_bufs, full, empty, A_T: gl.constexpr, W_T: gl.constexpr, STAGES: gl.constexpr
-):
-    """The products of a tile after its first; each, once started, waits for the one before and frees its blocks."""
+def load_blocks(a_desc, w_descs, ring, step, m, n, k, A_T: gl.constexpr, W_T: gl.constexpr):
+    """Load a[m:, k:] and w[k:, n:] for this step once its stage is empty; A_T, W_T: stored transposed."""
+    STAGES: gl.constexpr = ring.a.shape[0]
+    wait_empty(ring.empty, step, STAGES)
+    stage = step % STAGES
+    full = ring.full.index(stage)
+    strip_bytes: gl.constexpr = w_descs[1].block_type.nbytes if len(w_descs) == 2 else 0
+    mbarrier.expect(full, a_desc.block_type.nbytes + w_descs[0].block_type.nbytes + strip_bytes)
+    if A_T:
+        tma_load(a_desc, [k, m], full, ring.a.index(stage))
+    else:
+        tma_load(a_desc, [m, k], full, ring.a.index(stage))
+    for i in gl.static_range(len(w_descs)):
+        if W_T:
+            tma_load(w_descs[i], [n + i * BLOCK_N, k], full, ring.w[i].index(stage))
+        else:
+            tma_load(w_descs[i], [k, n + i * BLOCK_N], full, ring.w[i].index(stage))
+
+
+@gluon.jit
+def issue_mma(accs, ring, step, use_acc, A_T: gl.constexpr, W_T: gl.constexpr):
+    """Start acc (+)= a @ w of this step for each accumulator when its blocks arrive.  A_T, W_T: stored transposed."""
+    STAGES: gl.constexpr = ring.a.shape[0]
+    stage = step % STAGES
+    started = ()
+    for i in gl.static_range(len(accs)):
+        wait_full(ring.full, step, STAGES)  # returns at once for the second accumulator
+        a = ring.a.index(stage)
+        if A_T:
+            a = a.permute((1, 0))
+        w = ring.w[i].index(stage)
+        if W_T:
+            w = w.permute((1, 0))
+        started += (warpgroup_mma(a, w, accs[i], use_acc=use_acc, is_async=True),)
+    return started
+
+
+@gluon.jit
+def mma_loop(accs, ring, step, steps, A_T: gl.constexpr, W_T: gl.constexpr):
+    """Add the products of a tile's steps after its first.  Each step, once started, waits for the step before it and
+    frees that step's blocks.  Returns the accumulators and the step of the next tile.
+    """
+    STAGES: gl.constexpr = ring.a.shape[0]
     for _ in range(1, steps):
-        acc = multiply(acc, step, a_bufs, w_bufs, full, True, A_T, W_T, STAGES)
-        acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        accs = issue_mma(accs, ring, step, True, A_T, W_T)
+        done = warpgroup_mma_wait(len(accs), deps=accs)
+        if len(accs) == 1:
+            accs = (warpgroup_mma_init(done),)
+        else:
+            accs = (warpgroup_mma_init(done[0]), warpgroup_mma_init(done[1]))
+        mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1)
         step += 1
-    out = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-    return out, step
+    sums = warpgroup_mma_wait(0, deps=accs)
+    mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1)
+    return sums, step
 
 
 def describe(tensor: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
+    """Return TMA's view of a bf16 matrix in blocks of rows x columns."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
     return None if tensor is None else TensorDescriptor.from_tensor(tensor, [rows, columns], layout)

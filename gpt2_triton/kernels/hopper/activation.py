@@ -1,0 +1,127 @@
+"""Partitions that apply GELU or its derivative to the last tile while compute multiplies the next.
+
+A tile is read in slices of SLICE_M x SLICE_N, 32 numbers for each thread of two warps: down the first SLICE_N columns,
+then down the next.  The load of slice s + 1 is issued before slice s is used, so that the arithmetic hides shared
+memory's latency; the two slices' registers are what limits a slice's size.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from gpt2_triton.kernels.device_math import dgelu, gelu
+from gpt2_triton.kernels.hopper.pipeline import (
+    BLOCK_M,
+    BLOCK_N,
+    corner,
+    tiles,
+    tma_load,
+    tma_store,
+    wait_empty,
+    wait_full,
+)
+
+SLICE_M = gl.constexpr(32)
+SLICE_N = gl.constexpr(64)
+DOWN = gl.constexpr(BLOCK_M.value // SLICE_M.value)
+SLICES = gl.constexpr(DOWN.value * (BLOCK_N.value // SLICE_N.value))
+RING = gl.constexpr(4)  # slices of pre in flight
+
+
+@gluon.jit
+def store_slice(ptr, at, value, m, n, M, N):
+    """Store a slice, which is inside or outside as a whole: M is a multiple of SLICE_M and N of SLICE_N."""
+    if (m < M) & (n < N):
+        gl.store(ptr + (m.to(gl.int64) * N + n) + at, value.to(gl.bfloat16))
+
+
+@gluon.jit
+def slice_offsets(N, layout: gl.constexpr):
+    """Return the columns of a slice, and its elements' offsets in a matrix of N columns."""
+    cols = gl.arange(0, SLICE_N, layout=gl.SliceLayout(0, layout))
+    return cols, gl.arange(0, SLICE_M, layout=gl.SliceLayout(1, layout))[:, None] * N + cols[None, :]
+
+
+@gluon.jit
+def activation_partition(out_ptr, pre_desc, c, c_slices, M, N):
+    """Store each tile, which is pre, and its gelu."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    _, at = slice_offsets(N, layout)
+    turn = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
+        mbarrier.wait(c.full, turn & 1)
+        tma_store(pre_desc, [m, n], c.buf)
+        next_pre = c_slices.index(0).load(layout)
+        for s in range(SLICES):
+            row = m + s % DOWN * SLICE_M
+            col = n + s // DOWN * SLICE_N
+            pre = next_pre.to(gl.float32)
+            next_pre = c_slices.index(min(s + 1, SLICES - 1)).load(layout)
+            store_slice(out_ptr, at, gelu(pre, FAST=True), row, col, M, N)
+        tma.store_wait(0)
+        mbarrier.arrive(c.empty, count=1)
+        turn += 1
+
+
+@gluon.jit
+def preactivation_partition(pre_desc, pre, M, N):
+    """Load the slices of pre in the order in which derivative_partition takes them."""
+    step = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
+        for s in range(SLICES):
+            wait_empty(pre.empty, step, RING)
+            slot = step % RING
+            mbarrier.expect(pre.full.index(slot), pre_desc.block_type.nbytes)
+            at = [m + s % DOWN * SLICE_M, n + s // DOWN * SLICE_N]
+            tma_load(pre_desc, at, pre.full.index(slot), pre.buf.index(slot))
+            step += 1
+
+
+@gluon.jit
+def take_pre(pre, step, layout: gl.constexpr):
+    """Return the slice of pre of this step, and free its slot."""
+    wait_full(pre.full, step, RING)
+    slot = step % RING
+    value = pre.buf.index(slot).load(layout)
+    mbarrier.arrive(pre.empty.index(slot), count=1)
+    return value
+
+
+@gluon.jit
+def derivative_partition(out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N):
+    """Store dpre = c * gelu'(pre) of each tile, where c is the gradient of gelu(pre); the sums of its columns to
+    part[tile_m]; and gelu(pre), if gelu_ptr is given.  It may be pre's address: a slice has been read by then.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    cols, at = slice_offsets(N, layout)
+    step = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
+        mbarrier.wait(c.full, turn & 1)
+        next_pre = take_pre(pre, step, layout)
+        sums = gl.zeros([8, SLICE_N], gl.float32, layout)
+        next_c = c_slices.index(0).load(layout)
+        for s in range(SLICES):
+            row = m + s % DOWN * SLICE_M
+            col = n + s // DOWN * SLICE_N
+            dgelu_out = next_c.to(gl.float32)
+            next_c = c_slices.index(min(s + 1, SLICES - 1)).load(layout)
+            x = next_pre.to(gl.float32)
+            step += 1
+            if s + 1 < SLICES:
+                next_pre = take_pre(pre, step, layout)
+            dpre = dgelu_out * dgelu(x, FAST=True)
+            store_slice(out_ptr, at, dpre, row, col, M, N)
+            if gelu_ptr is not None:
+                store_slice(gelu_ptr, at, gelu(x, FAST=True), row, col, M, N)
+            # of every eighth row, which one thread holds; rows past the end are 0
+            sums += gl.convert_layout(gl.sum(gl.reshape(dpre, [SLICE_M // 8, 8, SLICE_N]), 0), layout)
+            if s % DOWN == DOWN - 1:
+                if col < N:
+                    gl.store(part_ptr + m // BLOCK_M * N + col + cols, gl.sum(sums, 0))
+                sums = gl.zeros([8, SLICE_N], gl.float32, layout)
+        mbarrier.arrive(c.empty, count=1)
+        turn += 1

@@ -1,0 +1,92 @@
+"""Partitions of the forward products and dX: one loads the operands, one multiplies them and finishes the tiles."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from gpt2_triton.kernels.hopper.pipeline import (
+    BLOCK_M,
+    BLOCK_N,
+    LAYOUT,
+    corner,
+    issue_mma,
+    load_blocks,
+    mma_loop,
+    tiles,
+    tma_load,
+    tma_store,
+)
+
+
+@gluon.jit
+def load_partition(a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.constexpr, W_T: gl.constexpr):
+    """Load blocks of a and w, tile after tile, and if there is a residual, its tiles into c.  WIDTH is the width of a
+    tile: that of w's one block, or of its two blocks together.
+    """
+    STAGES: gl.constexpr = ring.a.shape[0]
+    BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
+    step = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles(M, N, WIDTH), gl.num_programs(0)):
+        m, n = corner(tile, M, N, WIDTH)
+        for k in range(0, K, BLOCK_K):
+            load_blocks(a_desc, w_descs, ring, step, m, n, k, False, W_T)
+            step += 1
+            if res_desc is not None:
+                # c is empty once compute has begun this tile: its last store has read c.  Some steps into the tile that
+                # costs no wait, and the load is hidden behind the steps that remain
+                if k == min(STAGES, gl.cdiv(K, BLOCK_K) - 1) * BLOCK_K:
+                    mbarrier.wait(c.empty, turn & 1)
+                    load_residual(res_desc, c, m, n)
+        turn += 1
+
+
+@gluon.jit
+def load_residual(res_desc, c, m, n):
+    """Load a tile of the residual into c, which is one block or one block per strip."""
+    if len(c.buf.shape) == 2:
+        mbarrier.expect(c.full, res_desc.block_type.nbytes)
+        tma_load(res_desc, [m, n], c.full, c.buf)
+    else:
+        STRIPS: gl.constexpr = c.buf.shape[0]
+        mbarrier.expect(c.full, STRIPS * res_desc.block_type.nbytes)
+        for s in range(STRIPS):
+            tma_load(res_desc, [m, n + s * res_desc.block_type.shape[1]], c.full, c.buf.index(s))
+
+
+@gluon.jit
+def compute_partition(
+    out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T: gl.constexpr, TO_ACTIVATION: gl.constexpr
+):  # fmt: skip
+    """Multiply, add bias and residual, and store the tile, or with TO_ACTIVATION pass it on through c."""
+    step = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
+        accs = (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT),)
+        accs = issue_mma(accs, ring, step, False, False, W_T)
+        # while the first product runs
+        if b_ptr is not None:
+            cols = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+            b = gl.load(b_ptr + cols, mask=cols < N, other=0.0)
+        if res_desc is not None:
+            tma.store_wait(0)
+            mbarrier.arrive(c.empty, count=1)
+        acc, step = mma_loop(accs, ring, step + 1, gl.cdiv(K, ring.a.shape[2]), False, W_T)
+        if b_ptr is not None:
+            acc += b.to(gl.float32)[None, :]
+        if TO_ACTIVATION:
+            mbarrier.wait(c.empty, (turn & 1) ^ 1)
+        elif res_desc is not None:
+            mbarrier.wait(c.full, turn & 1)
+            acc += c.buf.load(LAYOUT).to(gl.float32)
+        else:
+            tma.store_wait(0)
+        c.buf.store(acc.to(gl.bfloat16))
+        fence_async_shared()
+        if TO_ACTIVATION:
+            mbarrier.arrive(c.full, count=1)
+        else:
+            tma_store(out_desc, [m, n], c.buf)
+        turn += 1
+    tma.store_wait(0)
