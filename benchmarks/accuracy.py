@@ -1,4 +1,4 @@
-"""Every kernel beside PyTorch's own operation on the same bf16 input: `python -m gpt2_triton verify`.
+"""Every kernel beside PyTorch's own operation on the same bf16 input: `python -m benchmarks verify`.
 
 The error is ||got - exact|| / ||exact||, with exact in float64.  A kernel passes when its error is at most 1.1 times
 PyTorch's; a float32 result also passes within FLOOR, where both are the luck of the last bit.  Without a GPU: tiny

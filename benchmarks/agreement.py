@@ -1,6 +1,6 @@
 """Train GPT-2 124M from the same weights on the same tokens with this package and with PyTorch, and compare every step.
 
-    python benchmarks/agreement.py --tokens train_000000.bin --dtype bf16 --master fp32 --out agreement
+    python -m benchmarks.agreement --tokens train_000000.bin --dtype bf16 --master fp32 --out agreement
 
 PyTorch's reference runs in float32 without TF32; with --dtype bf16 it runs once more under bf16 autocast.  Prints a row
 every 10 steps and the largest differences, writes agreement.json and agreement.png, and exits with 1 if a bound is

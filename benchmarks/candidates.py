@@ -1,4 +1,4 @@
-"""The rows that `bench --tune` tries: for each operation the values of each parameter, and which of them go together.
+"""The rows that `tune` tries: for each operation the values of each parameter, and which of them go together.
 
 What a table keeps the same for every GPU (tuned.FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not
 here: no step of the four sizes uses them, and they keep their values.

@@ -15,7 +15,7 @@ loss is noise.  So steps are compared instead: those after which the mean loss o
 come below 1.0 has not learnt the text, and shows nothing.
 
 Tokens a second are those of this plain PyTorch, compiled only with --minutes, and that within its time; `python -m
-gpt2_triton bench` has its best.
+benchmarks steps` has its best.
 Writes curves.json and curves.png; exits with 1 if a bound is passed.
 """
 

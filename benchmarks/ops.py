@@ -1,4 +1,4 @@
-"""Where a step's time goes, and where it could not go faster: `python -m gpt2_triton bench --ops`.
+"""Where a step's time goes, and where it could not go faster: `python -m benchmarks ops`.
 
 Every launcher of a step is timed in place, between events in the replayed CUDA graph, so that caches and clocks are as
 a step leaves them (at full load the power limit sets the clock, some 10% below a first burst), and grouped with those

@@ -1,4 +1,4 @@
-"""Steps of GPT-2's four sizes, ours and PyTorch's, in turn on the same GPU: `python -m gpt2_triton bench`.
+"""Steps of GPT-2's four sizes, ours and PyTorch's, in turn on the same GPU: `python -m benchmarks steps`.
 
 Each run is a process of its own, so that start-up and memory are those of a user's run.  A step is forward, backward,
 clip and AdamW on the same random tokens; times run from the end of one step to the end of the next, with no wait in
@@ -19,7 +19,7 @@ from gpt2_triton.device import peak_flops
 Report = dict[str, Any]
 
 
-def bench(
+def compare_sizes(
     sizes: list[str], batch: int | None, steps: int, recompute: str | None, baseline: bool, out: Path | None
 ) -> int:
     """Run, print the table, and write it as JSON; 1 if a run failed, whose cells stay empty, else 0."""

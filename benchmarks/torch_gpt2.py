@@ -1,4 +1,4 @@
-"""GPT-2 in PyTorch, as fast as PyTorch is on one GPU: what `python -m gpt2_triton bench` measures itself against.
+"""GPT-2 in PyTorch, as fast as PyTorch is on one GPU: what `python -m benchmarks steps` measures itself against.
 
 Pure bf16, vocabulary padded to 128, cuDNN attention, torch.compile, fused AdamW with gradient clipping; no host
 synchronisation between steps.  Prints one JSON line.

@@ -1,4 +1,4 @@
-"""Search the tables of launch parameters on this GPU: `python -m gpt2_triton bench --tune`.
+"""Search the tables of launch parameters on this GPU: `python -m benchmarks tune`.
 
 A step of each size is run, with one layer, and every launcher is stopped at where its arguments are those of training.
 There each row it asks for is tried: the candidates are compiled on all cores, each one's outputs are compared with the

@@ -1,4 +1,4 @@
-"""Tables of launch parameters as `bench --tune` writes them: one row a line, so that a change is a line of a diff."""
+"""Tables of launch parameters as `benchmarks tune` writes them: one row per line, so that a diff shows changed rows."""
 
 import datetime
 import json

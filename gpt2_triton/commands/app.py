@@ -31,6 +31,9 @@ def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code."""
     try:
         app.suppress_keyboard_interrupt = False
+        if not argv or argv[0] in app.help_flags:
+            for name in app:
+                app[name]  # imported here, the command has its summary in the list of commands
         code = app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
         _flush()
         return code

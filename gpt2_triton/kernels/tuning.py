@@ -1,6 +1,6 @@
 """Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
-tables/ has a file for each GPU, which `python -m gpt2_triton bench --tune` rewrites.  It says which GPU it is for, the
+tables/ has a file for each GPU, which `python -m benchmarks tune` rewrites.  It says which GPU it is for, the
 compute capabilities whose other GPUs take it too, and whether its rows were measured there or are only known to
 compile.  interpreter.json holds upper bounds: each block covers its whole dimension up to the bound.
 """

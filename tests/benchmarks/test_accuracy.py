@@ -1,4 +1,4 @@
-"""`python -m gpt2_triton verify`: passes on these kernels, fails on a wrong one, and says which."""
+"""`python -m benchmarks verify`: passes on these kernels, fails on a wrong one, and says which."""
 
 import pytest
 import torch

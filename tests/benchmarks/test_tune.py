@@ -1,4 +1,4 @@
-"""`python -m gpt2_triton bench --tune`: the search with a clock that is made up, what it refuses, what it writes."""
+"""`python -m benchmarks tune`: the search with a clock that is made up, what it refuses, what it writes."""
 
 import contextlib
 import math
@@ -11,9 +11,6 @@ import torch
 import gpt2_triton.kernels
 from benchmarks import calls, candidates, tune, tuning_tables
 from benchmarks.our_gpt2 import run_steps
-from gpt2_triton import device
-from gpt2_triton.commands import tools as tools_app
-from gpt2_triton.commands.app import main
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import DTYPES, FIXED, PARAMETERS, TABLES, read_table
@@ -273,42 +270,3 @@ def test_a_gpu_that_borrowed_a_table_gets_its_own():
     assert (file.name, file.parent.name) == ("h100-80gb-hbm3.json", "tables")
     assert (new.gpu, new.capabilities, new.notes, new.source) == ("NVIDIA H100 80GB HBM3", [], [], "measured")
     assert tuning.choose("NVIDIA H100 80GB HBM3", "9.0", {"h200": H200, "h100-80gb-hbm3": new}) == "h100-80gb-hbm3"
-
-
-# ---- the command line ----
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--tune", "--ops"], "--ops: does not go with --tune"),
-        (["--tune", "--json", "a.json"], "--json: does not go with --tune"),
-        (["--tune", "--recompute", "gelu"], "--recompute: does not go with --tune"),
-        (["--tune", "--steps", "7"], "--steps: does not go with --tune"),
-        (["--tune", "--baseline", "none"], "--baseline: does not go with --tune"),
-        (["--only", "adamw"], "--only: goes with --tune"),
-        (["--out", "a.json"], "--out: goes with --tune"),
-        (["--tune", "--out", "a.yaml"], "--out: a.yaml does not end in .json"),
-        (["--tune", "--out", "nowhere/a.json"], "--out: nowhere is not a directory"),
-        (["--tune", "--sizes", "d13"], "--sizes: unknown d13"),
-    ],
-)
-def test_a_mistake_is_exit_2_and_a_line_on_stderr(capsys, argv, message):
-    assert main(tools_app, ["bench", *argv]) == 2
-    err = capsys.readouterr().err
-    assert message in err and len(err.splitlines()) == 1
-
-
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(device, "present", lambda: False)
-    assert main(tools_app, ["bench", "--tune"]) == 2
-    assert capsys.readouterr() == ("", "error: bench: needs a CUDA GPU, found none\n")
-
-
-def test_options_are_passed_on(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(device, "present", lambda: True)
-    monkeypatch.setattr(tune, "tune", lambda *a: seen.append(a) or 0)
-    argv = ["bench", "--tune", "--sizes", "d12", "--batch", "8", "--only", "adamw", "--out", str(tmp_path / "t.json")]
-    assert main(tools_app, argv) == 0
-    assert seen == [(["d12"], 8, "adamw", tmp_path / "t.json")]

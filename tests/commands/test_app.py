@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import yaml
@@ -205,6 +205,13 @@ def test_help_lists_every_key_and_flag_with_underscores(capsys):
     assert not [word for word in words if "-" in word[2:]]
 
 
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_help_lists_each_command_with_its_summary(capsys, argv):
+    assert main(tools_app, argv) == 0
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("perplexity    Print a model's loss") for line in lines)
+
+
 def test_the_plan_needs_no_gpu_and_leaves_the_interpreter_alone(here, module, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     seen = []
@@ -283,14 +290,6 @@ def test_prepare_passes_its_options_on(monkeypatch):
     assert calls == [((Path("a.txt"), Path("b.txt")), Path("d"), "bytes", 0.1, 3), (Path("e"), "bytes")]
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_verify_returns_the_verdict(monkeypatch, code):
-    stand_in = SimpleNamespace(verify=lambda: code)
-    monkeypatch.setitem(sys.modules, "benchmarks.accuracy", stand_in)
-    monkeypatch.setattr("benchmarks.accuracy", stand_in, raising=False)
-    assert main(tools_app, ["verify"]) == code
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -308,7 +307,6 @@ def test_verify_returns_the_verdict(monkeypatch, code):
         (["prepare", "text", "a.txt", "--val_fraction", "1"], "--val_fraction: must be above 0 and below 1, got 1.0"),
         (["prepare", "text"], "prepare text: expected one or more text files"),
         (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
-        (["verify", "--fast"], "--fast"),
     ],
 )
 def test_a_mistake_with_the_tools_is_exit_2(here, capsys, argv, message):
