@@ -7,7 +7,8 @@ import torch
 
 from benchmarks import step_time, torch_gpt2
 from benchmarks.our_gpt2 import run_steps
-from benchmarks.sizes import SIZES, config_of
+from benchmarks.sizes import SIZES, bucket_elements, config_of
+from gpt2_triton.config.schema import ModelConfig
 from tests.support.tiny import packed_batch, tiny_model
 
 
@@ -32,8 +33,12 @@ def test_run_steps_trains():
 @pytest.mark.parametrize("size", SIZES)
 def test_torch_model_has_as_many_parameters(size):
     with torch.device("meta"):
-        model = torch_gpt2.GPT2(SIZES[size])
+        model = torch_gpt2.GPT2(ModelConfig(size=size))
     assert sum(p.numel() for p in model.parameters()) == config_of(size, 1, "none").n_params
+
+
+def test_bucket_elements_are_those_of_a_layer_and_of_the_embeddings():
+    assert bucket_elements("d12") == (7_077_888, 39_419_904) and bucket_elements("d48") == (30_720_000, 82_124_800)
 
 
 OURS = dict(ms=100.0, gib=17.25, planned=17.0, first_step=3.21)
@@ -79,7 +84,7 @@ def test_compare_sizes_runs_processes_and_reports_a_failed_one(tmp_path, monkeyp
     assert step_time.compare_sizes(["d12"], 8, 7, "none", True, out) == 0
     assert step_time.compare_sizes(["d12", "d24", "d36"], None, 6, None, True, out) == 1
     text, err = capsys.readouterr()
-    assert "PyTorch d24 B 64: failed with code 1" in text and "ours d36 B 32: 100.0 ms a step" in text
+    assert "PyTorch d24 B 64: failed with code 1" in text and "ours d36 B 32: 100.0 ms per step" in text
     assert "no memory left" in err
     written = json.loads(out.read_text())
     assert [r["ours"]["saw"] for r in written["rows"]] == [
