@@ -24,7 +24,7 @@ lint: .venv/installed-dev
 	$(BIN)/mypy
 
 verify: .venv/installed-dev
-	$(BIN)/python -m gpt2_triton verify
+	$(BIN)/python -m benchmarks verify
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache loss.png

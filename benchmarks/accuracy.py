@@ -1,8 +1,8 @@
-"""Every kernel beside PyTorch's own operation on the same bf16 input: `python -m gpt2_triton verify`.
+"""Compares every kernel with PyTorch's own operation on the same bf16 input: `python -m benchmarks verify`.
 
-The error is ||got - exact|| / ||exact||, with exact in float64.  A kernel passes when its error is at most 1.1 times
-PyTorch's; a float32 result also passes within FLOOR, where both are the luck of the last bit.  Without a GPU: tiny
-shapes in Triton's interpreter, stored as float32, since the interpreter truncates to bf16 where a GPU rounds.
+The error is ||got - exact|| / ||exact||, with exact in float64.  A kernel passes if its error is at most 1.1 times
+PyTorch's; a float32 result also passes within FLOOR, where the last bit decides.  Without a GPU the shapes are tiny and
+Triton's interpreter stores float32, since it truncates to bf16 where a GPU rounds.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ gelu = functools.partial(F.gelu, approximate="tanh")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """GPT-2 124M, 4 sequences (1 for the classifier, whose float64 logits are large); tiny in the interpreter."""
+    """GPT-2 124M with 4 sequences (the classifier has 1, as its float64 logits are large); tiny in the interpreter."""
 
     B: int = 4 if GPU else 2
     T: int = 1024 if GPU else 32
@@ -51,10 +51,10 @@ class Comparison:
     ours: Tensor
     torch: Tensor
     exact: Tensor
-    equal: bool = False  # to the last bit
+    equal: bool = False  # bit for bit
 
     def verdict(self) -> tuple[float, float, bool]:
-        """Our error, PyTorch's, and whether ours is good enough."""
+        """Return our error, PyTorch's, and whether ours is within the bound."""
         ours, torchs = error(self.ours, self.exact), error(self.torch, self.exact)
         bound = max(RATIO * torchs, FLOOR if self.ours.dtype == F32 else 0.0)
         return ours, torchs, ours == 0 if self.equal else ours <= bound
@@ -69,7 +69,7 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = STORAGE) -> Tens
 
 
 def empty(*shape: int, dtype: torch.dtype = STORAGE) -> Tensor:
-    """An output: NaN until a kernel writes it."""
+    """Return an output, NaN until a kernel writes it."""
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
@@ -84,31 +84,31 @@ def scratch(s: Sizes) -> Tensor:
 
 
 def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The output and the gradients of a differentiable function, computed in `dtype`."""
+    """Return the output and the gradients of a differentiable function, computed in `dtype`."""
     leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
 
-def beside(
+def compare(
     function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, ours: dict[str, Tensor | None], op: str
 ) -> Iterator[Comparison]:
-    """Compare `ours`, the output and then the gradients in the order of the inputs, with PyTorch."""
+    """Compare `ours`, the output and then the gradients in the order of the inputs, with PyTorch's."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         values, exact = run(function, inputs, dout, STORAGE), run(function, inputs, dout, F64)
     for (name, tensor), value, truth in zip(ours.items(), values, exact, strict=False):
         if tensor is not None:
             yield Comparison(op, name, tensor, value, truth)
-            if name in ("dpre", "dx", "dqkv"):  # the bias in front of it: column sums
+            if name in ("dpre", "dx", "dqkv"):  # the gradient of a bias before it: column sums
                 yield Comparison(op, "dbias", ours["dbias"], value.sum(0), truth.sum(0))
 
 
 def same(op: str, output: str, ours: Tensor, want: Tensor) -> Comparison:
-    """An output that must equal another bit for bit."""
+    """Return a comparison that passes if both are equal bit for bit."""
     return Comparison(op, output, ours, want, want.double(), equal=True)
 
 
-# ---- one function an operation ----
+# ---- one function per operation ----
 
 
 def layernorm(s: Sizes) -> Iterator[Comparison]:
@@ -118,7 +118,7 @@ def layernorm(s: Sizes) -> Iterator[Comparison]:
     K.layernorm_fwd(out, mean, rstd, x, w, b)
     K.layernorm_bwd(dx, dw, db, dbias, again, scratch(s), dout, x, w, b, mean, rstd, False, add_dx=False)
     ours = dict(out=out, dx=dx, dw=dw, db=db, dbias=dbias)
-    yield from beside(lambda x, w, b: F.layer_norm(x, (s.C,), w, b), (x, w, b), dout, ours, "layernorm")
+    yield from compare(lambda x, w, b: F.layer_norm(x, (s.C,), w, b), (x, w, b), dout, ours, "layernorm")
     yield same("layernorm", "out again", again, out)
 
 
@@ -128,7 +128,7 @@ def matmul(s: Sizes) -> Iterator[Comparison]:
     K.matmul(out, x, w, b)
     K.matmul_dx(dinp, dout, w)
     K.matmul_dw(dw, scratch(s), dout, x, False)
-    yield from beside(F.linear, (x, w, b), dout, dict(out=out, dinp=dinp, dw=dw), "matmul")
+    yield from compare(F.linear, (x, w, b), dout, dict(out=out, dinp=dinp, dw=dw), "matmul")
 
 
 def matmul_gelu(s: Sizes) -> Iterator[Comparison]:
@@ -136,20 +136,20 @@ def matmul_gelu(s: Sizes) -> Iterator[Comparison]:
     out, pre = empty(s.R, 4 * s.C), empty(s.R, 4 * s.C)
     K.matmul_gelu(out, pre, x, w, b)
 
-    yield from beside(lambda x, w, b: gelu(F.linear(x, w, b)), (x, w, b), out, dict(out=out), "matmul_gelu")
+    yield from compare(lambda x, w, b: gelu(F.linear(x, w, b)), (x, w, b), out, dict(out=out), "matmul_gelu")
     w2, dout = randn(s.C, 4 * s.C, scale=0.02), randn(s.R, s.C)
     dpre, dbias, again = empty(s.R, 4 * s.C), empty32(4 * s.C), empty(s.R, 4 * s.C)
     K.matmul_dx_dgelu(dpre, dbias, again, scratch(s), dout, w2, pre, False)
 
     ours = dict(out=None, dpre=dpre, dbias=dbias)
-    yield from beside(lambda pre: F.linear(gelu(pre), w2.to(pre.dtype)), (pre,), dout, ours, "matmul_dx_dgelu")
+    yield from compare(lambda pre: F.linear(gelu(pre), w2.to(pre.dtype)), (pre,), dout, ours, "matmul_dx_dgelu")
     yield same("matmul_dx_dgelu", "gelu again", again, out)
 
 
 def matmul_add(s: Sizes) -> Iterator[Comparison]:
     res, x, w, b, out = randn(s.R, s.C), randn(s.R, s.C), randn(s.C, s.C, scale=0.04), randn(s.C), empty(s.R, s.C)
     K.matmul_add(out, res, x, w, b)
-    yield from beside(lambda r, x, w, b: r + F.linear(x, w, b), (res, x, w, b), out, dict(out=out), "matmul_add")
+    yield from compare(lambda r, x, w, b: r + F.linear(x, w, b), (res, x, w, b), out, dict(out=out), "matmul_add")
 
 
 def attention(s: Sizes) -> Iterator[Comparison]:
@@ -163,17 +163,17 @@ def attention(s: Sizes) -> Iterator[Comparison]:
         q, k, v = (t.view(s.B, s.T, NH, HS).transpose(1, 2) for t in qkv.chunk(3, -1))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(s.R, C)
 
-    yield from beside(function, (qkv,), dout, dict(out=out, dqkv=dqkv, dbias=dbias), f"attention HS {HS}")
+    yield from compare(function, (qkv,), dout, dict(out=out, dqkv=dqkv, dbias=dbias), f"attention HS {HS}")
 
 
 def scatter_tables(s: Sizes, ids: Tensor, targets: Tensor) -> list[Tensor]:
-    """order, segments and hot of a batch, on the device."""
+    """Return the tables order, segments and hot of a batch on the device."""
     flat = (t.flatten().cpu().numpy() for t in (ids, targets))
     return [torch.from_numpy(table).to(DEVICE) for table in scatter_table(*flat, s.V)]
 
 
 def tokens(s: Sizes) -> Tensor:
-    """Ids [B, T] as frequent as in text: a few tokens often, most of them rarely."""
+    """Return ids [B, T] with the frequencies of text: a few tokens often, most of them rarely."""
     return torch.from_numpy((np.random.default_rng(0).zipf(1.2, (s.B, s.T)) % s.V).astype(np.int32)).to(DEVICE)
 
 
@@ -197,7 +197,7 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
         return F.cross_entropy(wide, targets.long(), ignore_index=-1, reduction="none")
 
     ours = dict(losses=losses, dln=dln, dwte=dwte)
-    yield from beside(function, (lnf, wte), torch.full_like(losses, 1 / 4), ours, "classifier")
+    yield from compare(function, (lnf, wte), torch.full_like(losses, 1 / 4), ours, "classifier")
 
 
 def embedding(s: Sizes) -> Iterator[Comparison]:
@@ -210,7 +210,7 @@ def embedding(s: Sizes) -> Iterator[Comparison]:
     def function(wte: Tensor, wpe: Tensor) -> Tensor:
         return (F.embedding(ids.long(), wte) + wpe).view(s.R, s.C)
 
-    yield from beside(function, (wte, wpe), dx, dict(x=x, dwte=dwte, dwpe=dwpe), "embedding")
+    yield from compare(function, (wte, wpe), dx, dict(x=x, dwte=dwte, dwpe=dwpe), "embedding")
     yield same("embedding", "x as torch", x, function(wte, wpe))
 
 
@@ -226,7 +226,7 @@ def reductions(s: Sizes) -> Iterator[Comparison]:
 
 
 def torch_adamw(w: Tensor, gradients: list[Tensor], lr: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """torch.optim.AdamW in `dtype`; returns w, m and v."""
+    """Run torch.optim.AdamW in `dtype` and return w, m and v."""
     leaf = w.to(dtype, copy=True).requires_grad_()
     optimizer = torch.optim.AdamW([leaf], lr=lr, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY)
     for g in gradients:
@@ -237,7 +237,7 @@ def torch_adamw(w: Tensor, gradients: list[Tensor], lr: float, dtype: torch.dtyp
 
 
 def our_adamw(w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float) -> tuple[Tensor, Tensor]:
-    """K.adamw in place on w (and low); returns m and v."""
+    """Run K.adamw in place on w (and low) and return m and v."""
     m, v = torch.zeros(w.numel(), device=DEVICE), torch.zeros(w.numel(), device=DEVICE)
     stats = torch.tensor([0.0, 1.0, 1.0, 1.0], device=DEVICE)
     for t, g in enumerate(gradients, start=1):
@@ -249,7 +249,7 @@ def our_adamw(w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float)
 
 
 def adamw(s: Sizes) -> Iterator[Comparison]:
-    """fp32 weights, and bf16 weights with 16 more bits, against torch in fp32; stochastic rounding against nearest."""
+    """Compare fp32 weights, and bf16 weights with master bits, with torch in fp32; stochastic rounding with nearest."""
     w, gradients = randn(s.updated, scale=0.02, dtype=BF16), [randn(s.updated, dtype=F32) + 0.5 for _ in range(10)]
     single, exact = torch_adamw(w, gradients, 1e-3, F32), torch_adamw(w, gradients, 1e-3, F64)
     ours = (plain := w.float(), *our_adamw(plain, None, gradients, 1e-3))
@@ -259,7 +259,7 @@ def adamw(s: Sizes) -> Iterator[Comparison]:
     our_adamw(high, low, gradients, 1e-3)
     yield Comparison("adamw master", "w", master(high, low), single[0], exact[0])
     yield Comparison("adamw master", "w bf16", high, exact[0].to(BF16), exact[0])
-    # steps of 1e-5 are a tenth of bf16's spacing at 0.02: the mean update of 1024 weights is what survives rounding
+    # steps of 1e-5 are a tenth of bf16's spacing at 0.02: only the mean update of 1024 weights survives rounding
     rounded = w.clone()
     our_adamw(rounded, None, gradients, 1e-5)
     results = (rounded, torch_adamw(w, gradients, 1e-5, BF16)[0], torch_adamw(w, gradients, 1e-5, F64)[0])
@@ -268,7 +268,7 @@ def adamw(s: Sizes) -> Iterator[Comparison]:
 
 
 def master(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 weight whose bits are split between a bf16 parameter and 16 more."""
+    """Return the fp32 weight whose bits are a bf16 parameter and 16 master bits."""
     lower = low.to(torch.int32) & 0xFFFF
     upper = (high.view(torch.int16).to(torch.int32) - (lower >= 0x8000).to(torch.int32)) << 16
     return (upper | lower).view(F32)
@@ -284,7 +284,7 @@ def comparisons() -> Iterator[Comparison]:
 
 
 def verify() -> int:
-    """Print the table; 0 if every output is within its bound, else 1."""
+    """Print the table; return 0 if each output is within its bound, else 1."""
     torch.manual_seed(0)
     where = torch.cuda.get_device_name() if GPU else "Triton's interpreter"
     print(f"relative error against float64, {str(STORAGE).removeprefix('torch.')} storage, on {where}\n")

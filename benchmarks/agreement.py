@@ -1,14 +1,13 @@
-"""Train GPT-2 124M from the same weights on the same tokens with this package and with PyTorch, and compare every step.
+"""Trains GPT-2 124M from the same weights on the same tokens with this package and PyTorch, and compares every step.
 
-    python benchmarks/agreement.py --tokens train_000000.bin --dtype bf16 --master fp32 --out agreement
+    python -m benchmarks.agreement --tokens train_000000.bin --dtype bf16 --master fp32 --out agreement
 
-PyTorch's reference runs in float32 without TF32; with --dtype bf16 it runs once more under bf16 autocast.  Prints a row
-every 10 steps and the largest differences, writes agreement.json and agreement.png, and exits with 1 if a bound is
-passed: fp32 losses within 1e-4 relative at every step; bf16 losses within 0.02 and gradient norms within 2%.  The
-bounds hold against PyTorch's run in the same arithmetic: fp32 for fp32, autocast (bf16 products, fp32 weights) for
---master fp32.  PyTorch has no stochastic rounding, so --master none is held against its fp32 run.  (Its autocast run
-would not do: weights that start as bf16 numbers stay where they are, for autocast, until half an ulp of updates has
-added up.)
+PyTorch's reference runs in float32 without TF32; with --dtype bf16 it runs again under bf16 autocast.  Prints a row for
+every 10th step and the largest differences, writes agreement.json and agreement.png, and exits with 1 if a bound is
+exceeded: fp32 losses within 1e-4 relative at each step; bf16 losses within 0.02 and gradient norms within 2%.  The
+bounds apply to PyTorch's run in the same arithmetic: fp32 for fp32, autocast (bf16 products, fp32 weights) for
+--master fp32.  PyTorch has no stochastic rounding, so --master none is compared with its fp32 run.  (Autocast does not
+compare: weights that start as bf16 numbers do not change under autocast before half an ulp of updates adds up.)
 """
 
 import argparse
@@ -27,20 +26,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script: the checkout is not on the path
-
-import gpt2_triton.kernels as K  # noqa: E402
-from benchmarks import torch_reference  # noqa: E402
-from benchmarks.accuracy import master  # noqa: E402
-from gpt2_triton.config.config import Config  # noqa: E402
+import gpt2_triton.kernels as K
+from benchmarks import torch_reference
+from benchmarks.accuracy import master
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import TrainLoader
-from gpt2_triton.data.packing import pack_batch  # noqa: E402
-from gpt2_triton.data.progress import REPORT_SECONDS  # noqa: E402
-from gpt2_triton.data.shards import open_shards  # noqa: E402
-from gpt2_triton.device import device_name  # noqa: E402
-from gpt2_triton.model.cuda import StepResult  # noqa: E402
-from gpt2_triton.model.gpt2 import GPT2  # noqa: E402
-from gpt2_triton.training.lr_schedule import learning_rate, step_inputs  # noqa: E402
+from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.data.progress import REPORT_SECONDS
+from gpt2_triton.data.shards import open_shards
+from gpt2_triton.device import device_name
+from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.training.lr_schedule import learning_rate, step_inputs
 
 COUNTERPART = {("fp32", "none"): "PyTorch fp32", ("bf16", "none"): "PyTorch fp32", ("bf16", "fp32"): "PyTorch autocast"}
 BOUNDS = {  # largest relative difference of losses, absolute difference of losses, relative difference of norms
@@ -56,7 +53,7 @@ class History(NamedTuple):
 
 
 class Pace:
-    """How far a run is that ends after `steps` or `minutes`, whichever comes first; a line on stderr every 5 s."""
+    """The progress of a run that ends after `steps` or `minutes`, whichever is first; a line on stderr every 5 s."""
 
     def __init__(self, what: str, steps: int, minutes: float = math.inf):
         self.what, self.steps, self.most, self.done = what, steps, 60 * minutes, 0
@@ -69,7 +66,7 @@ class Pace:
         return self.seconds() < self.most
 
     def advance(self, loss: float) -> None:
-        """One more step is done; this was its loss."""
+        """Count one more step, which had this loss."""
         self.done, now = self.done + 1, time.perf_counter()
         if now - self.reported >= REPORT_SECONDS:
             self.reported, seconds = now, self.seconds()
@@ -78,10 +75,10 @@ class Pace:
 
 
 def make_config(a: argparse.Namespace) -> Config:
-    """GPT-2 124M while the rate rises to 2e-5, one micro-batch a step.
+    """Return the configuration: GPT-2 124M, one micro-batch per step, a learning rate that rises to 2e-5.
 
-    While the rate is small, the loss falls smoothly and a difference is an error.  At larger rates runs that differ
-    in the last bit drift apart, PyTorch's from its own as well, and a difference says little (docs/numerics.md).
+    At a small rate the loss falls smoothly and a difference is an error.  At larger rates runs that differ in the last
+    bit drift apart, two runs of PyTorch as well, and a difference means little (docs/numerics.md).
     """
     return Config.model_validate(
         dict(
@@ -94,7 +91,7 @@ def make_config(a: argparse.Namespace) -> Config:
 
 
 def windows(config: Config) -> Iterator[np.ndarray]:
-    """Tokens [B, T+1] of each step, as training would draw them."""
+    """Return the tokens [B, T+1] of each step, as training draws them."""
     t = config.train
     shards = open_shards(config.data.train, config.model.vocab_size, t.seq_len)
     loader = TrainLoader(shards, t.seq_len, config.data.seed)
@@ -102,7 +99,7 @@ def windows(config: Config) -> Iterator[np.ndarray]:
 
 
 def initialised(config: Config) -> tuple[GPT2, Tensor]:
-    """A model with new weights, and a copy of those on the host, in fp32."""
+    """Return a model with new weights, and a copy of the weights on the host in fp32."""
     model = GPT2(config, K, device_name())
     model.initialise(config.train.seed)
     state = model.state
@@ -111,7 +108,7 @@ def initialised(config: Config) -> tuple[GPT2, Tensor]:
 
 
 def _steps(model: GPT2, pace: Pace) -> Iterator[StepResult]:
-    """Each is read when the next has been launched, so that the device does not wait for the host's batches."""
+    """Yield results, each when the next step has been launched: the device does not wait for the host's batches."""
     config, in_flight = model.config, None
     for step, tokens in enumerate(itertools.takewhile(pace.on_time, windows(config))):
         packed = pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size)
@@ -126,8 +123,9 @@ def _steps(model: GPT2, pace: Pace) -> Iterator[StepResult]:
 
 
 def train_ours(config: Config, minutes: float = math.inf) -> tuple[History, Tensor, dict[str, int]]:
-    """Our run, until its last step or for so many minutes after its kernels are there; the fp32 weights that it began
-    with (on the host) and the model's dimensions.
+    """Train until the last step, or for `minutes` after the kernels are compiled.
+
+    Return the history, the initial fp32 weights on the host, and the model's dimensions.
     """
     model, initial = initialised(config)
     if not model.eager:
@@ -144,7 +142,7 @@ def train_ours(config: Config, minutes: float = math.inf) -> tuple[History, Tens
 def train_torch(
     config: Config, initial: Tensor, dims: dict[str, int], autocast: bool, compiled: bool = False
 ) -> History:
-    """PyTorch's run from the same weights."""
+    """Train PyTorch's model from the same weights."""
     o, steps, device = config.optim, config.train.steps, device_name()
     params = torch_reference.leaves(initial.to(device), dims)
     tokens = (torch.from_numpy(window).to(device) for window in windows(config))
@@ -160,7 +158,7 @@ def train_torch(
 
 
 def differences(ours: History, torchs: History) -> dict[str, float]:
-    """The largest differences over all steps."""
+    """Return the largest differences over all steps."""
     a, b = np.array(ours.losses), np.array(torchs.losses)
     p, q = np.array(ours.norms), np.array(torchs.norms)
     return dict(
@@ -201,18 +199,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=Path, required=True, help="a shard of GPT-2 tokens, made by `prepare text`")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
     parser.add_argument("--seq_len", type=int, default=1024)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--master", choices=["none", "fp32"], default="none")
     parser.add_argument("--out", type=Path, required=True, help="directory for agreement.json and agreement.png")
     a = parser.parse_args()
     if (a.dtype, a.master) not in COUNTERPART:
-        parser.error("--master fp32 goes with --dtype bf16: fp32 weights are their own master")
+        parser.error("--master fp32 goes with --dtype bf16: fp32 weights need no master copy")
     torch.set_float32_matmul_precision("highest")
     config, runs = make_config(a), {}
     runs["ours"], initial, dims = train_ours(config)
-    gc.collect()  # our arena goes before PyTorch's activations come
+    gc.collect()  # frees our arena before PyTorch allocates its activations
     torch.cuda.empty_cache()
     runs["PyTorch fp32"] = train_torch(config, initial, dims, autocast=False)
     if a.dtype == "bf16":

@@ -1,6 +1,6 @@
-"""Calls of a real step's launchers, stopped at: which rows they ask for; each again and again, compared and timed.
+"""Intercepts the launches of a real training step, to repeat, compare and time each with other launch parameters.
 
-What a call writes is saved, and put back, so that the step goes on as if nothing had happened.
+What a call writes is saved and restored, so that the step continues with unchanged data.
 """
 
 import contextlib
@@ -29,26 +29,26 @@ from gpt2_triton.model.gpt2 import GPT2
 
 REFUSED = (TritonError, RuntimeError, ValueError, AssertionError)  # by the compiler, the driver or the launcher
 DIFFERS = "its numbers differ from the current row's"
-SAMPLE_MS = 1.0  # a graph holds so many launches as take this long: events resolve about a microsecond
-BLOCK, CHUNK = 256, 1 << 24  # numbers compared as one, and at a time
+SAMPLE_MS = 1.0  # duration of the launches in a graph: events resolve about a microsecond
+BLOCK, CHUNK = 256, 1 << 24  # numbers with one error, and numbers compared at a time
 
 
 class Rows(dict[Key, Row]):
-    """A table's rows that remember which were asked for."""
+    """A table's rows, which record the keys that are looked up."""
 
-    asked: set[Key]
+    used: set[Key]
 
     def __getitem__(self, key: Key) -> Row:
-        self.asked.add(key)
+        self.used.add(key)
         return super().__getitem__(key)
 
 
 @contextlib.contextmanager
-def asked_rows() -> Iterator[Rows]:
-    """Inside, launchers take their rows from what this yields, a copy of the table's."""
+def recorded_rows() -> Iterator[Rows]:
+    """Yield a copy of the table's rows; inside the context, launchers take their rows from it."""
     table = tuning.table
     rows = Rows(table().rows)
-    rows.asked = set()
+    rows.used = set()
     replaced = table()._replace(rows=rows)
     tuning.table = lambda: replaced
     try:
@@ -59,12 +59,12 @@ def asked_rows() -> Iterator[Rows]:
 
 @dataclasses.dataclass
 class Call:
-    """A launcher with its arguments, and the rows that it asks for."""
+    """A launcher with its arguments, and the keys of the rows that it uses."""
 
     launcher: Callable[..., None]
     args: tuple
     keywords: dict[str, Any]
-    asked: set[Key] = dataclasses.field(default_factory=set)
+    used: set[Key] = dataclasses.field(default_factory=set)
 
     def __call__(self) -> None:
         self.launcher(*self.args, **self.keywords)
@@ -75,7 +75,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Equal for calls that take the same time: launcher, shapes and flags, but no numbers."""
+        """Launcher, shapes and flags, without numbers: equal for calls that take the same time."""
         parts = [
             "x".join(map(str, v.shape)) if isinstance(v, Tensor) else str(v) if v is None or type(v) is bool else "."
             for v in (*self.args, *self.keywords.values())
@@ -83,15 +83,16 @@ class Call:
         return " ".join([self.launcher.__name__, *parts])
 
 
-class Stopping:
-    """The kernel package.  It notes which rows each call asks for; with on_call set, it stops there before the launch
-    of every call that no other before had the key of.
+class Interceptor:
+    """The kernel package, which records the rows that each call uses.
+
+    If `on_call` is set, it is called before the first launch with each key.
     """
 
     def __init__(self, rows: Rows):
         self.rows = rows
         self.on_call: Callable[[Call], None] | None = None
-        self.asked: dict[str, set[Key]] = {}
+        self.used: dict[str, set[Key]] = {}
         self.seen: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -103,33 +104,33 @@ class Stopping:
             call = Call(launcher, args, keywords)
             if self.on_call is not None and call.key not in self.seen:
                 self.seen.add(call.key)
-                call.asked = self.asked[call.key]
+                call.used = self.used[call.key]
                 self.on_call(call)
-            self.rows.asked.clear()
+            self.rows.used.clear()
             call()
-            self.asked[call.key] = set(self.rows.asked)
+            self.used[call.key] = set(self.rows.used)
 
         return launch
 
 
-def stopped_step(size: str, batch: int | None, rows: Rows, on_call: Callable[[Call, float], None]) -> None:
-    """Run two steps of the size with one layer: the first shows its calls and the rows they ask for, the second stops
-    before each with on_call(call, share of the calls that are done).
+def intercepted_step(size: str, batch: int | None, rows: Rows, on_call: Callable[[Call, float], None]) -> None:
+    """Run two steps of the size with one layer.  The first records calls and their rows, the second calls
+    on_call(call, fraction of the calls that are done) before each.
     """
-    K = Stopping(rows)
+    K = Interceptor(rows)
     model, packed = model_of(config_of(size, batch or SIZES[size].batch, SIZES[size].recompute, n_layer=1), K)
-    K.asked = {}
+    K.used = {}
     list(run_steps(model, packed, range(1)))
-    K.on_call = lambda call: on_call(call, len(K.seen) / (len(K.asked) + 1))
+    K.on_call = lambda call: on_call(call, len(K.seen) / (len(K.used) + 1))
     list(run_steps(model, packed, range(1, 2)))
     K.on_call = None
     del model
-    gc.collect()  # the arena goes before the next one comes
+    gc.collect()  # frees the arena before the next one is allocated
     torch.cuda.empty_cache()
 
 
 def model_of(config: Any, K: Any) -> tuple[GPT2, Tensor]:
-    """An initialised model that launches eagerly, and a batch whose tokens are as unequally frequent as words."""
+    """Return an initialised model that launches eagerly, and a batch whose tokens have the frequencies of words."""
     model = GPT2(config, K, "cuda")
     model.compile()
     model.initialise(config.train.seed)
@@ -140,8 +141,10 @@ def model_of(config: Any, K: Any) -> tuple[GPT2, Tensor]:
 
 
 def worst(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want|| of the worst BLOCK of consecutive numbers, whose ||want|| counts as no less than the
-    average one's.  What is NaN in both, and was thus not written, is equal; NaN in one is infinitely wrong.
+    """Return the largest ||got - want|| / ||want|| over blocks of BLOCK consecutive numbers.
+
+    ||want|| of a block counts at least as much as the root mean square over blocks.  NaN in both, which means that
+    neither wrote the number, is equal; NaN in one is an infinite error.
     """
     wrong, size = [], []
     for a, b in zip(got.reshape(-1).split(CHUNK), want.reshape(-1).split(CHUNK)):
@@ -157,8 +160,8 @@ def worst(got: Tensor, want: Tensor) -> float:
     return math.inf if math.isnan(error) else error
 
 
-class Stopped:
-    """A call that is about to be launched: what it writes is saved, and what the current row gives is known."""
+class Trial:
+    """A call before its launch: its outputs are saved, and the results with the current row are known."""
 
     def __init__(self, call: Call):
         self.call = call
@@ -170,11 +173,11 @@ class Stopped:
         self.launches = self._launches()
 
     def _results(self) -> list[Tensor]:
-        """What is compared: not scratch, whose partial sums are of other rows if blocks are."""
+        """Return the outputs to compare: not scratch, whose partial sums depend on the block sizes."""
         return [t for t in self.outs if _name(self.call, t) != "scratch"]
 
     def _again(self) -> None:
-        """The call, on outputs that are NaN where it has to write them, and as they were where it adds to them."""
+        """Repeat the call: outputs that it reads are restored first, the others are NaN."""
         for tensor, before, read in zip(self.outs, self.before, self.read):
             if read:
                 tensor.copy_(before)
@@ -192,7 +195,7 @@ class Stopped:
         return max(1, min(50, math.ceil(SAMPLE_MS / max(before.elapsed_time(after), 1e-3))))
 
     def fault(self, tolerance: float) -> str | None:
-        """Why a row cannot be used here: it is refused, or its outputs differ from the current row's; or None."""
+        """Return why the row cannot be used: an error, or outputs that differ from the current row's; else None."""
         try:
             self._again()
         except REFUSED as error:
@@ -201,7 +204,7 @@ class Stopped:
         return None if error <= tolerance else f"{DIFFERS} by {error:.1e}, more than {tolerance:.1e}"
 
     def graph(self) -> tuple[Any, int]:
-        """So many launches as take SAMPLE_MS, and their number."""
+        """Return a graph of as many launches as take SAMPLE_MS, and their number."""
 
         def launches() -> None:
             for _ in range(self.launches):
@@ -214,7 +217,7 @@ class Stopped:
             tensor.copy_(before)
 
 
-# updated in place, or added to in calls that accumulate
+# outputs that are updated in place, or added to in calls that accumulate
 UPDATED = {"adamw": {"w", "m", "v", "low"}, "embedding_bwd": {"dwte"}}
 ADDED_TO = {"dx", "dw", "db", "dbias", "dwpe", "losses"}
 
@@ -225,7 +228,7 @@ def _name(call: Call, tensor: Tensor) -> str:
 
 
 def _updated(call: Call, out: Tensor) -> bool:
-    """Is what stands in this output read?"""
+    """Return whether the call reads this output's old content."""
     name, inputs = _name(call, out), call.args[call.launcher.outputs :]
     added_to = name in UPDATED.get(call.launcher.__name__, ()) or name in ADDED_TO
     return added_to or any(_overlap(out, t) for t in inputs if isinstance(t, Tensor))
@@ -236,15 +239,15 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def interleaved(graphs: dict[int, tuple[Any, int]], rounds: int) -> dict[int, float]:
-    """Median milliseconds of a launch: every graph once a round, each round beginning with another one; the first round
-    warms up.
+    """Return the median milliseconds of a launch.  Each round replays each graph once, in an order that rotates from
+    round to round; the first round warms up.
     """
     spans: dict[int, list[float]] = {i: [] for i in graphs}
     order = list(graphs)
     for number in range(rounds + 1):
         at = number * len(order) // (rounds + 1)
         marks = {}
-        torch.cuda._sleep(AHEAD)  # the host gets ahead, so that no time between launches is measured
+        torch.cuda._sleep(AHEAD)  # the host queues the launches meanwhile, so that no gaps are measured
         for i in order[at:] + order[:at]:
             before, after = marks[i] = events()
             before.record()

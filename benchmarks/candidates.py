@@ -1,4 +1,4 @@
-"""The rows that `bench --tune` tries: for each operation the values of each parameter, and which of them go together.
+"""The rows that `tune` tries: the values of each parameter of each operation, and the valid combinations.
 
 What is the same for every GPU (FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not
 here: no step of the four sizes uses them, and they keep their values.
@@ -48,14 +48,16 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def _tile_fits(row: Row, shared: int) -> bool:
-    """At most 128 accumulators in a thread's 255 registers, and all stages of both operands in shared memory."""
+    """Return whether a thread has at most 128 accumulators in its 255 registers, and all stages of both operands fit
+    into shared memory.
+    """
     accumulators = row["BLOCK_M"] * row["BLOCK_N"] // (32 * row["num_warps"])
     operands = 2 * (row["BLOCK_M"] + row["BLOCK_N"]) * row["BLOCK_K"] * row["num_stages"]
     return 16 <= accumulators <= 128 and operands <= shared
 
 
 def _few_a_thread(*blocks: str) -> Callable[[Row, int], bool]:
-    """4 to 32 elements a thread: loads of 8 bytes or more, and registers for all of them."""
+    """Return a check for 4 to 32 elements per thread: loads of at least 8 bytes, and registers for all elements."""
 
     def fits(row: Row, shared: int) -> bool:
         size = 1
@@ -82,7 +84,7 @@ FITS: dict[str, Callable[[Row, int], bool]] = {
 
 
 def candidates(op: str, current: Row, shared: int) -> list[Row]:
-    """`current`, and then every other row of the space; `shared` is the bytes of shared memory of a program."""
+    """Return `current`, then each other row of the space that fits `shared` bytes of shared memory per program."""
     space = SPACE[op]
     rows = [current | dict(zip(space, values)) for values in itertools.product(*space.values())]
     fits = FITS.get(op, lambda row, shared: True)

@@ -1,4 +1,4 @@
-"""What this GPU can do, measured in the same run: a copy, cuBLAS at a product's shape, cuDNN's attention."""
+"""Measures limits of this GPU: the bandwidth of a copy, cuBLAS at a product's shape, cuDNN's attention."""
 
 import functools
 import statistics
@@ -18,9 +18,9 @@ def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def median_ms(function: Callable[[], Any], milliseconds: float = 150.0) -> float:
-    """Median over calls that last so long in all, after as many to warm up, launched without a pause.
+    """Return the median time of calls that last `milliseconds` in all, after as many to warm up.
 
-    A pause would let the clock rise above what the power limit allows in a step, and the ceiling with it.
+    They are launched without a pause, after which the clock would be higher than the power limit allows in a step.
     """
 
     def timed(calls: int) -> list[float]:
@@ -41,12 +41,12 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-# Each is measured once, on random numbers, since zeros run faster.
+# Each is measured once, on random numbers: zeros take less power and so less time.
 
 
 @functools.cache
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 1 GiB."""
+    """Return the bytes per second, read plus written, of a copy of 1 GiB."""
     a = torch.randn(1 << 28, device="cuda")
     b = torch.empty_like(a)
     return 2 * a.nbytes / median_ms(lambda: b.copy_(a)) * 1e3
@@ -54,7 +54,7 @@ def copy_bandwidth() -> float:
 
 @functools.cache
 def product_ms(layout: str, M: int, N: int, K: int) -> float:
-    """torch.mm, bf16 in and out: forward a @ w.T, dx a @ w, dw a.T @ b."""
+    """Return the time of torch.mm, bf16 in and out: forward is a @ w.T, dx is a @ w, dw is a.T @ b."""
     a = _random(K, M).T if layout == "dw" else _random(M, K)
     b = _random(N, K).T if layout == "forward" else _random(K, N)
     out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ def product_ms(layout: str, M: int, N: int, K: int) -> float:
 
 @functools.cache
 def attention_ms(name: str, B: int, NH: int, T: int, HS: int) -> float:
-    """cuDNN's causal attention, forward or backward."""
+    """Return the time of cuDNN's causal attention, forward or backward."""
     q, k, v, dout = (_random(B, T, NH, HS).transpose(1, 2) for _ in range(4))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         if name == "attention_fwd":

@@ -1,9 +1,9 @@
-"""How fast collectives and copies are between these GPUs, for the buckets of GPT-2 124M and 1558M.
+"""Times collectives and copies between GPUs, for the buckets of GPT-2 124M and 1558M.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.collectives
 
-GB/s are what each GPU sends: (n - 1) / n of the bucket, of all_reduce twice that.  Copies begin with a barrier, whose
-time is the first line's.  What travels are random numbers.
+GB/s counts the bytes that each GPU sends: (n - 1) / n of the bucket, twice that for all_reduce.  Copies begin with a
+barrier, whose time is in the first line.  The data are random numbers.
 """
 
 import argparse
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.sizes import bucket_elements
 from gpt2_triton import device
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
 
 BUCKETS = {
-    "124M layer": 7_077_888,
-    "124M wte, wpe": 39_419_904,
-    "1558M layer": 30_720_000,
-    "1558M wte, wpe": 82_124_800,
+    f"{name} {part}": elements
+    for name, size in (("124M", "d12"), ("1558M", "d48"))
+    for part, elements in zip(("layer", "wte, wpe"), bucket_elements(size), strict=True)
 }
 WARM, TIMED = 5, 20
 
@@ -34,9 +34,9 @@ def main() -> None:
     own, arenas = group.allocate(4 * max(BUCKETS.values()))
     with torch.cuda.stream(torch.cuda.Stream()):
         own.random_()
-        meeting = measure(group.barrier) if arenas else 0.0
+        barrier = measure(group.barrier) if arenas else 0.0
         if arenas and group.rank == 0:
-            print(f"{'':<16}{'barrier':<16}{0.0:>8.1f}{meeting * 1e6:>9.1f}", flush=True)
+            print(f"{'':<16}{'barrier':<16}{0.0:>8.1f}{barrier * 1e6:>9.1f}", flush=True)
         for name, n in BUCKETS.items():
             for line in lines(group, arenas, name, n - n % (group.size * 64)):
                 if group.rank == 0:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def lines(group: ProcessGroup, arenas: list[torch.Tensor], name: str, n: int) -> Iterator[str]:
-    """A bucket of n elements by collectives, and by copies if ranks can read each other's arenas."""
+    """Time a bucket of n elements in collectives, and in copies if ranks can read each other's arenas."""
     grads, params = (torch.empty(n, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16))
     own = slice(group.rank * n // group.size, (group.rank + 1) * n // group.size)
     for what, times, whole, function, arguments in (
@@ -63,7 +63,7 @@ def lines(group: ProcessGroup, arenas: list[torch.Tensor], name: str, n: int) ->
 
 
 def copy_parts(group: ProcessGroup, arenas: list[torch.Tensor], into: torch.Tensor) -> None:
-    """The others' parts of a bucket."""
+    """Copy the other ranks' parts of a bucket."""
     group.barrier()
     parts = into.view(group.size, -1)
     for i in range(1, group.size):
@@ -72,7 +72,7 @@ def copy_parts(group: ProcessGroup, arenas: list[torch.Tensor], into: torch.Tens
 
 
 def measure(function: Callable[..., None], *arguments: Any) -> float:
-    """Median seconds of a call on the device."""
+    """Return the median seconds of a call on the device."""
     times = []
     for i in range(WARM + TIMED):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -89,5 +89,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.parse_args()
     if not device.present():
-        parser.exit(2, "error: link: needs CUDA GPUs, found none\n")
+        parser.exit(2, "error: collectives: needs CUDA GPUs, found none\n")
     main()

@@ -1,22 +1,20 @@
-"""Loss curves: bf16 with stochastic rounding, bf16 with fp32 masters, and PyTorch under autocast.
+"""Trains bf16 with stochastic rounding, bf16 with fp32 masters, and PyTorch under autocast, and compares their losses.
 
     python -m benchmarks.curves --tokens train_000000.bin --out curves                             # 500 steps of each
-    python -m benchmarks.curves --tokens train_000000.bin --out heart --minutes 10 --batch 64      # learnt by heart
+    python -m benchmarks.curves --tokens train_000000.bin --out heart --minutes 10 --batch 64      # memorises the text
 
-GPT-2 124M from the same weights on the same tokens at an ordinary learning rate.  Runs that differ in the last bit
-drift apart there, so what is compared is the mean training loss of the last 20 steps: ours must lie within 1% of
-PyTorch's.
+GPT-2 124M from the same weights on the same tokens at an ordinary learning rate.  There, runs that differ in the last
+bit drift apart; compared is the mean training loss of the last 20 steps: ours must be within 1% of PyTorch's.
 
-With --minutes, stochastic rounding trains for that long, without the time in which kernels are compiled, and PyTorch
-takes as many steps on the same batches, however long that takes.  A small text is learnt by heart: the loss ends near
-0, where a ratio says nothing.  On the way down a lag of a few steps is a large fraction of the loss, and at the end the
-loss is noise.  So steps are compared instead: those after which the mean loss of 20 steps is first below 1.0, and below
-0.1, must be within 5% of PyTorch's; a run that does not get there counts as if its next step did.  A run that does not
-come below 1.0 has not learnt the text, and shows nothing.
+With --minutes, stochastic rounding trains for that long, without the time to compile kernels, and PyTorch takes as many
+steps on the same batches, however long that takes.  The model memorises a small text: the loss ends near 0, where it is
+noise, and before that a lag of a few steps is a large fraction of the loss.  So steps are compared instead: those after
+which the mean loss of 20 steps is first below 1.0, and below 0.1, must be within 5% of PyTorch's.  A run that never
+gets below 0.1 counts as if the step after its last did; a run that never gets below 1.0 fails.
 
-Tokens a second are those of this plain PyTorch, compiled only with --minutes, and that within its time; `python -m
-gpt2_triton bench` has its best.
-Writes curves.json and curves.png; exits with 1 if a bound is passed.
+Tokens per second are those of plain PyTorch, compiled only with --minutes, and the compilation is included; `python -m
+benchmarks steps` measures PyTorch at its best.
+Writes curves.json and curves.png; exits with 1 if a bound is exceeded.
 """
 
 import argparse
@@ -36,7 +34,7 @@ from gpt2_triton.config.config import Config
 LAST, BOUND = 20, 0.01
 LEVELS, LAG = (1.0, 0.1), 0.05
 PYTORCH = "PyTorch, autocast"
-ENDLESS = 10**9  # steps: the minutes are over before
+ENDLESS = 10**9  # steps: more than the minutes allow
 
 
 def config_of(tokens: Path, steps: int, batch: int, master: str) -> Config:
@@ -51,13 +49,13 @@ def config_of(tokens: Path, steps: int, batch: int, master: str) -> Config:
 
 
 def _free() -> None:
-    """One arena at a time."""
+    """Free the arena of the last run."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def train_for_steps(tokens: Path, steps: int, batch: int) -> tuple[dict[str, History], Config]:
-    """The three runs, and the configuration of the last of ours, whose weights PyTorch begins with."""
+    """Return the three runs, and the configuration of our last one, from whose weights PyTorch starts."""
     runs = {}
     for master in ("none", "fp32"):
         config = config_of(tokens, steps, batch, master)
@@ -68,10 +66,11 @@ def train_for_steps(tokens: Path, steps: int, batch: int) -> tuple[dict[str, His
 
 
 def train_for_minutes(tokens: Path, minutes: float, batch: int) -> tuple[dict[str, History], Config]:
-    """Stochastic rounding for so long and PyTorch for as many steps, and the configuration with their number.
+    """Train with stochastic rounding for `minutes` and PyTorch for as many steps.
 
-    PyTorch begins with the weights before they are rounded to bf16: autocast would lag from rounded ones, as
-    agreement.py explains.  The learning rate is constant, so that it does not depend on the number of steps.
+    Return the runs and the configuration with the number of steps.  PyTorch starts from the weights before they are
+    rounded to bf16, since autocast would lag from rounded ones (agreement.py).  The learning rate is constant, so that
+    it does not depend on the number of steps.
     """
     config = config_of(tokens, ENDLESS, batch, "none")
     model, initial = initialised(config_of(tokens, ENDLESS, batch, "fp32"))
@@ -86,15 +85,16 @@ def train_for_minutes(tokens: Path, minutes: float, batch: int) -> tuple[dict[st
 
 
 def first_below(losses: Sequence[float], level: float) -> int | None:
-    """Steps after which the mean loss of the last 20 is first below the level; None if it never is."""
+    """Return the steps after which the mean loss of the last 20 is first below the level; None if it never is."""
     sums = np.cumsum([0.0, *losses])
     below = np.flatnonzero(sums[LAST:] - sums[:-LAST] < LAST * level)
     return LAST + int(below[0]) if len(below) else None
 
 
 def largest_lag(runs: dict[str, History]) -> float:
-    """The largest relative difference, between our run and PyTorch's, of the steps to a level; infinite if one of
-    them did not come below the first.
+    """Return the largest relative difference of the steps to a level between our run and PyTorch's.
+
+    It is infinite if one of them did not get below the first level.
     """
     steps = {name: [first_below(run.losses, level) for level in LEVELS] for name, run in runs.items()}
     if any(reached[0] is None for reached in steps.values()):
@@ -132,8 +132,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=Path, required=True, help="a shard of GPT-2 tokens, made by `prepare text`")
     until = parser.add_mutually_exclusive_group()
     until.add_argument("--steps", type=int, default=500)
-    until.add_argument("--minutes", type=float, help="instead: train for so long, and let PyTorch take as many steps")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a step; with many the text is learnt by heart")
+    until.add_argument("--minutes", type=float, help="train for this long instead, and PyTorch for as many steps")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step; many memorise the text")
     parser.add_argument("--out", type=Path, required=True, help="directory for curves.json and curves.png")
     a = parser.parse_args()
     if a.minutes is not None and a.minutes <= 0:
@@ -150,7 +150,7 @@ def main() -> int:
         what, off, bound = f"steps to losses of {LEVELS}", largest_lag(runs), LAG
     else:
         what, off, bound = "final mean losses", max(abs(loss / final[PYTORCH] - 1) for loss in final.values()), BOUND
-    found = f"differ by {off:.1%}, bound {bound:.0%}" if off < math.inf else "are too many: give it more minutes"
+    found = f"differ by {off:.1%}, bound {bound:.0%}" if off < math.inf else "are not known: train for more minutes"
     print(f"{'agreed' if off <= bound else 'DISAGREED'}: {what} {found}")
     a.out.mkdir(parents=True, exist_ok=True)
     record = dict(config=config.to_dict(), device=torch.cuda.get_device_name(), final=final)

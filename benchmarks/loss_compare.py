@@ -5,9 +5,9 @@
     python -m benchmarks.loss_compare OLD NEW --gpus 2          the same on 2 GPUs: ZeRO stages by peer copies, and NCCL
     python -m benchmarks.loss_compare OLD NEW --time 60 --size d12 --batch_size 64
 
-OLD and NEW are commits of this repository or directories that hold a checkout.  Compared are all numbers in
+OLD and NEW are commits of this repository or directories with a checkout.  The comparison covers all numbers in
 metrics.jsonl except times, and the sha256 of each tensor of the last checkpoint: weights, moments, master bits.
---time trains in the order old, new, new, old, compares losses and norms, and prints the median ms of a step.
+--time trains in the order old, new, new, old, compares losses and norms, and prints the median ms per step.
 The exit code is 1 if a bit differs, 2 if a run fails.
 """
 
@@ -26,12 +26,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpt2_triton.console import print_line
+
 ROOT = Path(__file__).parents[1]
 TIMES = {"ms", "tok_s", "mfu"}  # keys of metrics.jsonl that differ between equal runs
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
-WARM_STEPS = 10  # not timed: the clocks settle, and the first steps capture CUDA graphs
-ROOM = 24 << 30  # bytes that must be free in /dev/shm: a run makes sure of room for its checkpoint, 19 GB at 1558M
-DATA = "--data.train builtin --data.val builtin --data.tokenizer bytes"  # bytes are tokens of GPT-2's vocabulary too
+WARM_STEPS = 10  # not timed: clocks settle, and the first steps capture CUDA graphs
+ROOM = 24 << 30  # bytes that must be free in /dev/shm: a run refuses to start without those for its checkpoint
+DATA = "--data.train builtin --data.val builtin --data.tokenizer bytes"  # bytes are valid ids of GPT-2's vocabulary
 QUIET = "--eval.every 0 --eval.hellaswag_every 0 --sample.every 0 --checkpoint.every 0 --checkpoint.major 0"
 
 
@@ -51,7 +53,7 @@ class Result(NamedTuple):
 
 
 class RunFailed(RuntimeError):
-    """A training run or the export of a commit failed, or nothing was to be run."""
+    """A training run or the export of a commit failed, or no case was selected."""
 
 
 # ---- the cases ----
@@ -63,14 +65,14 @@ def cpu_cases(steps: int) -> list[Case]:
 
 
 def gpt2(steps: int, batch_size: int, micro_steps: int = 1, gpus: int = 1) -> str:
-    """Options of GPT-2 124M on the builtin text, whose only checkpoint is that of the last step."""
+    """Return options of GPT-2 124M on the builtin text, with one checkpoint after the last step."""
     tokens = batch_size * 1024 * micro_steps * gpus
     sizes = f"--train.steps {steps} --train.batch_size {batch_size} --train.total_batch_tokens {tokens}"
     return f"configs/gpt2_124m.yaml {DATA} {QUIET} {sizes} --optim.warmup 1"
 
 
 def gpu_cases(steps: int, batch_size: int) -> list[Case]:
-    """Each recompute level, two micro-steps with master weights, fp32."""
+    """Return each recompute level, two micro-steps with master weights, and fp32."""
     run = gpt2(steps, batch_size)
     cases = [Case(level, f"{run} --memory.recompute {level}") for level in LEVELS]
     cases.append(Case("2 micro-steps, master fp32", f"{gpt2(steps, batch_size, 2)} --optim.master fp32"))
@@ -78,7 +80,7 @@ def gpu_cases(steps: int, batch_size: int) -> list[Case]:
 
 
 def gpus_cases(steps: int, batch_size: int, gpus: int) -> list[Case]:
-    """ZeRO stages with one torchrun agent, which leads to peer copies, and an agent per GPU, which leads to NCCL."""
+    """Return ZeRO stages with one torchrun agent, which uses peer copies, and an agent per GPU, which uses NCCL."""
     run = gpt2(steps, batch_size, 2, gpus)
     cases = [Case(f"{gpus} GPUs, copies, ZeRO-{zero}", f"{run} --parallel.zero {zero}", gpus) for zero in (1, 0, 2)]
     return [*cases, Case(f"{gpus} GPUs, NCCL, ZeRO-1", run, gpus, gpus)]
@@ -93,8 +95,9 @@ def timed_case(steps: int, batch_size: int, size: str, recompute: str, gpus: int
 
 
 def train(tree: Path, case: Case, work: Path, stop_after: int = 0) -> Result:
-    """Train in a new directory under `work`, read the result and delete the directory.  With `stop_after` the run is
-    killed after that many steps, which spares it the checkpoint.
+    """Train in a new directory under `work`, read the result and delete the directory.
+
+    With `stop_after` the run is killed after that many steps, before it writes a checkpoint.
     """
     run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=work))
     try:
@@ -115,7 +118,7 @@ def train(tree: Path, case: Case, work: Path, stop_after: int = 0) -> Result:
 
 
 def commands(tree: Path, case: Case, run_dir: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """The command line and environment of each process to start.  The builtin data goes to the working directory."""
+    """Yield the command line and environment of each process.  The builtin data is made in the working directory."""
     config, *options = case.options.split()
     words = [str(tree / "train.py"), str(tree / config), *options, "--run_dir", str(run_dir)]
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
@@ -136,10 +139,10 @@ def commands(tree: Path, case: Case, run_dir: Path) -> Iterator[tuple[list[str],
 
 
 def _wait(processes: list[subprocess.Popen], run_dir: Path, stop_after: int) -> bool:
-    """Wait for the end; True if the run was killed because it had done `stop_after` steps."""
+    """Wait for the end; return True if the run was killed after `stop_after` steps."""
     try:
         while stop_after and processes[0].poll() is None:
-            if len(_steps(run_dir)) >= stop_after:
+            if len(_records(run_dir, "ms")) >= stop_after:
                 return True
             time.sleep(0.1)
         for process in processes:
@@ -151,29 +154,29 @@ def _wait(processes: list[subprocess.Popen], run_dir: Path, stop_after: int) -> 
             process.wait()
 
 
-def _records(run_dir: Path) -> list[dict[str, Any]]:
+def _records(run_dir: Path, key: str = "step") -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl that have the key, without a last line that is not complete."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _steps(run_dir: Path) -> list[dict[str, Any]]:
-    return [record for record in _records(run_dir) if "ms" in record]
+    return [record for line in lines if line.endswith("\n") and key in (record := json.loads(line))]
 
 
 def read_result(run_dir: Path, checkpoint: bool = True) -> Result:
-    """The metrics of a run directory and, unless `checkpoint` is False, the tensors of its last checkpoint."""
+    """Return the metrics of a run directory and, if `checkpoint`, the tensors of its last checkpoint."""
     metrics = [{key: value for key, value in record.items() if key not in TIMES} for record in _records(run_dir)]
     tensors: dict[str, str] = {}
     if checkpoint:
         last = max((run_dir / "checkpoints").glob("step_*"))
         for path in sorted(last.glob("*.safetensors")):
             tensors |= {f"{path.name}: {name}": digest for name, digest in tensor_hashes(path).items()}
-    return Result(metrics, tensors, [record["ms"] for record in _steps(run_dir)])
+    return Result(metrics, tensors, [record["ms"] for record in _records(run_dir, "ms")])
 
 
 def tensor_hashes(path: Path) -> dict[str, str]:
-    """The sha256 of dtype, shape and bytes of each tensor in a safetensors file: 8 bytes of length, JSON, data."""
+    """Return the sha256 of dtype, shape and bytes of each tensor in a safetensors file.
+
+    The file holds 8 bytes with the length of the header, the header as JSON, and the data.
+    """
     hashes = {}
     with open(path, "rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
@@ -194,7 +197,7 @@ def tensor_hashes(path: Path) -> dict[str, str]:
 
 
 def differences(old: Result, new: Result) -> list[str]:
-    """One line for the first record of metrics.jsonl that differs, one for each tensor that differs."""
+    """Return one line for the first record of metrics.jsonl that differs, and one for each tensor that differs."""
     lines = []
     for then, now in zip(old.metrics, new.metrics):
         if then != now:
@@ -213,29 +216,29 @@ def differences(old: Result, new: Result) -> list[str]:
 
 
 def compare(trees: dict[str, Path], case: Case, work: Path) -> dict[str, Any]:
-    """Train the case with both trees; a row of the report."""
+    """Train the case with both trees and return a row of the report."""
     results = {}
     for name, tree in trees.items():
         begin = time.monotonic()
         results[name] = train(tree, case, work)
-        say(f"{case.name}: {name}: {time.monotonic() - begin:.0f} s, last record {results[name].metrics[-1:]}")
+        print_line(f"{case.name}: {name}: {time.monotonic() - begin:.0f} s, last record {results[name].metrics[-1:]}")
     found = differences(results["old"], results["new"])
     return {"case": case.name, "differences": found, "tensors": len(results["old"].tensors)}
 
 
 def compare_times(trees: dict[str, Path], case: Case, work: Path, steps: int, rounds: int) -> dict[str, Any]:
-    """Train the case `rounds` times in the order old, new, new, old; a row with the median ms of a step."""
+    """Train `rounds` times in the order old, new, new, old and return a row with the median ms per step."""
     runs: dict[str, list[Result]] = {"old": [], "new": []}
     for name in ("old", "new", "new", "old") * rounds:
         result = train(trees[name], case, work, steps if case.gpus == 1 else 0)
         steps_done = [record for record in result.metrics if record["step"] <= steps]
         runs[name].append(result._replace(metrics=steps_done, ms=result.ms[WARM_STEPS:steps]))
-        say(f"{case.name}: {name}: median {statistics.median(runs[name][-1].ms):.2f} ms")
-    old, new = (statistics.median(ms for run in runs[name] for ms in run.ms) for name in ("old", "new"))
-    first = runs["old"][0]
-    found = [line for run in runs["old"][1:] + runs["new"] for line in differences(first, run)]
-    return {"case": case.name, "differences": found, "tensors": len(first.tensors), "old": old, "new": new,
-            "medians": {name: [statistics.median(run.ms) for run in runs[name]] for name in runs}}  # fmt: skip
+        print_line(f"{case.name}: {name}: median {statistics.median(runs[name][-1].ms):.2f} ms")
+    first, *others = runs["old"] + runs["new"]
+    row = {"case": case.name, "differences": [line for run in others for line in differences(first, run)]}
+    row |= {name: statistics.median(ms for run in runs[name] for ms in run.ms) for name in runs}
+    medians = {name: [statistics.median(run.ms) for run in runs[name]] for name in runs}
+    return row | {"tensors": len(first.tensors), "medians": medians}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -249,7 +252,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def checkout(source: str, work: Path, name: str) -> Path:
-    """The directory `source`, or the files of the commit `source` in a new directory under `work`."""
+    """Return the directory `source`, or a new one under `work` with the files of the commit `source`."""
     if (Path(source) / "train.py").is_file():
         return Path(source).resolve()
     tree, archive = work / name, work / f"{name}.tar"
@@ -262,10 +265,6 @@ def checkout(source: str, work: Path, name: str) -> Path:
     return tree
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="commit or directory")
@@ -273,12 +272,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="compare configs/quickstart.yaml")
     parser.add_argument("--gpu", action="store_true", help="compare GPT-2 124M on one GPU")
     parser.add_argument("--gpus", type=int, default=1, help="compare, or time, on this number of GPUs")
-    parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="measure runs of this number of steps")
-    parser.add_argument("--rounds", type=int, default=1, help="of old, new, new, old")
+    parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="time runs of this number of steps")
+    parser.add_argument("--rounds", type=int, default=1, help="repetitions of old, new, new, old")
     parser.add_argument("--size", default="d12", help="model.size of timed runs")
     parser.add_argument("--recompute", default="gelu", help="memory.recompute of timed runs")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences of 1024 tokens per GPU and micro-step")
-    parser.add_argument("--steps", type=int, help="of compared runs; default 20 with --cpu, else 5")
+    parser.add_argument("--steps", type=int, help="steps of compared runs; default 20 with --cpu, else 5")
     parser.add_argument("--only", default="", help="compare only the cases whose names contain this")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     parser.add_argument("--work", type=Path, help="directory for runs; default /dev/shm if it has room, else $TMPDIR")
@@ -291,7 +290,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def selected_cases(given: argparse.Namespace) -> list[Case]:
-    """The cases to compare; --gpus with --time is the number of GPUs of the timed run."""
+    """Return the cases to compare.  With --time, --gpus is the number of GPUs of the timed run."""
     cases = cpu_cases(given.steps or 20) if given.cpu else []
     cases += gpu_cases(given.steps or 5, given.batch_size) if given.gpu else []
     if given.gpus > 1 and not given.time:
@@ -304,7 +303,7 @@ def main(words: list[str]) -> int:
     where = given.work or (shm if shm.is_dir() and shutil.disk_usage(shm).free > ROOM else None)
     with tempfile.TemporaryDirectory(prefix="loss_compare-", dir=where) as directory:
         work = Path(directory)
-        say(f"runs in {work}")
+        print_line(f"runs in {work}")
         try:
             trees = {name: checkout(getattr(given, name), work, name) for name in ("old", "new")}
             rows = [compare(trees, case, work) for case in selected_cases(given)]
@@ -314,11 +313,11 @@ def main(words: list[str]) -> int:
                 case = timed_case(steps, given.batch_size, given.size, given.recompute, given.gpus)
                 rows.append(compare_times(trees, case, work, given.time, given.rounds))
             if not rows:
-                raise RunFailed(f"--only {given.only}: no such case among those chosen")
+                raise RunFailed(f"--only {given.only}: no selected case has this in its name")
         except RunFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-    say(table(rows))
+    print_line(table(rows))
     if given.json:
         given.json.write_text(json.dumps({"old": given.old, "new": given.new, "rows": rows}, indent=1) + "\n")
     return 1 if any(row["differences"] for row in rows) else 0

@@ -1,21 +1,21 @@
-"""What the exchange costs: the same GPUs train each for itself and all together, in turn, and a picture of a step.
+"""Measures the cost of communication: GPUs train independently and together, in turn; draws the kernels of a step.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
     [--trace OUT.json]
 python -m benchmarks.multi_gpu --draw OUT.json PICTURE.png
 
-GPUs of one machine differ by some percent, and at its power limit each one's clock goes up and down as it likes.  A
-common step takes as long as the slowest GPU does just then, whatever is exchanged.  So three kinds of steps are timed:
+GPUs of one machine differ by some percent, and at the power limit their clocks vary.  A synchronous step takes as long
+as the slowest GPU at that time, whatever is exchanged.  So three kinds of steps are timed:
 
-alone      each GPU for itself, at the same time
-in step    the same, but each step waits for the other GPUs' last one: what they lose even if nothing is exchanged
+alone      independent runs on all GPUs at the same time
+in step    the same, but each step waits for the last step of all GPUs: the loss without any exchange
 together   one model on all of them
 
-Power, and with it speed, depends on the numbers that are multiplied, and on how warm a GPU is.  So every stretch of
-steps begins with the same weights, the kinds take turns in both orders, and a first round does not count.
+Power, and with it speed, depends on the numbers that are multiplied and on the temperature.  So each stretch of steps
+begins with the same weights, the kinds alternate in both orders, and the first round does not count.
 
-What waits for other ranks contains their lateness; of the exposed time, when nothing is computed, the least of all
-ranks is the exchange's own.
+Kernels that wait for other ranks include the lateness of those ranks.  Exposed time, in which nothing is computed, is
+therefore given for the rank with the least of it.
 """
 
 import argparse
@@ -40,12 +40,12 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.gpt2 import GPT2
 
-SETTLE = 12  # steps at the beginning of a stretch that do not count: ranks meet, graphs are captured, clocks go down
-TRACED = 3  # steps in a trace, of which the second is kept
+SETTLE = 12  # first steps of a stretch, not timed: ranks synchronise, graphs are captured, clocks fall
+TRACED = 3  # steps in a trace; the second is kept
 
 
 class Kernel(NamedTuple):
-    """When a kernel, or a copy from another GPU, ran, in milliseconds."""
+    """A kernel, or a copy from another GPU, with its start and end in milliseconds."""
 
     name: str
     start: float
@@ -53,7 +53,7 @@ class Kernel(NamedTuple):
 
     @property
     def exchange(self) -> bool:
-        """Part of it; NCCL's kernels among them wait for other ranks."""
+        """True for communication and the sums of its data; NCCL's kernels wait for other ranks."""
         return "nccl" in self.name or self.name in (COPY, SUM)
 
 
@@ -62,7 +62,7 @@ SUM = "_add_kernel"
 
 
 class Pair:
-    """A model of its own and one of all ranks, on the same tokens."""
+    """An independent model and one of all ranks, on the same tokens."""
 
     def __init__(self, group: ProcessGroup, size: str, batch: int, recompute: str, zero: int, micro_steps: int):
         config, one = config_of(size, batch, recompute), torch.zeros(1, device="cuda")
@@ -80,7 +80,7 @@ class Pair:
         ]
 
     def times(self, steps: int, rounds: int) -> dict[str, list[float]]:
-        """Milliseconds of steps of each kind, so many at a stretch."""
+        """Return the milliseconds of steps of each kind, `steps` per stretch."""
         out: dict[str, list[float]] = {name: [] for name, _, _ in self.kinds}
         for turn in range(1 + rounds):
             for name, model, between in self.kinds[:: -1 if turn % 2 else 1]:
@@ -91,13 +91,13 @@ class Pair:
 
 
 def shared(config: Config, ranks: int, zero: int) -> Config:
-    """The same work for each of several GPUs."""
+    """Return the configuration in which each of several GPUs has the same work as one alone."""
     tokens = ranks * config.total_batch_tokens
     return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero}).with_gpus(ranks)
 
 
 def trace(pair: Pair) -> list[Kernel]:
-    """The kernels of one common step on this rank."""
+    """Return this rank's kernels in one step of all ranks."""
     pair.together.initialise(pair.together.config.train.seed)
     list(run_steps(pair.together, pair.packed, range(SETTLE)))
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -110,7 +110,7 @@ def trace(pair: Pair) -> list[Kernel]:
 
 
 def one_step(events: Iterable[dict[str, Any]], micro_steps: int = 1) -> list[Kernel]:
-    """The second step's kernels, from its first embedding to the next step's."""
+    """Return the second step's kernels, from its first embedding to the next step's."""
     found = [
         Kernel(e["name"].split("(")[0].strip(), e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
         for e in events
@@ -124,7 +124,7 @@ def one_step(events: Iterable[dict[str, Any]], micro_steps: int = 1) -> list[Ker
 
 
 def exposed(kernels: list[Kernel]) -> dict[str, tuple[int, float, float]]:
-    """Of what is exchanged, by name: calls, milliseconds, and those of them in which this rank computes nothing."""
+    """Return communication by name: calls, milliseconds, and milliseconds in which this rank computes nothing."""
     busy, out = union((k.start, k.end) for k in kernels if not k.exchange), dict[str, tuple[int, float, float]]()
     for k in kernels:
         if k.exchange:
@@ -135,7 +135,7 @@ def exposed(kernels: list[Kernel]) -> dict[str, tuple[int, float, float]]:
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans that overlap joined into one, sorted."""
+    """Return the spans sorted, with overlapping ones joined."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if out and start <= out[-1][1]:
@@ -146,20 +146,20 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def exposure_table(steps: list[list[Kernel]]) -> str:
-    """A line a name: calls, and of all ranks the least milliseconds and the least exposed ones."""
+    """Return one line per name: calls, and the least milliseconds and exposed milliseconds over the ranks."""
     ranks = [exposed(kernels) for kernels in steps]
-    lines = [f"{'exchange':<44}{'a step':>8}{'ms':>9}{'exposed ms':>12}"]
+    lines = [f"{'exchange':<44}{'per step':>9}{'ms':>9}{'exposed ms':>12}"]
     for name in sorted(ranks[0]):
         calls = ranks[0][name][0]
         ms, bare = (min(rank[name][i] for rank in ranks) for i in (1, 2))
-        lines.append(f"{name[:43]:<44}{calls:>8}{ms:>9.3f}{bare:>12.3f}")
+        lines.append(f"{name[:43]:<44}{calls:>9}{ms:>9.3f}{bare:>12.3f}")
     total = min(sum(bare for _, _, bare in rank.values()) for rank in ranks)
     lines.append(f"exposed in all, on the rank that waits least: {total:.3f} ms")
     return "\n".join(lines)
 
 
 def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
-    """A line a rank, medians in milliseconds; then the tokens/s of a GPU in a common step, over those without."""
+    """Return one line per rank with median milliseconds, then tokens/s per GPU relative to the other kinds."""
     ranks = [{kind: statistics.median(times) for kind, times in rank.items()} for rank in everyone]
     lines = [f"{'rank':>4}" + "".join(f"{kind + ' ms':>14}" for kind in ranks[0])]
     lines += [f"{i:>4}" + "".join(f"{ms:>14.2f}" for ms in rank.values()) for i, rank in enumerate(ranks)]
@@ -172,7 +172,7 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
     return "\n".join(lines)
 
 
-KINDS = {  # a part of the kernel's name: what the picture calls it, its colour
+KINDS = {  # part of the kernel's name: name in the picture, colour
     "attention": ("attention", "#c44e52"),
     "matmul": ("products", "#9db7d5"),
     "_wide": ("products", "#9db7d5"),
@@ -188,7 +188,7 @@ KINDS = {  # a part of the kernel's name: what the picture calls it, its colour
 
 
 def draw(steps: list[list[Kernel]], title: str, out: Path) -> None:
-    """Two lanes a rank, computation and exchange: a whole step, and below it its end, when gradients are exchanged."""
+    """Draw computation and exchange of each rank: a whole step, and below it the exchange of gradients at its end."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -221,7 +221,7 @@ def main(
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
     group = ProcessGroup("cuda", 300)
-    control, B, level = group.control("together"), batch or SIZES[size].batch, recompute or SIZES[size].recompute
+    control, B, level = group.control("multi_gpu"), batch or SIZES[size].batch, recompute or SIZES[size].recompute
     pair = Pair(group, size, B, level, zero, micro_steps)
     times = control.all_gather(pair.times(steps, rounds))
     used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
@@ -244,12 +244,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
     parser.add_argument("--batch", type=int, help="sequences of 1024 tokens on each GPU")
-    parser.add_argument("--recompute", help="what the backward pass computes again")
-    parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2), help="what the GPUs share out")
-    parser.add_argument(
-        "--micro_steps", type=int, default=1, help="that add up gradients before the GPUs exchange them"
-    )
-    parser.add_argument("--steps", type=int, default=30, help="that are timed at a stretch")
+    parser.add_argument("--recompute", help="memory.recompute")
+    parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2), help="ZeRO stage")
+    parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps per step")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
     parser.add_argument("--trace", type=Path, metavar="JSON", help="write the kernels of one step on every rank")
     parser.add_argument("--draw", nargs=2, type=Path, metavar=("JSON", "PNG"), help="only draw such a file")
@@ -258,7 +256,7 @@ if __name__ == "__main__":
         drawn = json.loads(given.draw[0].read_text())
         draw([[Kernel(*k) for k in kernels] for kernels in drawn["steps"]], drawn["title"], given.draw[1])
     elif not device.present():
-        parser.exit(2, "error: together: needs CUDA GPUs, found none\n")
+        parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
     else:
         measured = given.zero, given.micro_steps, given.steps, given.rounds, given.trace
         main(given.size, given.batch, given.recompute, *measured)

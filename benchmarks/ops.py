@@ -1,12 +1,11 @@
-"""Where a step's time goes, and where it could not go faster: `python -m gpt2_triton bench --ops`.
+"""Times each operation of a training step and compares it with its floor: `python -m benchmarks ops`.
 
-Every launcher of a step is timed in place, between events in the replayed CUDA graph, so that caches and clocks are as
-a step leaves them (at full load the power limit sets the clock, some 10% below a first burst), and grouped with those
-of equal shapes.  Beside it stands its floor: the time in which cuBLAS multiplies that very shape and layout on this GPU
-in this run (for attention, cuDNN's time), or the time of its bytes at the bandwidth of a large copy, whichever is
-longer.  A launcher that is not among the products and not attention has the second alone.  Bytes are its inputs read
-once and its outputs written once; recomputation and partial sums are its own.  cuBLAS and cuDNN can be beaten: a share
-of the limit above 100% says so.
+Each launch of a step is timed between events in the replayed CUDA graph, so that caches and clocks are those of a step
+(at full load the power limit keeps the clock some 10% below a first burst).  Launches with equal shapes are grouped.
+The floor of a launch is the longer of two times: cuBLAS's for the same shape and layout on this GPU in this run (for
+attention, cuDNN's), and that of its bytes at the bandwidth of a large copy.  Other operations have the second alone.
+Bytes are inputs read once and outputs written once, without recomputation and partial sums.  A kernel can be faster
+than cuBLAS or cuDNN; its share of the limit is then above 100%.
 """
 
 import collections
@@ -34,8 +33,8 @@ from gpt2_triton.model.gpt2 import GPT2
 Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}
 IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",)}  # outputs that are read as well
-ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # and these when `acc` is true
-WARMUP = 10  # steps that are not counted: the clock takes a second to settle
+ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # read as well if `acc` is true
+WARMUP = 10  # steps that are not counted: the clock settles within a second
 GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # of wte only the rows of tokens
 
 # launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
@@ -59,7 +58,7 @@ def product(name: str, a: Arguments) -> tuple[str, int, int, int] | None:
 
 
 def flops(name: str, a: Arguments) -> int:
-    """Multiplications and additions of products; causal attention has 2 of half its scores forward, 5 backward."""
+    """Return multiplications plus additions; causal attention has 2 products of half the scores forward, 5 backward."""
     if name in PRODUCTS:
         return 2 * math.prod(PRODUCTS[name][0](a))
     if name.startswith("attention"):
@@ -69,7 +68,7 @@ def flops(name: str, a: Arguments) -> int:
 
 
 def moved_bytes(name: str, a: Arguments) -> int:
-    """Each tensor once; what is updated in place, or added to in this call, twice."""
+    """Return the bytes of all tensors; those that are updated in place or added to count twice."""
     updated = set(IN_PLACE.get(name, ()))
     updated |= ACCUMULATED if a.get("acc") else set()
     updated |= {"dx"} if name == "layernorm_bwd" and a.get("add_dx", True) else set()
@@ -87,7 +86,7 @@ def moved_bytes(name: str, a: Arguments) -> int:
 
 @dataclasses.dataclass
 class Operation:
-    """Calls of one launcher with equal shapes and traffic, over all measured steps."""
+    """The calls of one launcher with equal shapes and bytes in all measured steps."""
 
     name: str
     shapes: str
@@ -95,17 +94,17 @@ class Operation:
     nbytes: int
     product: tuple[str, int, int, int] | None
     attention: tuple[int, int, int, int] | None
-    spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # events around each call of a step
+    spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # events around each call in a step
     ms: list[float] = dataclasses.field(default_factory=list)
 
 
 def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Events that a CUDA graph records each time it is replayed."""
+    """Return two events that a CUDA graph records at each replay."""
     return torch.cuda.Event(enable_timing=True, external=True), torch.cuda.Event(enable_timing=True, external=True)
 
 
 class Timed:
-    """The kernel package, with an event on either side of each launch while `on()`."""
+    """The kernel package with an event before and after each launch while `on()` is true."""
 
     def __init__(self, on: Callable[[], bool] = torch.cuda.is_current_stream_capturing) -> None:
         self.on = on
@@ -141,7 +140,7 @@ class Timed:
 
 
 def floor(op: Operation) -> tuple[float, str]:
-    """The least milliseconds that a call could take on this GPU, and what says so."""
+    """Return the least milliseconds of a call on this GPU, and the name of the limit."""
     limits = [(op.nbytes / ceilings.copy_bandwidth() * 1e3, "copy")]
     if op.product:
         limits.append((ceilings.product_ms(*op.product), "cuBLAS"))
@@ -151,7 +150,7 @@ def floor(op: Operation) -> tuple[float, str]:
 
 
 class Row(NamedTuple):
-    """An operation with what was measured: calls a step, milliseconds of a call, the floor of a call and its source."""
+    """An operation's calls per step, milliseconds per call, floor per call and the name of its limit."""
 
     op: Operation
     calls: int
@@ -161,14 +160,14 @@ class Row(NamedTuple):
 
 
 def measure(size: str, batch: int, recompute: str, steps: int) -> tuple[list[Operation], float]:
-    """The operations of a step with their events, and the milliseconds of a step replayed as CUDA graphs."""
+    """Return the operations of a step with their times, and the milliseconds of a step."""
     config, timed = config_of(size, batch, recompute), Timed()
     model = GPT2(config, timed, "cuda")
     model.compile()
     model.initialise(config.train.seed)
     packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
     results = [result.seconds for result in run_steps(model, packed, range(WARMUP + steps))]
-    for number in range(steps):  # an event holds its last time only: read before the next step
+    for number in range(steps):  # an event keeps only its last time, so read before the next step
         list(run_steps(model, packed, range(number, number + 1)))
         for op in timed.operations.values():
             op.ms += [before.elapsed_time(after) for before, after in op.spans]
@@ -176,12 +175,12 @@ def measure(size: str, batch: int, recompute: str, steps: int) -> tuple[list[Ope
 
 
 def report(size: str, batch: int | None, recompute: str | None, plot: Path | None, steps: int = 10) -> None:
-    """Measure, print the table, and draw it."""
+    """Measure the operations of a step, print the table, and draw it if `plot` is given."""
     if plot and find_spec("matplotlib") is None:
         raise ConfigError("--plot: matplotlib is not installed; pip install 'gpt2_triton[plot]'")
     B, recompute = batch or SIZES[size].batch, recompute or SIZES[size].recompute
     operations, step_ms = measure(size, B, recompute, steps)
-    gc.collect()  # the arena goes before the next one comes
+    gc.collect()  # frees the arena before the next one is allocated
     torch.cuda.empty_cache()
     rows = []
     for op in operations:
@@ -195,8 +194,8 @@ def report(size: str, batch: int | None, recompute: str | None, plot: Path | Non
 
 
 def table(rows: list[Row], step_ms: float) -> str:
-    """One line an operation: calls a step, ms a call and a step, work, rates, the floor and its source, shares."""
-    head = ["operation", "shape", "calls", "ms", "ms a step", "GFLOP", "MB", "TFLOP/s", "GB/s", "floor ms", "by"]
+    """Return one line per operation: calls per step, ms per call and step, work, rates, floor, shares; then sums."""
+    head = ["operation", "shape", "calls", "ms", "ms per step", "GFLOP", "MB", "TFLOP/s", "GB/s", "floor ms", "by"]
     lines = [[*head, "of limit", "of step"]]
     for op, calls, ms, least, limit in rows:
         shape = "x".join(map(str, op.product[1:])) if op.product else op.shapes.split(" ")[0]
@@ -215,7 +214,7 @@ def table(rows: list[Row], step_ms: float) -> str:
 
 
 def draw(rows: list[Row], step_ms: float, title: str, out: Path) -> None:
-    """Bars: the milliseconds of each kind of operation in a step, and its floor."""
+    """Draw two bars per kind of operation: its milliseconds in a step, and its floor."""
     from matplotlib.figure import Figure
 
     ms, floors = collections.Counter[str](), collections.Counter[str]()
@@ -230,7 +229,7 @@ def draw(rows: list[Row], step_ms: float, title: str, out: Path) -> None:
     for i, name in enumerate(names):
         note = f"  {ms[name]:.1f} ms, {ms[name] / step_ms:.1%} of step, {floors[name] / ms[name]:.0%} of limit"
         axes.text(max(ms[name], floors[name]), i, note, va="center", fontsize=8)
-    axes.set(xlabel="ms in a step", title=f"{title}: step {step_ms:.1f} ms, floors {sum(floors.values()):.1f} ms")
+    axes.set(xlabel="ms per step", title=f"{title}: step {step_ms:.1f} ms, floors {sum(floors.values()):.1f} ms")
     axes.set_xlim(0, 1.5 * max(ms.values()))
     axes.legend(loc="lower right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Our side of the comparison in bench.py, step by step as the trainer launches it.  Prints one JSON line.
+"""Times steps of this package for step_time.py, launched as the trainer launches them.  Prints one JSON line.
 
 python -m benchmarks.our_gpt2 SIZE BATCH STEPS START RECOMPUTE     START: time.time() when the process was started
 """
@@ -23,8 +23,9 @@ from gpt2_triton.training.lr_schedule import step_inputs
 def run_steps(
     model: GPT2, packed: torch.Tensor, numbers: range, between: Callable[[], None] = lambda: None
 ) -> Iterator[StepResult]:
-    """Steps whose micro-batches are all this one, with what `between` launches behind each; each is read when the next
-    has been launched, so that the device never waits.
+    """Yield the results of steps whose micro-batches are all `packed`; `between` is called after each launch.
+
+    A step is read when the next one has been launched, so that the device never waits for the host.
     """
     config, in_flight = model.config, None
     hyper = step_inputs(0, config, 1.0 / config.total_batch_tokens)

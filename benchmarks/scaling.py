@@ -1,73 +1,80 @@
-"""A model of the step on 4 to 1024 GPUs: arithmetic from a step on one GPU and the speed of the links, no measurement.
+"""Models the step on 4 to 1024 GPUs: arithmetic from a step on one GPU and the speed of the links, no measurement.
 
 python -m benchmarks.scaling [--link GB/s] [--start MICROSECONDS] [--hop MICROSECONDS] > the tables of docs/scaling.md
 
-N GPUs, each bucket of b bytes, fp32 gradients and bf16 parameters.  Up to 8 GPUs, one host, copy them from each other:
-    (N - 1) * (b / N / copy + copy_start)    each
-beside the multiprocessors, which add up what arrived.  More take collectives in rings, reduce-scatter and all-gather:
-    (N - 1) / N * b / link + start + (N - 1) * hop    each
-and these cost SHARE of their time, for the multiprocessors that they take.  Both travel under the computation, the
-gradients in its backward two thirds and the parameters in its forward third, and what has no room there is lost.  The
-embedding's gradients have layer 0's last product to travel under, if they are copied, and layer 0's come last and are
-waited for.  So are the embedding's parameters, but for the time of the layers' update.
-NVLink costs AWAKE of a step while it is awake: on one host SLEEPLESS seconds longer than from the first gradients'
-transfer to the last parameters', between hosts always.  Each GPU updates a share of the parameters, which saves it
-time.  Computation is taken as proportional to the tokens, which flatters small batches.
+N GPUs exchange buckets of b bytes, fp32 gradients and bf16 parameters.  Up to 8 GPUs of one host use peer copies:
+    (N - 1) * (b / N / copy + copy_start)    per bucket
+The copy engines work next to the multiprocessors, which add up the gradients.  More GPUs use collectives in rings,
+reduce-scatter and all-gather:
+    (N - 1) / N * b / link + start + (N - 1) * hop    per bucket
+These cost SHARE of their time, for the multiprocessors that they occupy.
+
+Both overlap with the computation, gradients with its backward two thirds and parameters with its forward third; the
+rest is lost.  The embedding's gradients overlap with layer 0's last product if they are copied.  Layer 0's gradients
+come last and are exposed.  So are the embedding's parameters, except for the time of the layers' update.
+
+NVLink costs AWAKE of a step while it is awake: on one host from the first transfer of gradients to SLEEPLESS seconds
+after the last transfer of parameters, between hosts always.  Each GPU updates a share of the parameters, which saves
+time.  Computation is proportional to the tokens here, which is too optimistic for small batches.
 """
 
 import argparse
 from typing import NamedTuple
 
+from benchmarks.sizes import bucket_elements
 from gpt2_triton.model.communicator import TOKENS
 
 GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
-HOST = 8  # GPUs that reach each other's memory
-SHARE = 0.25  # in traces of four H200s 0.34 at 124M and 0.17 at 1558M, when collectives travelled under attention
+HOST = 8  # GPUs per host, which read each other's memory
+SHARE = 0.25  # in traces of four H200s 0.34 at 124M and 0.17 at 1558M, where collectives overlapped with attention
 MEMORY = 4.2e12  # bytes/s of an H200
-UPDATE = 24 / MEMORY  # seconds a parameter: AdamW reads and writes 24 bytes
-AWAKE = 0.023  # products at the power limit while 64 KB or 16 bytes come every 30 ms, awake or asleep: 13.55, 13.24 ms
+UPDATE = 24 / MEMORY  # seconds per parameter: AdamW reads and writes 24 bytes
+AWAKE = 0.023  # products at the power limit took 13.55 ms with 64 KB per 30 ms (awake), 13.24 with 16 bytes (asleep)
 SLEEPLESS = 50e-3  # seconds from the last transfer until NVLink sleeps (nvidia-smi nvlink -gLowPwrInfo)
 
 
 class Link(NamedTuple):
-    """Rates of NCCL 2.28's collectives on 2 and 4 H200s behind one NVSwitch (a least-squares fit over the sizes of
-    benchmarks.collectives), and of copies between 2 GPUs (from a step's trace).
+    """Rates of NCCL 2.28's collectives on 2 and 4 H200s with one NVSwitch, a least-squares fit over the sizes of
+    benchmarks.collectives, and of copies between 2 GPUs, from a step's trace.
     """
 
     bandwidth: float = 290e9  # bytes/s that a GPU sends in a large collective
     start: float = 30e-6  # seconds
-    hop: float = 8e-6  # from a GPU to the next in the ring
+    hop: float = 8e-6  # seconds from a GPU to the next in the ring
     copy: float = 370e9  # bytes/s that a GPU reads from another one
     copy_start: float = 5e-6
-    meet: float = 25e-6  # all GPUs wait for each other
+    barrier: float = 25e-6
 
 
 class Size(NamedTuple):
     name: str
     layers: int
-    layer: int  # parameters of a layer's bucket
-    embed: int  # those of wte and wpe
+    layer: int  # parameters in a layer's bucket
+    embed: int  # parameters in the bucket of wte and wpe
     tok_s: float  # tokens/s of one H200, measured (README.md)
-    batch: int  # tokens of a GPU at that speed
-    total: int  # tokens of a step in llm.c's recipe
+    batch: int  # tokens per GPU at that speed
+    total: int  # tokens per step in llm.c's recipe
     product: float  # seconds of layer 0's last product, dW of qkv, with that batch, in a trace of two H200s
 
 
 SIZES = (
-    Size("124M", 12, 7_077_888, 39_419_904, 632e3, 64 * 1024, 524_288, 0.35e-3),
-    Size("1558M", 48, 30_720_000, 82_124_800, 54.2e3, 16 * 1024, 1_048_576, 0.41e-3),
+    Size("124M", 12, *bucket_elements("d12"), 632e3, 64 * 1024, 524_288, 0.35e-3),
+    Size("1558M", 48, *bucket_elements("d48"), 54.2e3, 16 * 1024, 1_048_576, 0.41e-3),
 )
 
 
 def seconds(elements: float, width: int, gpus: int, link: Link) -> float:
-    """A bucket of `elements` of `width` bytes, gradients to their sums or parameters to all."""
+    """Return the time to reduce-scatter or all-gather `elements` of `width` bytes."""
     if gpus <= HOST:
         return (gpus - 1) * (elements * width / gpus / link.copy + link.copy_start)
     return (gpus - 1) / gpus * elements * width / link.bandwidth + link.start + (gpus - 1) * link.hop
 
 
 def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float, float]:
-    """(computation, communication, how much longer the step is than one GPU's) with `tokens` on each, in seconds."""
+    """Return the seconds of computation, of communication, and of what N GPUs add to the step of one GPU.
+
+    Each GPU has `tokens` tokens.
+    """
     compute, lost, near = tokens / size.tok_s, 0.0, gpus <= HOST
     (layer_sum, layer_gather), (embed_sum, embed_gather) = (
         [seconds(n, width, gpus, link) for width in (4, 2)] for n in (size.layer, size.embed)
@@ -77,7 +84,7 @@ def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float
         lost += (0.0 if near else SHARE) * min(under, room) + max(under - room, 0.0)
     update = size.layers * size.layer / gpus * UPDATE
     product, every = size.product * tokens / size.batch, size.layers * size.layer + size.embed
-    lost += max(embed_sum - product * near, 0.0) + layer_sum + link.meet * near + max(embed_gather - update, 0.0)
+    lost += max(embed_sum - product * near, 0.0) + layer_sum + link.barrier * near + max(embed_gather - update, 0.0)
     communicate = sums + layer_sum + gathers + embed_sum + embed_gather
     if near:
         lost += (gpus + 1) / gpus * 4 * every / MEMORY
@@ -90,9 +97,9 @@ def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float
 
 
 def table(size: Size, fixed: bool, link: Link) -> str:
-    """Markdown: GPUs with `batch` tokens each, or with a fixed step of `total` tokens divided among them."""
+    """Return Markdown for GPUs with `batch` tokens each, or with a fixed step of `total` tokens divided among them."""
     lines = [
-        "| GPUs | tokens a GPU | computation, ms | communication, ms | longer by, ms | tokens/s | of N alone |",
+        "| GPUs | tokens per GPU | computation, ms | communication, ms | longer by, ms | tokens/s | of N alone |",
         "|---|---|---|---|---|---|---|",
     ]
     for gpus in GPUS:
@@ -108,24 +115,24 @@ def table(size: Size, fixed: bool, link: Link) -> str:
 
 
 def report(link: Link) -> str:
-    """All tables, with what they assume."""
+    """Return all tables, after a line with the assumptions."""
     parts = [
         f"Arithmetic, not measurement, ZeRO-1: up to {HOST} GPUs copies of {link.copy / 1e9:.0f} GB/s, beyond that "
-        f"links of {link.bandwidth / 1e9:.0f} GB/s a GPU, {link.start * 1e6:.0f} us a collective and "
-        f"{link.hop * 1e6:.0f} us a hop.",
+        f"links of {link.bandwidth / 1e9:.0f} GB/s per GPU, {link.start * 1e6:.0f} us per collective and "
+        f"{link.hop * 1e6:.0f} us per hop.",
         "",
     ]
     for size in SIZES:
         for fixed in (False, True):
-            what = f"{size.total:,} tokens a step, divided" if fixed else f"{size.batch:,} tokens on each GPU"
+            what = f"{size.total:,} tokens per step, divided" if fixed else f"{size.batch:,} tokens on each GPU"
             parts += [f"**{size.name}, {what}**", "", table(size, fixed, link), ""]
     return "\n".join(parts).rstrip()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", type=float, default=290.0, help="GB/s that a GPU sends in a large collective")
-    parser.add_argument("--start", type=float, default=30.0, help="microseconds that any collective takes")
+    parser.add_argument("--link", type=float, default=290.0, help="GB/s that each GPU sends in a large collective")
+    parser.add_argument("--start", type=float, default=30.0, help="microseconds of latency per collective")
     parser.add_argument("--hop", type=float, default=8.0, help="microseconds from a GPU to the next in the ring")
     given = parser.parse_args()
     if not (given.link > 0 and given.start >= 0 and given.hop >= 0):

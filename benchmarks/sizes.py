@@ -1,44 +1,48 @@
-"""The four sizes of GPT-2, as the benchmarks run them: T = 1024, one step an update of B sequences."""
+"""GPT-2's four sizes as the benchmarks run them: sequences of 1024 tokens, one update per batch of sequences."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.schema import ModelConfig
 
-T, VOCAB = 1024, 50257
+T, VOCAB = 1024, ModelConfig().vocab_size
 
 
 class Size(NamedTuple):
-    n_layer: int
-    n_head: int
-    n_embd: int
-    batch: int
+    batch: int  # sequences per step
     recompute: str  # the fastest level within the memory that the figures in docs/performance.md aim at
 
 
-SIZES = {
-    "d12": Size(12, 12, 768, 64, "gelu"),
-    "d24": Size(24, 16, 1024, 64, "gelu+ln"),
-    "d36": Size(36, 20, 1280, 32, "gelu+ln"),
-    "d48": Size(48, 25, 1600, 16, "gelu+ln"),
+SIZES = {  # by model.size
+    "d12": Size(64, "gelu"),
+    "d24": Size(64, "gelu+ln"),
+    "d36": Size(32, "gelu+ln"),
+    "d48": Size(16, "gelu+ln"),
 }
 
 
 def config_of(size: str, batch: int, recompute: str, n_layer: int | None = None) -> Config:
-    """bf16 with stochastic rounding, as a run without options trains; all layers, or so many."""
-    s = SIZES[size]
-    return Config.model_validate(
+    """Return the configuration of a run in bf16 with stochastic rounding, the default; n_layer replaces the size's."""
+    config = Config.model_validate(
         dict(
-            model=dict(n_layer=n_layer or s.n_layer, n_head=s.n_head, n_embd=s.n_embd),
+            model=dict(size=size),
             train=dict(batch_size=batch, seq_len=T),
             optim=dict(lr=3e-4, warmup=0, schedule="constant"),
             memory=dict(recompute=recompute),
         )
     )
+    return config.replace(model={"n_layer": n_layer}) if n_layer else config
+
+
+def bucket_elements(size: str) -> tuple[int, int]:
+    """Return the elements that GPUs exchange together: a layer's matrices, and wte with wpe."""
+    model = ModelConfig(size=size)
+    return 12 * model.n_embd**2, (model.padded_vocab + model.block_size) * model.n_embd
 
 
 def tokens_of(batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random ids and targets [batch, T], the same for everybody."""
+    """Return random ids and targets, int32 [batch, T], equal in every call."""
     tokens = np.random.default_rng(1).integers(0, VOCAB, (batch, T + 1), dtype=np.int32)
     return tokens[:, :-1], tokens[:, 1:]

@@ -1,9 +1,10 @@
-"""Steps of GPT-2's four sizes, ours and PyTorch's, in turn on the same GPU: `python -m gpt2_triton bench`.
+"""Times training steps of GPT-2's four sizes, ours and PyTorch's, on the same GPU: `python -m benchmarks steps`.
 
-Each run is a process of its own, so that start-up and memory are those of a user's run.  A step is forward, backward,
-clip and AdamW on the same random tokens; times run from the end of one step to the end of the next, with no wait in
-between, and are medians of the steps after the fifth.  Our memory is what the device lost, kernels and graphs included;
-PyTorch's is the peak of its tensors, without what its allocator holds beyond that.  Neither counts the CUDA context.
+Each run is a separate process, so that start-up and memory are those of a user's run.  A step is forward, backward,
+clip and AdamW on the same random tokens.  Times are from the end of one step to the end of the next, without a
+synchronisation in between: medians of the steps after the fifth.  Our memory is the decrease of free device memory,
+kernels and graphs included.  PyTorch's is the peak of its tensors, without what its allocator reserves beyond that.
+Neither includes the CUDA context.
 """
 
 import json
@@ -19,10 +20,10 @@ from gpt2_triton.device import peak_flops
 Report = dict[str, Any]
 
 
-def bench(
+def compare_sizes(
     sizes: list[str], batch: int | None, steps: int, recompute: str | None, baseline: bool, out: Path | None
 ) -> int:
-    """Run, print the table, and write it as JSON; 1 if a run failed, whose cells stay empty, else 0."""
+    """Run, print the table, and write the figures as JSON.  Return 1 if a run failed; its cells are empty."""
     rows: list[Report] = []
     for size in sizes:
         B = batch or SIZES[size].batch
@@ -38,7 +39,7 @@ def bench(
 
 
 def _run(who: str, module: str, size: str, batch: int, steps: int, *more: str) -> Report | None:
-    """What the module reports; None if it fails, after its stderr has been passed on."""
+    """Run the module in a process and return its report; if it fails, print its stderr and return None."""
     print(f"{who} {size} B {batch}: ", end="", flush=True)
     start = time.time()
     command = [sys.executable, "-m", module, size, str(batch), str(steps), str(start), *more]
@@ -48,7 +49,7 @@ def _run(who: str, module: str, size: str, batch: int, steps: int, *more: str) -
         print(run.stderr, file=sys.stderr, flush=True)
         return None
     report = json.loads(run.stdout.splitlines()[-1])
-    print(f"{report['ms']:.1f} ms a step, {time.time() - start:.0f} s in all", flush=True)
+    print(f"{report['ms']:.1f} ms per step, {time.time() - start:.0f} s in all", flush=True)
     return report
 
 
@@ -57,7 +58,7 @@ TORCH = ["torch ms", "tok/s", "GiB", "first step s"]
 
 
 def table(rows: list[Report], peak: float | None) -> str:
-    """One line a size.  speed: PyTorch's time over ours; memory: our GiB over PyTorch's."""
+    """Return one line per size.  speed is PyTorch's time over ours, memory our GiB over PyTorch's."""
     lines = [["size", "B", "recompute", *OURS, *TORCH, "speed", "memory"]]
     for row in rows:
         ours, other, tokens = row["ours"], row["torch"], row["batch"] * T

@@ -1,9 +1,9 @@
-"""What the statistics of watch.py and the outlier detector cost, on a GPU.
+"""Measures the cost of tensor statistics and of the outlier detector on a GPU.
 
 python -m benchmarks.tensor_stats [SIZE BATCH RECOMPUTE]     default d12 64 gelu
 
-Steps are watched and not in turn, so that both see the same clocks; times are from the end of one step to the end of
-the next, copies to the host included.  The outlier detector is part of every step; it is timed by itself.
+Steps with and without statistics alternate, so that both run at the same clocks.  Times are from the end of one step
+to the end of the next, copies to the host included.  The outlier detector is part of every step and timed separately.
 """
 
 import statistics
@@ -26,7 +26,7 @@ STEPS, WARM, EVERY = 60, 10, 10
 
 
 def step_times(model: GPT2, packed: torch.Tensor) -> tuple[float, float, str]:
-    """Median milliseconds of a plain and of a watched step, and the summary of the last watched one."""
+    """Return the median milliseconds of a step without and with statistics, and the summary of the last ones."""
     config, times, in_flight = model.config, ([], []), None
     for number in range(STEPS):
         watched = number % 2 == 1
@@ -54,14 +54,14 @@ def main(size: str, batch: int, recompute: str) -> None:
     a = model.train_view.a
     elements = sum(t.numel() for name in FORWARD for t in getattr(a, name)) + len(a.x) * a.dx.numel()
     read = elements * a.dx.element_size() + model.dims["N"] * (12 + a.dx.element_size())
-    print(f"{size}, batch {batch}, recompute {recompute}: step {plain:.2f} ms, watched {watched:.2f} ms")
+    print(f"{size}, batch {batch}, recompute {recompute}: step {plain:.2f} ms, with statistics {watched:.2f} ms")
     print(
         f"statistics {watched - plain:.2f} ms for {read / 1e9:.1f} GB read ({read / 1e6 / (watched - plain):.0f} GB/s)"
     )
     print(f"with log.stats_every {EVERY}: {(watched - plain) / EVERY / plain:.2%} of the time (bound: 1%)")
     stats, z, window = (torch.ones(shape, device="cuda") for shape in (4, 2, (2, WINDOW + 1)))
     us = triton.testing.do_bench_cudagraph(lambda: K.skip_outliers(stats, window, z, model.state.step_in)) * 1e3
-    print(f"outlier detector {us:.1f} us a step, {us / 1e3 / plain:.3%}")
+    print(f"outlier detector {us:.1f} us per step, {us / 1e3 / plain:.3%}")
     print(extremes)
 
 

@@ -1,8 +1,8 @@
-"""PyTorch's DistributedDataParallel beside the same GPUs each for itself, as benchmarks.multi_gpu does it for ours.
+"""Times PyTorch's DistributedDataParallel and the same GPUs independently, as benchmarks.multi_gpu does for ours.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.torch_ddp SIZE [--steps 30] [--rounds 2]
 
-The model is that of torch_gpt2.py.  Its gradients are bf16, so that DDP sends half the bytes that ours does.
+The model is that of torch_gpt2.py.  Its gradients are bf16: DDP sends half as many bytes as we do.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main(size: str, steps: int, rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
-    parser.add_argument("--steps", type=int, default=30, help="that are timed at a stretch")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
     given = parser.parse_args()
     if not device.present():

@@ -1,7 +1,7 @@
-"""GPT-2 in PyTorch, as fast as PyTorch is on one GPU: what `python -m gpt2_triton bench` measures itself against.
+"""GPT-2 in PyTorch, as fast as PyTorch is on one GPU: the baseline of `python -m benchmarks steps`.
 
-Pure bf16, vocabulary padded to 128, cuDNN attention, torch.compile, fused AdamW with gradient clipping; no host
-synchronisation between steps.  Prints one JSON line.
+Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compile, fused AdamW with gradient clipping,
+no host synchronisation between steps.  Prints one JSON line.
 
     python -m benchmarks.torch_gpt2 SIZE BATCH STEPS START     START: time.time() when the process was started
 """
@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.sizes import SIZES, VOCAB, Size, T, tokens_of
-
-PADDED = -(-VOCAB // 128) * 128
+from benchmarks.sizes import T, tokens_of
+from gpt2_triton.config.schema import ModelConfig
 
 
 class Block(nn.Module):
@@ -39,13 +38,13 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    def __init__(self, size: Size):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        C = size.n_embd
-        self.wte, self.wpe = nn.Embedding(PADDED, C), nn.Embedding(T, C)
-        self.layers = nn.ModuleList(Block(C, size.n_head) for _ in range(size.n_layer))
+        C, Vp = config.n_embd, config.padded_vocab
+        self.wte, self.wpe = nn.Embedding(Vp, C), nn.Embedding(T, C)
+        self.layers = nn.ModuleList(Block(C, config.n_head) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C)
-        self.head = nn.Linear(C, PADDED, bias=False)
+        self.head = nn.Linear(C, Vp, bias=False)
         self.head.weight = self.wte.weight
         for p in self.parameters():
             if p.dim() == 2:
@@ -55,12 +54,12 @@ class GPT2(nn.Module):
         x = self.wte(ids) + self.wpe.weight
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(self.ln_f(x)).view(-1, PADDED), targets.view(-1))
+        return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), targets.view(-1))
 
 
 def build(size: str) -> tuple[GPT2, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = GPT2(SIZES[size]).cuda().bfloat16()
+    model = GPT2(ModelConfig(size=size)).cuda().bfloat16()
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, betas=(0.9, 0.95), weight_decay=0.1)
 
 
@@ -68,8 +67,8 @@ def run_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], steps: int,
     between: Callable[[], None] = lambda: None,
 ) -> tuple[list[float], Tensor]:  # fmt: skip
-    """Milliseconds of each of so many steps one after the other, and the last loss.  What `between` launches comes
-    behind each step and counts with the next.
+    """Run steps and return the milliseconds of each, and the last loss.  `between` is called after each step and its
+    time counts with the next.
     """
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

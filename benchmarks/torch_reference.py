@@ -1,7 +1,7 @@
-"""GPT-2 in plain PyTorch with autograd, over the project's own flat parameters: what the schedule is judged by.
+"""GPT-2 in plain PyTorch with autograd, on the project's flat parameters: the reference for the schedule.
 
-Functional and of any dtype.  Losses and gradients carry the project's scale: a mean is the sum over tokens with a
-target, divided by all B*T tokens, so that micro-batches with ignored targets add up.
+Functional, for any dtype.  Losses and gradients have the project's scale: a mean is the sum over tokens with a target,
+divided by all B*T tokens, so that micro-batches with ignored targets add up.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ from gpt2_triton.model.buffers import Params, named, param_entries
 
 
 def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None) -> Params:
-    """Leaf tensors of their own memory, cut from a flat buffer in the project's order."""
+    """Return leaf tensors, copies of the parts of a flat buffer in the project's order."""
 
     def leaf(view: Tensor) -> Tensor:
         return view.detach().to(dtype or view.dtype, copy=True).requires_grad_()
@@ -25,7 +25,7 @@ def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None)
 
 
 def tensors(params: Params, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether weight decay applies) in the flat order; layer tensors are called name[layer]."""
+    """Yield (name, tensor, has weight decay) in the flat order; layer tensors are called name[layer]."""
     for e in param_entries(dims):
         value = getattr(params, e.name)
         yield (e.name, value, e.decay) if e.layer is None else (f"{e.name}[{e.layer}]", value[e.layer], e.decay)
@@ -40,7 +40,9 @@ def _attention(qkv: Tensor, NH: int) -> Tensor:
 def gpt2_loss(
     params: Params, ids: Tensor, targets: Tensor, V: int, NH: int, reduction: Literal["none", "mean"] = "mean"
 ) -> Tensor:
-    """Cross entropy over the first V rows of wte (the rest is padding); a target of -1 has no loss, but is counted."""
+    """Return the cross entropy over the first V rows of wte (the rest is padding).  A target of -1 has no loss, but
+    counts in the mean.
+    """
     p, C = params, params.wte.shape[1]
 
     def norm(x: Tensor, i: int) -> Tensor:
@@ -62,8 +64,9 @@ def train(
     betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, clip: float = 1.0,
     autocast: bool = False, compiled: bool = False, report: Callable[[float], None] = lambda loss: None,
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """AdamW with clipping by global norm, one step a batch; returns losses and norms, `params` hold the result.  Each
-    loss goes to `report` as well, when it is known.
+    """Update `params` with AdamW and clipping by global norm, one step per batch; return losses and norms.
+
+    `report` is called with each loss when it is known.
     """
     loss_of = torch.compile(gpt2_loss, dynamic=False) if compiled else gpt2_loss
     listed = list(tensors(params, dims))

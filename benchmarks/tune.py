@@ -1,12 +1,12 @@
-"""Search the tables of launch parameters on this GPU: `python -m gpt2_triton bench --tune`.
+"""Searches launch parameters for this GPU: `python -m benchmarks tune`.
 
-A step of each size is run, with one layer, and every launcher is stopped at where its arguments are those of training.
-There each row it asks for is tried: the candidates are compiled on all cores, each one's outputs are compared with the
-current row's, and all are timed in turn, as CUDA graphs, in rounds whose order rotates.  The clock of a loaded GPU
-drifts by 5 to 8%, and so nothing else would tell rows apart that differ by 2%.
+A step of each size runs with one layer, and each launch of it is intercepted, with the arguments of training.  There
+candidates for each row that the launch uses are compiled on all cores, their outputs are compared with the current
+row's, and all are timed in turn as CUDA graphs, in rounds whose order rotates: the clock of a loaded GPU drifts by 5 to
+8%, more than the 2% that rows must be distinguished by.
 
-All candidates are screened first; the best few are then timed again, at more length and against the current row alone,
-as the best of forty measurements is best by luck as well.  A row is replaced if the launchers that use it gain 2%.
+All candidates are screened first.  The best few are then timed longer, against the current row alone, because the best
+of forty measurements is partly luck.  A row is replaced if the launchers that use it gain 2%.
 """
 
 import contextlib
@@ -21,27 +21,27 @@ import torch
 
 import gpt2_triton.kernels as kernels
 from benchmarks import calls, tuning_tables
-from benchmarks.calls import Call, Stopped
+from benchmarks.calls import Call, Trial
 from benchmarks.candidates import SPACE, candidates
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import Key, Row
 
-GAIN = 1.02  # a row is replaced for no less; twice what medians of FINAL rounds vary by
+GAIN = 1.02  # the least gain that replaces a row: twice the variation of medians of FINAL rounds
 SCREEN, FINAL = 5, 25  # rounds
-FINALISTS = 3  # beside the current row
-# ||difference|| / ||current|| of the worst 256 numbers: one unit in the last place of bf16 in every one is at most
-# 2^-7; a tile or a key left out is 0.1 or more
+FINALISTS = 3  # in addition to the current row
+# largest ||difference|| / ||current|| of 256 numbers: one unit in the last place of bf16 in each is at most 2^-7, a
+# missing tile or key at least 0.1
 TOLERANCE = 2.0**-6
 DTYPE = "bf16"
-HOPPERS_OWN = {"matmul", "matmul_dw", "classifier_fwd"}  # run by hopper*.py there, with constants of their own
+HOPPER_OPS = {"matmul", "matmul_dw", "classifier_fwd"}  # on Hopper, kernels/hopper runs them with its own constants
 
-Times = dict[str, list[float | None]]  # size -> ms of the launchers that use a row, for each candidate
+Times = dict[str, list[float | None]]  # by size, per candidate: ms of all launches that use the row
 
 
 def select(only: str | None) -> list[str]:
-    """The operations to tune: all that can be on this GPU, or those whose name or family is in `only`."""
-    ops = [op for op in SPACE if not (tuning.is_hopper() and op in HOPPERS_OWN)]
+    """Return the operations to tune on this GPU: all, or those whose name or family is in `only`."""
+    ops = [op for op in SPACE if not (tuning.is_hopper() and op in HOPPER_OPS)]
     if only is None:
         return ops
     wanted = only.split(",")
@@ -51,12 +51,12 @@ def select(only: str | None) -> list[str]:
             raise ConfigError(f"--only: unknown {word}; known are {', '.join([*families, *SPACE])}")
     chosen = [op for op in ops if op in wanted or op.split("_")[0] in wanted]
     if not chosen:
-        raise ConfigError(f"--only: {only} has no rows to tune on this GPU: its kernels are those of hopper*.py")
+        raise ConfigError(f"--only: {only} has no rows to tune on this GPU: kernels/hopper runs it, without a table")
     return chosen
 
 
 def gain(times: Times, i: int) -> float:
-    """Old time over new, the geometric mean over sizes; 0 for a candidate that failed, or loses 2% at any size."""
+    """Return old over new time, the geometric mean over sizes; 0 if the candidate failed or loses 2% at any size."""
     ratios = []
     for column in times.values():
         old, new = column[0], column[i]
@@ -67,28 +67,28 @@ def gain(times: Times, i: int) -> float:
 
 
 def finalists(rows: list[Row], times: Times) -> list[Row]:
-    """The current row and the best of the others, as far as they gain anything."""
+    """Return the current row and the FINALISTS best of those that gain anything."""
     gains = {i: gain(times, i) for i in range(1, len(rows))}
     best = sorted((i for i in gains if gains[i] > 1.0), key=lambda i: -gains[i])
     return [rows[0], *(rows[i] for i in best[:FINALISTS])]
 
 
 def winner(rows: list[Row], times: Times) -> int:
-    """Index of the row to keep: 0, the current one, unless another gains GAIN."""
+    """Return the index of the row to keep: 0, the current row, unless another gains GAIN."""
     best = max(range(len(rows)), key=lambda i: gain(times, i)) if times else 0
     return best if gain(times, best) >= GAIN else 0
 
 
 @dataclasses.dataclass
 class Progress:
-    """Lines with the share that is done and the time left, from the candidates timed so far."""
+    """Formats lines with the fraction that is done and the time left."""
 
     passes: tuple[float, ...] = (0.8, 0.2)  # shares of the time: screening, finals
     began: float = dataclasses.field(default_factory=time.monotonic)
     number: int = 0
 
     def line(self, share: float, text: str) -> str:
-        """`share` of the current pass is done."""
+        """Return the line when `share` of the current pass is done."""
         done = sum(self.passes[: self.number]) + self.passes[self.number] * share
         left = (time.monotonic() - self.began) * (1 - done) / done if done else math.nan
         rest = f"{left // 60:.0f}:{left % 60:02.0f} left" if done else "-:-- left"
@@ -97,7 +97,7 @@ class Progress:
 
 @contextlib.contextmanager
 def trying(rows: dict[Key, Row], key: Key, row: Row) -> Iterator[None]:
-    """Inside, launchers that ask for `key` get `row`."""
+    """Replace the row of `key` inside the context."""
     before = rows[key]
     rows[key] = row
     try:
@@ -107,7 +107,7 @@ def trying(rows: dict[Key, Row], key: Key, row: Row) -> Iterator[None]:
 
 
 class Search:
-    """One pass over the sizes: times of every candidate of every row, at every call of a step that asks for it."""
+    """One pass over the sizes: times of all candidates of each row, at each call of a step that uses the row."""
 
     def __init__(self, rows: dict[Key, Row], tries: dict[str, list[Row]], rounds: int, progress: Progress):
         self.rows, self.tries, self.rounds, self.progress = rows, tries, rounds, progress
@@ -115,11 +115,11 @@ class Search:
         self.dropped: dict[tuple[str, int], str] = {}
 
     def run(self, sizes: list[str], step: Callable[..., Any]) -> "Search":
-        """`step(size, on_call)` runs a step in which on_call(call, done) stands before the launch of each call."""
+        """Run `step(size, on_call)` for each size; the step calls on_call(call, share done) before each launch."""
         for number, size in enumerate(sizes):
 
             def on_call(call: Call, share: float, number: int = number, size: str = size) -> None:
-                ops = [op for op in self.tries if (op, DTYPE) in call.asked and len(self.tries[op]) > 1]
+                ops = [op for op in self.tries if (op, DTYPE) in call.used and len(self.tries[op]) > 1]
                 if ops:
                     counts = ", ".join(f"{op} {len(self._alive(op))}" for op in ops)
                     print(self.progress.line((number + share) / len(sizes), f"{size} {call}: {counts}"), flush=True)
@@ -133,39 +133,39 @@ class Search:
         return [i for i in range(len(self.tries[op])) if (op, i) not in self.dropped]
 
     def _measure(self, size: str, op: str, call: Call) -> None:
-        """Compile, compare and time the candidates of `op` at this call, and add up what each one takes."""
+        """Compile, compare and time the candidates of `op` at this call, and add to their times."""
         choices = {i: self.tries[op][i] for i in self._alive(op)}
         key = (op, DTYPE)
         with kernels.compiling(ignore_errors=True):
             for row in choices.values():
                 with trying(self.rows, key, row), contextlib.suppress(*calls.REFUSED):
                     call()
-        stopped = Stopped(call)
+        trial = Trial(call)
         for i, row in choices.items():
             with trying(self.rows, key, row):
-                if reason := stopped.fault(TOLERANCE):
+                if reason := trial.fault(TOLERANCE):
                     self.dropped[op, i] = reason
         launches = {}
         for i in self._alive(op):
             with trying(self.rows, key, choices[i]):
-                launches[i] = stopped.graph()
+                launches[i] = trial.graph()
         measured = calls.interleaved(launches, self.rounds)
-        stopped.restore()
+        trial.restore()
         column = self.times[op].setdefault(size, [0.0] * len(self.tries[op]))
         for i, before in enumerate(column):
             column[i] = before + measured[i] if before is not None and i in measured else None
 
 
 def tune(sizes: list[str], batch: int | None, only: str | None, out: Path | None) -> int:
-    """Search, print old and new milliseconds of every row, and write the table if a row gains; 0."""
+    """Search, print old and new milliseconds of each row, and write the table if a row gains; return 0."""
     ops, table = select(only), tuning.table()
     shared = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
     tries = {op: candidates(op, table.rows[op, DTYPE], shared) for op in ops}
     progress = Progress()
-    with calls.asked_rows() as rows:
+    with calls.recorded_rows() as rows:
 
         def step(size: str, on_call: Callable[[Call, float], None]) -> None:
-            calls.stopped_step(size, batch, rows, on_call)
+            calls.intercepted_step(size, batch, rows, on_call)
 
         screened = Search(rows, tries, SCREEN, progress).run(sizes, step)
         tries = {op: finalists(tries[op], screened.times[op]) for op in ops}
@@ -188,16 +188,16 @@ def tune(sizes: list[str], batch: int | None, only: str | None, out: Path | None
 
 
 def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:
-    """One line a row: milliseconds of its launchers, old and of the best other row, all sizes together; the verdict."""
+    """Return one line per row: milliseconds of its launches over all sizes, old and with the best other row; gain."""
     lines = [["row", "old ms", "new ms", "gain", ""]]
     for op, rows in tries.items():
         best = max(range(1, len(rows)), key=lambda i: gain(times[op], i), default=0)
         if not best or not gain(times[op], best):
-            lines.append([op, "-", "-", "-", "as it was"])
+            lines.append([op, "-", "-", "-", "unchanged"])
             continue
         old, new = (sum(column[i] or 0.0 for column in times[op].values()) for i in (0, best))
         changed = ", ".join(f"{n} {rows[0].get(n, '-')} -> {v}" for n, v in rows[best].items() if rows[0].get(n) != v)
-        verdict = changed if winner(rows, times[op]) else f"as it was ({changed})"
+        verdict = changed if winner(rows, times[op]) else f"unchanged ({changed})"
         lines.append([op, f"{old:.3f}", f"{new:.3f}", f"{gain(times[op], best) - 1:+.1%}", verdict])
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     return "\n".join(
@@ -207,7 +207,9 @@ def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:
 
 
 def faults(*searches: Search) -> list[str]:
-    """How many candidates did not compile or fit; each one that gave other numbers, by name."""
+    """Return a line with the number of candidates that did not compile or fit, and one per candidate with wrong
+    results.
+    """
     reasons = [(op, i, search.tries[op][i], r) for search in searches for (op, i), r in search.dropped.items()]
     wrong = [f"WRONG: {op} {row}: {r}" for op, _, row, r in reasons if r.startswith(calls.DIFFERS)]
     unfit = len(reasons) - len(wrong)

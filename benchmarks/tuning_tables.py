@@ -1,4 +1,4 @@
-"""Tables of launch parameters as `bench --tune` writes them: one row a line, so that a change is a line of a diff."""
+"""Tables of launch parameters as `benchmarks tune` writes them: one row per line, so that a diff shows changed rows."""
 
 import datetime
 import json
@@ -10,7 +10,7 @@ from gpt2_triton.kernels.tuning import TABLES, Key, Row, Table
 
 
 def updated(table: Table, name: str, device: str, changes: dict[Key, Row]) -> tuple[Path, Table]:
-    """The table with rows changed, and its file.  A GPU that borrowed the table of others gets one of its own."""
+    """Return the table's file and the table with changed rows; a GPU that uses another GPU's table gets a new file."""
     own = table.gpu in device
     new = table._replace(
         gpu=table.gpu if own else device,
@@ -27,7 +27,7 @@ def updated(table: Table, name: str, device: str, changes: dict[Key, Row]) -> tu
 
 
 def text(table: Table) -> str:
-    """The table as JSON."""
+    """Return the table as JSON, one row per line."""
     by_op: dict[str, dict[str, Row]] = {}
     for (op, dtype), row in table.rows.items():
         by_op.setdefault(op, {})[dtype] = row

@@ -1,11 +1,11 @@
-"""HellaSwag by this package and by plain PyTorch, from the same checkpoint: accuracies, times, choices that differ.
+"""Runs HellaSwag with this package and with plain PyTorch on the same checkpoint: accuracies, times, different choices.
 
     python -m eval.against_torch CHECKPOINT [--data hellaswag_val.jsonl] [--limit N] [--style completion]
 
-PyTorch runs the rows in groups padded to the longest, in fp32 without TF32 and under bf16 autocast.  Its fp32 run is
-what the others are held against: where their choice is another one, fp32 found the two endings about equally likely,
-and `largest gap` is by how much at most, in nats (a token for acc_norm of the completion style, a character for the
-harness's).  Ours in bf16 also runs with a tenth of the tokens at once; exits with 1 if that changes a bit on a GPU.
+PyTorch runs the questions in groups padded to the longest, in fp32 without TF32 and under bf16 autocast.  Its fp32 run
+is the reference.  Where another run chooses another ending, fp32 must find both about equally likely: `largest gap` is
+their largest difference in nats (for acc_norm per token in the completion style, per character in the harness style).
+Our bf16 model runs again with a tenth of the tokens per batch; the exit code is 1 if that changes a bit on a GPU.
 """
 
 import argparse
@@ -18,11 +18,11 @@ import torch
 
 from gpt2_triton.commands.app import select_device
 
-ROWS = 32  # of PyTorch's groups: 128 sequences, whose fp32 logits take 4 GB
+ROWS = 32  # questions in PyTorch's groups: the fp32 logits of 128 sequences take 4 GB
 
 
 def torch_losses(params, dims, questions, device: str, autocast: bool) -> np.ndarray:
-    """The summed loss of each ending's tokens, float64 [rows, 4]."""
+    """Return the summed loss of each ending's tokens, float64 [rows, 4]."""
     from benchmarks.torch_reference import gpt2_loss
 
     out = []
@@ -43,9 +43,7 @@ def torch_losses(params, dims, questions, device: str, autocast: bool) -> np.nda
 
 
 def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int, float]]:
-    """Of the choices by sum and by sum over length: how many are not the reference's, and how much less likely it finds
-    them at most.
-    """
+    """Return, for choices by sum and by sum over length, how many differ from the reference's and the largest gap."""
     from gpt2_triton.inference import hellaswag
 
     rows, found = np.arange(len(reference)), []
@@ -60,7 +58,7 @@ def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int
 def report(style: str, questions, runs: dict[str, tuple[np.ndarray, float]]) -> None:
     from gpt2_triton.inference import hellaswag
 
-    print(f"\n{style}, {len(questions.labels):,} rows")
+    print(f"\n{style}, {len(questions.labels):,} questions")
     head = ("acc", "acc_norm", "seconds", "differ", "largest gap", "differ, norm", "largest gap, norm")
     print(f"{'':<20}" + "".join(f"{name:>{max(len(name), 8) + 2}}" for name in head))
     for name, (losses, seconds) in runs.items():
@@ -94,8 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     config, tensors = load_weights(a.checkpoint)
     start = time.perf_counter()
     styles = (a.style,) if a.style else tuple(TEXTS)
-    asked = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)
-    print(f"rows tokenised in {time.perf_counter() - start:.1f} s")
+    questions_by_style = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)
+    print(f"questions tokenised in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     models = {dtype: losses.load_for_losses(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
     print(f"models ready in {time.perf_counter() - start:.1f} s")
@@ -103,16 +101,16 @@ def main(argv: list[str] | None = None) -> int:
     dims = models["fp32"].dims
     params = leaves(tensors["params"].to(device), dims, torch.float32)
     all_equal = True
-    for style, questions in asked.items():
+    for style, questions in questions_by_style.items():
         runs = {f"ours, {dtype}": timed(hellaswag.ending_losses, model, questions) for dtype, model in models.items()}
         runs["PyTorch fp32"] = timed(torch_losses, params, dims, questions, device, False)
         runs["PyTorch autocast"] = timed(torch_losses, params, dims, questions, device, True)
         report(style, questions, runs)
         small = losses.load_for_losses(config, tensors, a.batch_tokens // 10, "bf16")
         equal = np.array_equal(hellaswag.ending_losses(small, questions), runs["ours, bf16"][0])
-        print(f"same bits with {small.B * small.T:,} tokens at once: {'yes' if equal else 'NO'}")
+        print(f"same bits with {small.B * small.T:,} tokens per batch: {'yes' if equal else 'NO'}")
         all_equal &= equal
-    return 0 if all_equal or device == "cpu" else 1  # the interpreter's blocks, and so its sums, go by the batch
+    return 0 if all_equal or device == "cpu" else 1  # the interpreter's blocks, and so its sums, depend on the batch
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Scores of a model in lm-evaluation-harness, by way of an export.  Needs: pip install "lm-eval[hf]"
+# Exports a model and scores it with lm-evaluation-harness.  Needs: pip install "lm-eval[hf]"
 #   eval/lm_eval.sh SOURCE OUT [TASKS] [more arguments of lm_eval]
-# SOURCE is what `export` takes, OUT a new directory, or one that was exported before.  With HELLASWAG=hellaswag_val.jsonl, the task hellaswag_file reads that
-# file, so that nothing is downloaded; else the harness fetches its tasks' data from the Hugging Face hub.
+# SOURCE: a run, a step directory, or hf:, llmc: or nanogpt: weights, as for `export`.
+# OUT: a new directory, or one of an earlier export.  TASKS: comma-separated, by default hellaswag.
+# With HELLASWAG=hellaswag_val.jsonl, the task hellaswag_file reads that file and nothing is downloaded; without it, the
+# harness downloads the data of its tasks from the Hugging Face Hub.
 set -eu
 source=$1 out=$2 tasks=${3:-hellaswag}
 shift $(($# < 3 ? $# : 3))

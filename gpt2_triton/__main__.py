@@ -1,4 +1,4 @@
-"""`python -m gpt2_triton COMMAND`: everything but training, which is train.py."""
+"""Runs `python -m gpt2_triton COMMAND`; training is train.py."""
 
 import sys
 

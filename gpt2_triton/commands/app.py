@@ -1,9 +1,9 @@
-"""What every command shares: the call, exit codes, the choice of the device.  The commands are in commands/.
+"""Shared by all commands: parsing, exit codes, the choice of the device.
 
-A user's mistake is a line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint, 5 memory,
-6 not finite, 1 trouble among several GPUs; 0 is done, 129, 130 and 143 are a run stopped by a signal, 141 is output
-whose reader is gone.  Anything else is our bug and keeps its traceback.
-Kernels are imported inside the commands: TRITON_INTERPRET must be set before one is decorated.
+A user's mistake is reported as one line on stderr and an exit code: 2 configuration or command line, 3 data,
+4 checkpoint, 5 memory, 6 non-finite numbers, 1 failures between GPUs.  0 is success; 129, 130 and 143 mean that a
+signal stopped the run, 141 that stdout was closed.  Any other exception is a bug and keeps its traceback.
+Commands import kernels inside their functions: TRITON_INTERPRET must be set before a kernel is decorated.
 """
 
 import os
@@ -23,14 +23,18 @@ from gpt2_triton.errors import ConfigError, UserError
 
 
 def make_app(name: str, help: str) -> App:
-    plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())  # underscores; no --no-flag twins
+    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant."""
+    plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
     return App(name=name, help=help, help_format="plaintext", version=__version__, default_parameter=plain_names)
 
 
 def main(app: App, argv: list[str]) -> int:
-    """Run a command and return its exit code."""
+    """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
     try:
         app.suppress_keyboard_interrupt = False
+        if not argv or argv[0] in app.help_flags:
+            for name in app:
+                app[name]  # imports the command, for its summary in the list
         code = app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
         _flush()
         return code
@@ -39,19 +43,19 @@ def main(app: App, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's end fails on what is left to flush
-        return _leave(_fail("nobody reads the output any more", 141))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at the interpreter's exit fails again
+        return _exit_if_distributed(_fail("stdout was closed before all output was written", 141))
     except UserError as error:
-        return _leave(_fail(str(error), error.exit_code))
+        return _exit_if_distributed(_fail(str(error), error.exit_code))
     except Exception as error:
-        if not _several_ranks():
+        if not _is_distributed():
             raise
         traceback.print_exc()
-        return _leave(_fail(f"{type(error).__name__}: {error}", 1))
+        return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
 
 
 def _flush() -> None:
-    """Here, where it is caught that nobody reads any more: of a terminal that was closed another error says so."""
+    """Flush stdout while errors are still caught.  A closed terminal raises OSError, a closed pipe BrokenPipeError."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -59,7 +63,7 @@ def _flush() -> None:
 
 
 def _wrong_call(error: CycloptsError) -> str:
-    """What cyclopts says, in one line that says what to do."""
+    """Return the message of cyclopts as one line that ends with what to do."""
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
         wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; options are --name value"
@@ -68,40 +72,43 @@ def _wrong_call(error: CycloptsError) -> str:
     return wrong if wrong.endswith("?") else f"{wrong}; see --help"
 
 
-def _several_ranks() -> bool:
+def _is_distributed() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def _leave(code: int) -> int:
-    """Of several ranks one that fails ends at once, whatever its threads wait for: so the launcher ends the others."""
-    if _several_ranks():
+def _exit_if_distributed(code: int) -> int:
+    """Exit without waiting for threads if there are several ranks, so that the launcher ends the others; else return
+    the code.
+    """
+    if _is_distributed():
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def _fail(message: str, code: int) -> int:
+    """Print the message to stderr, each line with the rank if it is the rank's own error, and return the code."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     repeats = code == 2 and rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
-    if repeats:  # every rank sees the same mistake: rank 0 speaks, before the launcher ends it
+    if repeats:  # all ranks have the same configuration: rank 0 prints, and needs time before the launcher ends it
         time.sleep(2)
         return code
-    name = f"rank {rank}: " if _several_ranks() and code != 2 else ""
+    name = f"rank {rank}: " if _is_distributed() and code != 2 else ""
     print_line("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
     return code
 
 
 def _underscores(argv: Iterable[str]) -> list[str]:
-    """--run-dir is --run_dir."""
+    """Replace hyphens in option names by underscores: --run-dir becomes --run_dir."""
     return [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
 
 
 def select_device() -> None:
-    """With no GPU, have the kernels run in Triton's interpreter, and say so.  Call it before any kernel is imported."""
-    # read when torch and numpy load: the interpreter's arrays are small, and a quickstart step took 4.4 s on two
-    # threads, 1.5 s on one
+    """Select Triton's interpreter, and print that, if there is no GPU.  Must run before a kernel is imported."""
+    # torch and numpy read it when they are imported.  The interpreter's arrays are small: a quickstart step took 4.4 s
+    # with two threads, 1.5 s with one
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what c10d logs, with C++ stacks, is raised besides
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
     from gpt2_triton import device
 
     if device.present():
@@ -120,12 +127,13 @@ def _release(package: str) -> tuple[int, ...]:
 
 
 def require_directory(option: str, file: Path | None) -> None:
+    """Refuse a file whose directory does not exist."""
     if file and not file.parent.is_dir():
         raise ConfigError(f"--{option}: {file.parent} is not a directory; make it, or choose another")
 
 
 def require_at_least(**options: tuple[float, float]) -> None:
-    """Refuse every option=(value, least) whose value is smaller, one line for each."""
+    """Refuse each option=(value, least) whose value is smaller, one line for each."""
     wrong = [
         f"--{name}: must be at least {least}, got {value}"
         for name, (value, least) in options.items()

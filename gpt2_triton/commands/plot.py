@@ -1,6 +1,6 @@
-"""Curves of runs, overlaid, from their metrics.jsonl, as a PNG: loss, learning rate, gradient norm, speed, HellaSwag.
+"""`plot`: loss, learning rate, gradient norm, speed and HellaSwag of runs, from their metrics.jsonl, as one PNG.
 
-The colours are Okabe and Ito's, which the colour-blind can tell apart; each curve carries its name at its end.
+The colours are Okabe and Ito's, which remain distinct to colour-blind readers.
 """
 
 from collections.abc import Sequence
@@ -14,25 +14,22 @@ from cyclopts import Parameter
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
-SMOOTH_FROM = 200  # points; a shorter curve is readable as it is
+SMOOTH_FROM = 200  # points; a shorter curve is readable without smoothing
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-GREY = "0.45"
 
-# OpenAI's checkpoints: loss on FineWeb's validation shard of llm.c, HellaSwag (acc_norm), as llm.c's vislog has them
+# OpenAI's checkpoints: loss on FineWeb's validation shard of llm.c, HellaSwag (acc_norm), from llm.c's vislog
 OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0.4320), "1558M": (2.8313, 0.4889)}
-
-
-End = tuple[float, str, int]  # of a curve: its height, its name, the number of its run
+LEVEL_DASHES = dict(zip(OPENAI, ((6, 2), (3, 2), (1, 2), (6, 2, 1, 2)), strict=True))  # equal in all panels
 
 
 class Run(NamedTuple):
     name: str
     records: list[dict[str, Any]]
-    config: dict[str, Any]  # config.yaml as it is; empty if there is none
+    config: dict[str, Any]  # the content of config.yaml; empty if there is none
     tokens_per_step: float | None
 
-    def points(self, key: str, x_scale: float) -> np.ndarray:
-        """(x_scale * step, value) [n, 2]; steps whose value was not finite have none."""
+    def points(self, key: str, x_scale: float = 1.0) -> np.ndarray:
+        """Return (x_scale * step, value) [n, 2] of the steps that have a finite value."""
         found = [(r["step"] * x_scale, r[key]) for r in self.records if r.get(key) is not None]
         return np.array(found, np.float64).reshape(-1, 2)
 
@@ -42,10 +39,10 @@ class Run(NamedTuple):
 
 
 def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
-    """Draw all runs over tokens (over steps when a run's tokens are unknown).
+    """Draw all runs over tokens, or over steps if the tokens of a run are unknown.
 
-    `openai` adds OpenAI's GPT-2 as horizontal lines; they come by themselves when every run's validation data is
-    FineWeb in GPT-2's tokens, as far as the curves reach them.
+    `openai` adds OpenAI's GPT-2 as horizontal lines.  Without it, those near the curves are drawn if the validation
+    data of every run is FineWeb in GPT-2's tokens.
     """
     if out.suffix != ".png":
         raise ConfigError(f"plot: {out} does not end in .png; choose another -o")
@@ -56,27 +53,21 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
         raise ConfigError("plot: matplotlib is not installed; pip install 'gpt2_triton[plot]'") from None
     by_tokens = all(run.tokens_per_step for run in runs)
     scales = [run.tokens_per_step or 1.0 if by_tokens else 1.0 for run in runs]
-    hellaswag = any("hellaswag" in record for run in runs for record in run.records)
-    panels = ["lr", "norm", "speed"] + ["hellaswag"] * hellaswag
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    (above,), (below,) = figure.subfigures(2, 1, height_ratios=[2, 1], squeeze=False)  # each with margins of its own
-    axes = dict(zip(["loss", *panels], [above.subplots(), *below.subplots(1, len(panels))], strict=True))
     automatic = not openai and all(run.on_fineweb() for run in runs)
-    ends = {
-        "loss": _draw_loss(axes["loss"], runs, scales, openai, automatic),
-        "lr": _draw_lines(axes["lr"], runs, scales, "lr", "learning rate"),
-        "norm": _draw_lines(axes["norm"], runs, scales, "norm", "gradient norm"),
-        "speed": _draw_lines(axes["speed"], runs, scales, "tok_s", "tokens per second"),
-    }
-    if hellaswag:
-        ends["hellaswag"] = _draw_hellaswag(axes["hellaswag"], runs, scales, openai or automatic)
+    panels = ["lr", "norm", "speed"] + ["hellaswag"] * any(len(run.points("hellaswag")) for run in runs)
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplot_mosaic([["loss"] * len(panels), panels], height_ratios=[2, 1])
+    levels = _draw_loss(axes["loss"], runs, scales, openai, automatic)
+    _draw_lines(axes["lr"], runs, scales, "lr", "learning rate")
+    _draw_lines(axes["norm"], runs, scales, "norm", "gradient norm")
+    _draw_lines(axes["speed"], runs, scales, "tok_s", "tokens per second")
+    if "hellaswag" in axes:
+        levels += _draw_hellaswag(axes["hellaswag"], runs, scales, openai or automatic)
     last = max(panel.dataLim.x1 for panel in axes.values())
     for name, panel in axes.items():
-        panel.set_xlim(-0.01 * last, 1.01 * last)  # the same in all; dots at its ends are whole
-        _finish(panel, "tokens" if by_tokens else "steps", ticks=10 if name == "loss" else 4)
-    figure.draw_without_rendering()  # places the panels, so that the names' distances can be told
-    for name, panel in axes.items():
-        _label_ends(panel, ends[name])
+        panel.set_xlim(-0.01 * last, 1.01 * last)  # equal in all panels; markers at the ends are not cut
+        _finish(panel, "tokens" if by_tokens else "steps", 8 if name == "loss" else 4)
+    _add_legend(figure, runs, [size for size in OPENAI if size in levels], "hellaswag" in axes)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=150)
@@ -85,7 +76,7 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
 
 
 def read_run(path: Path) -> Run:
-    """A run directory's name, records and configuration; `path` may be its metrics.jsonl itself."""
+    """Read a run directory, or its metrics.jsonl alone; ConfigError if it has no losses."""
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path}: no {METRICS} there; expected a run directory, which train.py makes")
@@ -99,41 +90,70 @@ def read_run(path: Path) -> Run:
 
 
 def smoothed(points: np.ndarray) -> np.ndarray:
-    """Means over 1/50 of the points [n, 2], each at the middle of its window; only whole windows have one."""
+    """Return the running mean of points [n, 2] over 1/50 of them, for the points whose window is complete."""
     window = max(1, len(points) // 100) * 2 + 1
     sums = np.concatenate([np.zeros((1, 2)), np.cumsum(points, 0)])
     return (sums[window:] - sums[:-window]) / window
 
 
+def _readable(points: np.ndarray) -> np.ndarray:
+    """Return the points, smoothed if they are many."""
+    return smoothed(points) if len(points) >= SMOOTH_FROM else points
+
+
+# ---- the legend ----
+
+
+def summary(run: Run) -> str:
+    """Return the run's entry in the legend: its name, final loss, median speed and MFU, final HellaSwag score."""
+    val, train, speed, mfu, hellaswag = (
+        run.points(key)[:, 1] for key in ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
+    )
+    loss = f"val {val[-1]:.4f}" if len(val) else f"train {_readable(run.points('loss'))[-1, 1]:.4f}"
+    lines = [run.name, loss]
+    if len(speed):
+        lines.append(f"{_short(np.median(speed))} tokens/s" + (f", MFU {np.median(mfu):.0%}" if len(mfu) else ""))
+    if len(hellaswag):
+        lines.append(f"HellaSwag {100 * hellaswag[-1]:.1f}")
+    return "\n".join(lines)
+
+
+def _add_legend(figure: Any, runs: Sequence[Run], levels: Sequence[str], hellaswag: bool) -> None:
+    """Add one legend for all panels at the right: the runs, and the sizes of OpenAI's GPT-2 that are drawn."""
+    from matplotlib.lines import Line2D
+
+    entries = [Line2D([], [], label=summary(run), **_style(i)) for i, run in enumerate(runs)]
+    for size in levels:
+        loss, score = OPENAI[size]
+        label = f"OpenAI GPT-2 {size}\nloss {loss:.3f}" + (f", HellaSwag {100 * score:.2f}" if hellaswag else "")
+        entries.append(Line2D([], [], label=label, **_level_style(size)))
+    figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=8.5, labelcolor="linecolor")
+
+
 # ---- the panels ----
 
 
-def _draw_loss(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: bool, automatic: bool) -> list[End]:
-    """Training loss as a line (faint, and smoothed when long), validation loss as dots."""
-    ends, lows, highs = [], [], []
+def _draw_loss(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: bool, automatic: bool) -> list[str]:
+    """Draw training loss as a line and validation loss as dots; return the sizes of GPT-2 that are drawn as levels."""
+    lows, highs = [], []
     for i, (run, scale) in enumerate(zip(runs, scales, strict=True)):
         train, val = run.points("loss", scale), run.points("val_loss", scale)
         line = _draw_curve(axes, train, i)
-        axes.plot(*val.T, color=_color(i), lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
-        y, what = (val[-1, 1], "val") if len(val) else (line[-1, 1], "train")
-        ends.append((y, f"{run.name}\n{what} {y:.4f}", i))
+        axes.plot(*val.T, color=_style(i)["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
         lows.append(min(curve[:, 1].min() for curve in (line, val) if len(curve)))
         highs.append(_top(line if len(line) else val))
     low, high = min(lows), max(highs)
-    lines = {size: loss for size, (loss, _) in OPENAI.items()}
-    if automatic:  # those passed, and the next one if it is near
-        lines = {size: loss for size, loss in lines.items() if low - 0.25 < loss < high}
-    if openai or automatic:
-        _draw_levels(axes, {f"OpenAI GPT-2 {size}: {loss:.3f}": loss for size, loss in lines.items()})
-        low, high = min([low, *lines.values()]), max([high, *lines.values()])
+    levels = {size: loss for size, (loss, _) in OPENAI.items() if openai or automatic and low - 0.25 < loss < high}
+    _draw_levels(axes, levels)
+    low, high = min([low, *levels.values()]), max([high, *levels.values()])
     margin = 0.05 * (high - low) or 0.1  # a run of one step is a point
     axes.set_ylim(low - margin, high + margin)
     axes.set_title("loss, nats per token: training as a line, validation as dots", loc="left", fontsize=10)
-    return ends
+    return list(levels)
 
 
-def _draw_lines(axes: Any, runs: Sequence[Run], scales: Sequence[float], key: str, title: str) -> list[End]:
-    highs, ends = [], []
+def _draw_lines(axes: Any, runs: Sequence[Run], scales: Sequence[float], key: str, title: str) -> None:
+    highs = []
     for i, (run, scale) in enumerate(zip(runs, scales, strict=True)):
         points = run.points(key, scale)
         if not len(points):
@@ -142,73 +162,38 @@ def _draw_lines(axes: Any, runs: Sequence[Run], scales: Sequence[float], key: st
         _draw_curve(axes, points, i, width, smooth=key != "lr")
         # one spike, or the first step, which compiles, must not flatten the rest
         highs.append(min(points[:, 1].max(), 2 * np.quantile(points[:, 1], 0.98)))
-        if key == "tok_s":
-            speed, mfu = np.median(points[:, 1]), run.points("mfu", scale)[:, 1]
-            ends.append((speed, _short(speed) + (f", MFU {np.median(mfu):.0%}" if len(mfu) else ""), i))
     if highs:
         axes.set_ylim(0, 1.08 * max(highs))
     axes.set_title(title, loc="left", fontsize=10)
-    return ends
 
 
-def _draw_hellaswag(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: bool) -> list[End]:
-    ends = []
+def _draw_hellaswag(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: bool) -> list[str]:
+    """Draw the scores in percent; return the sizes of GPT-2 that are drawn as levels."""
+    best = 25.0  # four endings to choose from
     for i, (run, scale) in enumerate(zip(runs, scales, strict=True)):
         points = run.points("hellaswag", scale) * [1, 100]
         if len(points):
             _draw_curve(axes, points, i)
-            ends.append((points[-1, 1], f"{points[-1, 1]:.1f}", i))
-    if openai:
-        near = {
-            size: 100 * score for size, (_, score) in OPENAI.items() if 100 * score < max(ends, default=(25.0,))[0] + 5
-        }
-        _draw_levels(axes, {f"GPT-2 {size}: {score:.2f}": score for size, score in near.items()})
+            best = max(best, points[-1, 1])
+    levels = {size: 100 * score for size, (_, score) in OPENAI.items() if openai and 100 * score < best + 5}
+    _draw_levels(axes, levels)
     axes.set_title("HellaSwag, %", loc="left", fontsize=10)
-    return ends
+    return list(levels)
 
 
 def _draw_curve(axes: Any, points: np.ndarray, i: int, width: float = 1.3, smooth: bool = True) -> np.ndarray:
-    """Draw and return the line that is read off, [n, 2]: of many points their running mean, before them all."""
-    if smooth and len(points) >= SMOOTH_FROM:
-        axes.plot(*points.T, color=_color(i), alpha=0.22, lw=0.7, zorder=1)
-        points = smoothed(points)
-    marker = "o" if len(points) == 1 else None  # of one point there is no line
-    axes.plot(*points.T, color=_color(i), lw=width, linestyle=_dash(i), marker=marker, ms=4, zorder=3)
-    return points
+    """Draw points [n, 2] and return those of the opaque line; many points are drawn faintly behind their mean."""
+    line = _readable(points) if smooth else points
+    if line is not points:
+        axes.plot(*points.T, color=_style(i)["color"], alpha=0.22, lw=0.7, zorder=1)
+    marker = "o" if len(line) == 1 else None  # a line needs two points
+    axes.plot(*line.T, lw=width, marker=marker, ms=4, zorder=3, **_style(i))
+    return line
 
 
 def _draw_levels(axes: Any, levels: dict[str, float]) -> None:
-    """Horizontal lines, named from the left on, one beside the other, so that lines near each other stay readable."""
-    for i, (label, level) in enumerate(levels.items()):
-        axes.axhline(level, color=GREY, lw=0.9, linestyle=(0, (5, 4)), zorder=2)
-        axes.annotate(
-            label, (0.25 * i, level), xycoords=("axes fraction", "data"), xytext=(4, 2.5), textcoords="offset points",
-            color="0.3", fontsize=7.5, zorder=5, bbox=dict(facecolor="white", edgecolor="none", alpha=0.75, pad=0.6),
-        )  # fmt: skip
-
-
-def _label_ends(axes: Any, ends: Sequence[End]) -> None:
-    """Names of curves in the right margin, each at the height of its curve's end or as near as the others allow."""
-    per_pixel = 72 / axes.figure.dpi
-    ends = sorted(ends, key=lambda end: end[0])
-    wanted = [axes.transData.transform((0, y))[1] * per_pixel for y, _, _ in ends]
-    places = _apart(wanted, 11.5 * max((label.count("\n") + 1 for _, label, _ in ends), default=1))
-    for (y, label, i), at, place in zip(ends, wanted, places, strict=True):
-        axes.annotate(
-            label, (1, y), xycoords=("axes fraction", "data"), xytext=(6, place - at), textcoords="offset points",
-            color=_color(i), fontsize=8.5, va="center", linespacing=1.1, annotation_clip=False,
-        )  # fmt: skip
-
-
-def _apart(wanted: Sequence[float], distance: float) -> list[float]:
-    """Rising positions moved as little as makes them `distance` apart; neighbours share a move."""
-    groups: list[list[float]] = []  # of positions that touch, each as if the ones before it took no room
-    for i, at in enumerate(wanted):
-        groups.append([at - i * distance])
-        while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    means = [float(np.mean(group)) for group in groups for _ in group]
-    return [mean + i * distance for i, mean in enumerate(means)]
+    for size, level in levels.items():
+        axes.axhline(level, zorder=2, **_level_style(size))
 
 
 def _finish(axes: Any, unit: str, ticks: int) -> None:
@@ -223,22 +208,23 @@ def _finish(axes: Any, unit: str, ticks: int) -> None:
 
 
 def _top(line: np.ndarray) -> float:
-    """The highest loss to show: of a long run not the first 1/20, whose fall from ln(vocabulary) would flatten the
-    rest.
+    """Return the highest loss to show.  The first 1/20 of a long run is left out: its fall from ln(vocabulary) would
+    flatten the rest.
     """
     return float(line[len(line) // 20 if len(line) >= SMOOTH_FROM // 2 else 0 :, 1].max())
 
 
-def _color(i: int) -> str:
-    return COLORS[i % len(COLORS)]
+def _style(i: int) -> dict[str, Any]:
+    """Return colour and dashes of run i."""
+    return dict(color=COLORS[i % len(COLORS)], linestyle=("-", "--", ":")[i // len(COLORS) % 3])
 
 
-def _dash(i: int) -> str:
-    return ("-", "--", ":")[i // len(COLORS) % 3]
+def _level_style(size: str) -> dict[str, Any]:
+    return dict(color="0.45", lw=1.1, linestyle=(0, LEVEL_DASHES[size]))
 
 
 def _short(value: float) -> str:
-    """624k, 1.5M or 10B."""
+    """Return the value with a unit: 624k, 1.5M or 10B."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
@@ -257,7 +243,7 @@ def plot(
     out: Path
         The picture.
     openai: bool
-        Draw OpenAI's GPT-2 as lines, also where the validation data is not FineWeb.
+        Draw OpenAI's GPT-2 as horizontal lines, even if the validation data is not FineWeb.
     """
     if not runs:
         raise ConfigError("plot: expected one or more run directories")

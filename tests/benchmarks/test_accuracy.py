@@ -1,4 +1,4 @@
-"""`python -m gpt2_triton verify`: passes on these kernels, fails on a wrong one, and says which."""
+"""`python -m benchmarks verify`: passes on these kernels, fails on a wrong one and names it."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ import gpt2_triton.kernels
 from benchmarks import accuracy
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the command itself")
-def test_every_kernel_is_as_accurate_as_pytorch(capsys):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the command itself runs on the GPU")
+def test_verify_passes_on_all_kernels(capsys):
     code = accuracy.verify()
     text = capsys.readouterr().out
     assert code == 0, text
@@ -16,7 +16,7 @@ def test_every_kernel_is_as_accurate_as_pytorch(capsys):
         assert op in text
 
 
-def test_a_wrong_kernel_fails_and_is_named(monkeypatch, capsys):
+def test_verify_fails_on_a_wrong_kernel_and_names_it(monkeypatch, capsys):
     right = gpt2_triton.kernels.matmul_add
 
     def wrong(out, res, inp, w, b):
@@ -29,13 +29,13 @@ def test_a_wrong_kernel_fails_and_is_named(monkeypatch, capsys):
     assert line.endswith("FAIL")
 
 
-def test_a_result_that_was_never_written_fails():
+def test_verdict_fails_if_the_result_is_nan():
     nan, one = torch.full((4,), float("nan")), torch.ones(4)
     assert not accuracy.Comparison("op", "out", nan, one.bfloat16(), one.double()).verdict()[2]
 
 
-def test_master_bits_give_the_weight_back():
-    """hi = (u + 0x8000) >> 16 and lo = u & 0xFFFF, over random weights and both sides of every rounding."""
+def test_master_restores_the_weight():
+    """hi = (u + 0x8000) >> 16 and lo = u & 0xFFFF, for random weights and both sides of a rounding boundary."""
     edges = torch.tensor([0.0, 1.0, -1.0, 1.00390625, 3.0e38, -1e-38])
     weights = torch.cat([torch.randn(1000), -torch.rand(1000), edges])
     u = weights.view(torch.int32)

@@ -1,5 +1,5 @@
-"""benchmarks/curves.py and what it takes from agreement.py: the runs are comparable and end when they should.  Whether
-the losses agree needs a GPU.
+"""benchmarks/curves.py and its use of agreement.py: the runs are comparable and end on time.  Whether losses agree
+is tested by running the script on a GPU.
 """
 
 import json
@@ -38,7 +38,7 @@ def tiny(monkeypatch, tmp_path):
 
 
 class Clock:
-    """In the place of time; `tick` seconds pass each time it is looked at."""
+    """Replaces the module time; each call of perf_counter advances it by `tick` seconds."""
 
     def __init__(self, tick):
         self.now, self.tick = 0.0, tick
@@ -48,8 +48,8 @@ class Clock:
         return self.now
 
 
-def test_three_runs_of_as_many_steps_begin_alike(tiny, capsys):
-    """A loss of 5.5 that has fallen by 0.2 or more; the script itself allows 1% of it."""
+def test_three_runs_have_equal_steps_and_initial_losses(tiny, capsys):
+    """The loss falls from 5.5 by at least 0.2; the script itself allows differences of 1%."""
     code, record = tiny("--steps", "3")
     first, *_, last = np.array(list(record["losses"].values())).T
     assert code == 0 and len(record["losses"]) == 3 and record["config"]["train"]["steps"] == 3
@@ -57,24 +57,24 @@ def test_three_runs_of_as_many_steps_begin_alike(tiny, capsys):
     assert "agreed: final mean losses differ by" in capsys.readouterr().out
 
 
-def test_after_its_minutes_a_run_ends_and_torch_takes_as_many_steps_from_unrounded_weights(tiny, monkeypatch, capsys):
+def test_minutes_end_a_run_and_torch_trains_as_many_steps_from_fp32_weights(tiny, monkeypatch, capsys):
     monkeypatch.setattr(agreement, "time", Clock(tick=1.0))
     handed = []
     monkeypatch.setattr(curves, "train_torch", lambda *a, **k: handed.append(a[1]) or agreement.train_torch(*a, **k))
     code, record = tiny("--minutes", "0.2")
     ours, theirs = record["losses"].values()
-    assert 2 <= len(ours) == len(theirs) == record["config"]["train"]["steps"] <= 12  # 12 s, a few looks a step
+    assert 2 <= len(ours) == len(theirs) == record["config"]["train"]["steps"] <= 12  # 12 s, a few per step
     assert abs(ours[0] - theirs[0]) < 0.01
     assert (handed[0] != handed[0].bfloat16()).float().mean() > 0.5
     printed = capsys.readouterr()
-    assert code == 1 and "DISAGREED: steps to losses of (1.0, 0.1) are too many: give it more minutes" in printed.out
+    assert code == 1 and "DISAGREED: steps to losses of (1.0, 0.1) are not known: train for more minutes" in printed.out
     assert all(f"{name}: step" in printed.err for name in ("gpt2_triton", "PyTorch"))
     assert printed.out.count("tokens/s; below 1.0 after none, below 0.1 after none; mean loss") == 2
 
 
 @pytest.mark.parametrize(("minutes", "left"), [(np.inf, "0:03:14"), (1, "0:00:54")])
-def test_a_line_every_five_seconds_has_step_loss_and_the_time_left(monkeypatch, capsys, minutes, left):
-    """2 s a step: the third is the first of which there is a line."""
+def test_pace_prints_step_loss_and_time_left_every_5_seconds(monkeypatch, capsys, minutes, left):
+    """Steps take 2 s: the third is the first with a line."""
     clock = Clock(tick=0.0)
     monkeypatch.setattr(agreement, "time", clock)
     pace = Pace("run", 100, minutes)
@@ -87,30 +87,30 @@ def test_a_line_every_five_seconds_has_step_loss_and_the_time_left(monkeypatch, 
     assert pace.on_time() == (minutes == np.inf)
 
 
-def test_first_below_is_the_step_at_which_the_mean_of_twenty_falls_below():
+def test_first_below_uses_the_mean_of_20_steps():
     losses = [3.0] * 30 + [0.0] * 30
     assert curves.first_below(losses, 1.0) == 30 + 14  # 6 of 3.0 are left: 0.9
     assert curves.first_below(losses, 0.1) == 30 + 20
     assert curves.first_below(losses, 0.0) is None
-    assert curves.first_below(losses[30:49], 1.0) is None  # 19 have no mean yet
+    assert curves.first_below(losses[30:49], 1.0) is None  # 19 are too few for a mean
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "lag"),
     [((100, 200), (100, 200), 0.0), ((100, 204), (100, 200), 4 / 219), ((104, 200), (100, 200), 4 / 120)],
 )
-def test_the_lag_is_in_steps_to_a_level(ours, theirs, lag):
+def test_largest_lag_is_relative_in_steps_to_a_level(ours, theirs, lag):
     runs = {name: falling(*at) for name, at in (("ours", ours), (curves.PYTORCH, theirs))}
     assert curves.largest_lag(runs) == pytest.approx(lag)
 
 
-def test_a_level_that_only_one_reaches_counts_as_reached_after_the_end_and_the_first_is_needed():
+def test_largest_lag_counts_a_missed_second_level_and_needs_the_first():
     almost, whole, neither = falling(100, 295, 310), falling(100, 285, 310), falling(290, 400, 300)
     assert curves.largest_lag({"ours": whole, curves.PYTORCH: almost}) == pytest.approx(1 - 304 / 311)
     assert curves.largest_lag({"ours": neither, curves.PYTORCH: neither}) == float("inf")
 
 
 def falling(first: int, second: int, steps: int = 400) -> History:
-    """Losses of 5, after `first` steps of 0.9, after `second` of 0.05."""
+    """Return losses of 5, then 0.9 from step `first` on, then 0.05 from step `second` on."""
     losses = [5.0] * first + [0.9] * (second - first) + [0.05] * (steps - second)
     return History(losses[:steps], [], 1.0)

@@ -1,4 +1,4 @@
-"""benchmarks.loss_compare: run directories that differ in one bit, and a checkout that is compared with itself."""
+"""benchmarks.loss_compare: run directories that differ in one bit, and a checkout compared with itself."""
 
 import json
 from pathlib import Path
@@ -38,18 +38,18 @@ def run_dir(tmp_path):
     return write
 
 
-def test_equal_runs_have_no_differences(run_dir):
+def test_differences_of_equal_runs_is_empty(run_dir):
     old, new = read_result(run_dir("old")), read_result(run_dir("new", ms=20.0))
     assert differences(old, new) == [] and new.ms == [20.0, 20.0]
     assert sorted(old.tensors) == ["rank_00000.safetensors: m", "rank_00000.safetensors: params"]
 
 
-def test_one_loss_that_differs_in_its_last_bit_is_reported(run_dir):
+def test_differences_reports_the_last_bit_of_a_loss(run_dir):
     old, new = read_result(run_dir("old")), read_result(run_dir("new", loss=float(np.nextafter(4.5, 5))))
     assert differences(old, new) == ["step 2: loss 4.5 != 4.500000000000001"]
 
 
-def test_one_byte_of_one_tensor_is_reported(run_dir):
+def test_differences_reports_one_byte_of_a_tensor(run_dir):
     old, new = run_dir("old"), run_dir("new")
     path = new / "checkpoints" / "step_00000003" / "rank_00000.safetensors"
     data = bytearray(path.read_bytes())
@@ -59,7 +59,7 @@ def test_one_byte_of_one_tensor_is_reported(run_dir):
     assert line.startswith("rank_00000.safetensors: ") and "sha256" in line
 
 
-def test_missing_records_and_tensors_are_reported(run_dir):
+def test_differences_reports_missing_records_and_tensors(run_dir):
     old, new = read_result(run_dir("old")), read_result(run_dir("new"))
     shorter = new._replace(metrics=new.metrics[:2], tensors={k: v for k, v in new.tensors.items() if "params" in k})
     assert differences(old, shorter) == ["records in metrics.jsonl: 3 != 2", differences(old, shorter)[1]]
@@ -67,12 +67,12 @@ def test_missing_records_and_tensors_are_reported(run_dir):
     assert differences(old, shorter)[1].endswith("!= missing")
 
 
-def test_runs_without_a_step_are_not_equal(run_dir):
+def test_differences_reports_runs_without_a_step(run_dir):
     old = read_result(run_dir("old"))._replace(ms=[])
     assert differences(old, old) == ["no step was logged"]
 
 
-def test_shape_and_dtype_are_part_of_a_tensors_hash(tmp_path):
+def test_tensor_hashes_include_shape_and_dtype(tmp_path):
     hashes = set()
     for shape, dtype in (((4, 2), np.float32), ((8,), np.float32), ((8,), np.int32)):
         save_file({"x": np.zeros(shape, dtype)}, tmp_path / "x")
@@ -80,14 +80,14 @@ def test_shape_and_dtype_are_part_of_a_tensors_hash(tmp_path):
     assert len(hashes) == 3
 
 
-def test_a_file_that_was_cut_off_is_refused(tmp_path):
+def test_tensor_hashes_refuses_a_truncated_file(tmp_path):
     save_file({"x": np.zeros(8, np.float32)}, tmp_path / "x")
     (tmp_path / "x").write_bytes((tmp_path / "x").read_bytes()[:-4])
     with pytest.raises(ValueError, match="tensor x, 4 bytes are missing"):
         loss_compare.tensor_hashes(tmp_path / "x")
 
 
-def test_table_names_what_differs():
+def test_table_lists_differences():
     rows = [
         {"case": "gelu", "differences": [], "tensors": 3, "old": 100.0, "new": 99.0},
         {"case": "block", "differences": ["step 2: loss 1.0 != 2.0"], "tensors": 3},
@@ -97,7 +97,7 @@ def test_table_names_what_differs():
     assert block.split() == ["block", "DIFFERENT", "3"] and difference == "    step 2: loss 1.0 != 2.0"
 
 
-def test_torchrun_agents_are_given_one_gpu_each_for_nccl(tmp_path, monkeypatch):
+def test_commands_give_each_torchrun_agent_one_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "wheels")
     one, two = commands(tmp_path, Case("x", "a.yaml", gpus=2, nodes=2), tmp_path / "run")
     assert [c[1]["CUDA_VISIBLE_DEVICES"] for c in (one, two)] == ["0", "1"]
@@ -110,18 +110,18 @@ def test_torchrun_agents_are_given_one_gpu_each_for_nccl(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, message", [
     ([], "expected --cpu, --gpu"), (["--time", "5"], "more than the 10 steps that are not timed, got 5"),
 ])  # fmt: skip
-def test_options_that_compare_nothing_are_refused(words, message, capsys):
+def test_parse_refuses_options_that_compare_nothing(words, message, capsys):
     with pytest.raises(SystemExit):
         loss_compare.parse(["old", "new", *words])
     assert message in capsys.readouterr().err
 
 
-def test_a_source_that_is_neither_directory_nor_commit_is_refused(tmp_path):
+def test_checkout_refuses_an_unknown_source(tmp_path):
     with pytest.raises(RunFailed, match="no-such-commit: neither a directory with train.py nor a commit"):
         checkout("no-such-commit", tmp_path, "old")
 
 
-def test_a_checkout_gives_the_same_bits_as_itself(tmp_path):
+def test_compare_finds_a_checkout_equal_to_itself(tmp_path):
     """And its run directories are deleted; a run that fails is an error with the end of its output."""
     row = compare({"old": ROOT, "new": ROOT}, Case("tiny", TINY), tmp_path)
     assert row == {"case": "tiny", "differences": [], "tensors": row["tensors"]} and row["tensors"] >= 3
@@ -130,7 +130,7 @@ def test_a_checkout_gives_the_same_bits_as_itself(tmp_path):
         loss_compare.train(ROOT, Case("tiny", f"{TINY} --optim.lrr 1"), tmp_path)
 
 
-def test_a_timed_run_is_killed_after_its_steps(tmp_path):
+def test_train_kills_a_timed_run_after_its_steps(tmp_path):
     result = loss_compare.train(ROOT, Case("tiny", TINY.replace("steps 2", "steps 1000")), tmp_path, stop_after=3)
     assert 3 <= len(result.ms) < 1000 and result.tensors == {}
     assert [path.name for path in tmp_path.iterdir()] == ["data"]

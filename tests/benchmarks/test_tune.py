@@ -1,4 +1,4 @@
-"""`python -m gpt2_triton bench --tune`: the search with a clock that is made up, what it refuses, what it writes."""
+"""`python -m benchmarks tune`: the search with a made-up clock, refused candidates, the tables that it writes."""
 
 import contextlib
 import math
@@ -11,16 +11,13 @@ import torch
 import gpt2_triton.kernels
 from benchmarks import calls, candidates, tune, tuning_tables
 from benchmarks.our_gpt2 import run_steps
-from gpt2_triton import device
-from gpt2_triton.commands import tools as tools_app
-from gpt2_triton.commands.app import main
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import TABLES, read_table
 from tests.support.tiny import packed_batch, tiny_model
 
 H200 = read_table(TABLES / "h200.json")
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with the interpreter's table; the GPU runs the command")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter's table")
 
 # ---- the choice of a row ----
 
@@ -34,28 +31,28 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with the interpre
         ({"d12": [1.0, 0.97, 0.9]}, 2),
         ({"d12": [1.0, 0.9], "d48": [2.0, 2.03]}, 1),  # 1.5% slower at one size
         ({"d12": [1.0, 0.9], "d48": [2.0, 2.05]}, 0),  # 2.5%
-        ({"d12": [1.0, 0.9], "d48": [2.0, None]}, 0),  # refused or wrong at one size
+        ({"d12": [1.0, 0.9], "d48": [2.0, None]}, 0),  # failed or wrong at one size
         ({"d12": [1.0, 1.3, 1.4]}, 0),
-        ({}, 0),  # no call asked for it
+        ({}, 0),  # no call used it
     ],
 )
-def test_a_row_is_replaced_if_it_gains_2_percent_and_loses_2_nowhere(times, keep):
+def test_winner_gains_2_percent_and_loses_2_percent_at_no_size(times, keep):
     rows = [{}] * len(next(iter(times.values()), [0]))
     assert tune.winner(rows, times) == keep
 
 
-def test_a_gain_is_the_geometric_mean_over_sizes():
+def test_gain_is_the_geometric_mean_over_sizes():
     assert tune.gain({"d12": [2.0, 1.0], "d24": [8.0, 8.0]}, 1) == pytest.approx(math.sqrt(2))
 
 
-def test_finalists_are_the_current_row_and_the_best_that_gain_anything():
+def test_finalists_are_the_current_row_and_the_best_that_gain():
     rows = [dict(BLOCK=b) for b in range(6)]
     times = {"d12": [1.0, 0.9, 1.01, 0.8, 0.99, 0.7]}
     assert [row["BLOCK"] for row in tune.finalists(rows, times)] == [0, 5, 3, 1]
     assert tune.finalists(rows, {"d12": [1.0] * 6}) == rows[:1]
 
 
-def test_progress_gives_the_share_and_the_time_left(monkeypatch):
+def test_progress_line_has_the_fraction_and_the_time_left(monkeypatch):
     monkeypatch.setattr(tune.time, "monotonic", lambda: 160.0)
     progress = tune.Progress(began=100.0)
     assert progress.line(0.0, "x") == "[  0%, -:-- left] x"
@@ -64,12 +61,12 @@ def test_progress_gives_the_share_and_the_time_left(monkeypatch):
     assert progress.line(0.5, "x") == "[ 90%, 0:07 left] x"
 
 
-# ---- what is tried ----
+# ---- the candidates ----
 
 
 @pytest.mark.parametrize("name", ["h200", "a100", "rtx4090", "b200"])
 @pytest.mark.parametrize("op", candidates.SPACE)
-def test_candidates_begin_with_the_current_row_and_leave_alone_what_all_gpus_share(name, op):
+def test_candidates_begin_with_the_current_row_and_keep_fixed_values(name, op):
     current = read_table(TABLES / f"{name}.json").rows[op, "bf16"]
     rows = candidates.candidates(op, current, 99 << 10)
     assert rows[0] == current and len(rows) > 2
@@ -83,11 +80,11 @@ DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", 
 TRAINING = {op for op, _ in H200.rows} - DECODING
 
 
-def test_every_row_of_bf16_is_tuned_but_those_of_wide_heads_and_of_decoding():
+def test_space_covers_training_rows_except_wide_heads():
     assert set(candidates.SPACE) == {op for op in TRAINING if not (op.startswith("attention") and "wide" in op)}
 
 
-def test_only_chooses_operations_and_families(monkeypatch):
+def test_select_takes_operations_and_families(monkeypatch):
     monkeypatch.setattr(tuning, "is_hopper", lambda: False)
     assert tune.select(None) == list(candidates.SPACE)
     assert tune.select("attention,adamw") == ["attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq", "adamw"]
@@ -96,21 +93,21 @@ def test_only_chooses_operations_and_families(monkeypatch):
         tune.select("adamw,conv")
 
 
-def test_hoppers_own_products_are_left_out(monkeypatch):
+def test_select_leaves_out_products_with_hopper_kernels(monkeypatch):
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     assert "classifier_dx" in tune.select(None) and "matmul" not in tune.select(None)
     with pytest.raises(ConfigError, match=r"--only: matmul has no rows to tune on this GPU"):
         tune.select("matmul")
 
 
-# ---- what is compared ----
+# ---- the comparison of outputs ----
 
 
-def test_the_error_is_that_of_the_worst_256_numbers():
+def test_worst_is_the_error_of_the_worst_256_numbers():
     want = torch.randn(100, 300)
     got = want.clone()
     assert calls.worst(got, want) == 0.0
-    got[50] *= 1 + 2.0**-7  # a row that is off by a unit in the last place of bf16
+    got[50] *= 1 + 2.0**-7  # a unit in the last place of bf16 in one row
     assert 2.0**-8 < calls.worst(got, want) < tune.TOLERANCE
     got[50] = 0.0
     assert calls.worst(got, want) > 0.5
@@ -125,8 +122,8 @@ def test_the_error_is_that_of_the_worst_256_numbers():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """tiny(ops, clock): bf16, two layers; nothing is compiled, and a launch takes clock(rows at the time of its
-    recording) milliseconds.
+    """tiny(ops, clock) replaces sizes by a model of two layers in bf16, compiles nothing, and makes a launch take
+    clock(rows) milliseconds, with the rows when it was recorded.
     """
 
     @contextlib.contextmanager
@@ -140,8 +137,8 @@ def tiny(monkeypatch):
         monkeypatch.setattr(tune, "SPACE", spaces)
         monkeypatch.setattr(candidates, "FITS", {})
         monkeypatch.setattr(gpt2_triton.kernels, "compiling", compiling)
-        monkeypatch.setattr(calls.Stopped, "_launches", lambda self: 1)
-        monkeypatch.setattr(calls.Stopped, "graph", lambda self: dict(tuning.table().rows))
+        monkeypatch.setattr(calls.Trial, "_launches", lambda self: 1)
+        monkeypatch.setattr(calls.Trial, "graph", lambda self: dict(tuning.table().rows))
         monkeypatch.setattr(calls, "interleaved", lambda graphs, _: {i: clock(rows) for i, rows in graphs.items()})
         monkeypatch.setattr(calls, "model_of", lambda config, K: small_model(K))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -159,8 +156,8 @@ def small_model(K=None):
 
 
 @no_gpu
-def test_a_search_finds_the_fastest_row_and_writes_it_alone(tiny, tmp_path, capsys):
-    """The clock likes adamw's BLOCK to be 32768 and gains 1% by another layernorm; matmul's row is the best already."""
+def test_tune_writes_only_the_row_that_gains(tiny, tmp_path, capsys):
+    """adamw is fastest with BLOCK 32768; layernorm gains only 1%."""
 
     def clock(rows):
         adamw, norm = rows["adamw", "bf16"]["BLOCK"], rows["layernorm_fwd", "bf16"]["ROWS"]
@@ -174,7 +171,7 @@ def test_a_search_finds_the_fastest_row_and_writes_it_alone(tiny, tmp_path, caps
     assert "d24 adamw" in text and "left] d12 layernorm_fwd 32x64: layernorm_fwd 3" in text
     adamw = next(line for line in text.splitlines() if line.startswith("adamw"))
     assert "+100.0%  BLOCK 262144 -> 32768" in adamw
-    assert "+1.0%  as it was (ROWS 512 -> 64)" in text
+    assert "+1.0%  unchanged (ROWS 512 -> 64)" in text
     assert f"wrote {out}: 1 rows changed" in text
     new = read_table_of(out)
     assert new.gpu == "NVIDIA RTX 9 Ada" and new.capabilities == [] and new.source == "measured"
@@ -183,13 +180,13 @@ def test_a_search_finds_the_fastest_row_and_writes_it_alone(tiny, tmp_path, caps
 
 
 def read_table_of(file: Path):
-    """The interpreter's rows have no options, and a GPU's must."""
+    """Read a GPU's table with rows of the interpreter, which have no options."""
     file.write_text(file.read_text().replace('"NVIDIA RTX 9 Ada"', '"interpreter"'))
     return read_table(file)._replace(gpu="NVIDIA RTX 9 Ada")
 
 
 @no_gpu
-def test_nothing_is_written_when_nothing_gains(tiny, tmp_path, capsys):
+def test_tune_writes_nothing_without_a_gain(tiny, tmp_path, capsys):
     tiny(dict(adamw=dict(BLOCK=(32768, 65536))))
     assert tune.tune(["d12"], None, "adamw", tmp_path / "new.json") == 0
     assert "no row gains 2%: nothing is written" in capsys.readouterr().out
@@ -197,7 +194,7 @@ def test_nothing_is_written_when_nothing_gains(tiny, tmp_path, capsys):
 
 
 @no_gpu
-def test_a_candidate_that_is_wrong_or_refused_is_out_however_fast(tiny, tmp_path, monkeypatch, capsys):
+def test_tune_drops_candidates_that_fail_or_are_wrong(tiny, tmp_path, monkeypatch, capsys):
     right = gpt2_triton.kernels.adamw
 
     def adamw(*args):
@@ -221,8 +218,8 @@ def test_a_candidate_that_is_wrong_or_refused_is_out_however_fast(tiny, tmp_path
 
 
 @no_gpu
-def test_a_step_that_is_stopped_at_gives_the_bytes_of_one_that_is_not(tiny):
-    """Every row is tried at every launcher, and everything written is put back."""
+def test_intercepted_step_has_the_bytes_of_a_plain_step(tiny):
+    """Each row is tried at each launcher, and everything written is restored."""
     stopped = {}
     tiny({})
     model, packed = small_model()
@@ -232,12 +229,12 @@ def test_a_step_that_is_stopped_at_gives_the_bytes_of_one_that_is_not(tiny):
         stopped["model"], batch = small_model(K)
         return stopped["model"], batch
 
-    calls.model_of = model_of  # `tiny` puts it back
-    with calls.asked_rows() as rows:
+    calls.model_of = model_of  # `tiny` restores it
+    with calls.recorded_rows() as rows:
         tries = {op: [rows[op, "bf16"], dict(rows[op, "bf16"])] for op in TRAINING}
 
         def step(size, on_call):
-            calls.stopped_step(size, 2, rows, on_call)
+            calls.intercepted_step(size, 2, rows, on_call)
 
         search = tune.Search(rows, tries, 1, tune.Progress()).run(["d12"], step)
     assert not search.dropped
@@ -251,12 +248,12 @@ def test_a_step_that_is_stopped_at_gives_the_bytes_of_one_that_is_not(tiny):
 
 
 @pytest.mark.parametrize("name", ["h200", "a100", "rtx4090", "b200", "interpreter"])
-def test_a_table_is_written_as_it_was_read(name):
-    """So that a changed row is one line of a diff."""
+def test_text_writes_a_table_as_it_was_read(name):
+    """A changed row is then one line of a diff."""
     assert tuning_tables.text(read_table(TABLES / f"{name}.json")) == (TABLES / f"{name}.json").read_text()
 
 
-def test_a_gpu_rewrites_its_own_table_and_keeps_what_that_says(tmp_path):
+def test_updated_keeps_the_rest_of_the_gpus_own_table(tmp_path):
     row = H200.rows["adamw", "bf16"] | dict(BLOCK=2048)
     file, new = tuning_tables.updated(H200, "h200", "NVIDIA H200", {("adamw", "bf16"): row})
     assert file.name == "h200.json" and new.notes == H200.notes and new.capabilities == ["9.0"]
@@ -268,47 +265,8 @@ def test_a_gpu_rewrites_its_own_table_and_keeps_what_that_says(tmp_path):
     assert again.rows.keys() == H200.rows.keys()
 
 
-def test_a_gpu_that_borrowed_a_table_gets_its_own():
+def test_updated_gives_a_gpu_without_a_table_a_new_one():
     file, new = tuning_tables.updated(H200, "h200", "NVIDIA H100 80GB HBM3", {})
     assert (file.name, file.parent.name) == ("h100-80gb-hbm3.json", "tables")
     assert (new.gpu, new.capabilities, new.notes, new.source) == ("NVIDIA H100 80GB HBM3", [], [], "measured")
     assert tuning.choose("NVIDIA H100 80GB HBM3", "9.0", {"h200": H200, "h100-80gb-hbm3": new}) == "h100-80gb-hbm3"
-
-
-# ---- the command line ----
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--tune", "--ops"], "--ops: does not go with --tune"),
-        (["--tune", "--json", "a.json"], "--json: does not go with --tune"),
-        (["--tune", "--recompute", "gelu"], "--recompute: does not go with --tune"),
-        (["--tune", "--steps", "7"], "--steps: does not go with --tune"),
-        (["--tune", "--baseline", "none"], "--baseline: does not go with --tune"),
-        (["--only", "adamw"], "--only: goes with --tune"),
-        (["--out", "a.json"], "--out: goes with --tune"),
-        (["--tune", "--out", "a.yaml"], "--out: a.yaml does not end in .json"),
-        (["--tune", "--out", "nowhere/a.json"], "--out: nowhere is not a directory"),
-        (["--tune", "--sizes", "d13"], "--sizes: unknown d13"),
-    ],
-)
-def test_a_mistake_is_exit_2_and_a_line_on_stderr(capsys, argv, message):
-    assert main(tools_app, ["bench", *argv]) == 2
-    err = capsys.readouterr().err
-    assert message in err and len(err.splitlines()) == 1
-
-
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(device, "present", lambda: False)
-    assert main(tools_app, ["bench", "--tune"]) == 2
-    assert capsys.readouterr() == ("", "error: bench: needs a CUDA GPU, found none\n")
-
-
-def test_options_are_passed_on(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(device, "present", lambda: True)
-    monkeypatch.setattr(tune, "tune", lambda *a: seen.append(a) or 0)
-    argv = ["bench", "--tune", "--sizes", "d12", "--batch", "8", "--only", "adamw", "--out", str(tmp_path / "t.json")]
-    assert main(tools_app, argv) == 0
-    assert seen == [(["d12"], 8, "adamw", tmp_path / "t.json")]

@@ -1,11 +1,10 @@
-"""The command line in-process: exit codes, one line for a mistake, what reaches the functions behind the commands."""
+"""The command line: exit codes, one line per mistake, the arguments of the functions behind the commands."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
@@ -13,13 +12,17 @@ import yaml
 from gpt2_triton import device, errors
 from gpt2_triton.commands import app
 from gpt2_triton.commands import tools as tools_app
-from gpt2_triton.commands.app import main
+from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import options
 from gpt2_triton.config.load import load_config
+from gpt2_triton.data.prepare import text as prepare_text
+from gpt2_triton.inference import sample
+from gpt2_triton.model import memory_plan
+from gpt2_triton.training import trainer
 
-MISTAKES = [  # arguments of train.py, what stderr says
+MISTAKES = [  # arguments of train.py, part of the message
     ([], "CONFIG requires an argument; see --help"),
     (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
     (["x.yaml", "--optim.lrr", "1"], "--optim.lrr: unknown option; did you mean --optim.lr?"),
@@ -56,16 +59,18 @@ def here(tmp_path, monkeypatch, request):
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """module("training.trainer", train=f): stands in for gpt2_triton.training.trainer."""
+def trained(monkeypatch):
+    """The arguments of each call of trainer.train, which does nothing else."""
+    calls = []
+    monkeypatch.setattr(trainer, "train", lambda *arguments: calls.append(arguments) or 0)
+    return calls
 
-    def replace(name, **functions):
-        stand_in = ModuleType(f"gpt2_triton.{name}")
-        vars(stand_in).update(functions)
-        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-        monkeypatch.setattr(f"gpt2_triton.{name}", stand_in, raising=False)
 
-    return replace
+def run(function):
+    """Return main's exit code for an app that only calls the function."""
+    test_app = make_app("test", "")
+    test_app.default(function)
+    return main(test_app, [])
 
 
 def test_importing_the_commands_imports_no_torch_and_no_numpy():
@@ -78,14 +83,15 @@ def test_importing_the_commands_imports_no_torch_and_no_numpy():
 
 
 @pytest.mark.parametrize(("argv", "message"), MISTAKES)
-def test_a_mistake_is_exit_2_and_a_line_on_stderr(here, capsys, argv, message):
+def test_train_reports_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv, message):
     assert main(train_app, argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("error: ")
 
 
-def test_other_ranks_do_not_repeat_a_mistake(here, monkeypatch, capsys):
+def test_mistake_is_printed_by_rank_0_only(here, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(app.time, "sleep", lambda seconds: None)
     for rank, line in ("1", ""), ("2", "error: missing.yaml: "), ("one", "error: missing.yaml: "):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -94,19 +100,17 @@ def test_other_ranks_do_not_repeat_a_mistake(here, monkeypatch, capsys):
         assert out == "" and err.startswith(line) and bool(err) == bool(line)
 
 
-def test_train_gets_the_configuration_the_directory_and_resume(here, module):
-    calls = []
-    module("training.trainer", train=lambda *arguments: calls.append(arguments) or 0)
+def test_train_passes_config_run_dir_and_resume(here, trained):
     assert main(train_app, ["x.yaml", "--optim.lr=2e-4", "--run-dir", "old", "--resume", "--sample.prompt", "a-b"]) == 0
-    config, run_dir, resume = calls.pop()
+    config, run_dir, resume = trained.pop()
     assert (config.optim.lr, config.sample.prompt, run_dir, resume) == (2e-4, "a-b", Path("old"), True)
     assert main(train_app, ["x.yaml"]) == 0
-    assert re.fullmatch(r"runs/x-\d{8}-\d{6}", calls[0][1].as_posix()) and calls[0][2] is False
+    [(_, run_dir, resume)] = trained
+    assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_shards_of_another_tokenizer_do_not_reach_the_trainer(here, module, capsys, split):
-    module("training.trainer", train=lambda *_: 0)
+def test_train_refuses_shards_of_another_tokenizer(here, trained, capsys, split):
     keys = {"train": "a.bin", "val": "a.bin", split: "others/a.bin"}
     (here / "others").mkdir()
     for path in {*keys.values()}:
@@ -114,28 +118,27 @@ def test_shards_of_another_tokenizer_do_not_reach_the_trainer(here, module, caps
     argv = ["x.yaml", "--data.train", keys["train"], "--data.val", keys["val"]]
     assert main(train_app, argv) == 0
     (here / "others" / "shards.json").write_text('{"tokenizer": "gpt2"}')
-    assert main(train_app, argv) == 3
+    assert main(train_app, argv) == 3 and len(trained) == 1
     assert "others/shards.json: made with another tokenizer: got gpt2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("run_dir", "holds", "stays"), [("new", [], False), ("new", ["a"], True), ("own", [], True)])
-def test_a_refused_start_leaves_no_empty_directory_of_its_own(here, module, run_dir, holds, stays):
+def test_failed_start_removes_its_empty_run_dir(here, monkeypatch, run_dir, holds, stays):
     def train(_, run_dir, __):
         assert run_dir.is_dir()
         for name in holds:
             (run_dir / name).touch()
         raise errors.DataError("no file matches")
 
-    module("training.trainer", train=train)
+    monkeypatch.setattr(trainer, "train", train)
     (here / "own").mkdir()
     assert main(train_app, ["x.yaml", "--run_dir", run_dir]) == 3
     assert (here / run_dir).exists() == stays
 
 
 @pytest.mark.parametrize("code", [0, 130, 143])
-def test_the_trainer_decides_the_exit_code(here, module, code):
-    module("training.trainer", train=lambda *_: code)
-    assert main(train_app, ["x.yaml"]) == code
+def test_main_returns_the_exit_code_of_the_command(code):
+    assert run(lambda: code) == code
 
 
 @pytest.mark.parametrize(
@@ -150,47 +153,45 @@ def test_the_trainer_decides_the_exit_code(here, module, code):
         (errors.ReplicaMismatchError, 1),
     ],
 )
-def test_errors_have_their_exit_codes(here, module, capsys, error, code):
-    def train(*_):
+def test_user_errors_have_exit_codes(capsys, error, code):
+    def command():
         raise error("what happened")
 
-    module("training.trainer", train=train)
-    assert main(train_app, ["x.yaml"]) == code
+    assert run(command) == code
     assert capsys.readouterr().err == "error: what happened\n"
 
 
-def test_every_error_has_a_row_above():
+def test_every_user_error_is_tested_above():
     assert len(errors.UserError.__subclasses__()) == 7
 
 
-def test_our_own_bugs_keep_their_traceback(here, module):
-    def train(*_):
+def test_bugs_keep_their_traceback():
+    def command():
         raise AssertionError("a bug")
 
-    module("training.trainer", train=train)
     with pytest.raises(AssertionError, match="a bug"):
-        main(train_app, ["x.yaml"])
+        run(command)
 
 
-def test_an_interrupt_is_130(here, module, capsys):
-    def train(*_):
+def test_interrupt_has_exit_code_130(capsys):
+    def command():
         raise KeyboardInterrupt
 
-    module("training.trainer", train=train)
-    assert main(train_app, ["x.yaml"]) == 130
+    assert run(command) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 @pytest.mark.parametrize("words", [["--print_config"], ["--plan"]])
-def test_output_whose_reader_is_gone_is_141_and_one_line(here, request, words):
+def test_closed_stdout_has_exit_code_141(here, request, words):
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, str(request.config.rootpath / "train.py"), "x.yaml", *words]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
-    assert (done.returncode, done.stderr) == (141, "error: nobody reads the output any more\n")
+    assert (done.returncode, done.stderr) == (141, "error: stdout was closed before all output was written\n")
 
 
-def test_print_config_is_the_whole_configuration(here, capsys):
+def test_print_config_prints_a_complete_config(here, capsys):
     assert main(train_app, ["x.yaml", "--print-config", "--optim.lr", "5e-4"]) == 0
     text = capsys.readouterr().out
     assert yaml.safe_load(text)["optim"]["beta2"] == 0.95
@@ -198,24 +199,31 @@ def test_print_config_is_the_whole_configuration(here, capsys):
     assert load_config("printed.yaml") == load_config("x.yaml", {"optim.lr": "5e-4"})
 
 
-def test_help_lists_every_key_and_flag_with_underscores(capsys):
+def test_help_lists_keys_and_flags_with_underscores(capsys):
     assert main(train_app, ["--help"]) == 0
     words = set(re.findall(r"--[\w.\-]+", capsys.readouterr().out))
     assert {f"--{key}" for key, _ in options()} | {f"--{flag}" for flag in FLAGS} <= words
     assert not [word for word in words if "-" in word[2:]]
 
 
-def test_the_plan_needs_no_gpu_and_leaves_the_interpreter_alone(here, module, monkeypatch, capsys):
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_help_lists_each_command_with_its_summary(capsys, argv):
+    assert main(tools_app, argv) == 0
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("perplexity    Print a model's loss") for line in lines)
+
+
+def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     seen = []
-    module("model.memory_plan", plan_report=lambda config, kernels, gpu_bytes: seen.append(gpu_bytes) or "the plan")
+    monkeypatch.setattr(memory_plan, "plan_report", lambda *arguments: seen.append(arguments[2]) or "the plan")
     assert main(train_app, ["x.yaml", "--plan", "--gpu", "A100-80"]) == 0
     assert capsys.readouterr().out == "the plan\n"
     assert seen == [device.memory_bytes("a100-80")] and 79 * 2**30 < seen[0] < 80 * 2**30
     assert "TRITON_INTERPRET" not in os.environ
 
 
-def test_without_a_gpu_the_interpreter_is_chosen_and_announced(monkeypatch, capsys):
+def test_select_device_selects_the_interpreter_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     app.select_device()
@@ -223,7 +231,7 @@ def test_without_a_gpu_the_interpreter_is_chosen_and_announced(monkeypatch, caps
     assert "Triton's interpreter on the CPU" in capsys.readouterr().out
 
 
-def test_with_a_gpu_nothing_is_set_or_said(monkeypatch, capsys):
+def test_select_device_does_nothing_with_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     app.select_device()
@@ -233,7 +241,7 @@ def test_with_a_gpu_nothing_is_set_or_said(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("triton", "numpy", "runs"), [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.10.0", "2.4.6", True)]
 )
-def test_an_interpreter_that_cannot_run_is_refused(monkeypatch, capsys, triton, numpy, runs):
+def test_select_device_refuses_numpy_that_triton_cannot_use(monkeypatch, capsys, triton, numpy, runs):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(app, "version", dict(triton=triton, numpy=numpy).__getitem__)
@@ -243,52 +251,22 @@ def test_an_interpreter_that_cannot_run_is_refused(monkeypatch, capsys, triton, 
         app.select_device()
 
 
-def test_sample_passes_its_options_on(module, monkeypatch):
+def test_sample_passes_its_options(monkeypatch):
     calls = []
-    module("inference.sample", sample_text=lambda *arguments: calls.append(arguments))
-    argv = [
-        "sample",
-        "runs/a",
-        "--prompt",
-        "Once",
-        "--tokens=5",
-        "--temperature",
-        "0.5",
-        "--top-k",
-        "3",
-        "--top-p",
-        "0.9",
-        "--seed",
-        "7",
-        "--num",
-        "2",
-        "--batch",
-        "4",
-    ]
-    assert main(tools_app, argv) == 0
+    monkeypatch.setattr(sample, "sample_text", lambda *arguments: calls.append(arguments))
+    words = "--prompt Once --tokens=5 --temperature 0.5 --top-k 3 --top-p 0.9 --seed 7 --num 2 --batch 4"
+    assert main(tools_app, ["sample", "runs/a", *words.split()]) == 0
     assert calls == [(Path("runs/a"), "Once", 5, 0.5, 3, 0.9, 7, 2, 4)]
 
 
-def test_prepare_passes_its_options_on(monkeypatch):
-    from gpt2_triton.data.prepare import text as prepare_text
-
+def test_prepare_passes_its_options(monkeypatch):
     calls = []
     monkeypatch.setattr(prepare_text, "prepare_text", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(prepare_text, "prepare_builtin", lambda *arguments: calls.append(arguments))
-    assert (
-        main(tools_app, ["prepare", "text", "a.txt", "b.txt", "--out", "d", "--tokenizer", "bytes", "--workers", "3"])
-        == 0
-    )
+    words = "prepare text a.txt b.txt --out d --tokenizer bytes --workers 3"
+    assert main(tools_app, words.split()) == 0
     assert main(tools_app, ["prepare", "builtin", "--out", "e"]) == 0
     assert calls == [((Path("a.txt"), Path("b.txt")), Path("d"), "bytes", 0.1, 3), (Path("e"), "bytes")]
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_verify_returns_the_verdict(monkeypatch, code):
-    stand_in = SimpleNamespace(verify=lambda: code)
-    monkeypatch.setitem(sys.modules, "benchmarks.accuracy", stand_in)
-    monkeypatch.setattr("benchmarks.accuracy", stand_in, raising=False)
-    assert main(tools_app, ["verify"]) == code
 
 
 @pytest.mark.parametrize(
@@ -308,10 +286,9 @@ def test_verify_returns_the_verdict(monkeypatch, code):
         (["prepare", "text", "a.txt", "--val_fraction", "1"], "--val_fraction: must be above 0 and below 1, got 1.0"),
         (["prepare", "text"], "prepare text: expected one or more text files"),
         (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
-        (["verify", "--fast"], "--fast"),
     ],
 )
-def test_a_mistake_with_the_tools_is_exit_2(here, capsys, argv, message):
+def test_tools_report_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv, message):
     assert main(tools_app, argv) == 2
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1

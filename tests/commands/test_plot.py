@@ -1,15 +1,15 @@
-"""Plots: the picture exists and shows what the metrics say."""
+"""`python -m gpt2_triton plot`: the panels and the legend show the values in metrics.jsonl."""
 
 import json
 
 import numpy as np
 import pytest
 
-from gpt2_triton.commands.plot import OPENAI, _apart, smoothed
+from gpt2_triton.commands.plot import OPENAI, smoothed
 from gpt2_triton.commands.plot import draw_runs as plot
 from gpt2_triton.errors import ConfigError
 
-TOKENS = 1000  # of a step
+TOKENS = 1000  # per step
 
 
 def write_run(directory, steps, last=2.5, val="data/fineweb10B/fineweb_val_*.bin", **more):
@@ -33,7 +33,7 @@ def write_run(directory, steps, last=2.5, val="data/fineweb10B/fineweb_val_*.bin
 
 @pytest.fixture
 def panels(monkeypatch, tmp_path):
-    """plot(...) as the panels of its picture, by title."""
+    """panels(*runs) plots runs and returns the panels by title, and the texts of the legend under "legend"."""
     from matplotlib.figure import Figure
 
     saved, savefig = [], Figure.savefig
@@ -43,45 +43,45 @@ def panels(monkeypatch, tmp_path):
         out = tmp_path / "new" / "loss.png"
         plot(runs, out, **options)
         assert out.read_bytes().startswith(b"\x89PNG")
-        return {axes.get_title(loc="left").partition(":")[0]: axes for axes in saved[-1].axes}
+        by_title = {axes.get_title(loc="left").partition(":")[0]: axes for axes in saved[-1].axes}
+        return by_title | {"legend": [text.get_text() for text in saved[-1].legends[0].get_texts()]}
 
     return draw
 
 
-def texts(axes):
-    return [text.get_text() for text in axes.texts if text.get_text()]
-
-
-def test_runs_are_overlaid_over_tokens_with_their_names_at_their_ends(panels, tmp_path):
+def test_runs_are_overlaid_over_tokens_and_named_in_the_legend(panels, tmp_path):
     drawn = panels(write_run(tmp_path / "short", 20), write_run(tmp_path / "long", 500, last=3.0))
-    assert list(drawn) == ["loss, nats per token", "learning rate", "gradient norm", "tokens per second"]
+    assert list(drawn) == ["loss, nats per token", "learning rate", "gradient norm", "tokens per second", "legend"]
     loss = drawn["loss, nats per token"]
     assert loss.get_xlabel() == "tokens"
-    named = [text for text in texts(loss) if "OpenAI" not in text]
-    assert named == ["short\nval 2.5000", "long\nval 3.0000"]
+    named = [text for text in drawn["legend"] if "OpenAI" not in text]
+    assert named == ["short\nval 2.5000\n400k tokens/s", "long\nval 3.0000\n400k tokens/s"]
     line = loss.lines[0].get_xydata()  # a step that was not finite has no point
     assert np.array_equal(line, [(s * TOKENS, 2.5 + 1 / s) for s in range(1, 21) if s != 5])
     assert loss.lines[1].get_xydata().tolist() == [[20 * TOKENS, 2.5]]
     assert len(loss.lines[2].get_xdata()) == 499 > len(loss.lines[3].get_xdata())  # behind the smoothed one
-    assert texts(drawn["tokens per second"]) == ["400k", "400k"]
 
 
 def levels(axes):
     return [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"]
 
 
-def test_openai_is_drawn_beside_fineweb_where_the_curves_reach_and_beside_other_data_on_request(panels, tmp_path):
+def test_openai_levels_are_drawn_near_fineweb_curves_or_on_request(panels, tmp_path):
     near = write_run(tmp_path / "near", 20, last=3.2)
-    assert levels(panels(near)["loss, nats per token"]) == [3.4250, 3.0831, 3.0006]
+    drawn = panels(near)
+    assert levels(drawn["loss, nats per token"]) == [3.4250, 3.0831, 3.0006]
+    assert drawn["legend"][1] == "OpenAI GPT-2 124M\nloss 3.425" and len(drawn["legend"]) == 4
     other = write_run(tmp_path / "other", 20, last=3.2, val="data/mytext/val_*.bin")
     assert levels(panels(other, near)["loss, nats per token"]) == []
     assert levels(panels(other, openai=True)["loss, nats per token"]) == [loss for loss, _ in OPENAI.values()]
 
 
 def test_hellaswag_has_a_panel_when_it_was_measured(panels, tmp_path):
-    axes = panels(write_run(tmp_path / "run", 20, hellaswag=0.3))["HellaSwag, %"]
-    assert axes.lines[0].get_ydata().tolist() == [30.0]
-    assert texts(axes) == ["GPT-2 124M: 29.45", "30.0"]
+    drawn = panels(write_run(tmp_path / "run", 20, hellaswag=0.3, mfu=0.45))
+    assert drawn["HellaSwag, %"].lines[0].get_ydata().tolist() == [30.0]
+    assert levels(drawn["HellaSwag, %"]) == [29.45]
+    assert drawn["legend"][0] == "run\nval 2.5000\n400k tokens/s, MFU 45%\nHellaSwag 30.0"
+    assert drawn["legend"][1] == "OpenAI GPT-2 124M\nloss 3.425, HellaSwag 29.45"
 
 
 def test_runs_without_tokens_are_drawn_over_steps(panels, tmp_path):
@@ -98,14 +98,7 @@ def test_smoothing_keeps_straight_lines():
     assert smoothed(noise)[500 - 10] == pytest.approx(noise[490:511].mean(0))
 
 
-def test_names_are_moved_apart_as_little_as_possible():
-    assert _apart([0.0, 50.0], 10) == [0.0, 50.0]
-    assert _apart([0.0, 4.0, 50.0], 10) == [-3.0, 7.0, 50.0]
-    moved = _apart([0.0, 1.0, 2.0, 11.0], 10)
-    assert np.diff(moved) == pytest.approx([10, 10, 10]) and np.mean(moved) == pytest.approx(3.5)
-
-
-def test_a_run_without_metrics_is_an_error_that_names_it(tmp_path):
+def test_run_without_metrics_is_an_error_with_its_path(tmp_path):
     with pytest.raises(ConfigError, match="nothing: no metrics.jsonl there"):
         plot([tmp_path / "nothing"], tmp_path / "loss.png")
     (tmp_path / "metrics.jsonl").write_text("")

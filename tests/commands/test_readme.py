@@ -1,8 +1,8 @@
-"""Every command of README.md, docs/interop.md and docs/scaling.md runs: whole where it takes seconds on a CPU, else as
-far as it comes without a GPU.
+"""Runs every command of README.md, docs/interop.md and docs/scaling.md: to its end where that takes seconds on a CPU,
+else as far as it gets without a GPU.
 
-What is left out of a command here has a test of its own: steps of training (tests/training/test_quickstart.py),
-wandb-export (test_wandb_logger.py), the benchmarks (tests/benchmarks/).
+Other tests cover what is left out here: steps of training (tests/training/test_quickstart.py), wandb-export
+(tests/training/test_wandb_logger.py), the benchmarks (tests/benchmarks/).
 """
 
 import itertools
@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.__main__ import app as benchmarks_app
+from gpt2_triton import device
 from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
@@ -36,13 +38,13 @@ COMMANDS = [
     line.split(" # ")[0].strip()
     for block in [*re.findall(r"^```\n(.*?)^```", TEXT + INTEROP + SCALING, re.M | re.S), *SPANS]
     for line in block.splitlines()
-    if line.startswith(("python train.py", "python -m gpt2_triton", "torchrun", "srun"))
+    if line.startswith(("python train.py", "python -m gpt2_triton", "python -m benchmarks ", "torchrun", "srun"))
 ]
 TRAINING = [c for c in COMMANDS if "train.py configs/" in c]
 RANKS = re.compile(r"--(?:nproc_per_node|ntasks-per-node) (\d+)")
 TOOLS = [c for c in COMMANDS if "-m gpt2_triton" in c]
+BENCHMARKS = [c for c in COMMANDS if "-m benchmarks " in c]
 OPTIONS = [option for span in SPANS if span.startswith("--") for option in re.split(r" (?=--\w+\.)", span)]
-SHOWN_ONLY = ("verify", "bench", "wandb-export")  # --help; the commands themselves are tested elsewhere
 
 
 def _of_training(option):
@@ -50,22 +52,22 @@ def _of_training(option):
 
 
 def words_of(command):
-    """The words behind the program; the ranks that a launcher starts as --gpus, for a plan."""
+    """Return the program's arguments; for train.py --gpus is added with the number of ranks that a launcher starts."""
     words = shlex.split(command)
-    if "-m gpt2_triton" in command:
+    if " -m " in command:
         return words[3:]
     ranks = RANKS.search(command)
     return words[words.index("train.py") + 1 :] + (["--gpus", ranks[1]] if ranks else [])
 
 
-def test_there_are_commands():
-    assert len(TRAINING) >= 3 and len(TOOLS) >= 6 and len(OPTIONS) >= 6
-    assert len(TRAINING) + len(TOOLS) + COMMANDS.count("python train.py --help") == len(COMMANDS)
+def test_commands_and_options_are_found_in_the_text():
+    assert len(TRAINING) >= 3 and len(TOOLS) >= 6 and len(BENCHMARKS) >= 4 and len(OPTIONS) >= 6
+    assert len(TRAINING + TOOLS + BENCHMARKS) + COMMANDS.count("python train.py --help") == len(COMMANDS)
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A directory with what the commands name: a text, shards made of it as the README says, and two runs."""
+    """A directory with what the commands name: a text, shards made of it with the README's commands, and two runs."""
     directory = tmp_path_factory.mktemp("workplace")
     (directory / "configs").symlink_to(ROOT / "configs")
     (directory / "mytext.txt").write_text("To be, or not to be: that is the question.\n" * 2000)
@@ -88,7 +90,7 @@ def workplace(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", TRAINING)
-def test_training_commands_are_planned_and_find_their_data(command, capsys, monkeypatch, workplace):
+def test_training_commands_plan_and_find_their_data(command, capsys, monkeypatch, workplace):
     monkeypatch.chdir(workplace)
     path, *words = words_of(command)
     planned = "--plan" in words
@@ -101,7 +103,7 @@ def test_training_commands_are_planned_and_find_their_data(command, capsys, monk
             assert open_shards(pattern, config.model.vocab_size, config.train.seq_len)
 
 
-def test_training_lists_its_keys(capsys):
+def test_train_help_lists_keys(capsys):
     assert main(train_app, ["--help"]) == 0
     assert "--optim.lr" in capsys.readouterr().out
 
@@ -112,7 +114,7 @@ def test_tool_commands(command, capsys, monkeypatch, workplace, tmp_path):
     words = words_of(command)
     if words[0] == "export":  # one directory for all of them would be refused
         words[words.index("--out") + 1] = str(tmp_path / "exported")
-    if words[0] in SHOWN_ONLY or "RUN" in words:
+    if words[0] == "wandb-export" or "RUN" in words:
         words.append("--help")
     if words[0] in ("sample", "perplexity"):  # in the interpreter a forward pass takes half a second
         words[words.index("--tokens") + 1] = "3" if words[0] == "sample" else "32"
@@ -126,9 +128,20 @@ def test_tool_commands(command, capsys, monkeypatch, workplace, tmp_path):
         assert (workplace / words[words.index("-o") + 1]).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("command", BENCHMARKS)
+def test_benchmark_commands_parse(command, capsys, monkeypatch):
+    monkeypatch.setattr(device, "present", lambda: False)
+    name, *options = words_of(command)
+    if name == "verify":
+        assert main(benchmarks_app, [name, *options, "--help"]) == 0
+    else:
+        assert main(benchmarks_app, [name, *options]) == 2
+        assert capsys.readouterr().err == f"error: {name}: needs a CUDA GPU, found none\n"
+
+
 @pytest.mark.parametrize("option", [o for o in OPTIONS if _of_training(o)])
 def test_options_in_the_text_are_accepted(option, capsys):
-    """`--key a|b` stands for each of its values."""
+    """`--key a|b` names each of its values."""
     name, _, values = option.partition(" ")
     for value in values.split("|"):
         words = [name, *value.split()]
@@ -136,7 +149,7 @@ def test_options_in_the_text_are_accepted(option, capsys):
         printed = yaml.safe_load(capsys.readouterr().out)
         if "." in name:
             section, _, key = name[2:].partition(".")
-            if key == "size":  # printed as the keys that it stands for
+            if key == "size":  # printed as the keys that it expands to
                 continue
             found = printed[section][key]
             assert found == type(found)(value)
@@ -144,12 +157,13 @@ def test_options_in_the_text_are_accepted(option, capsys):
 
 @pytest.mark.parametrize("option", [o for o in OPTIONS if not _of_training(o)])
 def test_options_of_tools_in_the_text_are_known(option, capsys):
-    for command in TOOLS:
-        assert main(tools_app, [*words_of(command)[:1], "--help"]) == 0
+    for app, commands in ((tools_app, TOOLS), (benchmarks_app, BENCHMARKS)):
+        for command in commands:
+            assert main(app, [*words_of(command)[:1], "--help"]) == 0
     assert re.search(rf"{option.split()[0]}\b", capsys.readouterr().out)
 
 
-def test_the_options_of_other_projects_lead_to_keys_that_exist():
+def test_options_of_other_projects_map_to_known_keys():
     cells = [line.split("|")[-2] for line in INTEROP.partition("## Options")[2].splitlines() if line.startswith("| ")]
     names = [name for cell in cells[1:] for name in re.findall(r"`([^`]+)`", cell)]
     known = {key for key, _ in options()} | {f"--{flag}" for flag in FLAGS}
@@ -161,13 +175,13 @@ FILES = re.findall(r"`((?:tests|docs|benchmarks|configs|gpt2_triton)/[\w/.]*)`",
 
 
 @pytest.mark.parametrize("path", sorted({*LINKS, *FILES}))
-def test_files_exist(path):
+def test_files_in_the_text_exist(path):
     assert (ROOT / path).exists()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_make_targets_run_commands_that_exist(capsys):
-    """`make -n` says what a target would run; its train.py and tools must accept their words."""
+    """`make -n` prints what a target would run."""
     for target in re.findall(r"^make (\w+)", TEXT, re.M):
         done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -176,3 +190,5 @@ def test_make_targets_run_commands_that_exist(capsys):
                 assert main(train_app, [str(ROOT / shlex.split(line)[2]), "--print_config"]) == 0
             elif "-m gpt2_triton" in line:
                 assert main(tools_app, [*words_of(line), "--help"]) == 0
+            elif "-m benchmarks " in line:
+                assert main(benchmarks_app, [*words_of(line), "--help"]) == 0

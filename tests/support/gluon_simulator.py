@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import classifier_tile, tiles, tuning
+from gpt2_triton.kernels import classifier_tile, device_math, tiles, tuning
 from gpt2_triton.kernels.hopper import activation, mainloop, pipeline
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul

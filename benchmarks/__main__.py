@@ -1,0 +1,148 @@
+"""`python -m benchmarks steps|ops|tune|verify`, run in the root of a checkout.
+
+The modules behind the commands are imported when a command runs: `select_device` must set the environment before torch
+is imported.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from gpt2_triton.commands.app import main, make_app, require_at_least, require_directory, select_device
+from gpt2_triton.config.schema import check_recompute
+from gpt2_triton.errors import ConfigError
+
+app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch's, and the search for their tables.")
+
+# options of several commands
+Sizes = Annotated[str, Parameter(help="Comma-separated among d12 (124M), d24 (350M), d36 (774M) and d48 (1558M).")]
+Batch = Annotated[int | None, Parameter(help="Sequences per step; by default 64, 64, 32 and 16.")]
+Recompute = Annotated[
+    str | None,
+    Parameter(
+        help="memory.recompute of our runs: none, gelu, gelu+ln, gelu+ln+qkv, block, or as gelu+ln:4 in the first "
+        "layers only; by default gelu for d12, gelu+ln for the others."
+    ),
+]
+ALL_SIZES = "d12,d24,d36,d48"
+
+
+@app.command
+def verify() -> int:
+    """Compare every kernel with float64 and with PyTorch's own operation on this machine, in one table."""
+    select_device()
+    from benchmarks import accuracy
+
+    return accuracy.verify()
+
+
+@app.command
+def steps(
+    *,
+    sizes: Sizes = ALL_SIZES,
+    batch: Batch = None,
+    steps: int = 30,
+    recompute: Recompute = None,
+    baseline: Literal["torch", "none"] = "torch",
+    json: Path | None = None,
+) -> int:
+    """Time GPT-2's training steps next to PyTorch's on this GPU.
+
+    Parameters
+    ----------
+    steps: int
+        Steps per run, at least 6; the first five are not counted.
+    baseline: str
+        torch runs PyTorch too, none does not.
+    json: Path
+        File for the figures of the runs.
+    """
+    names = _sizes(sizes, batch)
+    require_at_least(steps=(steps, 6))
+    _require_level(recompute, names)
+    require_directory("json", json)
+    _require_gpu("steps")
+    from benchmarks import step_time
+
+    return step_time.compare_sizes(names, batch, steps, recompute, baseline == "torch", json)
+
+
+@app.command
+def ops(
+    *, sizes: Sizes = ALL_SIZES, batch: Batch = None, recompute: Recompute = None, plot: Path | None = None
+) -> None:
+    """Time each operation of a training step, and print how near its floor on this GPU it is.
+
+    Parameters
+    ----------
+    plot: Path
+        With one size: a PNG of each operation's time and its floor.
+    """
+    names = _sizes(sizes, batch)
+    _require_level(recompute, names)
+    if plot and len(names) > 1:
+        raise ConfigError("--plot: goes with one size, as in --sizes d12 --plot ops.png")
+    require_directory("plot", plot)
+    _require_gpu("ops")
+    from benchmarks.ops import report
+
+    for size in names:
+        report(size, batch, recompute, plot)
+
+
+@app.command
+def tune(*, sizes: Sizes = ALL_SIZES, batch: Batch = None, only: str | None = None, out: Path | None = None) -> int:
+    """Search the kernels' launch parameters for this GPU, and write the rows that gain 2% into its table.
+
+    Parameters
+    ----------
+    only: str
+        Comma-separated operations or families of them, such as attention,layernorm_fwd; by default all.
+    out: Path
+        The .json file to write; by default this GPU's in gpt2_triton/kernels/tables.
+    """
+    names = _sizes(sizes, batch)
+    if out and out.suffix != ".json":
+        raise ConfigError(f"--out: {out} does not end in .json, as a table does")
+    require_directory("out", out)
+    _require_gpu("tune")
+    from benchmarks.tune import tune as search
+
+    return search(names, batch, only, out)
+
+
+def _sizes(sizes: str, batch: int | None) -> list[str]:
+    """Return the names in a comma-separated list; ConfigError if one is unknown, or if the batch is."""
+    names = sizes.split(",")
+    unknown = [name for name in names if name not in ALL_SIZES.split(",")]
+    if unknown:
+        raise ConfigError(f"--sizes: unknown {unknown[0]}; known are {ALL_SIZES.replace(',', ', ')}")
+    require_at_least(batch=(1 if batch is None else batch, 1))
+    return names
+
+
+def _require_level(recompute: str | None, sizes: list[str]) -> None:
+    """Refuse a recompute level that is unknown, or that names more layers than one of the sizes has."""
+    if recompute is None:
+        return
+    try:
+        layers = check_recompute(recompute).partition(":")[2]
+    except ValueError as error:
+        raise ConfigError(f"--recompute: {error}, got {recompute!r}") from None
+    few = [size for size in sizes if layers and int(layers) > int(size.removeprefix("d"))]
+    if recompute == "auto" or few:
+        wrong = f"{few[0]} has fewer layers" if few else "it is chosen when a run starts"
+        raise ConfigError(f"--recompute: {recompute} does not go with a benchmark: {wrong}; name another level")
+
+
+def _require_gpu(command: str) -> None:
+    from gpt2_triton import device
+
+    if not device.present():
+        raise ConfigError(f"{command}: needs a CUDA GPU, found none")
+
+
+if __name__ == "__main__":
+    sys.exit(main(app, sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""`python -m benchmarks ops`: counted work, floors and tables.  The times themselves need a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import ceilings, ops
+from benchmarks.our_gpt2 import run_steps
+from gpt2_triton.kernels.contract import LAUNCHERS
+from tests.support.tiny import packed_batch, tiny_model
+
+
+class Mark:
+    def record(self):
+        pass
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """record(level) runs one step of a tiny model in Timed kernels and returns its dimensions and its operations.
+
+    The model has two layers, a padded vocabulary, and logits in chunks of 20 and 12 rows.
+    """
+    monkeypatch.setattr(ops, "events", lambda: (Mark(), Mark()))
+
+    def run(level="gelu"):
+        timed = ops.Timed(on=lambda: False)
+        model, config = tiny_model(timed, model=dict(vocab_size=300), memory=dict(recompute=level, head_rows=20))
+        timed.on = lambda: True
+        [result] = run_steps(model, packed_batch(config), range(1))
+        assert result.applied
+        return SimpleNamespace(**model.dims), list(timed.operations.values())
+
+    return run
+
+
+def calls(operations, name):
+    return sorted((op.nbytes, len(op.spans)) for op in operations if op.name == name)
+
+
+# ---- what is counted ----
+
+
+def test_timed_records_every_launcher_of_a_step(record):
+    _, operations = record()
+    no_step = {"fill", "normal_init", "column_sums"}
+    no_step |= {"parameter_stats", "tensor_stats"}  # only with log.stats_every
+    no_step |= {"cache_fill", "decode_attention", "decode_embed", "decode_matmul", "sample_token"}
+    no_step |= {"add_partials"}  # only at ZeRO-2
+    assert {op.name for op in operations} == LAUNCHERS.keys() - no_step
+    with_products = {"matmul", "matmul_add", "matmul_gelu", "matmul_dx", "matmul_dx_dgelu", "matmul_dw"}
+    with_products |= {"classifier_fwd", "classifier_dx", "attention_fwd", "attention_bwd"}
+    assert {op.name for op in operations if op.flops} == with_products
+
+
+@pytest.mark.parametrize("level", ["gelu", "block"])
+def test_flops_of_a_step_are_6n_plus_attention(record, level):
+    """N counts the matrices, 12 C^2 per layer and the head.  Attention has 2 + 5 products of half of T x T scores.
+    `block` recomputes each layer up to its last product.
+    """
+    d, operations = record(level)
+    C2, attention = d.C * d.C, d.B * d.T * d.T * d.C
+    again = d.L * (2 * d.R * 8 * C2 + 2 * attention) if level == "block" else 0
+    total = sum(op.flops * len(op.spans) for op in operations)
+    assert total == 6 * d.R * (12 * d.L * C2 + d.Vp * d.C) + 7 * d.L * attention + again
+
+
+def test_moved_bytes_of_layernorm(record):
+    """fp32 rows of C.  Forward: x and out, mean and rstd, w and b.  Backward: dout, x and dx.  dx is also read, except
+    by the head's call; layer 0 has no bias in front of it.
+    """
+    d, operations = record()
+    rows, row, stats = 4 * d.R * d.C, 4 * d.C, 2 * 4 * d.R
+    assert calls(operations, "layernorm_fwd") == [(2 * rows + stats + 2 * row, 2 * d.L + 1)]
+    head, first, others = 3 * rows + stats + 5 * row, 4 * rows + stats + 4 * row, 4 * rows + stats + 5 * row
+    assert calls(operations, "layernorm_bwd") == [(head, 1), (first, 1), (others, 2 * d.L - 1)]
+
+
+def test_moved_bytes_of_products(record):
+    """Operands and results count once; the head's second chunk also reads dwte, as it adds to it.  Scratch is free."""
+    d, operations = record()
+    x, square, wide = 4 * d.R * d.C, 4 * d.C * d.C, 4 * 4 * d.C
+    assert calls(operations, "matmul_gelu") == [(x + 4 * square + wide + 2 * 4 * x, d.L)]
+    # dout, w, pre in; dpre, dbias and, at `gelu`, gelu_out
+    assert calls(operations, "matmul_dx_dgelu") == [(x + 4 * square + 3 * 4 * x + wide, d.L)]
+    dwte = 4 * d.Vp * d.C
+    first, second = (4 * rows * (d.Vp + d.C) + times * dwte for rows, times in ((20, 1), (12, 2)))
+    heads = [c for c in calls(operations, "matmul_dw") if c[1] == 1]
+    assert heads == sorted([(first, 1), (second, 1)])
+
+
+def test_moved_bytes_of_gathers_and_updates(record):
+    d, operations = record()
+    row, numbers = 4 * d.C, 4 * (4 + 8 + 4)  # stats, hyper, rng
+    # x, ids, the tokens' rows of wte, all of wpe
+    assert calls(operations, "embedding_fwd") == [(d.R * row + 4 * d.R + d.R * row + d.Tmax * row, 1)]
+    # w, m, v read and written, g read; decayed parameters and the others
+    assert sum(n for n, _ in calls(operations, "adamw")) == 4 * 7 * d.N + 2 * numbers
+
+
+# ---- floors and tables ----
+
+
+def operation(name="matmul", product=("forward", 128, 64, 32), attention=None):
+    return ops.Operation(name, "128x64 128x32", 2 * 10**9, 4 * 10**6, product, attention)
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Copies at 4 TB/s, so 4 MB take 0.001 ms; a product takes 0.5 ms, attention 0.25 ms."""
+    monkeypatch.setattr(ceilings, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(ceilings, "product_ms", lambda *_: 0.5)
+    monkeypatch.setattr(ceilings, "attention_ms", lambda *_: 0.25)
+
+
+def test_floor_is_the_longest_limit_with_its_name(limits, monkeypatch):
+    assert ops.floor(operation()) == (0.5, "cuBLAS")
+    assert ops.floor(operation(product=None)) == (0.001, "copy")
+    assert ops.floor(operation("attention_fwd", None, (2, 1, 16, 64))) == (0.25, "cuDNN")
+    monkeypatch.setattr(ceilings, "copy_bandwidth", lambda: 4e9)
+    assert ops.floor(operation()) == (1.0, "copy")
+
+
+ROWS = [
+    ops.Row(operation(), 10, 0.8, 0.5, "cuBLAS"),
+    ops.Row(operation("layernorm_fwd", None), 5, 0.002, 0.001, "copy"),
+]
+
+
+def test_table_of_operations_adds_up():
+    head, first, second, total, floors = ops.table(ROWS, 10.0).splitlines()
+    # 2 GFLOP in 0.8 ms, 4 MB in 0.8 ms; 8 ms of a step of 10
+    assert first.split() == "matmul 128x64x32 10 0.800 8.00 2.0 4.0 2 5 0.500 cuBLAS 62% 80.0%".split()
+    assert second.split()[-5:] == ["2000", "0.001", "copy", "50%", "0.1%"]
+    assert len({len(line) for line in (head, first, second)}) == 1
+    assert total == "operations 8.0 ms + between kernels 2.0 ms = step 10.0 ms"
+    assert floors == "floors 5.0 ms; operations 1.600x, step 1.998x"  # 8.01 / 5.005, 10 / 5.005
+
+
+def test_plot_has_two_bars_per_operation(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    saved, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (saved.append(self), savefig(self, *a, **k)))
+    ops.draw([*ROWS, ROWS[0]], 20.0, "d12, B 64", tmp_path / "ops.png")
+    assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = saved[0].axes
+    # layernorm's 0.01 ms are too little to see; equal names are one bar
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([16.0, 10.0])
+    assert [text.get_text().strip() for text in axes.texts] == ["16.0 ms, 80.0% of step, 62% of limit"]
