@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
@@ -62,7 +62,7 @@ class AsyncCheckpointer:
     def _save(self, step: int, state: dict[str, Any]) -> None:
         try:
             control = self._control
-            checkpoint.save(self._directory, step, self._host, state, self._keep, self._major, self._back, control)
+            save_checkpoint(self._directory, step, self._host, state, self._keep, self._major, self._back, control)
         except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
 

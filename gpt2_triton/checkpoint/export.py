@@ -8,7 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from gpt2_triton.checkpoint import checkpoint, huggingface, llmc
+from gpt2_triton.checkpoint import huggingface, llmc
+from gpt2_triton.checkpoint.save import sync
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import ConfigError
@@ -39,9 +40,9 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         yield hidden
         for file in (*hidden.iterdir(), hidden):
-            checkpoint.sync(file)
+            sync(file)
         os.rename(hidden, path)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
-    checkpoint.sync(path.absolute().parent)
+    sync(path.absolute().parent)

@@ -9,7 +9,8 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch import Tensor
 
-from gpt2_triton.checkpoint import checkpoint, huggingface, llmc, nanogpt
+from gpt2_triton.checkpoint import huggingface, llmc, nanogpt
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.weights import Weights, first_problem, from_checkpoint, pack
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
@@ -23,7 +24,7 @@ def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
     """
     weights = _foreign(source)
     if weights is None:
-        return _load_checkpoint(checkpoint.find(Path(source)))
+        return _load_ours(find_checkpoint(Path(source)))
     exact = _config_of(weights)
     return exact.replace(train={"dtype": "bf16"}), pack(weights, exact)
 
@@ -32,8 +33,8 @@ def open_weights(source: str) -> Weights:
     """The weights of a source as they are, to be read one by one."""
     if weights := _foreign(source):
         return weights
-    step_dir = checkpoint.find(Path(source))
-    config, tensors = _load_checkpoint(step_dir)
+    step_dir = find_checkpoint(Path(source))
+    config, tensors = _load_ours(step_dir)
     return from_checkpoint(str(step_dir), tensors, config)
 
 
@@ -49,7 +50,7 @@ def initial_weights(config: Config) -> dict[str, Tensor]:
 
 def _of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
     """The weights of one of our checkpoints, if it stores what this run stores."""
-    saved, tensors = checkpoint.load(checkpoint.find(path))
+    saved, tensors = load_checkpoint(find_checkpoint(path))
     for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
         then, now = saved["config"][section], config.to_dict()[section]
         for key in keys or now:
@@ -67,8 +68,8 @@ def _foreign(source: str) -> Weights | None:
     return huggingface.read(source) if (Path(source) / "config.json").is_file() else None
 
 
-def _load_checkpoint(step_dir: Path) -> tuple[Config, dict[str, Tensor]]:
-    state, tensors = checkpoint.load(step_dir)
+def _load_ours(step_dir: Path) -> tuple[Config, dict[str, Tensor]]:
+    state, tensors = load_checkpoint(step_dir)
     ranks = len([*step_dir.glob("rank_*")])  # a batch that divides on these GPUs need not on one
     try:
         return Config.model_validate(state["config"], context=dict(gpus=ranks)), tensors

@@ -11,21 +11,17 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from gpt2_triton.checkpoint import checkpoint, checks
+from gpt2_triton.checkpoint import save
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.save import FILES_BYTES
 from gpt2_triton.errors import CheckpointError
-from tests.checkpoint.test_checkpoint import STEP_10, STEP_20, STEP_30, content, example, names, write
+from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, content, example, names
 
 
 def share(step, n=33):
     """What GPT2.share gives: every tensor in parts, here of 30 elements and the rest."""
     return {name: [tensor[:30], tensor[30:]] for name, tensor in example(step, n).items()}
-
-
-@pytest.fixture
-def newest(tmp_path):
-    """The newest checkpoint, of step 20, of a run that has another of step 10."""
-    return [write(tmp_path / "checkpoints", step) for step in (10, 20)][-1]
 
 
 def test_what_is_submitted_may_change_at_once(tmp_path):
@@ -35,7 +31,7 @@ def test_what_is_submitted_may_change_at_once(tmp_path):
         for part in parts:
             part.fill_(1)
     saver.wait(raise_errors=True)
-    assert content(checkpoint.load(tmp_path / STEP_10)[1]) == content(example(10))
+    assert content(load_checkpoint(tmp_path / STEP_10)[1]) == content(example(10))
 
 
 def test_what_was_submitted_last_is_recalled(tmp_path):
@@ -84,7 +80,7 @@ def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, 
     [warning] = capsys.readouterr().err.splitlines()
     assert warning.startswith(f"warning: {newest.parent}: a checkpoint could not be written (") and "27" in warning
     assert warning.endswith("; older ones stay; make it writable")
-    assert names(newest.parent) == [STEP_10, STEP_20] and checkpoint.find(newest.parent) == newest
+    assert names(newest.parent) == [STEP_10, STEP_20] and find_checkpoint(newest.parent) == newest
     saver.submit(30, share(30, n), {"text": text})
     saver.wait(raise_errors=True)
     assert names(newest.parent) == [STEP_30] and capsys.readouterr().err == ""
@@ -92,11 +88,11 @@ def test_a_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, 
 
 def test_a_save_begins_only_where_there_is_room(newest, monkeypatch, capsys):
     """The older ones stay, the run goes on with a warning that says how much is missing."""
-    needed = sum(t.nbytes for t in example(30).values()) + checks.FILES_BYTES
+    needed = sum(t.nbytes for t in example(30).values()) + FILES_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     saver = AsyncCheckpointer(newest.parent, keep=1, major=0)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", lambda *arguments: pytest.fail("it began to write"))
+        patch.setattr(save, "save_file", lambda *arguments: pytest.fail("it began to write"))
         saver.submit(30, share(30), {})
         saver.wait()
     [warning] = capsys.readouterr().err.splitlines()
@@ -124,7 +120,7 @@ def test_a_disk_that_filled_up_while_writing_is_told_by_its_text(tmp_path, monke
     def full(*arguments):
         raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(save, "save_file", full)
     saver = AsyncCheckpointer(tmp_path / "checkpoints", keep=1, major=0)
     saver.submit(10, share(10), {})
     saver.wait()

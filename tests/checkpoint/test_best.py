@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gpt2_triton.checkpoint import best, checkpoint
+from gpt2_triton.checkpoint import best
+from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training import trainer
@@ -43,7 +44,7 @@ def test_the_lowest_validation_loss_keeps_its_checkpoint(losses, tmp_path, monke
             train(best_config(best="val_loss"), tmp_path, resume=False)
     assert train(best_config(best="val_loss"), tmp_path, resume=bool(interrupted)) == 0
     assert steps(tmp_path) == ["step_00000002", "step_00000005"]
-    found = checkpoint.find(tmp_path / "best")
+    found = find_checkpoint(tmp_path / "best")
     state = json.loads((found / "state.json").read_text())
     assert found == tmp_path / "checkpoints" / "step_00000002" and state["best"] == [2, 1.0]
 
@@ -52,7 +53,7 @@ def test_a_run_that_keeps_no_best_checkpoint_says_how_to(losses, tmp_path):
     assert train(best_config(), tmp_path, resume=False) == 0
     assert steps(tmp_path) == ["step_00000005"]
     with pytest.raises(CheckpointError, match="keeps no best checkpoint; train with --checkpoint.best val_loss"):
-        checkpoint.find(tmp_path / "best")
+        find_checkpoint(tmp_path / "best")
 
 
 def test_a_run_that_goes_back_forgets_what_it_deletes():

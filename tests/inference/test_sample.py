@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.inference import generate, sample
 from gpt2_triton.model import schedule
@@ -138,7 +138,7 @@ def test_pieces_end_between_characters_and_add_up():
 def step_dir(tmp_path_factory) -> Path:
     model = decoder()
     state = dict(config=model.config.to_dict(), data="", step=1, sample=0)
-    return checkpoint.save(tmp_path_factory.mktemp("run"), 1, dict(params=model.state.params.cpu()), state, 1, 0)
+    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, dict(params=model.state.params.cpu()), state, 1, 0)
 
 
 def test_one_text_appears_as_it_is_decoded(step_dir, monkeypatch):

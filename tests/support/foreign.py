@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
 from gpt2_triton.inference import generate
@@ -32,7 +32,7 @@ def random_params(config: Config, seed: int = 0) -> torch.Tensor:
 def checkpoint_of(run: Path, config: Config, tensors: dict[str, torch.Tensor]) -> Path:
     """The step directory of a run that holds these tensors and nothing else."""
     state = {"step": 1, "config": config.to_dict(), "data": []}
-    return checkpoint.save(run / "checkpoints", 1, tensors, state, keep=0, major=0)
+    return save_checkpoint(run / "checkpoints", 1, tensors, state, keep=0)
 
 
 def token_ids(config: Config, seed: int = 0) -> np.ndarray:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.errors import CheckpointError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.logger import Logger
@@ -33,7 +33,7 @@ def run_config(**sections):
 
 
 def final_bytes(run):
-    step_dir = checkpoint.find(run)
+    step_dir = find_checkpoint(run)
     return step_dir.name, hashlib.sha256((step_dir / "rank_00000.safetensors").read_bytes()).hexdigest()
 
 
@@ -205,7 +205,7 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(unbroken, tmp
     config = run_config(init_from=f"checkpoint:{unbroken}")
     trainer = Trainer(config, tmp_path, None)
     try:
-        _, saved = checkpoint.load(checkpoint.find(unbroken))
+        _, saved = load_checkpoint(find_checkpoint(unbroken))
         assert torch.equal(trainer.model.state.params.cpu(), saved["params"])
         assert not trainer.model.state.m.cpu().any() and trainer.state["step"] == 0
     finally:
