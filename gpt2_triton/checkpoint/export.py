@@ -1,4 +1,4 @@
-"""Weights for other programs, in a new directory: the file formats that `export` writes."""
+"""Export weights to the formats of other programs."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ WRITERS = {"hf": huggingface.write, "llmc": llmc.write}
 
 
 def export(source: str, out: Path, format: str, dtype: str) -> None:
-    """Write the weights of a source (sources.py), and its tokenizer if one is known, into the new directory `out`."""
+    """Write the weights of a source (see sources.py), and its tokenizer if known, to the new directory `out`."""
     try:
         with new_directory(out) as directory:
             weights = open_weights(source)
@@ -30,11 +30,12 @@ def export(source: str, out: Path, format: str, dtype: str) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to write into, which becomes `path` by one rename at the end, its files synced; nothing stays of a
-    failure.  `path` may be there if it is empty.
+    """Yield a hidden directory; at the end sync its files and rename it to `path`, which may be an empty directory.
+
+    After an error nothing is left.
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise ConfigError(f"--out: {path} is there already; choose another, or remove it")
+        raise ConfigError(f"--out: {path} exists already; choose another, or remove it")
     hidden = path.absolute().with_name(f".{path.name}.tmp-{os.getpid()}")
     hidden.mkdir(parents=True)
     try:

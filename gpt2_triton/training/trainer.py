@@ -308,7 +308,7 @@ class Trainer:
             self.state["rewinds"] = 0
         state = self.state | {"config": self.resolved, "data": self.data} | self.model.spans()
         with self.watchdog.phase("saving"):
-            self.saver.submit(step, self.model.share(), state)
+            self.saver.save(step, self.model.share(), state)
 
     def close(self, failed: bool = False) -> None:
         if self.group.size == 1:  # several ranks report together, or not at all

@@ -153,15 +153,15 @@ def test_a_step_is_reported_when_the_next_is_under_way_or_something_else_is_due(
         monkeypatch.setattr(owner, method, watched)
 
     for owner, method in (
-        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (AsyncCheckpointer, "submit"),
+        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (AsyncCheckpointer, "save"),
     ):  # fmt: skip
         watch(owner, method)
     train_section = dict(steps=4, total_batch_tokens=32)
     config = run_config(train=train_section, eval=dict(every=4, tokens=64), checkpoint=dict(every=2, keep=0))
     train(config, tmp_path, resume=False)
     assert seen == [
-        "validation 0", "end_step", "end_step", "step 1", "step 2", "submit 2", "end_step", "step 3", "sample 3",
-        "end_step", "step 4", "validation 4", "sample 4", "submit 4",
+        "validation 0", "end_step", "end_step", "step 1", "step 2", "save 2", "end_step", "step 3", "sample 3",
+        "end_step", "step 4", "validation 4", "sample 4", "save 4",
     ]  # fmt: skip
 
 
