@@ -46,7 +46,7 @@ def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndar
 
     model = GPT2(config, K, DEVICE, batch=1, training=False, texts=1)
     model.state.params.copy_(params)
-    generate.begin(model, ids.tolist(), 0, [0])
+    generate.fill_cache(model, ids.tolist(), 0, [0])
     model.decode(0.0, 0, 1.0)
     return model.decoding.logits[0, : config.model.vocab_size].cpu().numpy()
 
