@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpt2_triton.checkpoint.weights import Weights, from_bf16, model_config_from_sizes, round_bf16, tokenizer_of
+from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, round_bf16, to_fp32, tokenizer_of
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer, byte_spelling
 from gpt2_triton.errors import CheckpointError
@@ -61,7 +61,7 @@ def read(name: str) -> Weights:
         return values.T if name.endswith(CONV1D) else values
 
     weights = Weights(f"hf:{name}", model, tokenizer_of(model), tensor)
-    expected = weights.shapes().keys()
+    expected = weights.shapes.keys()
     for missing in sorted(expected - files.keys()):
         raise CheckpointError(f"{directory}: has no tensor {missing}; copy or download it again")
     for unknown in sorted(files.keys() - expected - {"lm_head.weight"}):
@@ -130,11 +130,9 @@ def _load(path: Path, stored: str) -> np.ndarray:
     """Return a tensor of a file as fp32."""
     with safe_open(path, framework="pt") as file:
         values = file.get_tensor(stored)
-    if values.dtype == torch.bfloat16:
-        return from_bf16(values.view(torch.int16).numpy())
-    if values.dtype not in (torch.float32, torch.float16):
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(f"{path}: {stored} is {values.dtype}, expected float32, bfloat16 or float16")
-    return values.numpy().astype(np.float32, copy=False)
+    return to_fp32(values)
 
 
 def _check_head(directory: Path, files: dict[str, tuple[Path, str]], tied: bool) -> None:
@@ -154,10 +152,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     eot = {} if tokenizer is None else {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
     _write_json(directory / "config.json", _config(weights.model, dtype) | eot)
     _write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
-    tensors = {
-        f"transformer.{name}": _tensor(weights.read(name, shape), name, dtype)
-        for name, shape in weights.shapes().items()
-    }
+    tensors = {f"transformer.{name}": _tensor(weights.read(name), name, dtype) for name in weights.shapes}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(directory / "config.json", directory / "model.safetensors")  # safetensors makes it private
     if tokenizer is not None:

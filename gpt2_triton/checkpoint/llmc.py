@@ -15,6 +15,7 @@ from gpt2_triton.checkpoint.weights import (
     flat_length,
     from_bf16,
     model_config_from_sizes,
+    parameter_shapes,
     round_bf16,
     tokenizer_of,
 )
@@ -49,30 +50,27 @@ def read(path: str) -> Weights:
         wrong = f"{where}: {size:,} bytes, expected {expected:,} for the sizes in its header"
         raise CheckpointError(f"{wrong}; copy it again")
     stored = np.memmap(path, storage, mode="c", offset=HEADER_BYTES)  # "c": torch warns about read-only memory
-    starts: dict[str, int] = {}
-
-    def tensor(name: str) -> np.ndarray:
-        shape = shapes[name]
-        values = stored[starts[name] : starts[name] + math.prod(shape)].reshape(shape)
-        return values if storage == "<f4" else from_bf16(values)
-
-    weights = Weights(where, model, tokenizer_of(model), tensor)
-    shapes, start = weights.shapes(), 0
+    shapes, starts, start = parameter_shapes(model), {}, 0
     for name in _order(shapes, model.n_layer):
         starts[name] = start
         start += rows * model.n_embd if name == "wte.weight" else math.prod(shapes[name])
-    return weights
+
+    def tensor(name: str) -> np.ndarray:
+        values = stored[starts[name] : starts[name] + math.prod(shapes[name])].reshape(shapes[name])
+        return values if storage == "<f4" else from_bf16(values)
+
+    return Weights(where, model, tokenizer_of(model), tensor)
 
 
 def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> None:
     """Write model.bin in dtype "fp32" or "bf16", and gpt2_tokenizer.bin."""
-    model, shapes = weights.model, weights.shapes()
+    model = weights.model
     version = next(number for number, stored in VERSIONS.items() if stored == dtype)
     sizes = [getattr(model, name) for name in SIZES]
     with open(directory / MODEL, "wb") as file:
         file.write(_header(MODEL_MAGIC, version, *sizes, model.padded_vocab))
-        for name in _order(shapes, model.n_layer):
-            values = weights.read(name, shapes[name])
+        for name in _order(weights.shapes, model.n_layer):
+            values = weights.read(name)
             if name == "wte.weight":
                 values = np.pad(values, ((0, model.padded_vocab - model.vocab_size), (0, 0)))
             stored = values if dtype == "fp32" else round_bf16(values)

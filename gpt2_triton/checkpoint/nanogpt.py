@@ -12,7 +12,7 @@ import textwrap
 import numpy as np
 import torch
 
-from gpt2_triton.checkpoint.weights import Weights, from_bf16, model_config_from_sizes, tokenizer_of
+from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, parameter_shapes, to_fp32, tokenizer_of
 from gpt2_triton.errors import CheckpointError
 
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args
@@ -37,19 +37,14 @@ def read(path: str) -> Weights:
     tensors = {PREFIX.sub("", name): t for name, t in content["model"].items()}
     tensors = {name: t for name, t in tensors.items() if name != "lm_head.weight" and not MASK.fullmatch(name)}
 
-    def tensor(name: str) -> np.ndarray:
-        if name not in tensors:
-            return np.zeros(shapes[name], np.float32)
-        values = tensors[name]
-        if values.dtype == torch.bfloat16:
-            return from_bf16(values.view(torch.int16).numpy())
-        return values.numpy().astype(np.float32, copy=False)
-
-    weights = Weights(where, model, tokenizer_of(model), tensor)
-    shapes = weights.shapes()
+    shapes = parameter_shapes(model)
     absent = {name for name in shapes if name.endswith(".bias")} if not arguments.get("bias", True) else set()
     for missing_name in sorted(shapes.keys() - tensors.keys() - absent):
         raise CheckpointError(f"{where}: has no tensor {missing_name}, which its model_args require")
     for unknown in sorted(tensors.keys() - shapes.keys()):
         raise CheckpointError(f"{where}: {unknown} belongs to no nanoGPT of {model.n_layer} layers")
-    return weights
+
+    def tensor(name: str) -> np.ndarray:
+        return to_fp32(tensors[name]) if name in tensors else np.zeros(shapes[name], np.float32)
+
+    return Weights(where, model, tokenizer_of(model), tensor)

@@ -5,6 +5,7 @@ tensors.  All matrices are [out, in].  Numbers are fp32, the only dtype that hol
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -48,6 +49,12 @@ def flat_length(model: ModelConfig) -> int:
     return sum(math.prod(e.shape) for e in param_entries(model_dimensions(model)))
 
 
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by name, in the order of the forward pass."""
+    flat = torch.empty(flat_length(model), dtype=torch.uint8, device="meta")
+    return {name: tuple(view.shape) for name, view in by_name(flat, model).items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """The weights in a file, of which nothing is read before `tensor` is called."""
@@ -57,14 +64,14 @@ class Weights:
     tokenizer: str | None  # a name in data/tokenizer.py, or None if it is not known
     tensor: Callable[[str], np.ndarray]  # reads the parameter of this name, fp32
 
+    @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter by name, in the order of the forward pass."""
-        flat = torch.empty(flat_length(self.model), dtype=torch.uint8, device="meta")
-        return {name: tuple(view.shape) for name, view in by_name(flat, self.model).items()}
+        """The shape of every parameter by name, in the order of the forward pass."""
+        return parameter_shapes(self.model)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return one parameter, fp32; CheckpointError unless it is finite and of this shape."""
-        values = self.tensor(name)
+    def read(self, name: str) -> np.ndarray:
+        """Return one parameter, fp32; CheckpointError unless it is finite and of the shape of the model's."""
+        values, shape = self.tensor(name), self.shapes[name]
         if values.shape != shape:
             raise CheckpointError(f"{self.where}: {name} is {values.shape}, expected {shape}; its sizes do not fit it")
         if not np.isfinite(values).all():
@@ -108,9 +115,8 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     params = torch.from_numpy(np.zeros(n, np.float32 if in_fp32 else np.int16))
     low = torch.from_numpy(np.zeros(n if masters else 0, np.int16))
     low_views = by_name(low, config.model) if masters else {}
-    shapes = weights.shapes()
     for name, view in by_name(params, config.model).items():
-        values = weights.read(name, shapes[name])[: view.shape[0]]
+        values = weights.read(name)[: view.shape[0]]
         if in_fp32:
             view.numpy()[...] = values
         elif masters:
@@ -136,10 +142,9 @@ def from_checkpoint(where: str, tensors: dict[str, Tensor], config: Config) -> W
 
     def tensor(name: str) -> np.ndarray:
         stored = views["params"][name]
-        if stored.dtype == torch.float32:
-            return stored.numpy()
-        high = stored.view(torch.int16).numpy()
-        return join_master(high, views["low"][name].numpy()) if "low" in views else from_bf16(high)
+        if "low" in views:
+            return join_master(stored.view(torch.int16).numpy(), views["low"][name].numpy())
+        return to_fp32(stored)
 
     return Weights(where, config.model, config.data.tokenizer, tensor)
 
@@ -151,6 +156,13 @@ def round_bf16(values: np.ndarray) -> np.ndarray:
     """Return the bits, as int16, of finite fp32 rounded to the nearest bf16, ties to even as in PyTorch."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.int16)
+
+
+def to_fp32(tensor: Tensor) -> np.ndarray:
+    """Return the values of a host tensor in fp32, bf16 or fp16 as fp32."""
+    if tensor.dtype == torch.bfloat16:
+        return from_bf16(tensor.view(torch.int16).numpy())
+    return tensor.numpy().astype(np.float32, copy=False)
 
 
 def from_bf16(high: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""llm.c's model and tokenizer files: ours are byte for byte what its format says, and both ways keep every bit."""
+"""llm.c's model and tokenizer files: ours follow its format byte for byte, import and export keep every bit."""
 
 import numpy as np
 import pytest
