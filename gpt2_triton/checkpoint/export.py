@@ -35,7 +35,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     After an error nothing is left.
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise ConfigError(f"--out: {path} exists already; choose another, or remove it")
+        raise ConfigError(f"--out: {path} is there already; choose another, or remove it")
     hidden = path.absolute().with_name(f".{path.name}.tmp-{os.getpid()}")
     hidden.mkdir(parents=True)
     try:

@@ -66,16 +66,21 @@ def ending_losses(model: GPT2, questions: Questions, style: str = "", shard: tup
     progress = Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens")
     losses = np.zeros(len(lengths), np.float64)
     for chosen, T in itertools.islice(_batches(model, lengths), shard[0], None, shard[1]):
-        ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
-        for row, i in enumerate(chosen.tolist()):
-            n, ending = lengths[i], questions.endings[i]
-            ids[row, :n] = np.concatenate([questions.contexts[i // ENDINGS], ending])[-n - 1 : -1]
-            targets[row, n - len(ending) : n] = ending
-        each = model.evaluate(ids, targets).numpy().reshape(len(chosen), T)
-        # numpy's sum pairs numbers by position, so that padding would change the last bit; cumsum adds in order
-        losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
+        losses[chosen] = _batch_losses(model, questions, lengths, chosen, T)
         progress.advance(int(lengths[chosen].sum()))
     return losses.reshape(-1, ENDINGS)
+
+
+def _batch_losses(model: GPT2, questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int) -> np.ndarray:
+    """Return the summed losses of the endings `chosen`, in one batch of sequences padded to T."""
+    ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
+    for row, i in enumerate(chosen.tolist()):
+        n, ending = lengths[i], questions.endings[i]
+        ids[row, :n] = np.concatenate([questions.contexts[i // ENDINGS], ending])[-n - 1 : -1]
+        targets[row, n - len(ending) : n] = ending
+    each = model.evaluate(ids, targets).numpy().reshape(len(chosen), T)
+    # numpy's sum pairs numbers by position, so that padding would change the last bit; cumsum adds in order
+    return np.cumsum(each, 1, dtype=np.float64)[:, -1]
 
 
 def shapes(model: GPT2, questions: Questions) -> set[tuple[int, int]]:

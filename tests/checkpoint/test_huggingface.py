@@ -314,7 +314,7 @@ def test_export_refuses_a_directory_with_files(run, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")
     assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
-    assert "exists already; choose another" in capsys.readouterr().err
+    assert "is there already; choose another" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
