@@ -47,7 +47,7 @@ def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int
     from gpt2_triton.inference import hellaswag
 
     rows, found = np.arange(len(reference)), []
-    pairs = zip(hellaswag.choices(questions, losses), hellaswag.choices(questions, reference))
+    pairs = zip(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, reference))
     for (mine, theirs), scale in zip(pairs, (1.0, questions.lengths)):
         likely = reference / scale
         gap = likely[rows, mine] - likely[rows, theirs]
@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.hellaswag import TEXTS, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
-    from gpt2_triton.inference import hellaswag, losses
+    from gpt2_triton.inference import hellaswag
+    from gpt2_triton.inference.load import load_for_losses
 
     config, tensors = load_weights(a.checkpoint)
     start = time.perf_counter()
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     questions_by_style = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)
     print(f"questions tokenised in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    models = {dtype: losses.load_for_losses(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
+    models = {dtype: load_for_losses(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
     print(f"models ready in {time.perf_counter() - start:.1f} s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dims = models["fp32"].dims
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         runs["PyTorch fp32"] = timed(torch_losses, params, dims, questions, device, False)
         runs["PyTorch autocast"] = timed(torch_losses, params, dims, questions, device, True)
         report(style, questions, runs)
-        small = losses.load_for_losses(config, tensors, a.batch_tokens // 10, "bf16")
+        small = load_for_losses(config, tensors, a.batch_tokens // 10, "bf16")
         equal = np.array_equal(hellaswag.ending_losses(small, questions), runs["ours, bf16"][0])
         print(f"same bits with {small.B * small.T:,} tokens per batch: {'yes' if equal else 'NO'}")
         all_equal &= equal

@@ -1,4 +1,4 @@
-"""Checkpoints written while the run goes on: its tensors are copied to the host, and a thread writes the copy."""
+"""Save checkpoints while training continues: tensors are copied to host memory, and a thread writes the copy."""
 
 import errno
 import os
@@ -11,63 +11,72 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
 
 
 class AsyncCheckpointer:
-    """Writes checkpoints in a thread.  If one cannot be written, the run goes on, with a warning."""
+    """Writes checkpoints in a thread.  If one cannot be written, training continues after a warning."""
 
-    def __init__(self, directory: Path, keep: int, major: int, back: int = 0, control: ControlGroup = SINGLE_PROCESS):
-        self._directory, self._keep, self._major, self._back, self._control = directory, keep, major, back, control
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        keep_every: int = 0,
+        rewind_every: int = 0,
+        control: ControlGroup = SINGLE_PROCESS,
+    ):
+        """Take what `save_checkpoint` takes."""
+        self._directory, self._control = directory, control
+        self._kept = keep, keep_every, rewind_every
         self._host: dict[str, Tensor] = {}
-        self._step: int | None = None  # of what the host holds
+        self._step: int | None = None  # of the copy on the host
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def submit(self, step: int, share: dict[str, list[Tensor]], state: dict[str, Any]) -> None:
-        """Start writing what checkpoint.save takes, each tensor joined from the parts in `share`, which are copied
-        before this returns.
+    def save(self, step: int, shard: dict[str, list[Tensor]], state: dict[str, Any]) -> None:
+        """Copy this rank's shard, each tensor in pieces, to the host and start to write it as `save_checkpoint` does.
+
+        The pieces may change as soon as this returns.
         """
         self.wait()
         self._step = None
-        for part, host in self._pairs(share):
-            host.copy_(part)
+        for piece, host in self._pairs(shard):
+            host.copy_(piece)
         self._step = step
-        self._thread = threading.Thread(target=self._save, args=(step, state), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, state), name="checkpoint")
         self._thread.start()
 
-    def restore_from_host(self, step: int, share: dict[str, list[Tensor]]) -> bool:
-        """Copy what was submitted last back into `share`; False, and nothing is done, if that was not of this step."""
+    def restore_from_host(self, step: int, shard: dict[str, list[Tensor]]) -> bool:
+        """Restore `shard` from the last save's host copy; return False, without copying, if that is of another step."""
         self.wait()
         if step != self._step:
             return False
-        for part, host in self._pairs(share):
-            part.copy_(host)
+        for piece, host in self._pairs(shard):
+            piece.copy_(host)
         return True
 
-    def _pairs(self, share: dict[str, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every part, flat, and its place on the host."""
-        for name, parts in share.items():
+    def _pairs(self, shard: dict[str, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every piece, flat, with its place in host memory, which is allocated on first use."""
+        for name, pieces in shard.items():
             if name not in self._host:
-                shape = parts[0].shape if len(parts) == 1 else (sum(part.numel() for part in parts),)
-                self._host[name] = torch.empty(shape, dtype=parts[0].dtype, pin_memory=parts[0].is_cuda)
-            at, flat = 0, self._host[name].view(-1)
-            for part in parts:
-                yield part.view(-1), flat[at : at + part.numel()]
-                at += part.numel()
+                shape = pieces[0].shape if len(pieces) == 1 else (sum(piece.numel() for piece in pieces),)
+                self._host[name] = torch.empty(shape, dtype=pieces[0].dtype, pin_memory=pieces[0].is_cuda)
+            start, flat = 0, self._host[name].view(-1)
+            for piece in pieces:
+                yield piece.view(-1), flat[start : start + piece.numel()]
+                start += piece.numel()
 
-    def _save(self, step: int, state: dict[str, Any]) -> None:
+    def _write(self, step: int, state: dict[str, Any]) -> None:
         try:
-            control = self._control
-            checkpoint.save(self._directory, step, self._host, state, self._keep, self._major, self._back, control)
-        except Exception as error:  # whatever it is, it belongs to the thread that waits
+            save_checkpoint(self._directory, step, self._host, state, *self._kept, self._control)
+        except Exception as error:  # raised or reported by the thread that waits
             self._error = error
 
     def wait(self, raise_errors: bool = False) -> None:
-        """Until the submitted checkpoint is written.  If it cannot be: a warning, or CheckpointError on request."""
+        """Wait until the last checkpoint is written.  If that failed, print a warning, or raise CheckpointError."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -75,8 +84,8 @@ class AsyncCheckpointer:
         if error is None:
             return
         if not isinstance(error, (OSError, SafetensorError)):
-            raise error  # our own slip
-        # by its text: safetensors and the other ranks give no number
+            raise error  # a bug
+        # recognised by its text: errors of safetensors and of other ranks have no number
         full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
         older = "; older ones stay" if any(self._directory.glob("step_*")) else ""
         todo = "free some space" if full else "make it writable"

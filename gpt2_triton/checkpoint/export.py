@@ -1,4 +1,4 @@
-"""Weights for other programs, in a new directory: the file formats that `export` writes."""
+"""Export weights to the formats of other programs."""
 
 import os
 import shutil
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from gpt2_triton.checkpoint import checkpoint, huggingface, llmc
+from gpt2_triton.checkpoint import huggingface, llmc
+from gpt2_triton.checkpoint.save import sync
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import ConfigError
@@ -17,7 +18,7 @@ WRITERS = {"hf": huggingface.write, "llmc": llmc.write}
 
 
 def export(source: str, out: Path, format: str, dtype: str) -> None:
-    """Write the weights of a source (sources.py), and its tokenizer if one is known, into the new directory `out`."""
+    """Write the weights of a source (see sources.py), and its tokenizer if known, to the new directory `out`."""
     try:
         with new_directory(out) as directory:
             weights = open_weights(source)
@@ -29,8 +30,9 @@ def export(source: str, out: Path, format: str, dtype: str) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to write into, which becomes `path` by one rename at the end, its files synced; nothing stays of a
-    failure.  `path` may be there if it is empty.
+    """Yield a hidden directory; at the end sync its files and rename it to `path`, which may be an empty directory.
+
+    After an error nothing is left.
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ConfigError(f"--out: {path} is there already; choose another, or remove it")
@@ -39,9 +41,9 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         yield hidden
         for file in (*hidden.iterdir(), hidden):
-            checkpoint.sync(file)
+            sync(file)
         os.rename(hidden, path)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
-    checkpoint.sync(path.absolute().parent)
+    sync(path.absolute().parent)

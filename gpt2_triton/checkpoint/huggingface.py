@@ -1,7 +1,7 @@
-"""GPT-2 as Hugging Face keeps it: config.json, model.safetensors and the tokenizer's files, without transformers.
+"""Read and write GPT-2 in Hugging Face's format: config.json, model.safetensors and the tokenizer's files.
 
-Tensors are called as in weights.py, with or without "transformer." before; the four matrices of a layer are [in, out]
-there (Conv1D), [out, in] here.  The head is wte; a file may repeat it as lm_head.weight.
+Tensors have the names of weights.py, with or without the prefix "transformer.".  The four matrices of a layer are
+[in, out] there (Conv1D), [out, in] here.  The head is wte; a file may repeat it as lm_head.weight.
 """
 
 import itertools
@@ -19,15 +19,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpt2_triton.checkpoint.weights import Weights, from_bf16, round_bf16, sized, tokenizer_of
+from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, round_bf16, to_fp32, tokenizer_of
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer, byte_spelling
 from gpt2_triton.errors import CheckpointError
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks that older files hold
+MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks in older files
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
-SIZES = {  # our name, the key of config.json
+SIZES = {  # our name: the key in config.json
     "n_layer": "n_layer",
     "n_head": "n_head",
     "n_embd": "n_embd",
@@ -35,7 +35,7 @@ SIZES = {  # our name, the key of config.json
     "block_size": "n_positions",
 }
 
-# keys of config.json that change what a model computes: the values that ours computes, the first the default
+# keys of config.json that change what a model computes, with the values that are supported, the default first
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -50,10 +50,10 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 def read(name: str) -> Weights:
-    """The GPT-2 in a directory, or of that name on the Hugging Face hub; CheckpointError if it is not one of ours."""
+    """Return the GPT-2 in a directory, or of this name on the hub; CheckpointError if it cannot run here."""
     directory = Path(name) if Path(name).is_dir() else _download(name)
     config = _read_config(directory / "config.json")
-    model = sized(f"hf:{name}", **{ours: config[theirs] for ours, theirs in SIZES.items()})
+    model = model_config_from_sizes(f"hf:{name}", **{ours: config[theirs] for ours, theirs in SIZES.items()})
     files = _files_by_tensor(directory)
 
     def tensor(name: str) -> np.ndarray:
@@ -61,7 +61,7 @@ def read(name: str) -> Weights:
         return values.T if name.endswith(CONV1D) else values
 
     weights = Weights(f"hf:{name}", model, tokenizer_of(model), tensor)
-    expected = weights.shapes().keys()
+    expected = weights.shapes.keys()
     for missing in sorted(expected - files.keys()):
         raise CheckpointError(f"{directory}: has no tensor {missing}; copy or download it again")
     for unknown in sorted(files.keys() - expected - {"lm_head.weight"}):
@@ -71,30 +71,26 @@ def read(name: str) -> Weights:
 
 
 def _download(name: str) -> Path:
-    """The directory of a model of the hub: from huggingface_hub's cache, or the network."""
+    """Return the directory of a model on the hub, from huggingface_hub's cache or the network."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CheckpointError(f"hf:{name}: no such directory; expected one with config.json and model.safetensors")
     try:
         from huggingface_hub import snapshot_download
-    except ImportError:
-        raise CheckpointError(
-            f'hf:{name}: no such directory, and no huggingface_hub to download it with; pip install "gpt2_triton[hf]"'
-        ) from None
-    try:
+
         return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors", "model-*.safetensors"]))
-    except Exception as error:  # the hub's, httpx's, the disk's: whoever failed, there is no model
+    except Exception as error:  # of the import, the hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
         raise CheckpointError(
-            f"hf:{name}: no such directory, and not to be had from the hub ({got}); name a directory, or try online"
+            f"hf:{name}: no such directory, and the download failed ({got}); name a directory, or try online"
         ) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """config.json; CheckpointError if it is of a model that computes something else."""
+    """Return config.json; CheckpointError if it describes a model that computes something else."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); expected that of a GPT-2") from None
+        raise CheckpointError(f"{path}: cannot be read ({error}); expected a GPT-2's") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got a {type(config).__name__}")
     for key, allowed in REQUIRED.items():
@@ -102,23 +98,24 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported")
     for key in SIZES.values():
         if not isinstance(config.get(key), int):
-            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, expected a whole number, as a GPT-2 has")
+            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, expected a whole number")
     if config.get("n_inner") not in (None, 4 * config["n_embd"]):
         raise CheckpointError(f"{path}: n_inner is {config['n_inner']}, and only 4 * n_embd is supported")
     return config
 
 
 def _files_by_tensor(directory: Path) -> dict[str, tuple[Path, str]]:
-    """(file, name in it) of each tensor by its plain name.  Shards are found by their own names: those that an index
-    lists could point anywhere.
+    """Return (file, name in the file) of each tensor by its name without prefix.
+
+    Shards are found by the names of their files: those in an index could point anywhere.
     """
     whole = directory / "model.safetensors"
     shards = [path for path in sorted(directory.iterdir()) if SHARD.fullmatch(path.name)]
     paths = [whole] if whole.is_file() else shards
     if not paths:
-        raise CheckpointError(f"{directory}: has no model.safetensors; other formats, being pickles, are not read")
+        raise CheckpointError(f"{directory}: has no model.safetensors; other formats are pickles and are not read")
     if paths is shards and len(shards) != int(SHARD.fullmatch(shards[0].name)[1]):  # type: ignore[index]
-        raise CheckpointError(f"{directory}: {len(shards)} shards, {shards[0].name} says otherwise; copy it again")
+        raise CheckpointError(f"{directory}: {len(shards)} shards, expected those of {shards[0].name}; copy it again")
     found: dict[str, tuple[Path, str]] = {}
     for path in paths:
         try:
@@ -130,16 +127,16 @@ def _files_by_tensor(directory: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _load(path: Path, stored: str) -> np.ndarray:
+    """Return a tensor of a file as fp32."""
     with safe_open(path, framework="pt") as file:
         values = file.get_tensor(stored)
-    if values.dtype == torch.bfloat16:
-        return from_bf16(values.view(torch.int16).numpy())
-    if values.dtype not in (torch.float32, torch.float16):
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(f"{path}: {stored} is {values.dtype}, expected float32, bfloat16 or float16")
-    return values.numpy().astype(np.float32, copy=False)
+    return to_fp32(values)
 
 
 def _check_head(directory: Path, files: dict[str, tuple[Path, str]], tied: bool) -> None:
+    """Raise CheckpointError unless the output head equals wte; `tied` counts if the files have no head."""
     if "lm_head.weight" in files:
         head, wte = (_load(*files[name]) for name in ("lm_head.weight", "wte.weight"))
         tied = head.shape == wte.shape and (head == wte).all()
@@ -151,22 +148,19 @@ def _check_head(directory: Path, files: dict[str, tuple[Path, str]], tied: bool)
 
 
 def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> None:
-    """config.json, generation_config.json, model.safetensors in dtype "fp32" or "bf16", and the tokenizer's files."""
+    """Write the configuration, the weights in dtype "fp32" or "bf16", and the tokenizer's files."""
     eot = {} if tokenizer is None else {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
     _write_json(directory / "config.json", _config(weights.model, dtype) | eot)
     _write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
-    tensors = {
-        f"transformer.{name}": _tensor(weights.read(name, shape), name, dtype)
-        for name, shape in weights.shapes().items()
-    }
+    tensors = {f"transformer.{name}": _tensor(weights.read(name), name, dtype) for name in weights.shapes}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # which safetensors makes private
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # safetensors makes it private
     if tokenizer is not None:
         _write_tokenizer(directory, tokenizer, weights.model.block_size)
 
 
 def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json; no dropout, since the model was trained without."""
+    """Return the content of config.json, without dropout as in training here."""
     sizes = {theirs: getattr(model, ours) for ours, theirs in SIZES.items()}
     computes = {key: allowed[0] for key, allowed in REQUIRED.items()}
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -181,7 +175,7 @@ def _tensor(values: np.ndarray, name: str, dtype: str) -> Tensor:
 
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
-    """vocab.json, merges.txt and tokenizer_config.json, from what each token stands for."""
+    """Write vocab.json, merges.txt and tokenizer_config.json, derived from the bytes of each token."""
     tokens, spelling = tokenizer.token_bytes(), byte_spelling()
 
     def spell(token: bytes) -> str:
@@ -198,9 +192,9 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, block_size: int) -> 
 
 
 def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:
-    """The two parts that each token of several bytes was merged from: what the merges before it leave of its bytes.
+    """Yield the two parts from which byte-pair encoding merged each token of several bytes.
 
-    `tokens` are in the order in which byte-pair encoding made them.
+    `tokens` are in the order of the merges; the parts of a token are its bytes after all earlier merges.
     """
     rank = {token: i for i, token in enumerate(tokens)}
     for token in tokens:

@@ -1,8 +1,8 @@
-"""llm.c's model files (magic 20240326), in and out; its tokenizer file is data/tokenizer.py's.
+"""Read and write llm.c's model files (magic 20240326); data/tokenizer.py writes its tokenizer file.
 
-A model is a header of 256 little-endian int32 (MODEL_MAGIC, version, block_size, vocab_size, n_layer, n_head, n_embd,
-rows of wte with padding, then zeros) and the parameters, matrices [out, in]: wte, wpe, then each kind of a layer's
-tensors for all layers, then the final norm.  Version 3 is fp32, version 5 bf16 throughout.
+A model file is a header of 256 little-endian int32 (MODEL_MAGIC, version, block_size, vocab_size, n_layer, n_head,
+n_embd, rows of wte with padding, then zeros) and the parameters, matrices [out, in]: wte, wpe, then each kind of layer
+tensor for all layers, then the final norm.  Version 3 is fp32, version 5 bf16.
 """
 
 import math
@@ -10,7 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2_triton.checkpoint.weights import Weights, count, from_bf16, round_bf16, sized, tokenizer_of
+from gpt2_triton.checkpoint.weights import (
+    Weights,
+    flat_length,
+    from_bf16,
+    model_config_from_sizes,
+    parameter_shapes,
+    round_bf16,
+    tokenizer_of,
+)
 from gpt2_triton.data.tokenizer import LLMC_FILE, Tokenizer, write_llmc
 from gpt2_triton.errors import CheckpointError
 
@@ -23,7 +31,7 @@ MODEL = "model.bin"
 
 
 def read(path: str) -> Weights:
-    """The GPT-2 in one of llm.c's model files, mapped into memory; CheckpointError if it is not a whole one."""
+    """Return the GPT-2 in a model file of llm.c, mapped into memory; CheckpointError if it is not a complete one."""
     where = f"llmc:{path}"
     try:
         header, size = np.fromfile(path, "<i4", HEADER_BYTES // 4), Path(path).stat().st_size
@@ -34,37 +42,35 @@ def read(path: str) -> Weights:
     if header[1] not in VERSIONS:
         todo = "write it again with a newer llm.c"
         raise CheckpointError(f"{where}: version {header[1]}, expected 3 (fp32) or 5 (bf16); {todo}")
-    model = sized(where, **dict(zip(SIZES, header[2:7].tolist())))
+    model = model_config_from_sizes(where, **dict(zip(SIZES, header[2:7].tolist())))
     rows, storage = int(header[7]), STORAGE[VERSIONS[int(header[1])]]
-    elements = count(model) + (rows - model.padded_vocab) * model.n_embd
-    whole = HEADER_BYTES + elements * np.dtype(storage).itemsize
-    if rows < model.vocab_size or size != whole:
-        raise CheckpointError(f"{where}: {size:,} bytes, expected {whole:,} for the sizes in its header; copy it again")
-    stored = np.memmap(path, storage, mode="c", offset=HEADER_BYTES)  # "c", as torch warns of read-only memory
-    starts: dict[str, int] = {}
-
-    def tensor(name: str) -> np.ndarray:
-        shape = shapes[name]
-        values = stored[starts[name] : starts[name] + math.prod(shape)].reshape(shape)
-        return values if storage == "<f4" else from_bf16(values)
-
-    weights = Weights(where, model, tokenizer_of(model), tensor)
-    shapes, start = weights.shapes(), 0
+    elements = flat_length(model) + (rows - model.padded_vocab) * model.n_embd
+    expected = HEADER_BYTES + elements * np.dtype(storage).itemsize
+    if rows < model.vocab_size or size != expected:
+        wrong = f"{where}: {size:,} bytes, expected {expected:,} for the sizes in its header"
+        raise CheckpointError(f"{wrong}; copy it again")
+    stored = np.memmap(path, storage, mode="c", offset=HEADER_BYTES)  # "c": torch warns about read-only memory
+    shapes, starts, start = parameter_shapes(model), {}, 0
     for name in _order(shapes, model.n_layer):
         starts[name] = start
         start += rows * model.n_embd if name == "wte.weight" else math.prod(shapes[name])
-    return weights
+
+    def tensor(name: str) -> np.ndarray:
+        values = stored[starts[name] : starts[name] + math.prod(shapes[name])].reshape(shapes[name])
+        return values if storage == "<f4" else from_bf16(values)
+
+    return Weights(where, model, tokenizer_of(model), tensor)
 
 
 def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> None:
-    """model.bin in dtype "fp32" or "bf16", and gpt2_tokenizer.bin."""
-    model, shapes = weights.model, weights.shapes()
+    """Write model.bin in dtype "fp32" or "bf16", and gpt2_tokenizer.bin."""
+    model = weights.model
     version = next(number for number, stored in VERSIONS.items() if stored == dtype)
     sizes = [getattr(model, name) for name in SIZES]
     with open(directory / MODEL, "wb") as file:
         file.write(_header(MODEL_MAGIC, version, *sizes, model.padded_vocab))
-        for name in _order(shapes, model.n_layer):
-            values = weights.read(name, shapes[name])
+        for name in _order(weights.shapes, model.n_layer):
+            values = weights.read(name)
             if name == "wte.weight":
                 values = np.pad(values, ((0, model.padded_vocab - model.vocab_size), (0, 0)))
             stored = values if dtype == "fp32" else round_bf16(values)
@@ -74,7 +80,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
 
 
 def _order(shapes: dict[str, tuple[int, ...]], n_layer: int) -> list[str]:
-    """Names as llm.c orders them: a kind of tensor for all layers, then the next kind."""
+    """Return the names in the order of llm.c: one kind of tensor for all layers, then the next kind."""
     kinds = [name.removeprefix("h.0.") for name in shapes if name.startswith("h.0.")]
     layers = [f"h.{layer}.{kind}" for kind in kinds for layer in range(n_layer)]
     return ["wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias"]

@@ -1,8 +1,8 @@
-"""nanoGPT's ckpt.pt in: a pickle of `model` (a state dict) and `model_args`, of which nothing is executed.
+"""Read nanoGPT's ckpt.pt: a pickle of `model` (a state dict) and `model_args`, of which nothing is executed.
 
-Tensors are called as in weights.py, after "transformer." and, from a compiled model, "_orig_mod."; matrices are
-[out, in]; the head repeats wte.  With bias=False there are no biases: ours start at zero.  nanoGPT's GELU is the one
-with erf, ours GPT-2's with tanh: logits differ by about 1e-3 (12 layers of 768 channels, weights drawn at random).
+Tensors have the names of weights.py after the prefix "transformer." and, in a compiled model, "_orig_mod."; matrices
+are [out, in]; the head repeats wte.  With bias=False there are no biases, and ours are zero.  nanoGPT's GELU is the
+form with erf, ours GPT-2's with tanh: logits differ by about 1e-3 (12 layers of 768 channels, random weights).
 """
 
 import pickle
@@ -12,16 +12,16 @@ import textwrap
 import numpy as np
 import torch
 
-from gpt2_triton.checkpoint.weights import Weights, from_bf16, sized, tokenizer_of
+from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, parameter_shapes, to_fp32, tokenizer_of
 from gpt2_triton.errors import CheckpointError
 
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args
 PREFIX = re.compile(r"^(_orig_mod\.)?(transformer\.)?")
-MASK = re.compile(r"h\.\d+\.attn\.bias")  # of models without flash attention
+MASK = re.compile(r"h\.\d+\.attn\.bias")  # in models without flash attention
 
 
 def read(path: str) -> Weights:
-    """The GPT-2 in a checkpoint of nanoGPT, mapped into memory; CheckpointError if it is not one."""
+    """Return the GPT-2 in a checkpoint of nanoGPT, mapped into memory; CheckpointError if it is not one."""
     where = f"nanogpt:{path}"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -29,27 +29,22 @@ def read(path: str) -> Weights:
         got = textwrap.shorten(str(error), 120, placeholder=" ...")
         raise CheckpointError(f"{where}: cannot be read ({got}); expected nanoGPT's ckpt.pt") from None
     if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("model", "model_args"))):
-        raise CheckpointError(f"{where}: has no model and model_args, as nanoGPT's ckpt.pt has")
+        raise CheckpointError(f"{where}: has no model and model_args; expected nanoGPT's ckpt.pt")
     arguments = content["model_args"]
     if missing := [key for key in SIZES if key not in arguments]:
-        raise CheckpointError(f"{where}: its model_args have no {missing[0]}, as nanoGPT's have")
-    model = sized(where, **{key: arguments[key] for key in SIZES})
+        raise CheckpointError(f"{where}: its model_args have no {missing[0]}; expected nanoGPT's ckpt.pt")
+    model = model_config_from_sizes(where, **{key: arguments[key] for key in SIZES})
     tensors = {PREFIX.sub("", name): t for name, t in content["model"].items()}
     tensors = {name: t for name, t in tensors.items() if name != "lm_head.weight" and not MASK.fullmatch(name)}
 
-    def tensor(name: str) -> np.ndarray:
-        if name not in tensors:
-            return np.zeros(shapes[name], np.float32)
-        values = tensors[name]
-        if values.dtype == torch.bfloat16:
-            return from_bf16(values.view(torch.int16).numpy())
-        return values.numpy().astype(np.float32, copy=False)
-
-    weights = Weights(where, model, tokenizer_of(model), tensor)
-    shapes = weights.shapes()
+    shapes = parameter_shapes(model)
     absent = {name for name in shapes if name.endswith(".bias")} if not arguments.get("bias", True) else set()
     for missing_name in sorted(shapes.keys() - tensors.keys() - absent):
-        raise CheckpointError(f"{where}: has no tensor {missing_name}, as a nanoGPT of its model_args has")
+        raise CheckpointError(f"{where}: has no tensor {missing_name}, which its model_args require")
     for unknown in sorted(tensors.keys() - shapes.keys()):
         raise CheckpointError(f"{where}: {unknown} belongs to no nanoGPT of {model.n_layer} layers")
-    return weights
+
+    def tensor(name: str) -> np.ndarray:
+        return to_fp32(tensors[name]) if name in tensors else np.zeros(shapes[name], np.float32)
+
+    return Weights(where, model, tokenizer_of(model), tensor)

@@ -1,4 +1,4 @@
-"""Does a checkpoint belong to this run?  Its tensors, configuration and data beside those of now."""
+"""Check that a checkpoint's tensors, configuration and training data match the current run."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """CheckpointError with a table of differences unless names, shapes and dtypes are exactly the expected ones."""
+    """Raise CheckpointError with a table of differences unless names, shapes and dtypes are the expected ones."""
     wrong = _changes(_describe(tensors), _describe(expected))
     if wrong:
         raise CheckpointError(_table(f"{step_dir} does not fit this model", wrong))
@@ -29,7 +29,7 @@ def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
-    """(fatal, free) differences between two configurations, by dotted key."""
+    """Return the (fatal, free) differences between two configurations by dotted key."""
     changes = _changes(_flatten(saved), _flatten(current))
     free = {key: changes[key] for key in changes if may_change(key)}
     return {key: changes[key] for key in changes if key not in free}, free
@@ -41,7 +41,7 @@ def may_change(key: str) -> bool:
 
 
 def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:
-    """CheckpointError with a table if this would not be the same run; else the free differences, by dotted key."""
+    """Return the free differences by dotted key; CheckpointError with a table if there are fatal ones."""
     fatal, free = config_differences(saved, current)
     if fatal:
         wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
@@ -50,7 +50,7 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
 
 
 def check_data(step_dir: Path, saved: list[dict[str, Any]], current: list[dict[str, Any]], given: str) -> None:
-    """CheckpointError unless the training data, `given` as data.train, has the fingerprint of the checkpoint's."""
+    """Raise CheckpointError unless the training data, `given` as data.train, has the checkpoint's fingerprint."""
     if saved != current:
         wrong = f"{step_dir}: written with other training data than {given}"
         raise CheckpointError(f"{wrong}; restore it or start another run")

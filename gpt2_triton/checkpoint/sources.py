@@ -1,7 +1,6 @@
-"""Weights by where they are: the one place that knows every kind of source.
+"""Load weights from any source: a run, one of its step directories, or KIND:WHERE for another project's files.
 
-A source is a run, one of its step directories, or KIND:WHERE for another project's files; a directory with a
-config.json is Hugging Face's also without `hf:`.
+A directory with a config.json is Hugging Face's also without `hf:`.
 """
 
 from pathlib import Path
@@ -9,8 +8,9 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch import Tensor
 
-from gpt2_triton.checkpoint import checkpoint, huggingface, llmc, nanogpt
-from gpt2_triton.checkpoint.weights import Weights, first_problem, from_checkpoint, pack
+from gpt2_triton.checkpoint import huggingface, llmc, nanogpt
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.weights import Weights, first_problem, from_checkpoint, to_flat_buffers
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
 
@@ -18,38 +18,40 @@ READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 
 
 def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
-    """Configuration and host tensors, `params` among them.  Another project's model gets a configuration in bf16, its
-    context as the sequence, and `params` in fp32, which a model in bf16 rounds and one in fp32 takes as they are.
+    """Return the configuration and the host tensors, `params` among them, of a source.
+
+    Another project's model gets a configuration in bf16 with its context as train.seq_len, and `params` in fp32: a bf16
+    model rounds them, an fp32 model takes them exactly.
     """
-    weights = _foreign(source)
+    weights = _foreign_weights(source)
     if weights is None:
-        return _load_checkpoint(checkpoint.find(Path(source)))
-    exact = _config_of(weights)
-    return exact.replace(train={"dtype": "bf16"}), pack(weights, exact)
+        return _config_and_tensors(find_checkpoint(Path(source)))
+    exact = _config_for(weights)
+    return exact.replace(train={"dtype": "bf16"}), to_flat_buffers(weights, exact)
 
 
 def open_weights(source: str) -> Weights:
-    """The weights of a source as they are, to be read one by one."""
-    if weights := _foreign(source):
+    """Return the weights of a source as stored, to be read one by one."""
+    if weights := _foreign_weights(source):
         return weights
-    step_dir = checkpoint.find(Path(source))
-    config, tensors = _load_checkpoint(step_dir)
+    step_dir = find_checkpoint(Path(source))
+    config, tensors = _config_and_tensors(step_dir)
     return from_checkpoint(str(step_dir), tensors, config)
 
 
 def initial_weights(config: Config) -> dict[str, Tensor]:
-    """What init_from names, without moments or step: `params`, and `low` where the run keeps fp32 masters; nothing for
-    scratch.
-    """
+    """Return `params`, and `low` if the run keeps fp32 masters, from init_from; nothing for scratch."""
     kind, _, where = config.init_from.partition(":")
     if kind == "scratch":
         return {}
-    return pack(READERS[kind](where), config) if kind in READERS else _of_equal_run(Path(where), config)
+    if kind in READERS:
+        return to_flat_buffers(READERS[kind](where), config)
+    return _weights_of_equal_run(Path(where), config)
 
 
-def _of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
-    """The weights of one of our checkpoints, if it stores what this run stores."""
-    saved, tensors = checkpoint.load(checkpoint.find(path))
+def _weights_of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
+    """Return the weights of one of our checkpoints; CheckpointError if it stores other tensors than this run."""
+    saved, tensors = load_checkpoint(find_checkpoint(path))
     for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
         then, now = saved["config"][section], config.to_dict()[section]
         for key in keys or now:
@@ -60,16 +62,17 @@ def _of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
     return {name: tensors[name] for name in ("params", "low") if name in tensors}
 
 
-def _foreign(source: str) -> Weights | None:
+def _foreign_weights(source: str) -> Weights | None:
+    """Return the weights of another project's source; None for one of our runs."""
     kind, _, where = source.partition(":")
     if kind in READERS and where:
         return READERS[kind](where)
     return huggingface.read(source) if (Path(source) / "config.json").is_file() else None
 
 
-def _load_checkpoint(step_dir: Path) -> tuple[Config, dict[str, Tensor]]:
-    state, tensors = checkpoint.load(step_dir)
-    ranks = len([*step_dir.glob("rank_*")])  # a batch that divides on these GPUs need not on one
+def _config_and_tensors(step_dir: Path) -> tuple[Config, dict[str, Tensor]]:
+    state, tensors = load_checkpoint(step_dir)
+    ranks = len([*step_dir.glob("rank_*")])  # a batch that divides among these ranks need not be valid for one
     try:
         return Config.model_validate(state["config"], context=dict(gpus=ranks)), tensors
     except ValidationError as error:
@@ -77,7 +80,8 @@ def _load_checkpoint(step_dir: Path) -> tuple[Config, dict[str, Tensor]]:
         raise CheckpointError(wrong) from error
 
 
-def _config_of(weights: Weights) -> Config:
+def _config_for(weights: Weights) -> Config:
+    """Return a configuration that evaluates another project's model in fp32."""
     model = weights.model
     if weights.tokenizer is None:
         raise CheckpointError(f"{weights.where}: no tokenizer is known for {model.vocab_size} tokens")

@@ -1,10 +1,11 @@
-"""A GPT-2's weights by the names that OpenAI gave them, between other projects' files and our flat buffers.
+"""A GPT-2's weights under OpenAI's names, between other projects' files and our flat buffers.
 
-Hugging Face, nanoGPT and llm.c all use these names (llm.c as an order).  `by_name` is the one table of which of our
-tensors is which of theirs.  All matrices here are [out, in]; numbers are fp32, the only dtype that holds every other.
+Hugging Face and nanoGPT use these names, llm.c their order.  `by_name` is the one table from these names to our
+tensors.  All matrices are [out, in].  Numbers are fp32, the only dtype that holds those of fp16 and bf16.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ from gpt2_triton.model.memory_plan import model_dimensions
 
 
 def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """Views of a flat buffer of parameters by GPT-2's names; wte is its first vocab_size rows, without the padding."""
+    """Return views of a flat buffer of parameters by OpenAI's names; wte is without its padding rows."""
     p, L = named(flat, model_dimensions(model)), model.n_layer
     out = {"wte.weight": p.wte[: model.vocab_size], "wpe.weight": p.wpe}
     for l in range(L):
@@ -43,78 +44,83 @@ def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:
     return out | {"ln_f.weight": p.lnw[2 * L], "ln_f.bias": p.lnb[2 * L]}
 
 
-def count(model: ModelConfig) -> int:
-    """Elements of a flat buffer of parameters, padding included."""
+def flat_length(model: ModelConfig) -> int:
+    """Return the number of elements of a flat buffer of parameters, padding included."""
     return sum(math.prod(e.shape) for e in param_entries(model_dimensions(model)))
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by name, in the order of the forward pass."""
+    flat = torch.empty(flat_length(model), dtype=torch.uint8, device="meta")
+    return {name: tuple(view.shape) for name, view in by_name(flat, model).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A model that a file holds.  `tensor` reads one of its parameters as fp32; nothing is read before."""
+    """The weights in a file, of which nothing is read before `tensor` is called."""
 
-    where: str  # what an error calls it
+    where: str  # names the file in errors
     model: ModelConfig
-    tokenizer: str | None  # of data/tokenizer.py, where it is known
-    tensor: Callable[[str], np.ndarray]
+    tokenizer: str | None  # a name in data/tokenizer.py, or None if it is not known
+    tensor: Callable[[str], np.ndarray]  # reads the parameter of this name, fp32
 
+    @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter by name, in the order of the forward pass."""
-        nothing = torch.empty(count(self.model), dtype=torch.uint8, device="meta")
-        return {name: tuple(view.shape) for name, view in by_name(nothing, self.model).items()}
+        return parameter_shapes(self.model)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """One parameter, fp32, finite and of this shape; else CheckpointError."""
-        values = self.tensor(name)
+    def read(self, name: str) -> np.ndarray:
+        """Return one parameter, fp32; CheckpointError unless it is finite and of the shape of the model's."""
+        values, shape = self.tensor(name), self.shapes[name]
         if values.shape != shape:
             raise CheckpointError(f"{self.where}: {name} is {values.shape}, expected {shape}; its sizes do not fit it")
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{self.where}: {name} has numbers that are not finite; take an earlier one")
+            raise CheckpointError(f"{self.where}: {name} has a NaN or an infinity; take an earlier checkpoint")
         return values
 
 
-def sized(where: str, **sizes: object) -> ModelConfig:
-    """The sizes that a file states; CheckpointError for those that no model here can have."""
+def model_config_from_sizes(where: str, **sizes: object) -> ModelConfig:
+    """Return the configuration of a model with a file's sizes; CheckpointError if no model here can have them."""
     try:
         return ModelConfig.model_validate(sizes)
     except ValidationError as error:
-        stated = ", ".join(f"{name} {value}" for name, value in sizes.items())
-        raise CheckpointError(f"{where}: not a GPT-2 that fits here: {stated} ({first_problem(error)})") from None
+        got = ", ".join(f"{name} {value}" for name, value in sizes.items())
+        raise CheckpointError(f"{where}: not a GPT-2 that fits here: {got} ({first_problem(error)})") from None
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of pydantic's complaints, in a line."""
+    """Return the first problem in an error of pydantic, as one line."""
     first = error.errors()[0]
     return ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
 
 
 def tokenizer_of(model: ModelConfig) -> str | None:
-    """The tokenizer of a model that names none, by its vocabulary, which may have more rows than GPT-2 tokens."""
+    """Return the tokenizer that fits the vocabulary of a file that names none; GPT-2's may be padded."""
     if model.vocab_size == TOKENIZER_SIZES["bytes"]:
         return "bytes"
     return "gpt2" if model.vocab_size >= TOKENIZER_SIZES["gpt2"] else None
 
 
-# ---- into our buffers ----
+# ---- to and from our buffers ----
 
 
-def pack(weights: Weights, config: Config) -> dict[str, Tensor]:
-    """`params`, and `low` where the run keeps fp32 masters, as a checkpoint has them.
+def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
+    """Return `params`, and `low` if the run keeps fp32 masters, flat as in a checkpoint.
 
-    Exact in fp32 and with masters; bf16 alone is rounded to the nearest, ties to even.  Padding rows of wte are zero;
-    of a longer position embedding the first block_size rows are taken.
+    fp32 and masters are exact; bf16 without masters is rounded to nearest, ties to even.  Padding rows of wte are zero.
+    If the file has more positions than the run, the first block_size are taken.
     """
     _check_sizes(weights, config.model)
-    in_fp32, masters, n = config.train.dtype == "fp32", config.optim.master == "fp32", count(config.model)
+    in_fp32, masters, n = config.train.dtype == "fp32", config.optim.master == "fp32", flat_length(config.model)
     params = torch.from_numpy(np.zeros(n, np.float32 if in_fp32 else np.int16))
     low = torch.from_numpy(np.zeros(n if masters else 0, np.int16))
-    lows = by_name(low, config.model) if masters else {}
-    shapes = weights.shapes()
+    low_views = by_name(low, config.model) if masters else {}
     for name, view in by_name(params, config.model).items():
-        values = weights.read(name, shapes[name])[: view.shape[0]]
+        values = weights.read(name)[: view.shape[0]]
         if in_fp32:
             view.numpy()[...] = values
         elif masters:
-            view.numpy()[...], lows[name].numpy()[...] = split_master(values)
+            view.numpy()[...], low_views[name].numpy()[...] = split_master(values)
         else:
             view.numpy()[...] = round_bf16(values)
     out = {"params": params if in_fp32 else params.view(torch.bfloat16)}
@@ -130,19 +136,15 @@ def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
         raise CheckpointError(f"init_from: {weights.where} has {has}, this run {needs}; set {todo}")
 
 
-# ---- out of our buffers ----
-
-
 def from_checkpoint(where: str, tensors: dict[str, Tensor], config: Config) -> Weights:
-    """The weights of one of our checkpoints: the masters, where it has them."""
+    """Return the weights in the tensors of one of our checkpoints; with fp32 masters, the masters."""
     views = {part: by_name(tensors[part], config.model) for part in ("params", "low") if part in tensors}
 
     def tensor(name: str) -> np.ndarray:
         stored = views["params"][name]
-        if stored.dtype == torch.float32:
-            return stored.numpy()
-        high = stored.view(torch.int16).numpy()
-        return join_master(high, views["low"][name].numpy()) if "low" in views else from_bf16(high)
+        if "low" in views:
+            return join_master(stored.view(torch.int16).numpy(), views["low"][name].numpy())
+        return to_fp32(stored)
 
     return Weights(where, config.model, config.data.tokenizer, tensor)
 
@@ -151,25 +153,32 @@ def from_checkpoint(where: str, tensors: dict[str, Tensor], config: Config) -> W
 
 
 def round_bf16(values: np.ndarray) -> np.ndarray:
-    """The bits, as int16, of finite fp32 rounded to the nearest bf16, ties to even: what PyTorch does."""
+    """Return the bits, as int16, of finite fp32 rounded to the nearest bf16, ties to even as in PyTorch."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.int16)
 
 
+def to_fp32(tensor: Tensor) -> np.ndarray:
+    """Return the values of a host tensor in fp32, bf16 or fp16 as fp32."""
+    if tensor.dtype == torch.bfloat16:
+        return from_bf16(tensor.view(torch.int16).numpy())
+    return tensor.numpy().astype(np.float32, copy=False)
+
+
 def from_bf16(high: np.ndarray) -> np.ndarray:
-    """fp32 of the bits of bf16, int16."""
+    """Return the fp32 values of bf16 bits, int16."""
     return (high.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def split_master(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(bits of the bf16 weight, 16 lower bits), both int16: kernels/master.py's split in integers."""
+    """Return (bits of the bf16 weight, 16 lower bits), both int16, as split_master in kernels/device_math.py does."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     high = ((bits + 0x8000) >> 16).astype(np.uint16)
     return high.view(np.int16), (bits & 0xFFFF).astype(np.uint16).view(np.int16)
 
 
 def join_master(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """fp32 from what `split_master` gave."""
+    """Return the fp32 values that `split_master` split."""
     rest = low.view(np.uint16).astype(np.uint32)
     carry = (rest >> 15) << 16
     return ((high.view(np.uint16).astype(np.uint32) << 16 | rest) - carry).view(np.float32)

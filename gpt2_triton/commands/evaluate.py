@@ -1,4 +1,4 @@
-"""`hellaswag` and `perplexity`: how good a model is."""
+"""Commands `hellaswag` and `perplexity`: evaluate a model."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,15 +8,13 @@ from cyclopts import Parameter
 from gpt2_triton.commands.app import require_at_least, require_directory, select_device
 from gpt2_triton.errors import ConfigError
 
-# what both commands take
+# arguments of both commands
 Checkpoint = Annotated[
     str, Parameter(help="A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
 ]
-Json = Annotated[Path | None, Parameter(help="File for the figures.")]
-BatchTokens = Annotated[int, Parameter(help="Tokens at once, at most; the figures do not depend on it.")]
-Dtype = Annotated[
-    Literal["bf16", "fp32"] | None, Parameter(help="Type to compute in; by default the one it was trained in.")
-]
+Json = Annotated[Path | None, Parameter(help="File for the results.")]
+BatchTokens = Annotated[int, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]
+Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="Type to compute in; by default that of training.")]
 
 
 def hellaswag(
@@ -29,12 +27,12 @@ def hellaswag(
     batch_tokens: BatchTokens = 65536,
     dtype: Dtype = None,
 ) -> None:
-    """Ask a model HellaSwag's questions, as llm.c does and as lm-evaluation-harness does.
+    """Print a model's accuracy on HellaSwag, by the rules of llm.c and of lm-evaluation-harness.
 
     Parameters
     ----------
     data: Path
-        HellaSwag's .jsonl, or llm.c's .bin of it; by default the validation rows, downloaded once.
+        HellaSwag's .jsonl, or its .bin from llm.c; by default the validation rows, downloaded once.
     limit: int
         Take the first rows only; 0 takes all.
     """
@@ -45,17 +43,17 @@ def hellaswag(
     from gpt2_triton.data import hellaswag as rows
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference import hellaswag as hs
-    from gpt2_triton.inference import losses
+    from gpt2_triton.inference.load import load_for_losses
 
     config, tensors = load_weights(checkpoint)
     questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
-    model = losses.load_for_losses(config, tensors, batch_tokens, dtype)
+    model = load_for_losses(config, tensors, batch_tokens, dtype)
     by_style = {style: hs.ending_losses(model, asked, style) for style, asked in questions.items()}
     results = {style: hs.scores(asked, by_style[style]) for style, asked in questions.items()}
     print(f"HellaSwag, {len(next(iter(questions.values())).labels):,} questions")
-    print(hs.table(results))
+    print(hs.format_table(results))
     if json:
-        _write(json, {"checkpoint": checkpoint, "data": str(data or rows.URL)} | hs.record(results))
+        _write(json, {"checkpoint": checkpoint, "data": str(data or rows.URL)} | hs.as_dict(results))
 
 
 def perplexity(
@@ -84,13 +82,14 @@ def perplexity(
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.shards import open_shards, require_tokenizer
     from gpt2_triton.inference import losses
+    from gpt2_triton.inference.load import load_for_losses
 
     config, tensors = load_weights(checkpoint)
     V, T = config.model.vocab_size, config.train.seq_len
     for given in shards:
         require_tokenizer(given, config.data.tokenizer)
     opened = [shard for given in shards for shard in open_shards(given, V, T)]
-    model = losses.load_for_losses(config, tensors, batch_tokens, dtype)
+    model = load_for_losses(config, tensors, batch_tokens, dtype)
     result = losses.perplexity(model, opened, tokens)
     print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
     print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")

@@ -1,4 +1,4 @@
-"""`export`: weights for other programs."""
+"""Command `export`: write weights for other programs."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,7 @@ def export(
     format: Literal["hf", "llmc"] = "hf",
     dtype: Literal["fp32", "bf16"] = "fp32",
 ) -> None:
-    """Write the weights of a model as transformers or llm.c reads them.
+    """Write the weights of a model in the format of transformers or llm.c.
 
     Parameters
     ----------
@@ -21,7 +21,7 @@ def export(
     out: Path
         New directory for the model and its tokenizer.
     format: str
-        hf for transformers and what builds on it, llmc for llm.c.
+        hf for transformers and programs that build on it, llmc for llm.c.
     dtype: str
         Storage of the weights; fp32 loses nothing, bf16 takes half the space.
     """

@@ -1,4 +1,4 @@
-"""`sample`: print texts that a model writes."""
+"""Command `sample`: print texts that a model writes."""
 
 from pathlib import Path
 
@@ -30,15 +30,15 @@ def sample(
     tokens: int
         Tokens of each text.
     temperature: float
-        Softmax temperature of the draw; 0 takes the most likely token.
+        Softmax temperature; 0 takes the most likely token.
     top_k: int
-        Draw among the k most likely tokens; 0 among all.
+        Sample among the k most likely tokens; 0 among all.
     top_p: float
-        Draw among the most likely tokens that together have probability p (of those that top_k keeps); 1 among all.
+        Sample among the most likely tokens that together have probability p (of those that top_k keeps); 1 among all.
     seed: int
-        Seed of the first text; the next ones count on.
+        Seed of the first text; each next text adds 1.
     num: int
-        Texts to write; one alone appears as it is decoded, several one after the other.
+        Texts to write; a single one is printed while it is decoded, several one after the other.
     batch: int
         Texts decoded at once, at most.  It changes the speed, not the random numbers of a text.
     """

@@ -1,12 +1,12 @@
-"""Text goes on: the prompt into the cache, then token after token from the device, read a few steps late.
+"""Generate tokens: run the prompt into the cache, then decode one token per step.
 
-A step needs nothing from the host: the token just drawn is the next step's input, and stays on the device.  So the
-host launches step s and then reads the token of step s - 3, and the device never waits.
+A step needs nothing from the host: the sampled token stays on the device as the next step's input.  So the host
+launches step s before it reads the token of step s - 3, and the device never waits.
 
-The model sees at most T tokens (train.seq_len).  A window that is full is begun again from the newest T // 2 tokens,
-which are run through the forward pass at their new positions; then come T - T // 2 steps from the cache.  Every token
-thus has at least T // 2 tokens before it, and a token costs one step and 1/T of a forward pass; to move the window by
-one each time, as nanoGPT does, would cost a forward pass for every token, since every position changes.
+The model sees at most T tokens (train.seq_len).  A full window is restarted from the newest T // 2 tokens, which run
+through the forward pass at their new positions; T - T // 2 steps from the cache follow.  So every token has at least
+T // 2 tokens before it and costs one step and 1/T of a forward pass.  Moving the window by one token each time, as
+nanoGPT does, would cost a forward pass per token, since every position changes.
 """
 
 from collections import deque
@@ -18,22 +18,23 @@ import torch
 from gpt2_triton.model.cuda import Mark
 from gpt2_triton.model.gpt2 import GPT2
 
-LATE = 4  # steps in flight
+STEPS_IN_FLIGHT = 4
 
 
-class _Read:
-    """The tokens of one step on their way to the host, in pinned memory of their own."""
+class _TokenCopy:
+    """Copies the tokens of one step to the host, into pinned memory."""
 
     def __init__(self, model: GPT2):
         device, seq = model.arena.device.type, model.decoding.seq
         self._seq = torch.empty(seq.shape, dtype=torch.int32, pin_memory=device != "cpu")
         self._done = Mark(device)
 
-    def begin(self, seq: torch.Tensor) -> None:
+    def start(self, seq: torch.Tensor) -> None:
         self._seq.copy_(seq, non_blocking=True)
         self._done.record()
 
     def tokens(self) -> list[int]:
+        """Wait for the copy and return the token of each sequence."""
         self._done.wait()
         return self._seq[:, 0].tolist()
 
@@ -41,49 +42,54 @@ class _Read:
 def generate(
     model: GPT2, prompt: Sequence[int], count: int, seeds: Sequence[int], temperature: float, top_k: int, top_p: float
 ) -> Iterator[list[int]]:
-    """Yield `count` times the next token of every text; text i begins with `prompt` (at least one token) and draws
-    with seeds[i], one for each text the model was planned for.
+    """Yield the next token of every sequence, `count` times.
+
+    Each sequence starts with `prompt` (at least one token).  Sequence i samples with seeds[i]; the number of seeds is
+    the model's decode batch.
     """
     T = model.T
-    texts, drawn = [list(prompt) for _ in seeds], 0
-    reads = [_Read(model) for _ in range(LATE)]
-    while drawn < count:
-        n = len(texts[0])
-        n = n if n <= T else max(1, T // 2)
-        begin(model, [text[-n:] for text in texts], drawn, seeds)
-        for tokens in _steps(model, min(count - drawn, T - n + 1), reads, temperature, top_k, top_p):
-            for text, token in zip(texts, tokens, strict=True):
-                text.append(token)
-            drawn += 1
+    sequences, sampled = [list(prompt) for _ in seeds], 0
+    copies = [_TokenCopy(model) for _ in range(STEPS_IN_FLIGHT)]
+    while sampled < count:
+        length = len(sequences[0])
+        length = length if length <= T else max(1, T // 2)
+        fill_cache(model, [sequence[-length:] for sequence in sequences], sampled, seeds)
+        for tokens in _steps(model, min(count - sampled, T - length + 1), copies, temperature, top_k, top_p):
+            for sequence, token in zip(sequences, tokens, strict=True):
+                sequence.append(token)
+            sampled += 1
             yield tokens
 
 
-def begin(model: GPT2, windows: list[list[int]], drawn: int, seeds: Sequence[int]) -> None:
-    """All but the last token of each window, one for each text, into the cache; the last into seq: the next step takes
-    it in.  The windows are of one length, and the same if nothing has been `drawn`, the number that keys the next draw.
+def fill_cache(model: GPT2, windows: list[list[int]], sampled: int, seeds: Sequence[int]) -> None:
+    """Run all but the last token of each window into the cache, and set the last as the next step's input.
+
+    The windows have equal lengths.  `sampled` counts the tokens sampled so far and keys the next random number; at 0
+    all windows are the prompt.
     """
     n = len(windows[0])
-    if n > 1 and drawn == 0:
-        model.prefill(windows[0], slice(0, len(windows)))  # they all begin with the prompt
+    if n > 1 and sampled == 0:
+        model.prefill(windows[0], slice(0, len(windows)))
     elif n > 1:
         for b, window in enumerate(windows):
             model.prefill(window, slice(b, b + 1))
     seq = [
-        [window[-1], n - 1, drawn, seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF] for window, seed in zip(windows, seeds)
+        [window[-1], n - 1, sampled, seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF] for window, seed in zip(windows, seeds)
     ]
     model.decoding.seq.copy_(torch.from_numpy(np.array(seq, np.int32)))
 
 
 def _steps(
-    model: GPT2, count: int, reads: list[_Read], temperature: float, top_k: int, top_p: float
+    model: GPT2, count: int, copies: list[_TokenCopy], temperature: float, top_k: int, top_p: float
 ) -> Iterator[list[int]]:
-    in_flight: deque[_Read] = deque()
+    """Launch `count` decode steps, and yield the tokens of each STEPS_IN_FLIGHT - 1 launches later."""
+    in_flight: deque[_TokenCopy] = deque()
     for step in range(count):
         model.decode(temperature, top_k, top_p)
-        read = reads[step % LATE]
-        read.begin(model.decoding.seq)
-        in_flight.append(read)
-        if len(in_flight) == LATE:
+        copy = copies[step % STEPS_IN_FLIGHT]
+        copy.start(model.decoding.seq)
+        in_flight.append(copy)
+        if len(in_flight) == STEPS_IN_FLIGHT:
             yield in_flight.popleft().tokens()
     while in_flight:
         yield in_flight.popleft().tokens()

@@ -1,9 +1,9 @@
-"""HellaSwag: the loss of every ending of every question, in batches of like length, and the accuracies they give.
+"""HellaSwag: the loss of every ending of every question, and the accuracies of choosing the smallest.
 
-The forward pass of a sequence does not depend on what else is in its batch, nor on padding behind it: attention is
-causal and every sum has its own order.  So batches are made for speed alone: the longest sequences first, each batch
-as long as its longest, in multiples of 32 tokens (all of them then run through the same kernels, see matmul.py), and as
-many as the arena holds.
+The losses of a sequence depend neither on the rest of its batch nor on padding after it: attention is causal and every
+sum has a fixed order.  So batches are made for speed alone, the longest sequences first.  Each batch is padded to its
+longest sequence, rounded up to 32 tokens so that all batches run through the same kernels (see matmul.py), and holds as
+many sequences as fit the arena.
 """
 
 import itertools
@@ -26,7 +26,7 @@ MULTIPLE = 32
 
 
 def questions_of_run(config: Config) -> Questions | None:
-    """What a run is asked as it trains, in llm.c's style; None if it is not asked."""
+    """Return the questions that a run answers during training, in llm.c's style; None if it answers none."""
     e = config.eval
     if not e.hellaswag_every:
         return None
@@ -35,8 +35,8 @@ def questions_of_run(config: Config) -> Questions | None:
 
 
 class Scores(NamedTuple):
-    """The fractions of `rows` questions answered rightly by sums of losses (acc) and by sums over lengths (acc_norm),
-    each with its standard error.
+    """The fraction of `rows` questions answered correctly by the sum of losses (acc) and by the sum over the length
+    (acc_norm), each with its standard error.
     """
 
     rows: int
@@ -47,38 +47,44 @@ class Scores(NamedTuple):
 
 
 def evaluate(model: GPT2, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:
-    """The accuracies of `model` on `questions`, which the ranks of a control divide among themselves."""
-    own = ending_losses(model, questions, turn=(control.rank, control.size))
-    answered = np.flatnonzero(own)  # only these travel: the answer of all ranks is then as long for any number of them
+    """Return the accuracies of `model` on `questions`, divided among the ranks of `control`."""
+    own = ending_losses(model, questions, shard=(control.rank, control.size))
+    answered = np.flatnonzero(own)  # gather these alone: the sum of the messages is as long for any number of ranks
     losses = np.zeros(own.size)
     for places, values in control.all_gather([answered.tolist(), own.flat[answered].tolist()]):
         losses[places] = values
     return scores(questions, losses.reshape(own.shape))
 
 
-def ending_losses(model: GPT2, questions: Questions, style: str = "", turn: tuple[int, int] = (0, 1)) -> np.ndarray:
-    """The summed loss of each ending's tokens given its context, float64 [rows, 4].
+def ending_losses(model: GPT2, questions: Questions, style: str = "", shard: tuple[int, int] = (0, 1)) -> np.ndarray:
+    """Return the summed loss of each ending's tokens given its context, float64 [rows, 4].
 
-    A context loses its beginning where the model, or its arena, is too short for it, as in lm-evaluation-harness.
+    A context that is too long for the model or its arena loses its beginning, as in lm-evaluation-harness.  `shard` is
+    (rank, size): compute every size-th batch from rank, and leave 0 for the others.
     """
     lengths = _lengths(model, questions)
     progress = Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens")
     losses = np.zeros(len(lengths), np.float64)
-    for chosen, T in itertools.islice(_batches(model, lengths), turn[0], None, turn[1]):
-        ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
-        for row, i in enumerate(chosen.tolist()):
-            n, ending = lengths[i], questions.endings[i]
-            ids[row, :n] = np.concatenate([questions.contexts[i // ENDINGS], ending])[-n - 1 : -1]
-            targets[row, n - len(ending) : n] = ending
-        each = model.evaluate(ids, targets).numpy().reshape(len(chosen), T)
-        # added up in order: numpy's sum pairs numbers by their place, so that padding would change the last bit
-        losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
+    for chosen, T in itertools.islice(_batches(model, lengths), shard[0], None, shard[1]):
+        losses[chosen] = _batch_losses(model, questions, lengths, chosen, T)
         progress.advance(int(lengths[chosen].sum()))
     return losses.reshape(-1, ENDINGS)
 
 
+def _batch_losses(model: GPT2, questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int) -> np.ndarray:
+    """Return the summed losses of the endings `chosen`, in one batch of sequences padded to T."""
+    ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
+    for row, i in enumerate(chosen.tolist()):
+        n, ending = lengths[i], questions.endings[i]
+        ids[row, :n] = np.concatenate([questions.contexts[i // ENDINGS], ending])[-n - 1 : -1]
+        targets[row, n - len(ending) : n] = ending
+    each = model.evaluate(ids, targets).numpy().reshape(len(chosen), T)
+    # numpy's sum pairs numbers by position, so that padding would change the last bit; cumsum adds in order
+    return np.cumsum(each, 1, dtype=np.float64)[:, -1]
+
+
 def shapes(model: GPT2, questions: Questions) -> set[tuple[int, int]]:
-    """(sequences, T) of the batches in which `evaluate` asks these questions, for GPT2.compile."""
+    """Return (sequences, T) of the batches that `evaluate` makes of these questions, for GPT2.compile."""
     return {(len(chosen), T) for chosen, T in _batches(model, _lengths(model, questions))}
 
 
@@ -87,7 +93,7 @@ def _longest(model: GPT2) -> int:
 
 
 def _lengths(model: GPT2, questions: Questions) -> np.ndarray:
-    """Inputs of each ending and its context: the last token of all is only a target."""
+    """Return the number of inputs of each ending with its context, whose last token is only a target."""
     longest = _longest(model)
     _refuse_longer(questions, longest)
     whole = [len(questions.contexts[i // ENDINGS]) + len(ending) for i, ending in enumerate(questions.endings)]
@@ -99,8 +105,9 @@ def _batches(model: GPT2, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int
 
 
 def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np.ndarray, int]]:
-    """(sequences, T): every sequence once, the longest first; T is the longest of the batch, rounded up to a multiple
-    of 32 but no more than `longest`; T times the sequences is at most `budget`.
+    """Yield batches as (indices of sequences, T), every sequence once, the longest first.
+
+    T is the longest of the batch rounded up to a multiple of 32, at most `longest`; sequences * T is at most `budget`.
     """
     order = np.argsort(-lengths, kind="stable")
     while len(order):
@@ -110,23 +117,23 @@ def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np
 
 
 def _refuse_longer(questions: Questions, longest: int) -> None:
-    """An ending is scored whole or not at all."""
+    """Raise DataError for an ending that the model cannot take as a whole."""
     length = max(map(len, questions.endings))
     if length > longest:
-        expected = f"{longest} or fewer, which this model can take at once"
+        expected = f"{longest} or fewer, the longest input of this model"
         raise bad_data("hellaswag", "an ending too long", f"{length} tokens", expected, "leave this model out")
 
 
-def choices(questions: Questions, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The endings chosen by the smallest loss and by the smallest loss over the length, int64 [rows] each."""
-    with np.errstate(divide="ignore"):  # an ending that the clean-up left empty is infinitely unlikely
+def predictions(questions: Questions, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the endings with the smallest loss and with the smallest loss over the length, int64 [rows] each."""
+    with np.errstate(divide="ignore"):  # an ending that is empty after the clean-up is never chosen
         return losses.argmin(1), (losses / questions.lengths).argmin(1)
 
 
 def scores(questions: Questions, losses: np.ndarray) -> Scores:
-    """Accuracies of the summed losses [rows, 4]."""
+    """Return the accuracies of summed losses [rows, 4]."""
     rows, values = len(questions.labels), []
-    for chosen in choices(questions, losses):
+    for chosen in predictions(questions, losses):
         acc = float((chosen == questions.labels).mean())
         values += [acc, math.sqrt(acc * (1 - acc) / max(rows - 1, 1))]  # the sample's standard deviation / sqrt(rows)
     return Scores(rows, *values)
@@ -138,8 +145,8 @@ LABELS = {
 }
 
 
-def table(results: dict[str, Scores]) -> str:
-    """The scores of each style, a line a style."""
+def format_table(results: dict[str, Scores]) -> str:
+    """Return a table with one line for each style."""
     lines = [f"{'style':<12}{'acc':>8}{'+-':>8}{'acc_norm':>10}{'+-':>8}"]
     for style, s in results.items():
         numbers = f"{s.acc:>8.4f}{s.acc_stderr:>8.4f}{s.acc_norm:>10.4f}{s.acc_norm_stderr:>8.4f}"
@@ -147,6 +154,6 @@ def table(results: dict[str, Scores]) -> str:
     return "\n".join(lines)
 
 
-def record(results: dict[str, Scores]) -> dict[str, Any]:
-    """The scores for JSON."""
+def as_dict(results: dict[str, Scores]) -> dict[str, Any]:
+    """Return the scores of each style for JSON."""
     return {style: scored._asdict() for style, scored in results.items()}

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpt2_triton.checkpoint import best, checkpoint
+from gpt2_triton.checkpoint import best
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import NonFiniteError
@@ -74,10 +76,10 @@ def go_back(
     CheckpointError if it is not there or damaged.
     """
     if not _recall(target, model, saver, control):
-        _, tensors = checkpoint.load(checkpoint.find(directory / f"step_{target:08d}"))
+        _, tensors = load_checkpoint(find_checkpoint(directory / f"step_{target:08d}"))
         model.load(tensors)
     control.all_gather(None)  # nothing is deleted while another rank looks for what is there
-    control.from_rank0(lambda: checkpoint.discard_after(directory, target))
+    control.from_rank0(lambda: discard_after(directory, target))
     state |= {"step": target, "skipped_in_a_row": 0, "without_update": 0, "rewinds": state["rewinds"] + 1}
     best.go_back(state, target)
 

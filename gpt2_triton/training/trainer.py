@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton.checkpoint import best, checkpoint, resume
+from gpt2_triton.checkpoint import best, resume
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader
@@ -52,7 +54,7 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
     with watchdog.phase("reading checkpoints"):
         run_dir = Path(control.from_rank0(lambda: str(run_dir)))
         consistency.require_shared_run_dir(run_dir, control)
-        found = control.from_rank0(lambda: str(checkpoint.latest(run_dir) or "")) if resume else ""
+        found = control.from_rank0(lambda: str(latest_checkpoint(run_dir / "checkpoints") or "")) if resume else ""
     trainer = Trainer(config, run_dir, Path(found) if found else None, watchdog)
     try:
         code = trainer.run()
@@ -118,7 +120,7 @@ class Trainer:
 
     def _load(self, found: Path) -> dict[str, torch.Tensor]:
         """Everything of the checkpoint to go on from, once it is known to be of this run."""
-        saved, tensors = checkpoint.load(found)
+        saved, tensors = load_checkpoint(found)
         changed = resume.check_config(saved["config"], self.resolved)
         resume.check_data(found, saved["data"], self.data, self.config.data.train)
         self.state = {name: ({"best": None} | saved)[name] for name in self.state}  # older ones had no best
@@ -133,7 +135,7 @@ class Trainer:
             self.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
         model = GPT2(fitting, K, self.device, group=self.group)
         if self.first_rank:
-            checkpoint.require_space(self.run_dir / "checkpoints", model.checkpoint_spec())
+            require_space(self.run_dir / "checkpoints", model.checkpoint_spec())
         if self.device == "cuda":
             made = self._compile(model)
             ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
@@ -306,7 +308,7 @@ class Trainer:
             self.state["rewinds"] = 0
         state = self.state | {"config": self.resolved, "data": self.data} | self.model.spans()
         with self.watchdog.phase("saving"):
-            self.saver.submit(step, self.model.share(), state)
+            self.saver.save(step, self.model.share(), state)
 
     def close(self, failed: bool = False) -> None:
         if self.group.size == 1:  # several ranks report together, or not at all

@@ -1,4 +1,4 @@
-"""A checkpoint of an earlier version of the code is resumed by the present one and must give the recorded bytes.
+"""A checkpoint written by an earlier version of the code is resumed and must give the recorded bytes.
 
 The files of tests/fixtures/run are those of a run that was killed after step 6; its checkpoint is that of step 4.
 tests/fixtures/README.md describes how they are made.
@@ -28,9 +28,10 @@ FRESH = "--train.dtype fp32 --optim.master none --train.steps 2 --checkpoint.eve
 
 
 def pinned_environment() -> dict[str, str]:
-    """An environment in which numpy, with which the kernels compute on a CPU, gives the same bits on every x86-64 CPU
-    with AVX2.  By default OpenBLAS and numpy choose their code by the CPU, and the number of threads orders the sums of
-    a product: three causes of other last bits.  Without a GPU, since this is about the arithmetic of the CPU.
+    """Return an environment in which numpy gives the same bits on every x86-64 CPU with AVX2; no GPU is visible.
+
+    On a CPU the kernels compute with numpy.  By default OpenBLAS and numpy choose their code by the CPU, and the number
+    of threads orders the sums of a product: three causes of different last bits.
     """
     try:
         numpy_core = import_module("numpy._core._multiarray_umath")
@@ -51,14 +52,14 @@ def pinned_environment() -> dict[str, str]:
 
 
 def train(directory: Path, options: str) -> None:
-    """Run train.py in `directory`, which holds tiny.yaml and its data: their paths in a run are relative."""
+    """Run train.py in `directory`, which holds tiny.yaml and its data, named by relative paths."""
     command = [sys.executable, str(ROOT / "train.py"), "tiny.yaml", *options.split()]
     done = subprocess.run(command, cwd=directory, env=pinned_environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """All that a run leaves except times: metrics, statistics, tensors and state of the last checkpoint."""
+    """Return a run's records without times: metrics, statistics, tensors and state of the last checkpoint."""
     result = read_result(run_dir)
     state = json.loads((max((run_dir / "checkpoints").glob("step_*")) / "state.json").read_text())
     stats = run_dir / "stats.jsonl"
@@ -81,7 +82,7 @@ def fresh(directory: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What the bits depend on apart from the code: releases of numpy differ in the last bits of products."""
+    """Return what the bits depend on apart from the code: releases of numpy differ in the last bits of products."""
     return {"numpy": np.__version__, "machine": platform.machine()}
 
 
@@ -100,7 +101,7 @@ def resumed(tmp_path_factory) -> dict[str, Any]:
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested dictionaries by dotted key."""
+    """Return the values of nested dictionaries by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -108,7 +109,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def require_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
-    """Every record and tensor, and every key of the recorded state; a later version may add keys to its state."""
+    """Compare every record, every tensor and every key of the recorded state; later versions may add keys to it."""
     assert got["metrics"] == want["metrics"]
     assert got["stats"] == want["stats"]
     assert got["tensors"] == want["tensors"]
@@ -134,7 +135,7 @@ def test_fresh_fp32_run_gives_the_recorded_bytes(tmp_path):
 
 
 def write_run(directory: Path) -> None:
-    """Train a new run, and keep what it had when it was killed after step 6 with the checkpoint of step 4."""
+    """Train a new run and reduce it to a run that was killed after step 6 with the checkpoint of step 4."""
     shutil.copytree(FIXTURES, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
     train(directory, "--run_dir run")
     run = directory / "run"

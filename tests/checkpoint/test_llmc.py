@@ -1,4 +1,4 @@
-"""llm.c's model and tokenizer files: ours are byte for byte what its format says, and both ways keep every bit."""
+"""llm.c's model and tokenizer files: ours follow its format byte for byte, import and export keep every bit."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from gpt2_triton.checkpoint import llmc
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import initial_weights
-from gpt2_triton.checkpoint.weights import pack
+from gpt2_triton.checkpoint.weights import to_flat_buffers
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import get_tokenizer
@@ -45,37 +45,37 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_a_model_is_written_as_llm_c_writes_it(model, tmp_path, dtype, torch_dtype):
+def test_llmc_writer_gives_the_bytes_of_llm_c(model, tmp_path, dtype, torch_dtype):
     config, params, run = model
     out = tmp_path / "out"
     assert main(app, ["export", str(run), "--out", str(out), "--format", "llmc", "--dtype", dtype]) == 0
     assert (out / "model.bin").read_bytes() == file_bytes(params, config, torch_dtype)
 
 
-@pytest.mark.parametrize("rows", [VP, V, 512])  # llm.c pads as we do; any other padding is as good
+@pytest.mark.parametrize("rows", [VP, V, 512])  # llm.c pads as we do; any padding is accepted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_is_read_exactly(model, tmp_path, dtype, rows):
+def test_llmc_reader_is_exact(model, tmp_path, dtype, rows):
     config, params, _ = model
     (tmp_path / "model.bin").write_bytes(file_bytes(params, config, dtype, rows))
     assert torch.equal(initial_weights(config_of(init_from=f"llmc:{tmp_path}/model.bin"))["params"], params.to(dtype))
 
 
-def test_bf16_files_give_a_bf16_run_their_own_bits(model, tmp_path):
+def test_llmc_reader_keeps_the_bits_of_bf16(model, tmp_path):
     config, params, _ = model
     (tmp_path / "model.bin").write_bytes(file_bytes(params, config, torch.bfloat16))
-    packed = pack(llmc.read(str(tmp_path / "model.bin")), config_of(train=dict(dtype="bf16")))
+    packed = to_flat_buffers(llmc.read(str(tmp_path / "model.bin")), config_of(train=dict(dtype="bf16")))
     assert torch.equal(packed["params"], params.bfloat16())
 
 
-def test_padding_is_left_out(model, tmp_path):
+def test_llmc_reader_leaves_padding_out(model, tmp_path):
     config, params, _ = model
     data = np.frombuffer(bytearray(file_bytes(params, config, torch.float32)), np.float32)
     data[256 + V * C : 256 + VP * C] = np.nan
     (tmp_path / "model.bin").write_bytes(data.tobytes())
-    assert torch.equal(pack(llmc.read(str(tmp_path / "model.bin")), config)["params"], params)
+    assert torch.equal(to_flat_buffers(llmc.read(str(tmp_path / "model.bin")), config)["params"], params)
 
 
-def test_one_format_becomes_another_without_a_run(model, tmp_path):
+def test_export_converts_between_formats_without_a_run(model, tmp_path):
     _, _, run = model
     export(str(run), tmp_path / "a", "llmc", "fp32")
     export(f"llmc:{tmp_path}/a/model.bin", tmp_path / "b", "hf", "fp32")
@@ -84,7 +84,7 @@ def test_one_format_becomes_another_without_a_run(model, tmp_path):
 
 
 def with_header(data: bytes, **words: int) -> bytes:
-    """`data` with header[i] set for each i=value, given as w1=3."""
+    """Return `data` with words of its header replaced: w1=3 sets header[1] to 3."""
     words_of = np.frombuffer(bytearray(data), np.int32)
     for index, value in words.items():
         words_of[int(index[1:])] = value
@@ -104,7 +104,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("damage", "message"), REFUSED)
-def test_other_files_are_refused(model, tmp_path, damage, message):
+def test_llmc_reader_refuses_other_files(model, tmp_path, damage, message):
     config, params, _ = model
     (tmp_path / "model.bin").write_bytes(damage(file_bytes(params, config, torch.float32)))
     with pytest.raises(CheckpointError, match=message) as error:
@@ -112,17 +112,17 @@ def test_other_files_are_refused(model, tmp_path, damage, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file_and_another_model_are_refused(model, tmp_path):
+def test_llmc_reader_refuses_a_missing_file_and_another_model(model, tmp_path):
     config, params, _ = model
     with pytest.raises(CheckpointError, match="cannot be read .No such file"):
         llmc.read(str(tmp_path / "none.bin"))
     (tmp_path / "model.bin").write_bytes(file_bytes(params, config, torch.float32))
     with pytest.raises(CheckpointError, match="has n_layer 2, this run n_layer 3; set model.n_layer to 2"):
-        pack(llmc.read(str(tmp_path / "model.bin")), config_of(n_layer=3))
+        to_flat_buffers(llmc.read(str(tmp_path / "model.bin")), config_of(n_layer=3))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_the_tokenizer_file_holds_each_token_as_its_length_and_bytes(tmp_path, name):
+def test_llmc_tokenizer_file_has_each_token_as_length_and_bytes(tmp_path, name):
     tokenizer = get_tokenizer(name)
     config = config_of(vocab_size=tokenizer.vocab_size, data=dict(tokenizer=name))
     step_dir = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})

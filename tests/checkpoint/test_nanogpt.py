@@ -1,4 +1,4 @@
-"""nanoGPT's checkpoints in: whole, compiled, without biases; nothing in them is executed."""
+"""Importing nanoGPT's checkpoints: plain, compiled, without biases; nothing in them is executed."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from gpt2_triton.checkpoint import nanogpt
 from gpt2_triton.checkpoint.sources import initial_weights
-from gpt2_triton.checkpoint.weights import by_name, pack
+from gpt2_triton.checkpoint.weights import by_name, to_flat_buffers
 from gpt2_triton.errors import CheckpointError
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, our_logits, random_params, token_ids
 
@@ -17,29 +17,29 @@ def params():
     return random_params(config_of())
 
 
+def imported(directory, content):
+    """Return our flat parameters from a checkpoint of nanoGPT."""
+    return to_flat_buffers(nanogpt.read(nanogpt_checkpoint(directory, content)), config_of())["params"]
+
+
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_a_checkpoint_is_read_exactly(params, tmp_path, prefix):
+def test_nanogpt_reader_is_exact(params, tmp_path, prefix):
     path = nanogpt_checkpoint(tmp_path, nanogpt_content(params, prefix))
     assert torch.equal(initial_weights(config_of(init_from=f"nanogpt:{path}"))["params"], params)
 
 
-def test_without_biases_ours_are_zero(params, tmp_path):
-    read = by_name(
-        pack(nanogpt.read(nanogpt_checkpoint(tmp_path, nanogpt_content(params, bias=False))), config_of())["params"],
-        config_of().model,
-    )
+def test_nanogpt_reader_sets_missing_biases_to_zero(params, tmp_path):
+    read = by_name(imported(tmp_path, nanogpt_content(params, bias=False)), config_of().model)
     original = by_name(params, config_of().model)
     for name, view in read.items():
         assert not view.any() if name.endswith(".bias") else torch.equal(view, original[name])
 
 
-def test_causal_masks_are_ignored_and_bf16_is_read_exactly(params, tmp_path):
+def test_nanogpt_reader_ignores_causal_masks_and_is_exact_in_bf16(params, tmp_path):
     saved = nanogpt_content(params)
     saved["model"] = {name: t.bfloat16() for name, t in saved["model"].items()}
     saved["model"]["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
-    assert torch.equal(
-        pack(nanogpt.read(nanogpt_checkpoint(tmp_path, saved)), config_of())["params"], params.bfloat16().float()
-    )
+    assert torch.equal(imported(tmp_path, saved), params.bfloat16().float())
 
 
 def nanogpt_logits(state, ids, approximate):
@@ -61,12 +61,12 @@ def nanogpt_logits(state, ids, approximate):
     return F.linear(norm(x, "ln_f"), w["lm_head.weight"])[0, -1].numpy()
 
 
-def test_its_logits_are_ours_up_to_the_other_gelu(params, tmp_path):
+def test_nanogpt_logits_differ_by_the_form_of_gelu_only(params, tmp_path):
     """1e-4 with GPT-2's GELU: two orders of summation, which came out 1e-6 apart.  2e-3 with erf: the two functions are
     at most 5e-4 apart, and so were the logits.
     """
     saved, ids = nanogpt_content(params), token_ids(config_of())
-    ours = our_logits(config_of(), pack(nanogpt.read(nanogpt_checkpoint(tmp_path, saved)), config_of())["params"], ids)
+    ours = our_logits(config_of(), imported(tmp_path, saved), ids)
     for approximate, tolerance in (("tanh", 1e-4), ("none", 2e-3)):
         theirs = nanogpt_logits(saved["model"], torch.from_numpy(ids.astype(np.int64)), approximate)
         assert np.abs(ours - theirs).max() < tolerance and np.abs(theirs).max() > 1
@@ -82,22 +82,22 @@ REFUSED = [
     (lambda saved: saved["model_args"].update(n_embd=60), "not a GPT-2 that fits here"),
     (lambda saved: saved["model_args"].update(n_layer=3), "has no tensor h.2.attn.c_attn.bias"),
     (lambda saved: saved["model_args"].update(n_layer=1), "h.1.attn.c_attn.bias belongs to no nanoGPT of 1 layers"),
-    (lambda saved: saved["model_args"].update(bias=False), None),  # biases that are there are taken
+    (lambda saved: saved["model_args"].update(bias=False), None),  # biases in the file are used
     (drop("transformer.h.0.ln_1.bias"), "has no tensor h.0.ln_1.bias"),
-    (lambda saved: saved["model"]["transformer.ln_f.bias"].fill_(float("inf")), "ln_f.bias has numbers that are not"),
+    (lambda saved: saved["model"]["transformer.ln_f.bias"].fill_(float("inf")), "ln_f.bias has a NaN or an infinity"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("damage", "message"), REFUSED)
-def test_other_content_is_refused(params, tmp_path, damage, message):
+def test_nanogpt_reader_refuses_other_content(params, tmp_path, damage, message):
     saved = nanogpt_content(params)
     damage(saved)
     path = nanogpt_checkpoint(tmp_path, saved)
     if message is None:
-        assert torch.equal(pack(nanogpt.read(path), config_of())["params"], params)
+        assert torch.equal(to_flat_buffers(nanogpt.read(path), config_of())["params"], params)
         return
     with pytest.raises(CheckpointError, match=message) as error:
-        pack(nanogpt.read(path), config_of())
+        to_flat_buffers(nanogpt.read(path), config_of())
     assert "\n" not in str(error.value)
 
 
@@ -106,14 +106,14 @@ class Malice:
         return print, ("executed",)
 
 
-def test_a_pickle_that_would_run_something_is_refused_unrun(params, tmp_path, capsys):
+def test_nanogpt_reader_executes_nothing(params, tmp_path, capsys):
     with pytest.raises(CheckpointError, match="cannot be read"):
         nanogpt.read(nanogpt_checkpoint(tmp_path, nanogpt_content(params) | {"config": Malice()}))
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("data", [b"", b"not a pickle", b"PK\x03\x04 half a zip"])
-def test_files_that_are_no_checkpoint_are_refused(tmp_path, data):
+def test_nanogpt_reader_refuses_other_files(tmp_path, data):
     (tmp_path / "ckpt.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match="cannot be read .*expected nanoGPT's ckpt.pt") as error:
         nanogpt.read(str(tmp_path / "ckpt.pt"))

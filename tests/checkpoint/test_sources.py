@@ -13,7 +13,7 @@ from tests.support.foreign import checkpoint_of, config_of, nanogpt_checkpoint, 
 
 @pytest.fixture
 def sources(tmp_path):
-    """The same weights as a run, a step, Hugging Face's and llm.c's files."""
+    """The same weights as a run, a step, and files of Hugging Face and llm.c."""
     config = config_of(vocab_size=256)
     step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
     for kind in ("hf", "llmc"):
@@ -21,7 +21,7 @@ def sources(tmp_path):
     return [tmp_path / "run", step, tmp_path / "hf", f"hf:{tmp_path}/hf", f"llmc:{tmp_path}/llmc/model.bin"]
 
 
-def test_each_has_the_same_weights_and_a_fitting_configuration(sources):
+def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
     for source, dtype in zip(map(str, sources), ["fp32", "fp32", "bf16", "bf16", "bf16"]):
         config, tensors = load_weights(source)
         assert config.train.dtype == dtype
@@ -30,7 +30,7 @@ def test_each_has_the_same_weights_and_a_fitting_configuration(sources):
         assert torch.equal(tensors["params"], random_params(config_of(vocab_size=256)))
 
 
-def test_samples_come_from_each(sources, capsys):
+def test_sample_command_takes_every_source(sources, capsys):
     texts = []
     for source in map(str, sources[2:]):
         assert main(app, ["sample", source, "--prompt", "qz", "--tokens", "2", "--temperature", "0"]) == 0
@@ -38,7 +38,7 @@ def test_samples_come_from_each(sources, capsys):
     assert texts[0].strip("\n") and texts == texts[:1] * 3
 
 
-def test_what_cannot_run_is_refused(tmp_path):
+def test_load_weights_refuses_models_that_cannot_run(tmp_path):
     path = nanogpt_checkpoint(tmp_path, nanogpt_content(random_params(config_of())))
     with pytest.raises(CheckpointError, match="no tokenizer is known for 300 tokens"):
         load_weights(f"nanogpt:{path}")

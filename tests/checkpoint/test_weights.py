@@ -1,4 +1,4 @@
-"""Bits of weights: the integer split is that of the kernels, the table of names covers every parameter once."""
+"""Weights: numpy's split of fp32 equals the kernels', and the table of names covers every parameter once."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def _split_and_join(w_ptr, high_ptr, low_ptr, again_ptr, N: tl.constexpr):
 
 @pytest.fixture
 def values():
-    """1024 numbers of both signs: every ending of the lower half that matters, and any other."""
+    """1024 numbers of both signs; the lower 16 bits are random or next to a boundary of the rounding."""
     bits = np.random.default_rng(0).integers(0, 2**32, 1024, np.uint64).astype(np.uint32) & 0xBFFFFFFF
     bits[:256] = (
         bits[:256] & 0xFFFF0000 | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)[np.arange(256) % 6]
@@ -35,7 +35,7 @@ def values():
     return bits.view(np.float32)
 
 
-def test_the_split_is_that_of_the_kernels(values):
+def test_split_master_equals_the_kernels(values):
     w = torch.from_numpy(values).to(DEVICE)
     high, low, again = (torch.empty(1024, dtype=d, device=DEVICE) for d in (torch.bfloat16, torch.int16, torch.float32))
     _split_and_join[(1,)](w, high, low, again, N=1024)
@@ -46,13 +46,13 @@ def test_the_split_is_that_of_the_kernels(values):
     assert np.array_equal(host_join(ours_high, ours_low).view(np.int32), values.view(np.int32))
 
 
-def test_rounding_is_that_of_torch(values):
+def test_round_bf16_equals_torch(values):
     expected = torch.from_numpy(values).bfloat16()
     assert np.array_equal(host_round(values), expected.view(torch.int16).numpy())
     assert np.array_equal(host_from_bf16(host_round(values)), expected.float().numpy())
 
 
-def test_names_cover_every_parameter_once():
+def test_by_name_covers_every_parameter_once():
     config = config_of()
     flat = torch.zeros(config.n_params)
     for view in by_name(flat, config.model).values():

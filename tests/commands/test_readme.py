@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.__main__ import app as benchmarks_app
 from gpt2_triton import device
-from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import FLAGS, parse_overrides
@@ -76,7 +76,7 @@ def workplace(tmp_path_factory):
     model, config = tiny_model(model=dict(vocab_size=50257), data=dict(tokenizer="gpt2"))
     for run in ("mine", "124m"):
         state = {"step": 1, "config": config.to_dict()}
-        checkpoint.save(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, keep=1, major=0)
+        save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, keep=1)
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:

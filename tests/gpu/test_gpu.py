@@ -16,7 +16,7 @@ import gpt2_triton.kernels
 from benchmarks import torch_reference
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.inference.generate import begin, generate
+from gpt2_triton.inference.generate import fill_cache, generate
 from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -209,7 +209,7 @@ def test_a_run_compiles_nothing_after_compile():
         model.initialise(seed=1)
         train_steps(model, 2)
         model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
-        begin(model, [[1, 2, 3]], 0, seeds=[7])
+        fill_cache(model, [[1, 2, 3]], 0, seeds=[7])
         model.decode(1.0, 0, 1.0)
     assert late == []
 

@@ -1,5 +1,5 @@
-"""HellaSwag: the losses are those of a plain evaluation in torch, whatever the batches; the questions are llm.c's and
-lm-evaluation-harness's; a mistake in a file is one line.
+"""HellaSwag: losses equal a plain evaluation in torch for any batches, questions equal those of llm.c and
+lm-evaluation-harness, and a mistake in a file is reported in one line.
 """
 
 import hashlib
@@ -29,6 +29,7 @@ WORDS = ["a", "man", "throws", "the ball", "[step]", "[title] far,  away.", "the
 
 
 def row(i, **other):
+    """Return row i of a made-up file; `other` replaces fields."""
     rng = np.random.default_rng(i)
     text = [" ".join(rng.choice(WORDS, rng.integers(1, 6))) for _ in range(6)]
     ctx_b = "" if i % 3 else text[5]
@@ -47,7 +48,7 @@ def rows_file(tmp_path):
 
 
 def model_of(batch_size=16, vocab_size=256, dtype="fp32"):
-    """Weights three times those of a fresh model: endings differ by more than rounding, and no loss is near 70."""
+    """Return a model with three times the initial weights: endings differ by more than rounding, no loss is near 70."""
     sizes = dict(train=dict(batch_size=batch_size, seq_len=128, dtype=dtype), eval=dict(every=0))
     model, _ = tiny_model(model=dict(block_size=192, vocab_size=vocab_size), **sizes)
     model.state.params.copy_(model.state.params.cpu() * 3)
@@ -60,7 +61,7 @@ def model():
 
 
 def plain_losses(model, questions):
-    """Losses [rows, 4] in plain torch and float64, an ending at a time, nothing padded."""
+    """Return losses [rows, 4] of plain torch in float64, one ending at a time, without padding."""
     params, losses = torch_reference.leaves(model.state.params.cpu(), model.dims, torch.float64), []
     for i, ending in enumerate(questions.endings):
         whole = torch.from_numpy(np.concatenate([questions.contexts[i // 4], ending]).astype(np.int64))[None]
@@ -76,18 +77,18 @@ def plain_losses(model, questions):
 
 
 @pytest.mark.parametrize("style", ["completion", "harness"])
-def test_losses_are_those_of_a_plain_evaluation_row_by_row(model, rows_file, style):
-    """float64 against fp32: 1e-5 is 100 roundings of a sum of up to 70 losses; choices do not differ."""
+def test_ending_losses_equal_a_plain_evaluation(model, rows_file, style):
+    """float64 against fp32: 1e-5 is 100 roundings of a sum of up to 70 losses; predictions are equal."""
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, (style,))[style]
     losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
-    np.testing.assert_array_equal(hellaswag.choices(questions, losses), hellaswag.choices(questions, want))
+    np.testing.assert_array_equal(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, want))
 
 
 @pytest.mark.skipif(not PUBLISHED.is_file(), reason="no hellaswag_val.jsonl in data/ or named by HELLASWAG")
 @pytest.mark.parametrize(("style", "rows"), [("completion", 50), ("harness", 10)])
-def test_published_rows_are_answered_as_by_a_plain_evaluation(style, rows):
-    """GPT-2's tokens modulo 1024, since a small vocabulary is fast."""
+def test_ending_losses_of_published_rows_equal_a_plain_evaluation(style, rows):
+    """GPT-2's tokens are taken modulo 1024, since a small vocabulary is fast."""
 
     class Folded(type(gpt2())):
         def encode(self, text):
@@ -97,19 +98,22 @@ def test_published_rows_are_answered_as_by_a_plain_evaluation(style, rows):
     model = model_of(batch_size=64, vocab_size=1024)
     losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
-    np.testing.assert_array_equal(hellaswag.choices(questions, losses), hellaswag.choices(questions, want))
+    np.testing.assert_array_equal(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, want))
 
 
-def test_batching_changes_no_choice(model, rows_file):
-    """In the interpreter blocks, and with them sums, depend on the shape of a batch: hence 1e-6 and not equality."""
+@pytest.mark.slow
+def test_batching_changes_no_prediction(model, rows_file):
+    """In the interpreter, blocks and so sums depend on the shape of a batch: hence 1e-6 instead of equality."""
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 4, ("completion",))["completion"]
     losses, one_by_one = (hellaswag.ending_losses(m, questions) for m in (model, model_of(batch_size=1)))
     np.testing.assert_allclose(losses, one_by_one, rtol=1e-6)
-    np.testing.assert_array_equal(hellaswag.choices(questions, losses), hellaswag.choices(questions, one_by_one))
+    np.testing.assert_array_equal(
+        hellaswag.predictions(questions, losses), hellaswag.predictions(questions, one_by_one)
+    )
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_batching_changes_no_bit(rows_file):
+def test_batching_changes_no_bit_on_a_gpu(rows_file):
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
     losses = [hellaswag.ending_losses(model_of(b, dtype="bf16"), questions) for b in (1, 3, 16)]
     np.testing.assert_array_equal(losses[0], losses[1])
@@ -127,8 +131,8 @@ def test_batches_hold_every_sequence_once_and_fit(lengths, budget):
     assert sorted(seen) == list(range(len(lengths))) and len(shapes) <= 4
 
 
-def test_a_context_that_is_too_long_loses_its_beginning(model):
-    """As in lm-evaluation-harness: the last 192 tokens before the ending's last are what the model sees."""
+def test_long_contexts_lose_their_beginning(model):
+    """As in lm-evaluation-harness, the model sees the last 192 tokens before the last one of the ending."""
     context, ending = np.arange(300, dtype=np.uint16) % 256, np.arange(8, dtype=np.uint16)
     whole = data.Questions([context], [ending] * 4, np.full((1, 4), 8.0), np.array([0]))
     cut = whole._replace(contexts=[context[-(192 + 1 - 8) :]])
@@ -139,21 +143,19 @@ def test_a_context_that_is_too_long_loses_its_beginning(model):
 
 
 def test_scores_are_fractions_and_standard_errors_by_sum_and_by_length():
-    """Two rows; the second ending of the first row was cleaned away, and is not chosen, however small its loss."""
+    """Two rows; the second ending of the first row is empty after the clean-up and is not chosen for any loss."""
     losses = np.array([[4.0, 3.0, 9.0, 9.0], [1.0, 4.0, 8.0, 8.0]])
     lengths = np.array([[4.0, 0.0, 1.0, 1.0], [1.0, 8.0, 1.0, 1.0]])
     scores = hellaswag.scores(data.Questions([], [], lengths, np.array([0, 0])), losses)
     assert scores == (2, 0.5, 0.5, 0.5, 0.5)
-    assert [c.tolist() for c in hellaswag.choices(data.Questions([], [], lengths, np.array([0, 0])), losses)] == [
-        [1, 0],
-        [0, 1],
-    ]
+    predictions = hellaswag.predictions(data.Questions([], [], lengths, np.array([0, 0])), losses)
+    assert [chosen.tolist() for chosen in predictions] == [[1, 0], [0, 1]]
 
 
 # ---- questions ----
 
 
-def test_completion_questions_are_the_text_as_it_is(rows_file):
+def test_completion_questions_are_the_plain_text(rows_file):
     asked = data.load_questions(rows_file, gpt2(), 3, ("completion",))["completion"]
     rows = [row(i) for i in range(3)]
     assert [gpt2().decode(t) for t in asked.contexts] == [r["ctx"] for r in rows]
@@ -162,7 +164,7 @@ def test_completion_questions_are_the_text_as_it_is(rows_file):
     assert asked.labels.tolist() == [0, 1, 2]
 
 
-def test_harness_questions_are_what_lm_evaluation_harness_makes_of_a_row(tmp_path):
+def test_harness_questions_equal_lm_evaluation_harness(tmp_path):
     """The expected texts are worked out by hand from its rules: capitalised ctx_b; " [title]" is ". "; other brackets
     go; two spaces become one; length in characters.
     """
@@ -172,13 +174,13 @@ def test_harness_questions_are_what_lm_evaluation_harness_makes_of_a_row(tmp_pat
     )  # fmt: skip
     asked = data.load_questions(write(tmp_path / "r.jsonl", [published]), gpt2(), 0, ("harness",))["harness"]
     assert gpt2().decode(asked.contexts[0]) == "Clean and jerk: A lady Lifts. She drops"
-    # the context's last space goes to the ending
+    # the context's last space moves to the ending
     assert [gpt2().decode(t) for t in asked.endings] == ["  it. now.", "  a b", "  \N{GREEK SMALL LETTER PI}", "   x"]
     assert asked.lengths.tolist() == [[8.0, 3.0, 1.0, 2.0]]
 
 
-def test_an_ending_by_itself_has_the_tokens_it_has_behind_its_context(rows_file):
-    """lm-evaluation-harness tokenises both in one and cuts; we tokenise each ending alone."""
+def test_endings_have_the_same_tokens_alone_and_after_their_context(rows_file):
+    """lm-evaluation-harness tokenises both together and cuts; here each ending is tokenised alone."""
     asked = data.load_questions(rows_file, gpt2(), 0, ("harness",))["harness"]
     for i, ending in enumerate(asked.endings):
         context = asked.contexts[i // 4]
@@ -186,7 +188,7 @@ def test_an_ending_by_itself_has_the_tokens_it_has_behind_its_context(rows_file)
         assert whole.tolist() == [*context.tolist(), *ending.tolist()]
 
 
-def test_an_empty_context_is_an_end_of_text(tmp_path):
+def test_empty_context_becomes_an_end_of_text(tmp_path):
     path = write(tmp_path / "r.jsonl", [row(0, ctx="")])
     assert data.load_questions(path, gpt2(), 0, ("completion",))["completion"].contexts[0].tolist() == [50256]
 
@@ -206,16 +208,16 @@ def test_an_empty_context_is_an_end_of_text(tmp_path):
         (json.dumps({k: v for k, v in row(0).items() if k != "ctx"}), r"rows.jsonl:2: ctx: Field required"),
     ],
 )
-def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
+def test_bad_rows_are_named_by_file_and_line(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(f"{json.dumps(row(0))}\n{line}\n".encode("latin1"))
     with pytest.raises(DataError, match=message) as error:
         data.load_questions(path, get_tokenizer("bytes"), 0, ("completion",))
     assert "\n" not in str(error.value)
-    data.load_questions(path, get_tokenizer("bytes"), 1, ("completion",))  # which the first row alone does not hold
+    data.load_questions(path, get_tokenizer("bytes"), 1, ("completion",))  # the first row alone is good
 
 
-def test_a_missing_and_an_empty_file_are_one_line(tmp_path):
+def test_missing_and_empty_files_are_reported_in_one_line(tmp_path):
     with pytest.raises(DataError, match=re.escape(f"download {data.URL} and name it with --data FILE, in training")):
         data.load_questions(tmp_path / "none.jsonl", gpt2(), 0, ("completion",))
     (tmp_path / "empty.jsonl").touch()
@@ -223,14 +225,14 @@ def test_a_missing_and_an_empty_file_are_one_line(tmp_path):
         data.load_questions(tmp_path / "empty.jsonl", gpt2(), 0, ("completion",))
 
 
-def test_without_a_file_the_rows_are_downloaded_to_the_cache(tmp_path, rows_file, monkeypatch):
+def test_load_questions_downloads_to_the_cache(tmp_path, rows_file, monkeypatch):
     monkeypatch.setattr(data, "URL", rows_file.as_uri())
     monkeypatch.setattr(data, "SHA256", hashlib.sha256(rows_file.read_bytes()).hexdigest())
     monkeypatch.setenv("HOME", str(tmp_path))
     asked = data.load_questions(None, get_tokenizer("bytes"), 0, ("completion",))["completion"]
     assert len(asked.labels) == 10
     assert (tmp_path / ".cache/gpt2_triton/hellaswag_val.jsonl").read_bytes() == rows_file.read_bytes()
-    monkeypatch.setenv("HOME", str(rows_file))  # where no directory can be made
+    monkeypatch.setenv("HOME", str(rows_file))  # no directory can be made there
     with pytest.raises(DataError, match="rows.jsonl/.cache.*: cannot be used: got Not a directory"):
         data.load_questions(None, get_tokenizer("bytes"), 0, ("completion",))
 
@@ -239,7 +241,7 @@ def test_without_a_file_the_rows_are_downloaded_to_the_cache(tmp_path, rows_file
 
 
 def llmc_bin(path, questions):
-    """As llm.c's dev/data/data_common.py lays it out."""
+    """Write questions in the layout of llm.c's dev/data/data_common.py."""
     stream = []
     for i, (context, label) in enumerate(zip(questions.contexts, questions.labels)):
         body = [i, int(label), 4, len(context), *context]
@@ -264,7 +266,7 @@ def test_llmc_bin_holds_the_completion_questions(tmp_path, rows_file):
         np.testing.assert_array_equal(read.labels, asked.labels[:rows])
 
 
-def test_a_damaged_bin_is_one_line(tmp_path, rows_file):
+def test_damaged_llmc_bin_is_reported_in_one_line(tmp_path, rows_file):
     whole = llmc_bin(tmp_path / "val.bin", data.load_questions(rows_file, gpt2(), 0, ("completion",))["completion"])
     good = whole.read_bytes()
     for name, content, message in (
@@ -290,37 +292,39 @@ def test_a_damaged_bin_is_one_line(tmp_path, rows_file):
 
 
 class Pair:
-    """The control of two ranks that run one after the other; the second gets what both said."""
+    """A control group of two ranks that run one after the other; the second receives the values of both."""
 
     size = 2
 
     def __init__(self):
-        self.rank, self.said = 0, []
+        self.rank, self.gathered = 0, []
 
     def all_gather(self, value):
-        self.said.append(json.loads(json.dumps(value)))
-        return self.said
+        self.gathered.append(json.loads(json.dumps(value)))
+        return self.gathered
 
 
-def test_ranks_divide_the_questions_and_score_as_one(model, rows_file):
+@pytest.mark.slow
+def test_ranks_divide_the_questions_and_score_as_one_rank(model, rows_file):
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
     pair = Pair()
     hellaswag.evaluate(model, questions, pair)
     pair.rank = 1
     assert hellaswag.evaluate(model, questions, pair) == hellaswag.evaluate(model, questions)
-    places = [set(said[0]) for said in pair.said]
+    places = [set(values[0]) for values in pair.gathered]
     assert all(places) and not places[0] & places[1] and len(places[0] | places[1]) == len(questions.endings)
 
 
-def test_training_asks_when_due_logs_accuracies_and_changes_no_bit_by_it(tmp_path, rows_file, capsys):
+@pytest.mark.slow
+def test_training_evaluates_when_due_without_changing_a_bit(tmp_path, rows_file, capsys):
     asked = dict(every=0, hellaswag_every=1, hellaswag_data=str(rows_file), hellaswag_limit=2)
     sizes = dict(model=dict(block_size=192), train=dict(steps=2, batch_size=2, seq_len=128))
     records = {}
-    for name, evaluation in (("asked", asked), ("not", dict(every=0))):
+    for name, evaluation in (("with", asked), ("without", dict(every=0))):
         assert train(tiny_config(eval=evaluation, **sizes), tmp_path / name, resume=False) == 0
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         records[name] = [json.loads(line) for line in lines]
-    found = [record for record in records["asked"] if "hellaswag" in record]
+    found = [record for record in records["with"] if "hellaswag" in record]
     assert [record["step"] for record in found] == [1, 2]
     assert all(record[key] in (0, 0.5, 1) for record in found for key in ("hellaswag", "hellaswag_acc"))
     assert f"hellaswag acc_norm {found[-1]['hellaswag']:.4f}" in capsys.readouterr().out
@@ -328,7 +332,7 @@ def test_training_asks_when_due_logs_accuracies_and_changes_no_bit_by_it(tmp_pat
     assert losses[0] == losses[1]
 
 
-def test_training_refuses_bad_rows_before_it_begins(tmp_path):
+def test_training_refuses_bad_rows_before_the_first_step(tmp_path):
     asked = dict(every=0, hellaswag_every=2, hellaswag_data=str(tmp_path / "none.jsonl"))
     with pytest.raises(DataError, match="none.jsonl: cannot be used"):
         train(tiny_config(eval=asked), tmp_path / "run", resume=False)

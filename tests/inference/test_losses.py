@@ -1,4 +1,4 @@
-"""The commands hellaswag and perplexity: the same figures as in training, whatever the batch; mistakes are one line."""
+"""Commands hellaswag and perplexity: results equal those of training for any batch; mistakes are one line."""
 
 import json
 import math
@@ -15,6 +15,7 @@ from gpt2_triton.data.shards import open_shards, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import losses
+from gpt2_triton.inference.load import load_for_losses
 from gpt2_triton.training.trainer import train
 from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
@@ -23,7 +24,7 @@ from tests.support.tiny import tiny_config, tiny_model
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of one step whose data is two shards of text, and what its metrics say."""
+    """(directory of a run of one step and its two shards of text, records of its metrics)."""
     directory = tmp_path_factory.mktemp("trained")
     text = get_tokenizer("bytes").encode("To be, or not to be: that is the question. " * 10)
     for i, part in enumerate((text[:200], np.append(text[200:], 0).astype(np.uint16))):
@@ -37,7 +38,7 @@ def trained(tmp_path_factory):
     return directory, records
 
 
-def test_perplexity_is_that_of_the_validation_loss_in_training(trained, tmp_path, capsys):
+def test_perplexity_equals_the_validation_loss_of_training(trained, tmp_path, capsys):
     directory, records = trained
     [val_loss] = [record["val_loss"] for record in records if record["step"] == 1 and "val_loss" in record]
     out = tmp_path / "out.json"
@@ -58,22 +59,22 @@ def test_perplexity_refuses_shards_of_another_tokenizer(trained, tmp_path, capsy
     assert "made with another tokenizer: got gpt2, expected bytes" in capsys.readouterr().err
 
 
-def test_perplexity_takes_all_windows_of_the_shards_that_are_named(trained):
+def test_perplexity_takes_all_windows_of_the_shards(trained):
     directory, _ = trained
     config, tensors = load_weights(str(directory / "run"))
     opened = open_shards(str(directory / "val_0.bin"), 256, 16)
-    model = losses.load_for_losses(config, tensors, 210)
+    model = load_for_losses(config, tensors, 210)
     assert (model.B, model.T) == (13, 16)
-    assert losses.load_for_losses(config, tensors, 64).B == 192 // 16  # a sequence of block_size, at least
+    assert load_for_losses(config, tensors, 64).B == 192 // 16  # at least one sequence of block_size
     found = losses.perplexity(model, opened, 0)
     assert found.tokens == 199 // 16 * 16
-    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a byte a token, and no end of text
+    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # one byte per token, no end of text
     with pytest.raises(DataError, match=r"--tokens: does not suit these shards: got 15, expected 0, or 16 .* to 192"):
         losses.perplexity(model, opened, 15)
 
 
 def test_bits_per_byte_leave_the_end_of_text_out(tmp_path):
-    """Twice the same text, once with an end of text as the last target, whose loss and bytes do not count."""
+    """The same text twice; an end of text as the last target of the second adds neither loss nor bytes."""
     text = np.arange(1, 18, dtype=np.uint16)
     write_shard(tmp_path / "a.bin", text)
     write_shard(tmp_path / "b.bin", np.append(text[:-1], 0).astype(np.uint16))
@@ -86,7 +87,7 @@ def test_bits_per_byte_leave_the_end_of_text_out(tmp_path):
     assert b.loss != a.loss
 
 
-def test_bits_per_byte_of_gpt2_tokens_count_the_bytes_of_their_text(tmp_path, monkeypatch):
+def test_bits_per_byte_count_the_bytes_of_gpt2_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(losses, "get_tokenizer", lambda name: gpt2())
     text = "To be, \N{GREEK SMALL LETTER PI} or  not: that\nis the question, or was it?"
     tokens = np.append(gpt2().encode(text)[:16], gpt2().eot).astype(np.uint16)
@@ -94,11 +95,11 @@ def test_bits_per_byte_of_gpt2_tokens_count_the_bytes_of_their_text(tmp_path, mo
     model, _ = tiny_model(model=dict(vocab_size=50300), data=dict(tokenizer="gpt2"))
     found_losses = model.evaluate(tokens[None, :16].astype(np.int32), tokens[None, 1:].astype(np.int32)).numpy()
     found = losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 50300, 16), 0)
-    size = len(gpt2().decode(tokens[1:16]).encode())  # the first token is no target, the last no text
+    size = len(gpt2().decode(tokens[1:16]).encode())  # the first token is no target, the last has no text
     assert found.bits_per_byte == pytest.approx(found_losses[:15].sum() / size / math.log(2))
 
 
-def test_without_a_tokenizer_there_are_no_bits_per_byte(tmp_path, monkeypatch, capsys):
+def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypatch, capsys):
     def missing(name):
         raise DataError("tokenizer gpt2: not available")
 
@@ -109,7 +110,8 @@ def test_without_a_tokenizer_there_are_no_bits_per_byte(tmp_path, monkeypatch, c
     assert capsys.readouterr().err == "warning: no bits per byte: tokenizer gpt2: not available\n"
 
 
-def test_the_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, capsys):
+@pytest.mark.slow
+def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, capsys):
     directory, _ = trained
     questions, out = write(tmp_path / "rows.jsonl", [row(i) for i in range(6)]), tmp_path / "out.json"
     arguments = [str(directory / "run"), "--data", str(questions), "--limit", "4", "--json", str(out)]
@@ -139,7 +141,7 @@ def test_the_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, 
         (["perplexity", "RUN", "VAL", "--batch_tokens", "0"], 2, "--batch_tokens: must be at least 1"),
     ],
 )
-def test_a_mistake_is_a_line(trained, tmp_path, monkeypatch, capsys, argv, code, message):
+def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsys, argv, code, message):
     directory, _ = trained
     monkeypatch.chdir(tmp_path)
     words = {"RUN": str(directory / "run"), "VAL": str(directory / "val_0.bin")}
@@ -148,7 +150,8 @@ def test_a_mistake_is_a_line(trained, tmp_path, monkeypatch, capsys, argv, code,
     assert message in err and len(err.splitlines()) == 1
 
 
-def test_the_comparison_with_pytorch_finds_no_other_choice(trained, tmp_path, capsys):
+@pytest.mark.slow
+def test_against_torch_finds_equal_predictions(trained, tmp_path, capsys):
     """In fp32 on both sides; autocast may differ."""
     directory, _ = trained
     questions = write(tmp_path / "rows.jsonl", [row(i) for i in range(4)])
@@ -160,8 +163,8 @@ def test_the_comparison_with_pytorch_finds_no_other_choice(trained, tmp_path, ca
 @pytest.mark.parametrize(
     ("dtype", "stored"), [("bf16", torch.bfloat16), ("fp32", torch.float32), (None, torch.float32)]
 )
-def test_a_model_computes_in_the_type_asked_for(trained, dtype, stored):
+def test_load_for_losses_takes_the_dtype(trained, dtype, stored):
     config, tensors = load_weights(str(trained[0] / "run"))
-    model = losses.load_for_losses(config, tensors, 192, dtype)
+    model = load_for_losses(config, tensors, 192, dtype)
     assert model.state.params.dtype == stored
     assert torch.equal(model.state.params.cpu(), tensors["params"].to(stored))

@@ -1,4 +1,4 @@
-"""Texts: the same tokens as a full forward pass for every token, windows that slide, batches, seeds, streaming."""
+"""Generation: tokens equal those of full forward passes, across windows, batches and seeds; text is streamed."""
 
 import io
 import itertools
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.inference import generate, sample
 from gpt2_triton.model import schedule
@@ -24,7 +24,7 @@ GREEDY, PLAIN, CUT = (0.0, 0, 1.0), (1.0, 0, 1.0), (0.8, 20, 0.9)  # temperature
 
 
 def randomised(model: GPT2) -> GPT2:
-    """Weights with which no token is certain, nor all alike, and the layers say more than the last token does."""
+    """Set random weights with which no token is certain and the layers matter more than the last token's embedding."""
     generator = torch.Generator().manual_seed(0)
     model.state.params.copy_(0.2 * torch.randn(model.state.params.shape, generator=generator))
     model.train_view.w.wte.mul_(0.5)
@@ -38,13 +38,13 @@ def decoder(texts: int = 1, **sections) -> GPT2:
 
 
 def generated(model: GPT2, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:
-    """Tokens of each text."""
+    """Return the tokens of each text."""
     return [list(text) for text in zip(*generate.generate(model, prompt, count, seeds, *how))]
 
 
 def window(text: list[int], prompt: int, T: int) -> list[int]:
-    """What the model sees of a text by the rule in decoding.py: all, until it is T + 1 long; then the newest T // 2
-    and what follows, until that is T + 1 long.
+    """Return the window of a text by the rule in generate.py: all of it up to T tokens; then the newest T // 2 and
+    the following tokens, again up to T.
     """
     begin = 0
     for length in range(prompt, len(text) + 1):
@@ -54,7 +54,7 @@ def window(text: list[int], prompt: int, T: int) -> list[int]:
 
 
 def by_full_forward(model: GPT2, count: int, how: tuple, seed: int, prompt=PROMPT) -> list[int]:
-    """Every token from the training kernels' forward pass over its whole window, and numpy's draw."""
+    """Compute each token by the training kernels' forward pass over its window, and sample it in numpy."""
     text, (temperature, top_k, top_p) = list(prompt), how
     v = model.view(1, model.T)
     for drawn in range(count):
@@ -72,36 +72,38 @@ def by_full_forward(model: GPT2, count: int, how: tuple, seed: int, prompt=PROMP
 
 
 @pytest.mark.parametrize("how,count", [(GREEDY, 15), (PLAIN, 14), (CUT, 13)], ids=["greedy", "plain", "cut"])
-def test_tokens_are_those_of_a_full_forward_pass(how, count):
-    """In fp32, from the cache, and across the beginning of a new window, at the 13th token."""
+def test_generate_equals_full_forward_passes(how, count):
+    """fp32; at the 13th token a new window begins."""
     model = decoder()
     got = generated(model, count, how, seeds=[5])
     assert got == [by_full_forward(model, count, how, seed=5)]
-    assert len(set(got[0])) > 3  # a rule that repeats the last token would not pass
+    assert len(set(got[0])) > 3  # repeating the last token would not pass
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
-def test_prompts_of_any_length(length):
-    """One token, which needs no prompt pass; up to, at and beyond the window of 16."""
+def test_generate_takes_prompts_of_any_length(length):
+    """One token, which needs no forward pass; lengths below, at and above the window of 16."""
     model, prompt = decoder(), [7 * i % 256 for i in range(length)]
     assert generated(model, 4, GREEDY, prompt=prompt) == [by_full_forward(model, 4, GREEDY, 0, prompt)]
 
 
-def test_a_text_depends_on_its_seed_and_not_on_its_batch():
-    """14 tokens: past the point where each text begins a window of its own."""
+@pytest.mark.slow
+def test_text_depends_on_its_seed_and_not_on_its_batch():
+    """14 tokens: each text then has its own second window."""
     together = generated(decoder(3), 14, PLAIN, seeds=[1, 2, 3])
     assert together[1:] == [generated(decoder(), 14, PLAIN, seeds=[seed])[0] for seed in (2, 3)]
     assert all(a != b for a, b in itertools.combinations(together, 2))
 
 
-def test_more_texts_than_the_window_is_long():
-    """Rows of a step are sequences, those of a prompt tokens: neither bounds the other."""
+def test_generate_takes_more_texts_than_the_window_has_tokens():
+    """Rows of a step are sequences, rows of a prompt are tokens: neither number bounds the other."""
     texts = generated(decoder(18), 2, PLAIN, seeds=range(18))
     assert len(texts) == 18 and texts[:1] == generated(decoder(), 2, PLAIN, seeds=[0])
 
 
-def test_a_sample_in_a_training_run_is_that_of_its_weights_and_harms_nothing():
-    """In the arena of training, over what the backward pass uses: the same text, and the next step the same bits."""
+@pytest.mark.slow
+def test_sample_in_training_equals_its_weights_and_changes_no_bit():
+    """The cache shares memory with the backward pass: the text is the same, and the next step has the same bits."""
     from tests.model.test_schedule import train_steps
 
     sampling, plain = tiny_model(sample=dict(every=1))[0], tiny_model()[0]
@@ -113,9 +115,9 @@ def test_a_sample_in_a_training_run_is_that_of_its_weights_and_harms_nothing():
     assert torch.equal(sampling.state.params, plain.state.params)
 
 
-def test_a_cache_costs_training_nothing_where_the_backward_pass_needs_more():
-    """16 KiB of cache in the 2 x 16 x 4 x 64 floats of dfch, which die when the step ends."""
-    memory = dict(recompute="block")  # so that it, and not the head, is where most is needed
+def test_cache_takes_no_memory_where_the_backward_pass_needs_more():
+    """The cache of 16 KiB fits the 2 x 16 x 4 x 64 floats of dfch, which are free after the step."""
+    memory = dict(recompute="block")  # so that the peak is in the backward pass and not in the head
     model, without = tiny_model(sample=dict(every=1), memory=memory)[0], tiny_model(memory=memory)[0]
     assert model.plan.by_kind()["decoding"] > 16_384
     assert model.plan.total - without.plan.total < 4096
@@ -124,25 +126,25 @@ def test_a_cache_costs_training_nothing_where_the_backward_pass_needs_more():
 # ---- text ----
 
 
-def test_pieces_end_between_characters_and_add_up():
+def test_stream_text_ends_pieces_between_characters():
     tokenizer, text = ByteTokenizer(), "a–é\N{GRINNING FACE}z"
-    got = list(sample.pieces(tokenizer, tokenizer.encode(text).tolist()))
+    got = list(sample.stream_text(tokenizer, tokenizer.encode(text).tolist()))
     assert got == ["a", "–", "é", "\N{GRINNING FACE}", "z", ""]
     cut = tokenizer.encode(text).tolist()[:-2]
-    assert "".join(sample.pieces(tokenizer, cut)) == tokenizer.decode(cut)  # half a character at the end
+    assert "".join(sample.stream_text(tokenizer, cut)) == tokenizer.decode(cut)  # half a character at the end
     noise = np.random.default_rng(0).integers(0, 256, 300).tolist()
-    assert "".join(sample.pieces(tokenizer, noise)) == tokenizer.decode(noise)
+    assert "".join(sample.stream_text(tokenizer, noise)) == tokenizer.decode(noise)
 
 
 @pytest.fixture(scope="module")
 def step_dir(tmp_path_factory) -> Path:
     model = decoder()
     state = dict(config=model.config.to_dict(), data="", step=1, sample=0)
-    return checkpoint.save(tmp_path_factory.mktemp("run"), 1, dict(params=model.state.params.cpu()), state, 1, 0)
+    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, dict(params=model.state.params.cpu()), state, 1, 0)
 
 
-def test_one_text_appears_as_it_is_decoded(step_dir, monkeypatch):
-    """Each piece is written before the steps after the ones in flight have been launched."""
+def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
+    """Each piece is written before the steps beyond those in flight are launched."""
     written, launched = [], []
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys.stdout, "write", lambda s: written.append((len(launched), s)))
@@ -150,12 +152,13 @@ def test_one_text_appears_as_it_is_decoded(step_dir, monkeypatch):
     monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
     sample.sample_text(step_dir, "Hello", 12, *GREEDY, seed=3, num=1, batch=64)
     pieces = [(at, s) for at, s in written if s]
-    assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.LATE + 3 and pieces[-1][1] == "\n"
+    assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.STEPS_IN_FLIGHT + 3 and pieces[-1][1] == "\n"
     assert len(pieces) > 4
 
 
-def test_texts_of_several_batches_are_in_order_and_those_printed_alone(step_dir, capsys):
-    """5 texts, 2 at once: text i is the one that seed + i writes alone; the rate is on stderr."""
+@pytest.mark.slow
+def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
+    """5 texts, 2 at once: text i is that of seed + i alone; the rate is on stderr."""
     sample.sample_text(step_dir, "Hello", 3, *PLAIN, seed=3, num=5, batch=2)
     out, err = capsys.readouterr()
     assert err.startswith("15 tokens in ")

@@ -3,7 +3,7 @@
 import pytest
 
 import gpt2_triton.kernels as kernels
-from gpt2_triton.checkpoint.shares import tile
+from gpt2_triton.checkpoint.load import covered_length
 from gpt2_triton.model import sharding
 from gpt2_triton.model.buffers import param_entries
 from gpt2_triton.model.memory_plan import plan_memory, plan_report
@@ -28,7 +28,7 @@ def total():
 def test_shares_cover_every_parameter_once_within_the_buffers(ranks, zero):
     dims = dims_of(ranks, zero)
     shares = [sharding.share(dims, rank) for rank in range(ranks)]
-    assert tile([[[p.first, p.length] for p in pieces] for pieces in shares]) == total()
+    assert covered_length([[[p.first, p.length] for p in pieces] for pieces in shares]) == total()
     for p in (p for pieces in shares for p in pieces):
         assert p.param + p.length <= dims["Nf"] and p.moment + p.length <= dims["Nt"]
         assert p.grad + p.length <= (dims["Nr"] if zero == 2 else dims["Ng"])
@@ -40,7 +40,7 @@ def test_shares_cover_every_parameter_once_within_the_buffers(ranks, zero):
 def test_what_a_rank_updates_is_all_or_its_share(ranks, zero):
     dims = dims_of(ranks, zero)
     own = [p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated(dims, rank)]
-    assert tile([[[p.first, p.length] for p in own]]) == total()
+    assert covered_length([[[p.first, p.length] for p in own]]) == total()
 
 
 def test_one_rank_has_no_padding_and_two_launches():
@@ -70,8 +70,8 @@ def test_there_is_room_for_every_other_ranks_part_of_the_largest_bucket(sizes, r
 
 
 def test_spans_that_overlap_or_leave_gaps_do_not_tile():
-    assert tile([[[0, 4]], [[4, 4], [8, 0]]]) == 8
-    assert tile([[[0, 4]], [[3, 5]]]) is None and tile([[[0, 4]], [[5, 3]]]) is None
+    assert covered_length([[[0, 4]], [[4, 4], [8, 0]]]) == 8
+    assert covered_length([[[0, 4]], [[3, 5]]]) is None and covered_length([[[0, 4]], [[5, 3]]]) is None
 
 
 def test_the_plan_of_several_gpus_is_smaller_at_every_stage_and_the_report_lists_them():

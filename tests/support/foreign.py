@@ -1,16 +1,15 @@
-"""Models of other projects to read, checkpoints of ours to write, and what both compute."""
+"""Checkpoints of ours with random weights, checkpoints of nanoGPT, and the logits of our kernels."""
 
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
-from gpt2_triton.inference import generate
-from gpt2_triton.model.gpt2 import GPT2
-from tests.conftest import DEVICE
+from gpt2_triton.inference.generate import fill_cache
+from gpt2_triton.inference.load import load_for_decoding
 from tests.support.tiny import tiny_config
 
 
@@ -21,7 +20,7 @@ def config_of(n_layer=2, n_head=1, n_embd=64, vocab_size=300, block_size=16, seq
 
 
 def random_params(config: Config, seed: int = 0) -> torch.Tensor:
-    """fp32 parameters, none of them special, the padding of wte zero."""
+    """Return fp32 parameters, random in norms and biases too, the padding of wte zero."""
     flat = torch.zeros(config.n_params)
     generator = torch.Generator().manual_seed(seed)
     for name, view in by_name(flat, config.model).items():
@@ -30,9 +29,9 @@ def random_params(config: Config, seed: int = 0) -> torch.Tensor:
 
 
 def checkpoint_of(run: Path, config: Config, tensors: dict[str, torch.Tensor]) -> Path:
-    """The step directory of a run that holds these tensors and nothing else."""
+    """Write a run with one checkpoint of these tensors; return its step directory."""
     state = {"step": 1, "config": config.to_dict(), "data": []}
-    return checkpoint.save(run / "checkpoints", 1, tensors, state, keep=0, major=0)
+    return save_checkpoint(run / "checkpoints", 1, tensors, state, keep=0)
 
 
 def token_ids(config: Config, seed: int = 0) -> np.ndarray:
@@ -41,18 +40,15 @@ def token_ids(config: Config, seed: int = 0) -> np.ndarray:
 
 
 def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndarray:
-    """Logits [V] after the last token, in this project's kernels."""
-    import gpt2_triton.kernels as K
-
-    model = GPT2(config, K, DEVICE, batch=1, training=False, texts=1)
-    model.state.params.copy_(params)
-    generate.begin(model, ids.tolist(), 0, [0])
+    """Return the logits [V] of our kernels after the last token."""
+    model = load_for_decoding(config, {"params": params}, 1)
+    fill_cache(model, ids.tolist(), 0, [0])
     model.decode(0.0, 0, 1.0)
     return model.decoding.logits[0, : config.model.vocab_size].cpu().numpy()
 
 
 def nanogpt_content(params: torch.Tensor, prefix: str = "", bias: bool = True) -> dict:
-    """What nanoGPT saves of the model that has our flat parameters: its state dict, and more that we leave alone."""
+    """Return the content of nanoGPT's ckpt.pt for our flat parameters, with entries that our reader ignores."""
     state = {f"{prefix}transformer.{name}": view.clone() for name, view in by_name(params, config_of().model).items()}
     state[f"{prefix}lm_head.weight"] = state[f"{prefix}transformer.wte.weight"]
     if not bias:

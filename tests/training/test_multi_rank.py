@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from gpt2_triton import kernels
-from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint import save
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed import consistency, watchdog
@@ -68,7 +69,7 @@ def losses(run):
 
 
 def tensors(run):
-    return checkpoint.load(checkpoint.find(run))[1]
+    return load_checkpoint(find_checkpoint(run))[1]
 
 
 def assert_equal(one, other):
@@ -107,7 +108,7 @@ def test_any_number_of_ranks_at_any_stage_is_the_run_of_one(alone, tmp_path, n, 
     values = [[r["val_loss"] for r in records(run) if "val_loss" in r] for run in (tmp_path, alone)]
     assert values[0] == pytest.approx(values[1], rel=2e-6)
     assert_close(tensors(tmp_path), tensors(alone))
-    assert len(list(checkpoint.find(tmp_path).glob("rank_*"))) == n
+    assert len(list(find_checkpoint(tmp_path).glob("rank_*"))) == n
 
 
 def apart(config, run):
@@ -254,14 +255,14 @@ def test_a_batch_that_divides_on_its_ranks_alone_is_no_hindrance_afterwards(tmp_
 
 def full_disk_on_rank_1(config, run):
     """The first share that rank 1 writes does not fit."""
-    original, left = checkpoint.save_file, [OSError(28, "No space left on device")]
+    original, left = save.save_file, [OSError(28, "No space left on device")]
 
     def save_file(tensors, path):
         if left and os.environ["RANK"] == "1":
             raise left.pop()
         original(tensors, path)
 
-    checkpoint.save_file = save_file
+    save.save_file = save_file
     return job(config, run)
 
 
@@ -371,7 +372,7 @@ def test_ranks_rewind_together(tmp_path):
         config = config_of(zero, train=dict(steps=3, rewind_after=1), checkpoint=dict(every=2))
         assert ranks.run(2, tmp_path / "stderr", rewinding, config, run) == [0, 0]
         assert records(run)[2] == {"step": 2, "rewound_from": 3, "sample": 36}
-        assert len(losses(run)) == 3 and checkpoint.load(checkpoint.find(run))[0]["sample"] == 48
+        assert len(losses(run)) == 3 and load_checkpoint(find_checkpoint(run))[0]["sample"] == 48
         assert_equal(tensors(run), tensors(tmp_path / "0"))
 
 

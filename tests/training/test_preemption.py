@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpt2_triton.checkpoint import checkpoint
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.training.preemption import ECHO, ShutdownSignals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -79,5 +79,5 @@ def test_a_run_whose_terminal_is_closed_saves_its_last_step(tmp_path, request):
         printed += os.read(terminal, 1024)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
-    state, _ = checkpoint.load(checkpoint.find(tmp_path))
+    state, _ = load_checkpoint(find_checkpoint(tmp_path))
     assert state["step"] >= 3

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import gpt2_triton.model.memory_plan
-from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.save import discard_after, save_checkpoint
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
@@ -40,7 +41,7 @@ def metrics(run):
 
 
 def final(run):
-    state, tensors = checkpoint.load(checkpoint.find(run))
+    state, tensors = load_checkpoint(find_checkpoint(run))
     return state, {name: bytes(t.view(torch.uint8).numpy()) for name, t in tensors.items()}
 
 
@@ -181,9 +182,9 @@ def test_a_rewind_is_the_run_that_goes_from_the_checkpoint_to_the_data_after(rew
 def test_a_rewind_takes_the_copy_in_memory_or_the_file_to_the_same_bytes(rewound, tmp_path, monkeypatch):
     """The other runs of these tests take the copy: without a file to read, `rewound` would have been the same."""
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "load", lambda _: pytest.fail("read from disk"))
+        patch.setattr(recovery, "load_checkpoint", lambda _: pytest.fail("read from disk"))
         assert train(rewind_config(), tmp_path / "memory", resume=False) == 0
-    monkeypatch.setattr(AsyncCheckpointer, "recall", lambda self, step, share: False)
+    monkeypatch.setattr(AsyncCheckpointer, "restore_from_host", lambda self, step, share: False)
     assert train(rewind_config(), tmp_path / "disk", resume=False) == 0
     assert final(tmp_path / "memory") == final(tmp_path / "disk") == final(rewound)
 
@@ -224,7 +225,7 @@ def test_a_rewind_that_has_no_checkpoint_is_refused(tmp_path, every, what):
 def test_checkpoints_that_a_rewind_may_need_are_kept(tmp_path):
     """keep 1, and two interruptions after step 8: steps 4 and 8, which are due, stay."""
     for step in (4, 8, 9, 10):
-        checkpoint.save(tmp_path / "c", step, {"params": torch.zeros(1)}, {}, keep=1, major=0, back=4)
+        save_checkpoint(tmp_path / "c", step, {"params": torch.zeros(1)}, {}, keep=1, rewind_every=4)
     assert sorted(p.name[-2:] for p in (tmp_path / "c").iterdir()) == ["04", "08", "10"]
-    checkpoint.discard_after(tmp_path / "c", 4)
+    discard_after(tmp_path / "c", 4)
     assert [p.name[-2:] for p in (tmp_path / "c").iterdir()] == ["04"]

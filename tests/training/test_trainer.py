@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.errors import CheckpointError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.logger import Logger
@@ -33,7 +33,7 @@ def run_config(**sections):
 
 
 def final_bytes(run):
-    step_dir = checkpoint.find(run)
+    step_dir = find_checkpoint(run)
     return step_dir.name, hashlib.sha256((step_dir / "rank_00000.safetensors").read_bytes()).hexdigest()
 
 
@@ -153,15 +153,15 @@ def test_a_step_is_reported_when_the_next_is_under_way_or_something_else_is_due(
         monkeypatch.setattr(owner, method, watched)
 
     for owner, method in (
-        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (AsyncCheckpointer, "submit"),
+        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (AsyncCheckpointer, "save"),
     ):  # fmt: skip
         watch(owner, method)
     train_section = dict(steps=4, total_batch_tokens=32)
     config = run_config(train=train_section, eval=dict(every=4, tokens=64), checkpoint=dict(every=2, keep=0))
     train(config, tmp_path, resume=False)
     assert seen == [
-        "validation 0", "end_step", "end_step", "step 1", "step 2", "submit 2", "end_step", "step 3", "sample 3",
-        "end_step", "step 4", "validation 4", "sample 4", "submit 4",
+        "validation 0", "end_step", "end_step", "step 1", "step 2", "save 2", "end_step", "step 3", "sample 3",
+        "end_step", "step 4", "validation 4", "sample 4", "save 4",
     ]  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(unbroken, tmp
     config = run_config(init_from=f"checkpoint:{unbroken}")
     trainer = Trainer(config, tmp_path, None)
     try:
-        _, saved = checkpoint.load(checkpoint.find(unbroken))
+        _, saved = load_checkpoint(find_checkpoint(unbroken))
         assert torch.equal(trainer.model.state.params.cpu(), saved["params"])
         assert not trainer.model.state.m.cpu().any() and trainer.state["step"] == 0
     finally:

@@ -1,0 +1,51 @@
+"""Layout of a run's checkpoints on disk.
+
+    RUN/checkpoints/step_NNNNNNNN/
+        rank_00000.safetensors ...   per rank, its shard of every tensor; rank 0 also holds the tensors without shards
+        state.json                   configuration, counters, best validation loss and, from several ranks, the spans
+        manifest.json                size and sha256 of every other file
+
+state.json lists the spans [flat index, length] of each rank's shard, in the order of its file, so that any number of
+ranks can read what any other number wrote.  File names follow the rules below and are never taken from a file's text.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+FORMAT = 2  # 1 had no window of losses and norms
+STATE, MANIFEST = "state.json", "manifest.json"
+STEP_NAME = re.compile(r"step_([0-9]{8,})")
+TENSORS_NAME = re.compile(r"rank_[0-9]{5}\.safetensors")
+
+Spans = list[list[int]]  # [flat index, length] of each piece of a shard
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Return the path of the checkpoint of `step` in a run's `checkpoints` directory."""
+    return directory / f"step_{step:08d}"
+
+
+def tensors_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def list_steps(directory: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of everything in `directory` with the name of a checkpoint, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted((int(match[1]), path) for path in directory.iterdir() if (match := STEP_NAME.fullmatch(path.name)))
+
+
+def best_step(state: dict[str, Any]) -> int | None:
+    """Return the step of the lowest validation loss; None if the run does not keep it or has not validated."""
+    return state["best"][0] if state.get("best") else None
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Return a file's entry in the manifest: its size and sha256."""
+    with open(path, "rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}

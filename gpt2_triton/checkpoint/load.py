@@ -1,0 +1,210 @@
+"""Find, verify and load checkpoints.
+
+A flipped bit is noticed by the hashes of the manifest; safetensors would load it.  Nothing is unpickled, and no name
+in a file is followed: a checkpoint may come from somebody else.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gpt2_triton.checkpoint.format import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    STEP_NAME,
+    TENSORS_NAME,
+    Spans,
+    best_step,
+    fingerprint,
+    list_steps,
+    step_path,
+    tensors_name,
+)
+from gpt2_triton.errors import CheckpointError
+
+SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
+# by dtype: integers of the same size, and the bits of the exponent, which are all set in NaN and infinity alone
+EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F800000)}
+
+
+# ---- verifying ----
+
+
+def verify(step_dir: Path) -> list[str]:
+    """Return the problems of a checkpoint, one line each; empty if its files are exactly those that were written."""
+    try:
+        return list(_problems(step_dir))
+    except OSError as error:
+        return [f"cannot be read ({error})"]
+
+
+def _problems(step_dir: Path) -> Iterator[str]:
+    if step_dir.is_symlink() or not step_dir.is_dir():
+        yield "is missing or not a directory"
+        return
+    regular = {path.name: path.is_file() and not path.is_symlink() for path in step_dir.iterdir()}
+    try:
+        manifest = _read_json(step_dir / MANIFEST) if regular.get(MANIFEST) else {}
+    except CheckpointError:
+        manifest = {}
+    # the number of ranks is that of a manifest with the right names; else count the files
+    whole = manifest.keys() == {*map(tensors_name, range(len(manifest) - 1)), STATE}
+    ranks = len(manifest) - 1 if whole else sum(TENSORS_NAME.fullmatch(name) is not None for name in regular)
+    files = [*map(tensors_name, range(max(ranks, 1))), STATE]
+    for extra in sorted(regular.keys() - {*files, MANIFEST}):
+        yield f"{extra}: does not belong there"
+    irregular = [name for name in (*files, MANIFEST) if not regular.get(name)]
+    yield from (f"{name}: is missing or not a regular file" for name in irregular)
+    if not irregular:
+        yield from _differences_from_manifest(step_dir, files, manifest)
+
+
+def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[str, Any]) -> Iterator[str]:
+    if manifest.keys() != set(files) or not all(isinstance(entry, dict) for entry in manifest.values()):
+        yield f"{MANIFEST}: expected a JSON object with exactly the keys {', '.join(files)}"
+        return
+    for name in files:
+        for key, found in fingerprint(step_dir / name).items():
+            if found != manifest[name].get(key):
+                yield f"{name}: {key} is {found!r}, expected {manifest[name].get(key)!r} as in {MANIFEST}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); choose another step") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got a {type(content).__name__}; choose another step")
+    return content
+
+
+# ---- finding ----
+
+
+def latest_checkpoint(directory: Path) -> Path | None:
+    """Return the newest checkpoint in `directory` that verifies; None if there are none at all.
+
+    Print a warning for each newer one, which is damaged.  Raise CheckpointError if all are damaged.
+    """
+    steps = list_steps(directory)
+    for _, path in reversed(steps):
+        problems = verify(path)
+        if not problems:
+            return path
+        print(f"warning: skipping damaged {path}: {problems[0]}", file=sys.stderr, flush=True)
+    if steps:  # None would start a new run over checkpoints that can perhaps be restored
+        raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another --run_dir")
+    return None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the step directory for `path`; CheckpointError if there is none that verifies.
+
+    `path` is a step directory, a run or its `checkpoints` (the newest step that verifies), or RUN/best (the step of
+    the lowest validation loss).
+    """
+    if path.name == "best" and not path.exists():
+        return _find_best(path)
+    if STEP_NAME.fullmatch(path.absolute().name):
+        if problems := verify(path):
+            others = [other.name for _, other in list_steps(path.absolute().parent) if other.name != path.name]
+            hint = f", such as {', '.join(others)}" if others else ""
+            raise CheckpointError(f"{path}: {problems[0]}; choose another step{hint}")
+        return path
+    inner = path / "checkpoints"
+    found = latest_checkpoint(inner if inner.is_dir() else path)
+    if found is None:
+        got = f"{path} is a file" if path.is_file() else f"expected {inner}/step_NNNNNNNN"
+        todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+        raise CheckpointError(f"{path}: no checkpoint found, {got}; {todo}")
+    return found
+
+
+def _find_best(path: Path) -> Path:
+    run_dir = path.parent
+    step = best_step(_read_json(find_checkpoint(run_dir) / STATE))
+    if step is None:
+        raise CheckpointError(f"{path}: {run_dir} keeps no best checkpoint; train with --checkpoint.best val_loss")
+    return find_checkpoint(step_path(run_dir / "checkpoints", step))
+
+
+# ---- loading ----
+
+
+def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return (state, host tensors by name) of a checkpoint that verifies; CheckpointError for NaN or infinity.
+
+    The tensors of one rank are mapped privately from its file, those of several are merged in memory.
+    """
+    state = _read_json(step_dir / STATE)
+    if state.get("format") != FORMAT:
+        wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
+        raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
+    spans = state.pop("shares", None)
+    shards = [_read_tensors(step_dir / tensors_name(rank)) for rank in range(len(spans) if spans else 1)]
+    if not spans:
+        return state, shards[0]
+    if covered_length(spans) is None:
+        raise CheckpointError(f"{step_dir / STATE}: its shares do not cover the parameters; choose another step")
+    return state, merge_shards(shards, spans)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not safetensors ({error}); choose another step") from error
+    if found := first_non_finite(tensors):
+        raise CheckpointError(f"{path}: {found}; remove this step and use an older one")
+    return tensors
+
+
+def first_non_finite(tensors: dict[str, Tensor]) -> str | None:
+    """Return the name and place of the first NaN or infinity in bf16 and fp32 host tensors, or None."""
+    for name, tensor in tensors.items():
+        integer, exponent = EXPONENT.get(tensor.dtype, (None, 0))
+        if integer is None:
+            continue
+        bits = tensor.view(integer).numpy().reshape(-1)
+        for start in range(0, len(bits), SCAN):
+            found = (bits[start : start + SCAN] & exponent) == exponent
+            if found.any():
+                return f"{name}: a NaN or an infinity at element {start + int(np.argmax(found)):,}"
+    return None
+
+
+def covered_length(spans_by_rank: list[Spans]) -> int | None:
+    """Return the number of elements that the spans of all ranks cover; None if they overlap or leave gaps."""
+    end = 0
+    for first, length in sorted((first, length) for spans in spans_by_rank for first, length in spans if length):
+        if first != end or length < 0:
+            return None
+        end += length
+    return end
+
+
+def merge_shards(shards: list[dict[str, Tensor]], spans_by_rank: list[Spans]) -> dict[str, Tensor]:
+    """Return whole host tensors from the ranks' shards.  Tensors that only rank 0 has are whole already."""
+    total, merged = covered_length(spans_by_rank), {}
+    assert total is not None, "the spans were checked before"
+    for name, tensor in shards[0].items():
+        if len(shards) > 1 and name not in shards[1]:
+            merged[name] = tensor
+            continue
+        merged[name] = torch.empty(total, dtype=tensor.dtype)
+        for shard, spans in zip(shards, spans_by_rank, strict=True):
+            start = 0
+            for first, length in spans:
+                merged[name][first : first + length].copy_(shard[name][start : start + length])
+                start += length
+    return merged

@@ -1,0 +1,180 @@
+"""Write and prune checkpoints.
+
+All files are written to a hidden directory and synced; then one rename publishes the checkpoint, so that a crash leaves
+a complete checkpoint or none.  Older checkpoints are deleted only after that.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gpt2_triton.checkpoint.format import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    best_step,
+    fingerprint,
+    list_steps,
+    step_path,
+    tensors_name,
+)
+from gpt2_triton.checkpoint.load import verify
+from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
+from gpt2_triton.errors import CheckpointError
+
+FILES_BYTES = 1 << 20  # more than state, manifest and the header of the tensors take
+HIDDEN_NAME = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # ends with the id of the process
+
+
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    keep: int,
+    keep_every: int = 0,
+    rewind_every: int = 0,
+    control: ControlGroup = SINGLE_PROCESS,
+) -> Path:
+    """Write the checkpoint of `step` under `directory`, prune older ones, return its path.
+
+    Keep the `keep` newest (0: all), multiples of `keep_every` (0: none), the last two multiples of `rewind_every`
+    (0: none), to which a rewind may return, and the step of state["best"].
+
+    All ranks of `control` call it.  `tensors` is each rank's shard; with several ranks state["shares"] holds the
+    shard's spans.  If the checkpoint exists and verifies, nothing is written.  If any rank fails, all ranks raise
+    OSError or SafetensorError.
+    """
+    target = step_path(directory, step)
+    temporary = control.from_rank0(lambda: _begin(directory, target, tensors, control.size))
+    if temporary:
+        _write(target, Path(temporary), tensors, state, control)
+        control.from_rank0(lambda: _prune(directory, step, keep, keep_every, rewind_every, best_step(state)))
+    return target
+
+
+def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], ranks: int) -> str | None:
+    """Create the directory to write into and return it; None if the checkpoint exists and verifies."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(directory)
+    if target.exists() and not verify(target):
+        return None
+    if missing := missing_space(directory, tensors, ranks):
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing}")
+    temporary = _hidden(target, "tmp")
+    temporary.mkdir()
+    return str(temporary)
+
+
+def _write(
+    target: Path, temporary: Path, tensors: dict[str, Tensor], state: dict[str, Any], control: ControlGroup
+) -> None:
+    """Write this rank's file; rank 0 writes the others and renames once all ranks have succeeded."""
+    try:
+        path, error = temporary / tensors_name(control.rank), None
+        entry: dict[str, Any] = {"spans": state.get("shares")}
+        try:
+            save_file(tensors, path)
+            sync(path)
+            entry |= fingerprint(path)
+        except (OSError, SafetensorError) as raised:
+            error, entry["error"] = raised, f"rank {control.rank}: {raised}"
+        entries = control.all_gather(entry)
+        if errors := [entry["error"] for entry in entries if "error" in entry]:
+            raise error or OSError(errors[0])
+        control.from_rank0(lambda: _publish(target, temporary, state, entries))
+    except BaseException:
+        if control.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list[dict[str, Any]]) -> None:
+    """Write state and manifest, sync, and rename `temporary` to `target`."""
+    spans = [entry.pop("spans") for entry in entries]
+    state = {"format": FORMAT} | state | ({"shares": spans} if len(spans) > 1 else {})
+    (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    manifest = {tensors_name(rank): entry for rank, entry in enumerate(entries)}
+    manifest[STATE] = fingerprint(temporary / STATE)
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in (temporary / STATE, temporary / MANIFEST, temporary):
+        sync(path)
+    if target.exists():
+        _discard(target)  # it does not verify
+    os.rename(temporary, target)
+    sync(target.parent)
+    sync(target.parent.parent)  # the first save of a run creates target.parent
+
+
+def _hidden(step_dir: Path, kind: Literal["tmp", "old"]) -> Path:
+    """Return the path at which this process writes ("tmp") or deletes ("old") a checkpoint."""
+    return step_dir.with_name(f".{step_dir.name}.{kind}-{os.getpid()}")
+
+
+def require_space(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise CheckpointError if a checkpoint of these tensors would not fit: at the start of a run, not hours later."""
+    if missing := missing_space(directory, tensors):
+        raise CheckpointError(f"{directory}: no room for a checkpoint: {missing}; make room, or change --run_dir")
+
+
+def missing_space(directory: Path, tensors: dict[str, Tensor], ranks: int = 1) -> str | None:
+    """Return the bytes needed and free if `ranks` files of these tensors do not fit; `directory` need not exist."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    needed, free = ranks * sum(t.nbytes for t in tensors.values()) + FILES_BYTES, shutil.disk_usage(existing).free
+    return f"{needed:,} bytes needed, {free:,} free" if free < needed else None
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a directory's list of names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- deleting ----
+
+
+def discard_after(directory: Path, step: int) -> None:
+    """Delete the checkpoints after `step`: a rewind to `step` has made them another run's."""
+    for later, path in list_steps(directory):
+        if later > step:
+            _discard(path)
+
+
+def _prune(directory: Path, newest: int, keep: int, keep_every: int, rewind_every: int, best: int | None) -> None:
+    """Delete the steps up to `newest` that `save_checkpoint` need not keep.  A later step is a damaged one, which the
+    run did not resume from: it does not count.
+    """
+    steps = [(step, path) for step, path in list_steps(directory) if step <= newest]
+    kept = {best}
+    if rewind_every:
+        last = newest // rewind_every * rewind_every
+        kept |= {last, last - rewind_every}
+    for step, path in steps[:-keep] if keep else []:
+        if not (keep_every and step % keep_every == 0) and step not in kept:
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint.  It is renamed first, so that a kill leaves no partial checkpoint under its name."""
+    hidden = _hidden(path, "old")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)  # the next save removes what is left
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Delete hidden directories of ended processes and of this one, which writes one checkpoint at a time."""
+    for path in directory.iterdir():
+        match = HIDDEN_NAME.fullmatch(path.name)
+        if match and (int(match[1]) == os.getpid() or not Path(f"/proc/{match[1]}").exists()):
+            shutil.rmtree(path, ignore_errors=True)

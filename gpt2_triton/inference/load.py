@@ -1,0 +1,43 @@
+"""Build models that only run forward from loaded weights."""
+
+import numpy as np
+from torch import Tensor
+
+import gpt2_triton.kernels as K
+from gpt2_triton.config.config import Config
+from gpt2_triton.device import device_name
+from gpt2_triton.model.arena import largest_batch
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.memory_plan import free_bytes, plan_memory
+
+
+def load_for_losses(config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None) -> GPT2:
+    """Return a model with the weights tensors["params"] whose batches hold up to `tokens` tokens, kernels compiled.
+
+    The batch is a whole number of sequences of train.seq_len.  It is smaller if the GPU has less memory, but holds at
+    least one sequence of block_size.  The model computes in `dtype`, "bf16" or "fp32"; None is the configuration's.
+    """
+    if dtype:
+        config = config.replace(train={"dtype": dtype}, optim={"master": "none"})
+    device, T = device_name(), config.train.seq_len
+    batch = tokens // T
+    if device == "cuda":
+        free = free_bytes(device)
+        batch = min(batch, largest_batch(lambda B: plan_memory(config, K, B, T, training=False)[0].total, free))
+    model = _load(config, tensors, max(batch, -(-config.model.block_size // T)))
+    if device == "cuda":
+        with K.compiling():
+            model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
+    return model
+
+
+def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int) -> GPT2:
+    """Return a model with the weights tensors["params"] that decodes `sequences` sequences at once."""
+    batch = -(-sequences // config.train.seq_len)  # a decode step's rows, one per sequence, must fit the buffers
+    return _load(config, tensors, batch, sequences)
+
+
+def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int = 0) -> GPT2:
+    model = GPT2(config, K, device_name(), batch=batch, training=False, texts=sequences)
+    model.state.params.copy_(tensors["params"])
+    return model

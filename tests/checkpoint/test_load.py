@@ -1,0 +1,212 @@
+"""Loading: one flipped bit is noticed, a damaged step is skipped, nothing in a checkpoint is followed or executed."""
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt2_triton.checkpoint import load
+from gpt2_triton.checkpoint.format import FORMAT, MANIFEST, STATE, fingerprint, tensors_name
+from gpt2_triton.checkpoint.load import find_checkpoint, latest_checkpoint, load_checkpoint, verify
+from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.errors import CheckpointError
+from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, TENSORS, content, example, names, reseal, write
+
+
+def assert_refused(newest, problem, capsys):
+    """Finding the step is an error; finding its run prints one warning and gives the previous checkpoint."""
+    with pytest.raises(CheckpointError) as error:
+        find_checkpoint(newest)
+    assert f"{newest}: {problem}" in str(error.value)
+    assert find_checkpoint(newest.parents[1]) == latest_checkpoint(newest.parent) == newest.with_name(STEP_10)
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2 and all(f"damaged {newest}: {problem}" in line for line in warnings)
+
+
+def test_load_gives_the_saved_bytes_in_private_memory(newest):
+    state, tensors = load_checkpoint(newest)
+    assert newest.name == STEP_20 and names(newest) == sorted(FILES)
+    assert state == {"format": FORMAT, "step": 20, "data": None}
+    assert content(tensors) == content(example(20))
+    for tensor in tensors.values():  # mapped from the file, but privately
+        tensor.view(torch.uint8).fill_(255)
+    assert verify(newest) == []
+
+
+# ---- damage ----
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_verify_notices_one_flipped_bit(newest, capsys, name):
+    good, generator = (newest / name).read_bytes(), random.Random(name)
+    for _ in range(20):
+        damaged = bytearray(good)
+        damaged[generator.randrange(len(good))] ^= 1 << generator.randrange(8)
+        (newest / name).write_bytes(damaged)
+        assert any(name in problem for problem in verify(newest))
+        assert_refused(newest, verify(newest)[0], capsys)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "longer", "empty", "missing", "directory", "symlink", "fifo"])
+def test_verify_notices_a_damaged_file(newest, tmp_path, capsys, name, damage):
+    """A symlink is refused even if it leads to the same bytes, and a pipe, whose reading would block, is not opened."""
+    path, outside = newest / name, tmp_path / "outside"
+    good = path.read_bytes()
+    path.rename(outside)
+    if damage in ("directory", "symlink", "fifo"):
+        dict(directory=path.mkdir, symlink=lambda: path.symlink_to(outside), fifo=lambda: os.mkfifo(path))[damage]()
+    elif damage != "missing":
+        path.write_bytes(dict(truncated=good[:-1], longer=good + b"}", empty=b"")[damage])
+    assert_refused(newest, f"{name}: ", capsys)
+
+
+def test_verify_notices_an_extra_file(newest, capsys):
+    (newest / "rank_00003.safetensors").write_bytes(b"")
+    assert_refused(newest, "rank_00003.safetensors: does not belong there", capsys)
+
+
+@pytest.mark.parametrize("missing", [{0}, {1}, {0, 2}, {0, 1, 2}], ids=str)
+def test_verify_names_each_missing_rank(newest, capsys, missing):
+    """The manifest gives the number of ranks, unless it is damaged."""
+    ranks = [tensors_name(rank) for rank in range(3)]
+    for name in ranks[1:]:
+        shutil.copy(newest / TENSORS, newest / name)
+    files = {name: fingerprint(newest / name) for name in (*ranks, STATE)}
+    (newest / MANIFEST).write_text(json.dumps(files).replace(ranks[2], "rank_x"))
+    assert_refused(newest, f"{MANIFEST}: expected a JSON object with exactly the keys {', '.join(files)}", capsys)
+    (newest / MANIFEST).write_text(json.dumps(files))
+    assert verify(newest) == []
+    for rank in missing:
+        (newest / ranks[rank]).unlink()
+    assert_refused(newest, f"{ranks[min(missing)]}: is missing", capsys)
+    assert verify(newest) == [f"{ranks[r]}: is missing or not a regular file" for r in sorted(missing)]
+
+
+def test_verify_takes_a_read_error_for_damage(newest, capsys, monkeypatch):
+    def fail(path):
+        if path.parent == newest:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return fingerprint(path)
+
+    monkeypatch.setattr(load, "fingerprint", fail)
+    assert_refused(newest, f"cannot be read ([Errno 5] Input/output error: '{newest / TENSORS}')", capsys)
+
+
+def test_latest_checkpoint_refuses_a_run_with_damaged_ones_only(newest, capsys):
+    for path in newest.parent.iterdir():
+        (path / STATE).unlink()
+    with pytest.raises(CheckpointError, match="none of 2 verifies"):
+        latest_checkpoint(newest.parent)
+    assert capsys.readouterr().err.count("warning: ") == 2
+
+
+# ---- finding ----
+
+
+def test_find_takes_a_run_its_checkpoints_or_a_step(newest, monkeypatch):
+    run, older = newest.parents[1], newest.with_name(STEP_10)
+    assert [find_checkpoint(path) for path in (run, newest.parent, newest, older)] == [newest, newest, newest, older]
+    for directory, found in ((run, newest), (newest.parent, newest), (older, older)):
+        monkeypatch.chdir(directory)
+        assert find_checkpoint(Path(".")).resolve() == found
+    with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing.* another step, such as {STEP_10}, {STEP_20}$"):
+        find_checkpoint(newest.with_name(STEP_30))
+    assert write(newest.parent, 123_456_789) == find_checkpoint(run)  # as text, step_1234... would be older
+
+
+def test_latest_checkpoint_gives_none_where_find_raises(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    assert latest_checkpoint(tmp_path / "checkpoints") is latest_checkpoint(tmp_path / "nowhere") is None
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "checkpoints"):
+        with pytest.raises(CheckpointError, match=f"{path}: no checkpoint found"):
+            find_checkpoint(path)
+    (tmp_path / "ckpt.pt").touch()
+    with pytest.raises(CheckpointError, match="ckpt.pt: no checkpoint found, .* is a file; .* or nanogpt:FILE$"):
+        find_checkpoint(tmp_path / "ckpt.pt")
+    with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing"):
+        find_checkpoint(tmp_path / "checkpoints" / STEP_30)
+
+
+# ---- hostile ----
+
+
+def test_verify_refuses_a_step_that_is_a_symlink(newest, tmp_path, capsys):
+    newest.rename(tmp_path / "outside")
+    newest.symlink_to(tmp_path / "outside")
+    assert_refused(newest, "is missing or not a directory", capsys)
+
+
+@pytest.mark.parametrize("evil", ["../secret", "/etc/hostname", "rank_00002.safetensors"])
+@pytest.mark.parametrize("instead", [True, False])
+def test_verify_never_opens_names_from_the_manifest(newest, capsys, monkeypatch, evil, instead):
+    manifest, opened, real = json.loads((newest / MANIFEST).read_text()), [], open
+    manifest[evil] = manifest.pop(TENSORS) if instead else manifest[TENSORS]
+    (newest / MANIFEST).write_text(json.dumps(manifest))
+    monkeypatch.setattr("builtins.open", lambda path, *a, **k: (opened.append(Path(path).name), real(path, *a, **k))[1])
+    assert_refused(newest, f"{MANIFEST}: expected a JSON object with exactly the keys {TENSORS}, {STATE}", capsys)
+    assert set(opened) == {TENSORS, STATE}  # of step 10
+
+
+NOT_OURS = [b"[]", b"null", b"{}", b"[" * 100_000, b'{"rank_00000.safetensors": 1, "state.json": []}', b"\xff"]
+
+
+@pytest.mark.parametrize("text", NOT_OURS, ids=range(len(NOT_OURS)))
+def test_load_refuses_json_of_another_form(newest, capsys, text):
+    (newest / STATE).write_bytes(text)
+    reseal(newest)
+    with pytest.raises(CheckpointError, match=STATE):
+        load_checkpoint(find_checkpoint(newest))
+    (newest / MANIFEST).write_bytes(text)
+    assert_refused(newest, MANIFEST, capsys)
+
+
+@pytest.mark.parametrize("version", [FORMAT + 1, 0, "1", None])
+def test_load_refuses_another_format(newest, version):
+    (newest / STATE).write_text(json.dumps({"format": version, "step": 20}))
+    reseal(newest)
+    with pytest.raises(CheckpointError, match=f"format {version!r}, expected {FORMAT}; use the version"):
+        load_checkpoint(find_checkpoint(newest))
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+
+HUGE_HEADER = struct.pack("<Q", 10**15) + b"{}"
+NOT_SAFETENSORS = {"pickle": pickle.dumps(Evil()), "empty": b"", "header of 10^15 bytes": HUGE_HEADER}
+
+
+@pytest.mark.parametrize("kind", NOT_SAFETENSORS)
+def test_load_refuses_what_is_not_safetensors_and_executes_nothing(newest, tmp_path, monkeypatch, kind):
+    """The manifest agrees with the file."""
+    monkeypatch.chdir(tmp_path)
+    (newest / TENSORS).write_bytes(NOT_SAFETENSORS[kind])
+    reseal(newest)
+    with pytest.raises(CheckpointError, match=f"{TENSORS}: not safetensors"):
+        load_checkpoint(find_checkpoint(newest))
+    assert names(tmp_path) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["params", "m"])
+def test_load_refuses_nan_and_infinity(tmp_path, monkeypatch, name, value):
+    """In bf16 and fp32, at any place of a scan; the largest finite number is accepted."""
+    monkeypatch.setattr(load, "SCAN", 10)
+    for at in (0, 9, 10, 32):
+        tensors = example(10)
+        tensors[name][at] = torch.finfo(tensors[name].dtype).max
+        path = save_checkpoint(tmp_path / f"good{at}", 10, tensors, {}, 0, 0)
+        load_checkpoint(find_checkpoint(path))
+        tensors[name][at] = value
+        path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, {}, 0, 0)
+        with pytest.raises(CheckpointError, match=f"{name}: a NaN or an infinity at element {at}; remove this step"):
+            load_checkpoint(find_checkpoint(path))

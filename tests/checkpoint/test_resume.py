@@ -1,0 +1,61 @@
+"""A resumed run: which tensors, keys and data must be those of its checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt2_triton.checkpoint import resume
+from gpt2_triton.config.config import options
+from gpt2_triton.errors import CheckpointError
+
+
+def test_check_tensors_raises_a_table_of_the_differences():
+    expected = {"params": torch.empty(4), "m": torch.empty(4), "low": torch.empty(4, dtype=torch.int16)}
+    resume.check_tensors(Path("step"), {name: t.clone() for name, t in expected.items()}, expected)
+    saved = {"params": torch.empty(4, dtype=torch.bfloat16), "m": torch.empty(4), "v": torch.empty(2, 2)}
+    with pytest.raises(CheckpointError) as error:
+        resume.check_tensors(Path("step"), saved, expected)
+    assert str(error.value).splitlines() == [
+        "step does not fit this model",
+        "        checkpoint      now",
+        "low     None            int16 (4,)",
+        "params  bfloat16 (4,)   float32 (4,)",
+        "v       float32 (2, 2)  None",
+    ]
+
+
+FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size data.tokenizer data.seed
+    train.seq_len train.total_batch_tokens train.dtype train.seed optim.master""".split()
+UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]
+
+
+@pytest.mark.parametrize("key", [key for key, field in options() if not field.exclude] + UNKNOWN)
+def test_config_differences_are_fatal_or_free_for_every_key(key):
+    section, _, name = key.rpartition(".")
+    saved, current = ({section: {name: value}} if section else {name: value} for value in ("a", "b"))
+    change, none = {key: ("a", "b")}, {}
+    expected = (change, none) if key in FATAL + UNKNOWN else (none, change)
+    assert resume.config_differences(saved, current) == expected
+    assert resume.config_differences(saved, saved) == (none, none)
+
+
+def test_check_config_returns_free_changes_and_raises_a_table_of_fatal_ones():
+    saved = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 6e-4, "master": "none"}, "train": {"steps": 100}}
+    current = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 3e-4, "master": "none"}, "train": {"steps": 200}}
+    assert resume.check_config(saved, current) == {"optim.lr": (6e-4, 3e-4), "train.steps": (100, 200)}
+    current["model"]["n_layer"], current["optim"]["master"] = 24, "fp32"
+    with pytest.raises(CheckpointError) as error:
+        resume.check_config(saved, current)
+    assert str(error.value).splitlines()[1:] == [
+        "               checkpoint  now",
+        "model.n_layer  12          24",
+        "optim.master   none        fp32",
+    ]
+
+
+def test_check_data_refuses_other_training_data():
+    now = [{"name": "train_000000.bin", "bytes": 1024, "sha256": "ab"}]
+    resume.check_data(Path("step"), [dict(row) for row in now], now, "data/*.bin")
+    with pytest.raises(CheckpointError, match=r"step: written with other training data than data/\*.bin; restore it"):
+        resume.check_data(Path("step"), [now[0] | {"sha256": "cd"}], now, "data/*.bin")

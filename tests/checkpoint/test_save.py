@@ -1,0 +1,143 @@
+"""Saving: a kill at any line leaves the old checkpoint or the new one; pruning keeps what was asked for."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gpt2_triton.checkpoint import format, load, save
+from gpt2_triton.checkpoint.format import STATE
+from gpt2_triton.checkpoint.load import find_checkpoint, verify
+from gpt2_triton.checkpoint.save import FILES_BYTES, require_space
+from gpt2_triton.errors import CheckpointError
+from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, TENSORS, example, names, write
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_save_rewrites_a_step_only_if_it_is_damaged(newest, damaged):
+    if damaged:
+        (newest / STATE).write_text("{}")
+    before = (newest / TENSORS).stat().st_ino
+    assert write(newest.parent, 20) == newest
+    assert ((newest / TENSORS).stat().st_ino != before) == damaged
+    assert verify(newest) == [] and names(newest.parent) == [STEP_10, STEP_20]
+
+
+@pytest.mark.parametrize("call", ["rename", "fsync"])
+def test_failed_save_leaves_nothing_and_older_checkpoints_intact(newest, monkeypatch, call):
+    def fail(*_):
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="injected"):
+        write(newest.parent, 30, keep=1)
+    assert names(newest.parent) == [STEP_10, STEP_20] and find_checkpoint(newest.parent) == newest
+
+
+def test_save_syncs_files_before_the_rename_and_directories_after_it(tmp_path, monkeypatch):
+    """After a power cut the content of the files, then their names, then the rename must be on disk, in this order."""
+    events, fsync, rename, run = [], os.fsync, os.rename, tmp_path
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    write(run / "checkpoints", 10)
+    temporary = f"{run}/checkpoints/.{STEP_10}.tmp-{os.getpid()}"
+    assert sorted(events[:3]) == sorted(f"{temporary}/{name}" for name in FILES)
+    assert events[3:] == [temporary, "rename", f"{run}/checkpoints", str(run)]
+
+
+TRACED = {module.__file__ for module in (save, load, format, shutil)}
+
+
+def killed_at_line(n, directory):
+    """Save step 30 in a child that kill -9 ends at the n-th line, rmtree's included; False if there are fewer lines."""
+    child = os.fork()
+    if child == 0:
+        lines = 0
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if frame.f_code.co_filename not in TRACED:
+                return None
+            lines += event == "line"
+            if lines == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        write(directory, 30, keep=1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def kill_at_every_line(directory):
+    """Save step 30 in place of 10 and 20, killed at each line in turn; print the step that a run would resume from."""
+    n, found = 1, None
+    write(directory, 10)
+    write(directory, 20)
+    while killed_at_line(n, directory):
+        assert all(verify(path) == [] for path in directory.glob("step_*")), n
+        found = find_checkpoint(directory)
+        print(found.name)
+        if found.name == STEP_30:
+            save._discard(found)
+            write(directory, 10)
+            write(directory, 20)
+        n += 1
+
+
+def test_save_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
+    """In a separate process: it forks, and this process may have threads."""
+    code = "import sys, pathlib, tests.checkpoint.test_save as t; t.kill_at_every_line(pathlib.Path(sys.argv[1]))"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.split()
+    assert found == sorted(found) and set(found) == {STEP_20, STEP_30} and len(found) > 50
+    write(tmp_path, 40)
+    assert not [name for name in names(tmp_path) if name.startswith(".")]  # nothing of the killed saves remains
+
+
+def test_save_removes_hidden_directories_of_dead_processes_only(newest):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    hidden = {p: [f".{STEP_30}.{kind}-{p}" for kind in ("tmp", "old")] for p in (dead.pid, os.getpid(), os.getppid())}
+    for name in [*sum(hidden.values(), []), "notes", ".step_x.tmp-1"]:
+        (newest.parent / name).mkdir()
+    write(newest.parent, 30)
+    assert names(newest.parent) == sorted([*hidden[os.getppid()], "notes", ".step_x.tmp-1", STEP_10, STEP_20, STEP_30])
+
+
+PRUNED = {(0, 0): [10, 20, 30, 40], (1, 0): [40], (2, 0): [30, 40], (9, 0): [10, 20, 30, 40]}
+PRUNED |= {(1, 20): [20, 40], (2, 20): [20, 30, 40], (1, 30): [30, 40], (0, 20): [10, 20, 30, 40]}
+
+
+@pytest.mark.parametrize(("keep", "keep_every"), PRUNED)
+def test_pruning_keeps_the_newest_and_the_multiples(tmp_path, keep, keep_every):
+    for step in (10, 20, 30, 40):
+        write(tmp_path, step, keep, keep_every)
+    assert names(tmp_path) == [f"step_{step:08d}" for step in PRUNED[keep, keep_every]]
+
+
+def test_pruning_does_not_count_a_damaged_later_step_as_the_newest(newest):
+    """Resumed from 10 because 20 is damaged, a run that saves 15 with keep=1 keeps 15."""
+    (newest / TENSORS).write_bytes(b"")
+    assert write(newest.parent, 15, keep=1) == find_checkpoint(newest.parent)
+    assert names(newest.parent) == ["step_00000015", STEP_20]
+
+
+def test_require_space_names_the_bytes_needed_and_free(tmp_path, monkeypatch):
+    asked, needed = [], sum(t.nbytes for t in example(1).values()) + FILES_BYTES
+    free = SimpleNamespace(free=needed)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or free)
+    require_space(tmp_path / "not" / "yet" / "there", example(1))
+    assert asked == [tmp_path]
+    free.free -= 1
+    message = f"no room for a checkpoint: {needed:,} bytes needed, {needed - 1:,} free; .*--run_dir"
+    with pytest.raises(CheckpointError, match=message):
+        require_space(tmp_path, example(1))
