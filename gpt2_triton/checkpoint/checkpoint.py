@@ -24,7 +24,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpt2_triton.checkpoint import best
 from gpt2_triton.checkpoint.checks import first_non_finite, missing_space
 from gpt2_triton.checkpoint.shares import join, tile
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
@@ -61,7 +60,7 @@ def save(
     temporary = control.from_rank0(lambda: _begin(directory, target, tensors, control.size))
     if temporary:
         _write(target, Path(temporary), tensors, state, control)
-        control.from_rank0(lambda: _prune(directory, step, keep, major, back, best.step_of(state)))
+        control.from_rank0(lambda: _prune(directory, step, keep, major, back, best_step(state)))
     return target
 
 
@@ -115,6 +114,11 @@ def _finish(target: Path, temporary: Path, state: dict[str, Any], written: list[
     os.rename(temporary, target)
     sync(target.parent)
     sync(target.parent.parent)  # the first save of a run made target.parent
+
+
+def best_step(state: dict[str, Any]) -> int | None:
+    """Return the step of the lowest validation loss; state["best"] is [step, loss], or None, or missing."""
+    return state["best"][0] if state.get("best") else None
 
 
 def tensors_name(rank: int) -> str:
@@ -255,7 +259,7 @@ def find(path: Path) -> Path:
     that of the lowest validation loss.
     """
     if path.name == "best" and not path.exists():
-        step = best.step_of(_read_json(find(path.parent) / STATE))
+        step = best_step(_read_json(find(path.parent) / STATE))
         if step is None:
             wrong = f"{path}: {path.parent} keeps no best checkpoint"
             raise CheckpointError(f"{wrong}; train with --checkpoint.best val_loss")

@@ -1,4 +1,4 @@
-"""What the host computes for each step: the learning rate, and the row of numbers that the update reads.
+"""The learning rate, and the other numbers that the host computes for the update of each step.
 
 `step` counts from 0; W = warmup, N = steps, low = final_frac * lr, D = (1 - wsd_decay_frac) * N.
     step < W    lr * (step + 1) / W, so the peak is first reached at step W - 1; after the warmup:
@@ -15,10 +15,11 @@ import numpy as np
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import OptimConfig
+from gpt2_triton.kernels import step_io as io
 
 
 def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
-    """The learning rate of step 0 <= step < steps."""
+    """Return the learning rate of a step, 0 <= step < steps."""
     assert 0 <= step < steps
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
@@ -36,10 +37,11 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
 
 
 def step_inputs(step: int, config: Config, loss_scale: float) -> np.ndarray:
-    """float32[8], with t = step + 1: lr, 1 / (1 - beta1^t), 1 / (1 - beta2^t), loss scale, clip, the limits of the
-    loss's and of the norm's z-score, 0 (the trainer's: 1 when this rank was asked to stop).
-    """
+    """Return the fp32 row step_in, whose elements kernels/step_io.py names; STOP is 0."""
     o, limits, t = config.optim, config.train, step + 1
-    lr = learning_rate(step, o, config.train.steps)
-    corrections = 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t)
-    return np.array([lr, *corrections, loss_scale, o.clip, limits.skip_loss_z, limits.skip_norm_z, 0], np.float32)
+    row = np.zeros(io.STEP_IN, np.float32)
+    row[io.LR] = learning_rate(step, o, config.train.steps)
+    row[io.M_CORRECTION], row[io.V_CORRECTION] = 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t)
+    row[io.LOSS_SCALE], row[io.CLIP] = loss_scale, o.clip
+    row[io.LOSS_LIMIT], row[io.NORM_LIMIT] = limits.skip_loss_z, limits.skip_norm_z
+    return row

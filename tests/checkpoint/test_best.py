@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from gpt2_triton.checkpoint import best, checkpoint
+from gpt2_triton.checkpoint import checkpoint
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training import trainer
+from gpt2_triton.training.run_state import RunState
 from tests.training.test_trainer import run_config, stop_after, train
 
 LOSSES = [0.5, 3.0, 1.0, 2.0, float("nan"), 1.0]  # after 0 ... 5 steps
@@ -21,13 +22,13 @@ def best_config(**checkpoints):
 def losses(monkeypatch):
     """The model's own loss is replaced by the one for its step, which the log tells."""
     monkeypatch.setattr(trainer, "validation_loss", lambda model, *_: LOSSES[model.done])
-    original = trainer.Trainer._validate_if_due
+    original = trainer.Trainer._validate
 
     def with_step(self, step):
         self.model.done = step
-        return original(self, step)
+        original(self, step)
 
-    monkeypatch.setattr(trainer.Trainer, "_validate_if_due", with_step)
+    monkeypatch.setattr(trainer.Trainer, "_validate", with_step)
 
 
 def steps(run):
@@ -56,18 +57,19 @@ def test_a_run_that_keeps_no_best_checkpoint_says_how_to(losses, tmp_path):
 
 
 def test_a_run_that_goes_back_forgets_what_it_deletes():
-    for target, left in ((3, None), (4, [4, 1.0]), (5, [4, 1.0])):
-        state = {"best": [4, 1.0]}
-        best.go_back(state, target)
-        assert state["best"] == left
-    best.go_back(state := {"best": None}, 0)
-    assert best.step_of(state) is None and best.enter(state, 5, 2.0) and not best.enter(state, 6, 2.0)
+    for target, left in ((3, None), (4, (4, 1.0)), (5, (4, 1.0))):
+        state = RunState(best=(4, 1.0))
+        state.forget_best_after(target)
+        assert state.best == left
+    state = RunState()
+    state.forget_best_after(0)
+    assert state.best_step is None and state.record_validation(5, 2.0) and not state.record_validation(6, 2.0)
 
 
 def test_what_is_not_finite_is_never_the_best():
-    state = {"best": None}
-    assert not best.enter(state, 1, float("nan")) and not best.enter(state, 2, float("inf"))
-    assert best.enter(state, 3, 5.0) and not best.enter(state, 4, float("nan")) and state["best"] == [3, 5.0]
+    state = RunState()
+    assert not state.record_validation(1, float("nan")) and not state.record_validation(2, float("inf"))
+    assert state.record_validation(3, 5.0) and not state.record_validation(4, float("nan")) and state.best == (3, 5.0)
 
 
 def test_without_validation_there_is_no_best_one(tmp_path):

@@ -349,7 +349,7 @@ def test_a_search_for_what_is_not_finite_changes_no_byte_of_the_run(tmp_path, ze
 
 def rewinding(config, run):
     """At ZeRO-0 the file is read, at the other stages each rank recalls its share."""
-    original = recovery._recall
+    original = recovery._restore_from_host
 
     def restore_from_host(target, model, saver, control):
         done = original(target, model, saver, control)
@@ -357,7 +357,7 @@ def rewinding(config, run):
         assert done == (config.parallel.zero > 0) and (not done or windows[0] == windows[1])
         return done
 
-    recovery._recall = restore_from_host
+    recovery._restore_from_host = restore_from_host
     return nan_on_rank_1(config, run, (2,))
 
 
@@ -441,14 +441,14 @@ def test_weights_that_differ_end_the_run(tmp_path):
 
 
 def flip_on_rank_1(config, run):
-    original = Trainer._settle
+    original = Trainer._finish_step
 
     def settle(self):
         original(self)
         if self.group.rank == 1:
             self.model.K.fill(self.model.train_view.w.lnb[0][:1], 1.0)
 
-    Trainer._settle = settle
+    Trainer._finish_step = settle
     return job(config, run)
 
 

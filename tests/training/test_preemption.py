@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gpt2_triton.checkpoint import checkpoint
-from gpt2_triton.training.preemption import ECHO, ShutdownSignals
+from gpt2_triton.training.preemption import REPEAT_WINDOW, ShutdownSignals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -48,17 +48,17 @@ def test_of_several_ranks_one_waits_for_the_others_and_takes_an_echo_for_the_fir
     monkeypatch.setattr("time.monotonic", lambda: moment)
     signals.listen()
     signal.raise_signal(signal.SIGTERM)
-    moment += ECHO
+    moment += REPEAT_WINDOW
     signal.raise_signal(signal.SIGTERM)
-    assert signals.heard and not signals.stop and not left
-    moment += ECHO + 1
+    assert signals.received and not signals.stop and not left
+    moment += REPEAT_WINDOW + 1
     signal.raise_signal(signal.SIGTERM)
     assert left == [143]
 
 
 def test_a_rank_that_heard_nothing_stops_with_the_others_as_if_by_sigterm():
     signals = ShutdownSignals(2)
-    signals.agreed = True
+    signals.all_ranks_agree = True
     assert signals.stop and signals.exit_code == 143
 
 

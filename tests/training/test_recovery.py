@@ -19,9 +19,10 @@ from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.errors import ConfigError, NonFiniteError
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.training import recovery, trainer
+from gpt2_triton.training import run_state, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.trainer import Trainer, train
+from gpt2_triton.training.run_state import RunState
+from gpt2_triton.training.trainer import Trainer, make_trainer, train
 from tests.support.tiny import tiny_config
 
 TIMINGS = {"ms", "tok_s", "mfu"}
@@ -104,7 +105,8 @@ def test_an_outlier_is_skipped_in_its_own_step_and_counted_apart(spiked):
     assert records[SPIKE]["outlier"] is True and records[SPIKE]["loss_z"] > 1.7
     assert ["loss_z" in r for r in records] == [step >= 4 for step in range(6)]
     state = final(run)[0]
-    assert {key: state[key] for key in recovery.COUNTS} == recovery.COUNTS | {"skipped": 1, "outliers": 1}
+    counted = {key: state[key] for key in ("skipped", "outliers", "skipped_in_a_row", "without_update", "rewinds")}
+    assert counted == {"skipped": 1, "outliers": 1, "skipped_in_a_row": 0, "without_update": 0, "rewinds": 0}
 
 
 def test_resuming_goes_on_with_a_window_half_full(spiked, tmp_path, monkeypatch):
@@ -117,10 +119,10 @@ def test_resuming_goes_on_with_a_window_half_full(spiked, tmp_path, monkeypatch)
 
 
 def test_both_kinds_of_skipped_steps_are_counted():
-    state = dict(recovery.COUNTS)
+    state = RunState()
     for loss, applied in ((2.0, True), (9.0, False), (math.nan, False), (math.nan, False), (9.0, False), (2.0, True)):
-        recovery.count(state, StepResult(loss, 1.0, applied, 0.1, (0.0, 0.0)))
-        seen = [state[key] for key in ("skipped", "outliers", "skipped_in_a_row", "without_update")]
+        state.count(StepResult(loss, 1.0, applied, 0.1, (0.0, 0.0)))
+        seen = [state.skipped, state.outliers, state.skipped_in_a_row, state.without_update]
         if loss == 9.0:
             assert seen in ([1, 1, 0, 1], [4, 2, 0, 4])
     assert seen == [4, 2, 0, 0]
@@ -165,9 +167,9 @@ def test_a_rewind_is_the_run_that_goes_from_the_checkpoint_to_the_data_after(rew
     records = metrics(rewound)
     assert [r["step"] for r in records] == [1, 2, 2, 3, 4]
     assert records[2] == {"step": 2, "rewound_from": 3, "sample": 6} and not any("skipped" in r for r in records)
-    other, losses = Trainer(rewind_config(), tmp_path, None), []
+    other, losses = make_trainer(rewind_config(), tmp_path), []
     for step, first in enumerate((0, 2, 6, 8)):
-        tokens = other.loader.batch(first, 2)
+        tokens = other.data.train.batch(first, 2)
         other.model.begin_step(step_inputs(step, other.config, 1 / 32), step, other.config.train.seed)
         other.model.micro_step(pack_batch(None, tokens[:, :-1], tokens[:, 1:], 256), first=True)
         losses.append(other.model.end_step().result().loss)
@@ -183,7 +185,7 @@ def test_a_rewind_takes_the_copy_in_memory_or_the_file_to_the_same_bytes(rewound
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "load", lambda _: pytest.fail("read from disk"))
         assert train(rewind_config(), tmp_path / "memory", resume=False) == 0
-    monkeypatch.setattr(AsyncCheckpointer, "recall", lambda self, step, share: False)
+    monkeypatch.setattr(AsyncCheckpointer, "restore_from_host", lambda self, step, share: False)
     assert train(rewind_config(), tmp_path / "disk", resume=False) == 0
     assert final(tmp_path / "memory") == final(tmp_path / "disk") == final(rewound)
 
@@ -198,7 +200,7 @@ def test_a_run_stopped_about_a_rewind_goes_on_alike(rewound, tmp_path, monkeypat
 
 
 def test_rewinds_that_do_not_help_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery, "MAX_REWINDS", 1)
+    monkeypatch.setattr(run_state, "MAX_REWINDS", 1)
     original = Trainer._train_step
 
     def poisoned(self, index):

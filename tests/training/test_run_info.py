@@ -2,7 +2,7 @@
 
 import subprocess
 
-from gpt2_triton.training.run_info import describe, git_state
+from gpt2_triton.training.run_info import describe_start, git_state
 from tests.support.tiny import tiny_config
 
 
@@ -26,7 +26,7 @@ def test_the_commit_and_whether_tracked_files_differ_from_it(tmp_path):
 
 def test_a_start_is_described():
     config = tiny_config(train=dict(steps=10, total_batch_tokens=64), optim=dict(schedule="cosine", final_frac=0.1))
-    about = describe(config, arena_bytes=1234, device="a GPU", after_step=5)
+    about = describe_start(config, arena_bytes=1234, device="a GPU", after_step=5)
     assert about["plan"] == {"arena_bytes": 1234, "recompute": "gelu", "parameters": config.n_params}
     assert {"torch", "triton", "numpy", "python", "gpt2_triton"} <= about["packages"].keys()
     assert (about["device"], about["gpus"], about["zero"], about["after_step"]) == ("a GPU", 1, 0, 5)

@@ -17,7 +17,7 @@ from gpt2_triton.errors import CheckpointError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.trainer import Trainer, train
+from gpt2_triton.training.trainer import Trainer, make_trainer, train
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
 TIMINGS = {"ms", "tok_s", "mfu"}
@@ -97,13 +97,13 @@ def test_a_run_says_where_it_writes_and_how_it_goes_on(tmp_path, monkeypatch, ca
         train(run_config(), tmp_path, resume=False)
     lines = capsys.readouterr().out.splitlines()
     assert f"run directory {tmp_path}" in lines[:2]  # on a GPU after the kernels' line
-    assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume goes on"
+    assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume continues"
 
 
 def test_a_run_says_how_often_it_sees_its_data(tmp_path, capsys):
     """5 steps of 4 sequences."""
-    trainer = Trainer(run_config(), tmp_path, None)
-    sequences = trainer.loader.windows.n
+    trainer = make_trainer(run_config(), tmp_path)
+    sequences = trainer.data.train.windows.n
     trainer.close()
     said = f"{sequences:,} training sequences of 16 tokens; 5 steps are {20 / sequences:.3g} epochs"
     assert said in capsys.readouterr().out.splitlines()
@@ -112,7 +112,7 @@ def test_a_run_says_how_often_it_sees_its_data(tmp_path, capsys):
 def test_resuming_a_finished_run_changes_nothing(unbroken, capsys):
     before = final_bytes(unbroken), metrics(unbroken)
     assert train(run_config(), unbroken, resume=True) == 0
-    assert capsys.readouterr().out.endswith(f"all {STEPS} steps are done; raise train.steps to go on\n")
+    assert capsys.readouterr().out.endswith(f"all {STEPS} steps are done; raise train.steps to continue\n")
     assert (final_bytes(unbroken), metrics(unbroken)) == before
 
 
@@ -203,11 +203,11 @@ def test_golden_losses():
 
 def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(unbroken, tmp_path):
     config = run_config(init_from=f"checkpoint:{unbroken}")
-    trainer = Trainer(config, tmp_path, None)
+    trainer = make_trainer(config, tmp_path)
     try:
         _, saved = checkpoint.load(checkpoint.find(unbroken))
         assert torch.equal(trainer.model.state.params.cpu(), saved["params"])
-        assert not trainer.model.state.m.cpu().any() and trainer.state["step"] == 0
+        assert not trainer.model.state.m.cpu().any() and trainer.state.step == 0
     finally:
         trainer.close()
 
@@ -215,7 +215,7 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(unbroken, tmp
 def test_init_from_another_model_is_refused(unbroken, tmp_path):
     config = run_config(model=dict(n_layer=1), init_from=f"checkpoint:{unbroken}")
     with pytest.raises(CheckpointError, match=r"model.n_layer 2, this run 1"):
-        Trainer(config, tmp_path, None)
+        make_trainer(config, tmp_path)
 
 
 def test_a_run_that_could_not_save_does_not_begin(tmp_path, monkeypatch):
