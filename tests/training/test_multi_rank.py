@@ -249,7 +249,7 @@ def test_a_batch_that_divides_on_its_ranks_alone_is_no_hindrance_afterwards(tmp_
     sent: list = []
     there = SimpleNamespace(starting_step=0, url="", finish=lambda: None, log=lambda record, step: sent.append(record))
     monkeypatch.setattr(wandb_logger, "connect", lambda *arguments: there)
-    assert wandb_logger.export(tmp_path)[0] == len(sent) == 1
+    assert wandb_logger.send_missing(tmp_path)[0] == len(sent) == 1
 
 
 def full_disk_on_rank_1(config, run):

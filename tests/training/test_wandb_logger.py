@@ -80,14 +80,14 @@ def test_export_sends_what_is_missing_after_an_outage_and_nothing_twice(server, 
     assert main(app, ["wandb-export", str(tmp_path)]) == 0
     assert "sent 3 of 8 records" in capsys.readouterr().out  # two losses and a validation
     assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))
-    assert wandb_logger.export(tmp_path)[0] == 0 and len(server.rows) == 8
+    assert wandb_logger.send_missing(tmp_path)[0] == 0 and len(server.rows) == 8
     server.rows.clear()  # a server has no rows of a run it does not know
-    assert wandb_logger.export(tmp_path, afresh=True)[0] == 8 and server.names[-1] != first
+    assert wandb_logger.send_missing(tmp_path, new_run=True)[0] == 8 and server.names[-1] != first
 
 
 def test_a_run_without_wandb_can_be_exported_and_goes_on_there(server, tmp_path):
     run(tmp_path, range(1, 4))
-    assert wandb_logger.export(tmp_path)[:2] == (4, 4)
+    assert wandb_logger.send_missing(tmp_path)[:2] == (4, 4)
     assert server.names[-1] == json.loads((tmp_path / "run.json").read_text())["wandb_id"]
     assert run(tmp_path, range(4, 7), 3, wandb="online") == server.names[0] == server.names[-1]
     assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))
@@ -169,7 +169,7 @@ def test_an_export_that_fails_is_one_line_that_says_to_repeat_it(wandb, tmp_path
 
 def test_export_of_what_is_no_run_says_so(tmp_path):
     with pytest.raises(ConfigError, match="no metrics.jsonl and config.yaml there"):
-        wandb_logger.export(tmp_path)
+        wandb_logger.send_missing(tmp_path)
 
 
 # ---- a wandb that raises ----
@@ -210,7 +210,7 @@ def test_a_rewind_goes_on_in_a_new_run_that_has_what_the_file_has(server, tmp_pa
     for step in range(1, 6):
         logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
     old = logger.wandb_id
-    logger._mirror.close()
+    logger._wandb.close()
     server.rows.clear()  # a server has no rows of a run it does not know
     logger.rewind(5, 2, sample=99)
     logger.step(3, result(loss=7.0, norm=1.0, seconds=0.1))
@@ -244,7 +244,7 @@ def test_wandb_that_is_not_installed_is_a_warning(tmp_path, monkeypatch, capsys)
     run(tmp_path, [1], wandb="offline")
     assert capsys.readouterr().err.count("warning:") == 1
     with pytest.raises(ConfigError, match="wandb is not installed"):
-        wandb_logger.export(tmp_path)
+        wandb_logger.send_missing(tmp_path)
 
 
 def test_wandb_is_not_imported_unless_asked(tmp_path, monkeypatch):
