@@ -1,4 +1,4 @@
-"""The promises of checkpoint.best: the lowest validation loss has a checkpoint, which stays, and a name."""
+"""checkpoint.best: the checkpoint of the lowest validation loss is kept, and RUN/best is its name."""
 
 import json
 
@@ -15,12 +15,17 @@ LOSSES = [0.5, 3.0, 1.0, 2.0, float("nan"), 1.0]  # after 0 ... 5 steps
 
 
 def best_config(**checkpoints):
-    return run_config(eval=dict(every=1, tokens=64), sample=dict(every=0), checkpoint=dict(keep=1) | checkpoints)
+    return run_config(
+        train=dict(total_batch_tokens=32),
+        eval=dict(every=1, tokens=64),
+        sample=dict(every=0),
+        checkpoint=dict(keep=1) | checkpoints,
+    )
 
 
 @pytest.fixture
 def losses(monkeypatch):
-    """The model's own loss is replaced by the one for its step, which the log tells."""
+    """Replace the validation loss of each step by that in LOSSES."""
     monkeypatch.setattr(trainer, "validation_loss", lambda model, *_: LOSSES[model.done])
     original = trainer.Trainer._validate
 
@@ -36,8 +41,8 @@ def steps(run):
 
 
 @pytest.mark.parametrize("interrupted", [None, 1, 3], ids=["unbroken", "before the best", "after it"])
-def test_the_lowest_validation_loss_keeps_its_checkpoint(losses, tmp_path, monkeypatch, interrupted):
-    """That of the second step, though only the newest is kept; not the one before training, nor a later tie."""
+def test_best_checkpoint_is_kept(losses, tmp_path, monkeypatch, interrupted):
+    """It is that of step 2, although keep is 1; neither the one before training nor a later tie."""
     if interrupted:
         with monkeypatch.context() as patch:
             stop_after(patch, interrupted)
@@ -49,14 +54,14 @@ def test_the_lowest_validation_loss_keeps_its_checkpoint(losses, tmp_path, monke
     assert found == tmp_path / "checkpoints" / "step_00000002" and state["best"] == [2, 1.0]
 
 
-def test_a_run_that_keeps_no_best_checkpoint_says_how_to(losses, tmp_path):
+def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):
     assert train(best_config(), tmp_path, resume=False) == 0
     assert steps(tmp_path) == ["step_00000005"]
     with pytest.raises(CheckpointError, match="keeps no best checkpoint; train with --checkpoint.best val_loss"):
         checkpoint.find(tmp_path / "best")
 
 
-def test_a_run_that_goes_back_forgets_what_it_deletes():
+def test_forget_best_after_forgets_deleted_steps():
     for target, left in ((3, None), (4, (4, 1.0)), (5, (4, 1.0))):
         state = RunState(best=(4, 1.0))
         state.forget_best_after(target)
@@ -66,13 +71,13 @@ def test_a_run_that_goes_back_forgets_what_it_deletes():
     assert state.best_step is None and state.record_validation(5, 2.0) and not state.record_validation(6, 2.0)
 
 
-def test_what_is_not_finite_is_never_the_best():
+def test_record_validation_ignores_non_finite_losses():
     state = RunState()
     assert not state.record_validation(1, float("nan")) and not state.record_validation(2, float("inf"))
     assert state.record_validation(3, 5.0) and not state.record_validation(4, float("nan")) and state.best == (3, 5.0)
 
 
-def test_without_validation_there_is_no_best_one(tmp_path):
+def test_checkpoint_best_without_validation_is_refused(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("checkpoint: {best: val_loss}\neval: {every: 0}")
     with pytest.raises(ConfigError, match="x.yaml:1: checkpoint.best: there is no validation loss to go by"):
