@@ -1,4 +1,4 @@
-"""`stats`: the statistics of a run's tensors as a table."""
+"""`stats`: print a run's tensor statistics as a table."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     run: Path
         A run directory whose log.stats_every was not 0.
     step: int
-        The step; default the last one there is.
+        The step; default the last one with statistics.
     """
     from gpt2_triton.model.tensor_stats import table
     from gpt2_triton.training.metrics import STATS, read_metrics

@@ -24,8 +24,10 @@ app.group_parameters = Group("Run", sort_key=0)
 
 
 @config_app.default
-def _keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> None:  # noqa: B008
-    """For --help, which lists the configuration's keys from their types; `train` reads them."""
+def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> None:  # noqa: B008
+    """Let --help list the configuration's keys.  cyclopts does not parse them: a value is checked only together with
+    the YAML file's, by load_config.
+    """
 
 
 @app.default
@@ -58,30 +60,37 @@ def train(
     run_dir: Path
         Directory of the run; default runs/<config>-<time>.
     resume: bool
-        Go on from the newest checkpoint in --run_dir that verifies; a fresh start when there is none.
+        Resume from the newest checkpoint in --run_dir that verifies; start a new run if there is none.
     """
     if gpus is not None:
         require_at_least(gpus=(gpus, 1))
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
-    if plan or print_config:
-        settings = load_config(config, parse_overrides(keys), gpus or 1)
-        print(
-            _plan(settings if gpus is None else settings.with_gpus(gpus), gpu) if plan else settings.to_yaml().rstrip()
-        )
-        return 0
+    overrides = parse_overrides(keys)
+    if not (plan or print_config):
+        return _start(config, overrides, run_dir, resume)
+    settings = load_config(config, overrides, gpus or 1)
+    if plan:
+        print(_plan(settings if gpus is None else settings.with_gpus(gpus), gpu))
+    else:
+        print(settings.to_yaml().rstrip())
+    return 0
+
+
+def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool) -> int:
+    """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
     from gpt2_triton.data.shards import require_tokenizer
 
     set_env_from_slurm()
     rank, ranks = rank_and_size()
-    settings = load_config(config, parse_overrides(keys), ranks).with_gpus(ranks)
+    settings = load_config(config, overrides, ranks).with_gpus(ranks)
     if rank == 0:
         run_dir = choose_run_dir(config, run_dir, resume)
         for split in (settings.data.train, settings.data.val):
             require_tokenizer(split, settings.data.tokenizer)
     else:
-        run_dir, sys.stdout = None, open(os.devnull, "w")  # rank 0 chooses and speaks for all
-    with made(run_dir) if run_dir else contextlib.nullcontext():
+        run_dir, sys.stdout = None, open(os.devnull, "w")
+    with creating_run_dir(run_dir) if run_dir else contextlib.nullcontext():
         select_device()
         from gpt2_triton.training import trainer
 
@@ -89,7 +98,7 @@ def train(
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
-    """`--section.key value` and `--section.key=value` as {"section.key": "value"}."""
+    """Return `--section.key value` and `--section.key=value` as {"section.key": "value"}."""
     known, given, rest = [key for key, _ in options()], {}, iter(words)
     for word in rest:
         if not word.startswith("--"):
@@ -109,10 +118,10 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
 
 
 def choose_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
-    """The run's directory; one that holds checkpoints is used only to resume."""
+    """Return the run's directory; raise ConfigError for one with checkpoints unless `resume`."""
     if run_dir is None:
         if resume:
-            raise ConfigError("--resume: needs --run_dir, the directory of the run to go on with")
+            raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")
         return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
@@ -125,8 +134,8 @@ def choose_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
 
 
 @contextlib.contextmanager
-def made(run_dir: Path) -> Iterator[None]:
-    """Make the run's directory; a start that is refused before anything is in it leaves none."""
+def creating_run_dir(run_dir: Path) -> Iterator[None]:
+    """Make the run's directory, and remove it at the end if it is new and still empty, as after a refused start."""
     try:
         new = not run_dir.exists()
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -136,7 +145,7 @@ def made(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         if new:
-            with contextlib.suppress(OSError):  # something is in it
+            with contextlib.suppress(OSError):  # not empty
                 run_dir.rmdir()
 
 

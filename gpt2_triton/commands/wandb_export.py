@@ -1,4 +1,4 @@
-"""`wandb-export`: send a run's metrics to Weights & Biases after the fact."""
+"""`wandb-export`: send a run's metrics to Weights & Biases afterwards."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,20 +7,20 @@ from cyclopts import Parameter
 
 
 def wandb_export(
-    run: Path, /, *, project: str | None = None, afresh: Annotated[bool, Parameter(name="new")] = False
+    run: Path, /, *, project: str | None = None, new_run: Annotated[bool, Parameter(name="new")] = False
 ) -> None:
-    """Send what Weights & Biases lacks of a run's metrics.jsonl: after an outage, or of a run made without it.
+    """Send the records of a run's metrics.jsonl that Weights & Biases lacks, after an outage or a run without it.
 
     Parameters
     ----------
     run: Path
-        Run directory.  Interrupted, the command goes on where it stopped.
+        Run directory.  After an interruption the command continues where it stopped.
     project: str
         Project; default the run's log.wandb_project.
-    afresh: bool
+    new_run: bool
         Send everything to a new run, for example when the old one was deleted there.
     """
     from gpt2_triton.training import wandb_logger
 
-    sent, records, address = wandb_logger.export(run, project, afresh)
+    sent, records, address = wandb_logger.send_missing(run, project, new_run)
     print(f"sent {sent:,} of {records:,} records, the others were there: {address}")

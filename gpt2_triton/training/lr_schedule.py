@@ -1,4 +1,4 @@
-"""What the host computes for each step: the learning rate, and the row of numbers that the update reads.
+"""The learning rate, and the other numbers that the host computes for the update of each step.
 
 `step` counts from 0; W = warmup, N = steps, low = final_frac * lr, D = (1 - wsd_decay_frac) * N.
     step < W    lr * (step + 1) / W, so the peak is first reached at step W - 1; after the warmup:
@@ -19,7 +19,7 @@ from gpt2_triton.kernels import step_io as io
 
 
 def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
-    """The learning rate of step 0 <= step < steps."""
+    """Return the learning rate of a step, 0 <= step < steps."""
     assert 0 <= step < steps
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup

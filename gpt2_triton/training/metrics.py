@@ -1,11 +1,11 @@
-"""metrics.jsonl, a run's only record of its numbers; llm.c's main.log, Weights & Biases and plots are made from it.
+"""metrics.jsonl, the only record of a run's numbers; llm.c's main.log, Weights & Biases and plots are made from it.
 
-One object a line, each with `step`, the number of finished steps:
+One object per line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
     {"step": 250, "val_loss": ...}   {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
     {"step": 250, "sample": ...}   {"step": 300, "rewound_from": 412, "sample": ...}
-A step has "loss_z" and "norm_z" besides once 128 steps are known, and "skipped": true when its update was skipped, as
-an outlier also "outlier": true.  Numbers that are not finite are null: JSON has no NaN.
+A step also has "loss_z" and "norm_z" once 128 steps are known, "skipped": true if its update was skipped, and
+"outlier": true if it was skipped as an outlier.  Numbers that are not finite are null, since JSON has no NaN.
 """
 
 import json
@@ -18,18 +18,19 @@ from gpt2_triton.console import print_line
 
 METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
-STATS = "stats.jsonl"  # of watch.py, a number a layer; kept and cut as metrics.jsonl is
+STATS = "stats.jsonl"  # tensor statistics, a number per layer; kept and truncated like metrics.jsonl
 
 Record = dict[str, Any]
 
 
-def finite(record: Record) -> Record:
+def null_non_finite(record: Record) -> Record:
+    """Return the record with None in place of numbers that are not finite."""
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics file; a last line that a crash cut short is left out, and with a warning any other that
-    is damaged.
+    """Return the records of a metrics file, without a last line that a crash cut short.  Other damaged lines are left
+    out with a warning.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = [line for line in file if line.endswith("\n")]
@@ -49,7 +50,7 @@ def _record(line: str) -> Record | None:
 
 
 def truncate(path: Path, resume_step: int) -> list[Record]:
-    """Keep the records up to resume_step and return them; all go when the run starts afresh."""
+    """Keep the records up to resume_step and return them; 0, a new run, keeps none."""
     if not path.exists():
         return []
     kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
@@ -58,17 +59,17 @@ def truncate(path: Path, resume_step: int) -> list[Record]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a whole file by one rename: a reader finds the old text or the new, never a part."""
+    """Replace a file by one rename: a reader finds the old text or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def llmc_line(record: Record) -> str:
-    """The record as a line of llm.c's main.log; empty for what that file does not have.
+    """Return the record as a line of llm.c's main.log; empty if that file has no such line.
 
-    There a training step bears the number of updates before it, so the first is s:0; validation and HellaSwag bear
-    that of the updates done, as here.
+    llm.c numbers a training step by the updates before it, so the first is s:0; validation and HellaSwag by the updates
+    done, as here.
     """
     step = record["step"]
     if "loss" in record:

@@ -1,8 +1,8 @@
-"""The first SIGINT, SIGTERM or SIGHUP (a terminal that is closed) lets a run finish its step, save and leave,
-the second ends it at once.
+"""Signals: after the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends; the
+second ends it at once.
 
-Of several ranks one may be signalled alone, or all of them by a launcher, at about the same time.  What a rank has
-heard travels with its next step's loss, so that all stop after the same step.
+A signal may reach one rank only, or all ranks at slightly different times.  Each rank's request therefore travels with
+its next step's loss, so that all ranks stop after the same step.
 """
 
 import os
@@ -10,32 +10,33 @@ import signal
 import time
 from typing import Any
 
-ECHO = 5  # seconds in which a signal that comes again is the same one: launchers pass on what a whole group got
+REPEAT_WINDOW = 5  # seconds in which a signal counts as the same one: launchers forward what the process group also got
 
 
 class ShutdownSignals:
-    """What this rank has heard, and whether the ranks stop."""
+    """Records the signals of this rank; `stop` is True when the run is to end."""
 
     def __init__(self, ranks: int):
-        self.heard = 0  # the number of the signal
-        self.agreed = False  # some rank had heard one before the last finished step began
-        self._ranks, self._moment = ranks, 0.0
+        self.received = 0  # number of the signal that this rank received last
+        self.all_ranks_agree = False  # some rank had received one before the last finished step began
+        self._ranks, self._received_at = ranks, 0.0
 
     def listen(self) -> None:
+        """Install the handlers.  SIGHUP stays ignored if it is, as under nohup."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._hear)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
-    def _hear(self, number: int, _frame: Any) -> None:
-        if self.heard and (self._ranks == 1 or time.monotonic() - self._moment > ECHO):
-            os._exit(128 + number)  # half a checkpoint stays hidden
-        self.heard, self._moment = number, time.monotonic()
+    def _handle(self, number: int, _frame: Any) -> None:
+        if self.received and (self._ranks == 1 or time.monotonic() - self._received_at > REPEAT_WINDOW):
+            os._exit(128 + number)  # a half-written checkpoint stays hidden
+        self.received, self._received_at = number, time.monotonic()
 
     @property
     def stop(self) -> bool:
-        """Of several ranks only what they know alike."""
-        return self.agreed if self._ranks > 1 else self.heard > 0
+        """True when the run is to end: on several ranks after a step whose result has informed all of them."""
+        return self.all_ranks_agree if self._ranks > 1 else self.received > 0
 
     @property
     def exit_code(self) -> int:
-        return 128 + (self.heard or signal.SIGTERM)
+        return 128 + (self.received or signal.SIGTERM)

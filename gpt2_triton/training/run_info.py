@@ -1,7 +1,7 @@
-"""Where a run's numbers come from: code, packages, device, memory plan, schedule; kept in RUN/run.json.
+"""RUN/run.json: the run's id at Weights & Biases, and code, packages, device, memory plan and schedule of each start.
 
     {"wandb_id": "1a2b3c4d", "starts": [{"time": ..., "after_step": 0, "git": {"commit": ..., "dirty": false}, ...}]}
-Each start of the run adds an entry, so that what was resumed under another commit or on another GPU says so.
+Each start of the run adds an entry, which shows whether it was resumed under another commit or on another GPU.
 """
 
 import json
@@ -20,8 +20,8 @@ RUN = "run.json"
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tiktoken")
 
 
-def describe(config: Config, arena_bytes: int, device: str, after_step: int) -> dict[str, Any]:
-    """One start of a run; `config` has the recompute level that was chosen, `device` the GPU's name."""
+def describe_start(config: Config, arena_bytes: int, device: str, after_step: int) -> dict[str, Any]:
+    """Return the entry of a start; `config` has the recompute level that was chosen, `device` is the GPU's name."""
     o, tokens = config.optim, config.total_batch_tokens
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -58,21 +58,21 @@ def _versions() -> dict[str, str | None]:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """{"commit", "dirty"} of the checkout that `directory` is a tracked part of; None when installed without one."""
+    """Return {"commit", "dirty"} of the checkout that tracks `directory`; None if there is none, as when installed."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(directory), *words]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # a package in a venv inside another project's checkout
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails in a venv inside another project's checkout
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """run.json of a run; empty when it has none, or none that can be read."""
+    """Return run.json; an empty dictionary if there is none or it cannot be read."""
     try:
         found = json.loads((run_dir / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):

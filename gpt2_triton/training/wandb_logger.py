@@ -1,33 +1,33 @@
-"""Weights & Biases as a mirror of metrics.jsonl: at best effort while training, in full afterwards by `export`.
+"""Weights & Biases: sends the records of metrics.jsonl while training, as far as possible, and later by `send_missing`.
 
-Each record becomes one row.  A row's number, wandb's `_step`, is ROWS_A_STEP * step + (records of that step before it):
-it follows from the file alone.  The server holds rows up to some number, so whoever connects, a resumed run after
-a crash or an export after an outage, sends exactly the records past it; what was sent is never sent twice.
-Charts have our `step` as their axis.
+Each record becomes one row.  Its number, wandb's `_step`, is ROWS_PER_STEP * step + (earlier records of that step), so
+it follows from metrics.jsonl alone.  One rule decides which rows are sent: those from the first unsent row on.  Online
+that is the server's step, offline the number in a marker file.  So no row is sent twice, whether a run resumes after a
+crash or its rows are sent after an outage.  Charts have our `step` as their axis.
 """
 
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.training.metrics import METRICS, Record, read_metrics
+from gpt2_triton.training.metrics import METRICS, Record, read_metrics, replace_text
 from gpt2_triton.training.run_info import read_run, write_run
 
-ROWS_A_STEP = 8  # more than the kinds of records
-INIT_TIMEOUT = 20.0  # seconds; wandb may take ten more to notice, and a start is to wait 30 at most
-FINISH_TIMEOUT = 60.0  # seconds to send the last rows; what stays behind is a case for `export`
+ROWS_PER_STEP = 8  # more than the kinds of records
+INIT_TIMEOUT = 20.0  # seconds; wandb may take ten more to notice, and a start waits at most 30
+FINISH_TIMEOUT = 60.0  # seconds to send the last rows; `send_missing` sends the rest later
 
 
 class WandbLogger:
-    """The first failure is one warning, and from then on there is nothing to mirror to; training never waits for it.
+    """Sends records as rows.  The first failure prints a warning and ends it; training never waits for a server.
 
-    `before` are the records that the run goes on from, `handed_over` the number of the first row that no process of the
-    run has given to wandb: offline, where no server can be asked, it is what tells the missing rows.
+    run_id: the run to continue at Weights & Biases; None starts a new one
+    history: the run's records so far; those of them that are unsent are sent first
     """
 
     def __init__(
@@ -36,47 +36,59 @@ class WandbLogger:
         config: Config,
         run_id: str | None,
         about: dict[str, Any] | None = None,
-        before: Iterable[Record] = (),
-        handed_over: int = 0,
+        history: Iterable[Record] = (),
     ):
         self._run: Any = None
-        self._start = 0  # rows below it were sent before
-        self._run_dir, self._rows = run_dir, Rows()
+        self._run_dir, self._rows, self._first_unsent_row = run_dir, RowNumbers(), 0
+        self._marker: Path | None = None  # offline: holds the number of the first unsent row
         self.run_id = run_id
         mode = config.log.wandb
         if mode == "disabled":
             return
-        self.run_id = run_id or new_id()  # ours, so that an export after an outage has one
-        if not any(run_dir.glob(f"wandb/offline-run-*-{self.run_id}*")):
-            handed_over = 0
-        self._attempt(lambda: self._connect(config, about, mode, handed_over))
-        for record in before:
+        self.run_id = run_id = run_id or new_id()  # ours, so that rows can be sent to it after an outage
+        history = list(history)
+        self._attempt(lambda: self._connect(config, run_id, about, mode, history))
+        for record in history:
             self.log(record)
 
     def _connect(
-        self, config: Config, about: dict[str, Any] | None, mode: Literal["online", "offline"], handed_over: int
+        self,
+        config: Config,
+        run_id: str,
+        about: dict[str, Any] | None,
+        mode: Literal["online", "offline"],
+        history: list[Record],
     ) -> None:
         import wandb
 
-        assert self.run_id is not None
-        if mode == "online" and not wandb.login(
-            prompt=False, verify=False
-        ):  # init would ask on a terminal, and wait for ever
+        if mode == "offline":
+            self._marker = self._run_dir / "wandb" / f"first-unsent-row-{run_id}.txt"
+            self._marker.parent.mkdir(exist_ok=True)
+            self._first_unsent_row = _read_marker(self._marker, run_id, history)
+        elif not wandb.login(prompt=False, verify=False):  # init would ask on a terminal, and wait forever
             raise LookupError("no API key; `wandb login` asks for it")
-        run = connect(self._run_dir, config, self.run_id, about, mode, config.log.wandb_project, FINISH_TIMEOUT)
-        self._run, self._start = run, handed_over if mode == "offline" else run.starting_step
+        run = connect(self._run_dir, config, run_id, about, mode, config.log.wandb_project, FINISH_TIMEOUT)
+        self._run = run
+        if mode == "online":
+            self._first_unsent_row = run.starting_step
 
     def log(self, record: Record) -> None:
+        """Send the next record of metrics.jsonl, unless it was sent before."""
         row = self._rows.number(record)
-        if self._run is not None and row >= self._start:
-            self._attempt(lambda: self._run.log(record, step=row))
+        if self._run is not None and row >= self._first_unsent_row:
+            self._attempt(lambda: self._send(record, row))
+
+    def _send(self, record: Record, row: int) -> None:
+        self._run.log(record, step=row)
+        if self._marker:
+            replace_text(self._marker, f"{row + 1}\n")
 
     def close(self, failed: bool = False) -> None:
         if self._run is not None:
             self._attempt(lambda: self._run.finish(exit_code=int(failed)))
             self._run = None
 
-    def _attempt(self, action: Any) -> None:
+    def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
@@ -90,7 +102,7 @@ class WandbLogger:
             )
 
 
-class Rows:
+class RowNumbers:
     """Numbers the records of a metrics file, in its order."""
 
     def __init__(self) -> None:
@@ -99,13 +111,22 @@ class Rows:
     def number(self, record: Record) -> int:
         self._nth = self._nth + 1 if record["step"] == self._step else 0
         self._step = record["step"]
-        return ROWS_A_STEP * self._step + self._nth
+        return ROWS_PER_STEP * self._step + self._nth
 
 
-def row_after(records: Iterable[Record]) -> int:
-    """The number that follows the last record's."""
-    rows = Rows()
+def next_row(records: Iterable[Record]) -> int:
+    """Return the number that follows the last record's."""
+    rows = RowNumbers()
     return max((rows.number(record) for record in records), default=-1) + 1
+
+
+def _read_marker(marker: Path, run_id: str, history: list[Record]) -> int:
+    try:
+        return int(marker.read_text())
+    except (OSError, ValueError):
+        # offline runs of earlier versions have no marker; their wandb directories hold all records of the history
+        sent = any(marker.parent.glob(f"offline-run-*-{run_id}*"))
+        return next_row(history) if sent else 0
 
 
 def new_id() -> str:
@@ -121,7 +142,10 @@ def connect(
     project: str,
     finish_timeout: float,
 ) -> Any:
-    """The run `run_id` at the server, new or gone on with; whatever wandb raises comes through.  0 waits for ever."""
+    """Return the wandb run `run_id`, new or continued; any exception of wandb's passes.
+
+    finish_timeout: seconds, 0 for none
+    """
     import wandb
 
     run = wandb.init(
@@ -141,10 +165,11 @@ def connect(
     return run
 
 
-def export(run_dir: Path, project: str | None = None, afresh: bool = False) -> tuple[int, int, str]:
+def send_missing(run_dir: Path, project: str | None = None, new_run: bool = False) -> tuple[int, int, str]:
     """Send the records that the server lacks, or all of them to a new run; return (sent, records, address).
 
-    ConfigError if `run_dir` holds no run, wandb is missing or the server cannot be reached; calling it again goes on.
+    Raise ConfigError if `run_dir` holds no run, wandb is missing or the server cannot be reached; a repeated call
+    continues.
     """
     path = run_dir / METRICS
     if not path.is_file() or not (run_dir / "config.yaml").is_file():
@@ -153,7 +178,7 @@ def export(run_dir: Path, project: str | None = None, afresh: bool = False) -> t
     starts, run_id = found.get("starts") or [], found.get("wandb_id")
     about = starts[-1] if starts else None
     config = load_config(run_dir / "config.yaml", gpus=(about or {}).get("gpus", 1))
-    if afresh or not run_id:
+    if new_run or not run_id:
         run_id = new_id()
         try:
             write_run(run_dir, run_id, starts)
@@ -161,20 +186,26 @@ def export(run_dir: Path, project: str | None = None, afresh: bool = False) -> t
             raise ConfigError(f"wandb-export: cannot write to {run_dir}: {error.strerror}; copy the run") from error
     try:
         run = connect(run_dir, config, run_id, about, "online", project or config.log.wandb_project, 0)
-        rows, sent = Rows(), 0
-        for record in records:
-            row = rows.number(record)
-            if row >= run.starting_step:
-                run.log(record, step=row)
-                sent += 1
+        sent = _send_from(run, records, first_unsent_row=run.starting_step)
         address = run.url or run_id
         run.finish()
     except ModuleNotFoundError:
         raise ConfigError("wandb-export: wandb is not installed; pip install 'gpt2_triton[wandb]'") from None
-    except Exception as error:  # wandb's own, or of its process
+    except Exception as error:  # wandb's, or of its process
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"wandb-export: Weights & Biases cannot be reached ({type(error).__name__}: {reason}); "
-            "check the network and `wandb login`, then run it again: it goes on where it stopped"
+            "check the network and `wandb login`, then run it again: it continues where it stopped"
         ) from error
     return sent, len(records), address
+
+
+def _send_from(run: Any, records: list[Record], first_unsent_row: int) -> int:
+    """Send the records from this row on; return how many."""
+    rows, sent = RowNumbers(), 0
+    for record in records:
+        row = rows.number(record)
+        if row >= first_unsent_row:
+            run.log(record, step=row)
+            sent += 1
+    return sent

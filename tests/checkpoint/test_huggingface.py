@@ -20,7 +20,7 @@ from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.training.trainer import Trainer
+from gpt2_triton.training.trainer import make_trainer
 from tests.support.foreign import checkpoint_of, config_of, our_logits, random_params, token_ids
 from tests.training.test_trainer import run_config
 
@@ -239,7 +239,7 @@ def test_trainer_starts_from_imported_weights(tmp_path):
     their_model(vocab_size=256).save_pretrained(tmp_path / "theirs")
     config = run_config(init_from=f"hf:{tmp_path / 'theirs'}", train=dict(dtype="bf16"), optim=dict(master="fp32"))
     expected = initial_weights(config)
-    trainer = Trainer(config, tmp_path / "run", None)
+    trainer = make_trainer(config, tmp_path / "run")
     try:
         held = trainer.model.state_buffers()
         assert torch.equal(held["params"].cpu(), expected["params"]) and torch.equal(held["low"].cpu(), expected["low"])

@@ -34,7 +34,8 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
     from gpt2_triton import device
 
     device.device_name = lambda: "cpu"  # where the memory is
-    from gpt2_triton.training.trainer import Trainer
+    from gpt2_triton.training.setup import compile_kernels
+    from gpt2_triton.training.trainer import make_trainer
     from tests.support.tiny import tiny_config
 
     seen: set[tuple[str, str]] = set()
@@ -48,9 +49,9 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
         asked = dict(every=1, tokens=5 * shape["seq_len"], hellaswag_every=1, hellaswag_data=rows)
         train = dict(steps=2, dtype="bf16") | shape
         config = tiny_config(model=dict(block_size=192), train=train, eval=asked)
-        trainer = Trainer(config, directory / str(i), None)
+        trainer = make_trainer(config, directory / str(i))
         seen.clear()
-        trainer._compile(trainer.model)
+        compile_kernels(trainer.model, trainer.group, trainer.control, trainer.data)
         ahead = frozenset(seen)
         seen.clear()
         trainer._between_steps(1)

@@ -1,4 +1,4 @@
-"""The logger: what a step prints and writes, and resuming."""
+"""The logger: its console lines and files, also of a resumed run."""
 
 import json
 
@@ -23,7 +23,7 @@ def result(loss, norm, seconds, applied=True, z=(0.0, 0.0)):
 
 
 def run(directory, steps, resume_step=0, **log):
-    """A run whose loss is a function of the step, with validation every 3 steps."""
+    """Log a run whose loss is a function of the step, with validation every 3 steps."""
     logger = Logger(directory, config(**log), resume_step)
     for step in steps:
         logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
@@ -36,26 +36,26 @@ def no_times(path):
     return [{k: v for k, v in record.items() if k not in ("ms", "tok_s", "mfu")} for record in read_metrics(path)]
 
 
-def test_a_step_is_one_line_on_the_console(tmp_path, capsys, monkeypatch):
+def test_logger_prints_one_line_per_step(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(device, "peak_flops", lambda: 1e15)
     logger = Logger(tmp_path, config())
     logger.step(11, result(loss=4.56789, norm=2.0, seconds=60.0))
     logger.step(12, result(loss=4.12344, norm=1.23446, seconds=0.1123))
     mfu = 8192 / 0.1123 * config().flops_per_token / 1e15
-    eta = "1m 51s"  # 988 steps of 0.1123 s: the first step, which compiles, does not count
+    eta = "1m 51s"  # 988 steps of 0.1123 s: the first step compiles and does not count
     assert capsys.readouterr().out.splitlines()[1] == (
         "step   12/1000 | loss 4.1234 | lr 6.00e-04 | norm 1.2345 | 112.3 ms | 72,947 tok/s "
         f"| mfu {mfu:.1%} | eta {eta}"
     )
 
 
-def test_metrics_hold_the_same_step_in_full(tmp_path, monkeypatch):
+def test_logger_writes_full_records(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "peak_flops", lambda: 1e15)
     logger = Logger(tmp_path, config())
     logger.step(5, result(loss=4.5, norm=1.25, seconds=0.5))
     logger.validation(5, 4.75)
     logger.sample(5, "Once\nmore")
-    # before close: every line is written at once
+    # before close: each line is written at once
     assert read_metrics(tmp_path / METRICS) == [
         {
             "step": 5, "loss": 4.5, "lr": learning_rate(4, config().optim, 1000), "norm": 1.25, "ms": 500.0,
@@ -67,7 +67,7 @@ def test_metrics_hold_the_same_step_in_full(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_an_unknown_gpu_has_no_mfu(tmp_path, capsys, monkeypatch):
+def test_logger_writes_no_mfu_for_an_unknown_gpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(device, "peak_flops", lambda: None)
     run(tmp_path, [1])
     assert "mfu" not in capsys.readouterr().out
@@ -78,13 +78,13 @@ def test_an_unknown_gpu_has_no_mfu(tmp_path, capsys, monkeypatch):
     ("name", "tflops"),
     [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)],
 )
-def test_the_peak_is_that_of_the_device(monkeypatch, name, tflops):
+def test_peak_flops_by_device_name(monkeypatch, name, tflops):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
     assert device.peak_flops() == (tflops and tflops * 1e12)
 
 
-def test_a_skipped_step_says_so_and_stays_valid_json(tmp_path, capsys):
+def test_logger_writes_a_skipped_step_as_valid_json(tmp_path, capsys):
     logger = Logger(tmp_path, config(every=10))
     logger.step(7, result(loss=float("nan"), norm=float("inf"), seconds=0.1, applied=False))
     (record,) = read_metrics(tmp_path / METRICS)
@@ -93,7 +93,7 @@ def test_a_skipped_step_says_so_and_stays_valid_json(tmp_path, capsys):
     assert "loss nan" in (line := capsys.readouterr().out) and "skipped" in line
 
 
-def test_a_skipped_step_says_why(tmp_path, capsys):
+def test_logger_names_the_cause_of_a_skipped_step(tmp_path, capsys):
     logger = Logger(tmp_path, config(every=100))
     logger.step(7, result(loss=9.0, norm=1.0, seconds=0.1, applied=False, z=(7.25, -0.5)))
     logger.step(8, result(loss=float("nan"), norm=1.0, seconds=0.1, applied=False), "fch of layer 3 (2 elements)")
@@ -105,14 +105,14 @@ def test_a_skipped_step_says_why(tmp_path, capsys):
     assert broken["skipped"] is True and "outlier" not in broken and "loss_z" not in broken
 
 
-def test_log_every_keeps_each_kth_step_and_the_last(tmp_path):
+def test_logger_with_log_every_keeps_each_kth_step_and_the_last(tmp_path):
     run(tmp_path, [*range(1, 26), 999, 1000], every=10)
     steps = [record["step"] for record in read_metrics(tmp_path / METRICS) if "loss" in record]
     assert steps == [10, 20, 1000]
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 9, "lo', '{"step": 9, "loss": 1.5}'])
-def test_a_resumed_run_has_the_lines_of_an_unbroken_one(tmp_path, torn):
+def test_logger_of_a_resumed_run_has_the_lines_of_an_unbroken_one(tmp_path, torn):
     """Stopped at step 8, or while writing step 9; the checkpoint is of step 6."""
     run(tmp_path / "whole", range(1, 13))
     run(tmp_path / "parts", range(1, 9))
@@ -123,7 +123,7 @@ def test_a_resumed_run_has_the_lines_of_an_unbroken_one(tmp_path, torn):
     assert not list((tmp_path / "parts").glob(".*"))
 
 
-def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys):
+def test_read_metrics_leaves_out_damaged_lines_with_a_warning(tmp_path, capsys):
     run(tmp_path, range(1, 9))
     lines = (tmp_path / METRICS).read_text().splitlines()
     lines[1], lines[4] = lines[1][:20] + lines[1], '"text"'
@@ -138,7 +138,7 @@ def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_full_disk_delays_lines_and_stops_nothing(tmp_path, capsys, monkeypatch):
+def test_logger_delays_lines_while_the_disk_is_full(tmp_path, capsys, monkeypatch):
     logger = Logger(tmp_path, config(main_log="llmc", stats_every=1))
     kept = {name: getattr(logger, name)._file for name in ("_file", "_main_log", "_stats")}
     with open("/dev/full", "wb", buffering=0) as full:
@@ -154,7 +154,7 @@ def test_a_full_disk_delays_lines_and_stops_nothing(tmp_path, capsys, monkeypatc
     assert (tmp_path / MAIN_LOG).read_text().startswith("s:0 trl:2.5000")
 
 
-def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
+def test_logger_refuses_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "config.yaml").mkdir()  # root, which may run the tests, writes where permissions forbid it
     with pytest.raises(ConfigError, match=f"--run_dir: cannot write to {tmp_path}: Is a directory; choose another"):
         Logger(tmp_path, config())
@@ -164,18 +164,18 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
         Logger(tmp_path, config())
 
 
-def test_a_fresh_run_starts_an_empty_file(tmp_path):
+def test_logger_of_a_new_run_starts_an_empty_file(tmp_path):
     run(tmp_path, range(1, 5))
     run(tmp_path, [1])
     assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [1]
 
 
-def test_the_run_directory_holds_the_whole_configuration(tmp_path):
+def test_logger_writes_the_whole_configuration(tmp_path):
     run(tmp_path / "deep" / "run", [1])
     assert (tmp_path / "deep" / "run" / "config.yaml").read_text() == config().to_yaml()
 
 
-def test_main_log_is_that_of_llm_c(tmp_path):
+def test_main_log_has_the_lines_of_llm_c(tmp_path):
     """The lines of llm.c's logger.h; its training steps count from 0.  A value that is not finite is C's nan."""
     logger = Logger(tmp_path, config(main_log="llmc"))
     logger.validation(0, 11.0)
@@ -192,14 +192,14 @@ def test_main_log_is_that_of_llm_c(tmp_path):
     assert llmc_line({"step": 250, "hellaswag": 0.25, "n": 10042}) == "s:250 eval:0.2500\n"
 
 
-def test_main_log_of_a_resumed_run_has_every_step_once(tmp_path):
+def test_main_log_of_a_resumed_run_has_each_step_once(tmp_path):
     run(tmp_path / "whole", range(1, 13), main_log="llmc")
     run(tmp_path / "parts", range(1, 9), main_log="llmc")
     run(tmp_path / "parts", range(7, 13), resume_step=6, main_log="llmc")
     assert (tmp_path / "parts" / MAIN_LOG).read_text() == (tmp_path / "whole" / MAIN_LOG).read_text()
 
 
-def test_there_is_no_main_log_unless_asked(tmp_path):
+def test_main_log_is_not_written_by_default(tmp_path):
     run(tmp_path, [1])
     assert not (tmp_path / MAIN_LOG).exists()
 
@@ -212,5 +212,5 @@ def test_run_json_has_an_entry_for_each_start(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["starts"] == [{"git": "c"}]
 
 
-def test_durations():
+def test_duration_formats():
     assert [duration(s) for s in (0.4, 12, 245, 4980, 360_000)] == ["0s", "12s", "4m 05s", "1h 23m", "100h 00m"]

@@ -1,4 +1,4 @@
-"""Learning rates against closed forms at the steps that name them, and the row that the update reads."""
+"""Learning rates against closed forms at the steps that define them, and the inputs of the update."""
 
 import math
 
@@ -18,46 +18,46 @@ def curve(schedule, **keys):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_warmup_is_linear_and_ends_at_the_peak(schedule):
+def test_learning_rate_warmup_is_linear_and_ends_at_the_peak(schedule):
     lrs = curve(schedule)
     assert lrs[:WARMUP] == pytest.approx([LR * n / WARMUP for n in range(1, WARMUP + 1)])
     assert lrs[WARMUP - 1] == max(lrs) == LR
 
 
 @pytest.mark.parametrize(("schedule", "halfway"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("wsd", 1.0)])
-def test_the_middle_of_the_decay(schedule, halfway):
-    """Halfway down, cosine and linear are at the mean of lr and 0.1 lr; constant and wsd have not begun."""
+def test_learning_rate_in_the_middle_of_the_decay(schedule, halfway):
+    """Cosine and linear are at the mean of lr and 0.1 lr; constant and wsd have not begun to decay."""
     assert curve(schedule, final_frac=0.1)[WARMUP + (STEPS - WARMUP) // 2] == pytest.approx(halfway * LR)
 
 
-def test_cosine_at_a_third_of_the_decay():
+def test_learning_rate_of_cosine_at_a_third_of_the_decay():
     assert curve("cosine")[WARMUP + (STEPS - WARMUP) // 3] == pytest.approx(LR * 0.75)  # cos(60 degrees) = 1/2
 
 
-def test_wsd_holds_and_then_falls_with_the_square_root():
+def test_learning_rate_of_wsd_is_constant_then_falls_with_the_square_root():
     lrs = curve("wsd", final_frac=0.1, wsd_decay_frac=0.2)
     assert set(lrs[WARMUP:800]) == {LR}
     assert lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - math.sqrt(0.25)))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_the_curve_would_end_one_step_after_the_last(schedule):
+def test_learning_rate_reaches_its_end_one_step_after_the_last(schedule):
     lrs = curve(schedule, final_frac=0.1)
     tail = lrs[WARMUP:]
     assert all(a >= b for a, b in zip(tail, tail[1:], strict=False))
     assert 0.1 * LR < lrs[-1] < 0.1 * LR * 1.03
 
 
-def test_a_run_may_be_all_warmup_or_have_none():
+def test_learning_rate_of_a_run_that_is_all_warmup_or_has_none():
     assert learning_rate(9, OptimConfig(lr=LR, warmup=10), 10) == LR
     assert learning_rate(0, OptimConfig(lr=LR, warmup=0), 10) == LR
 
 
-def test_hyper_row_is_what_the_update_reads():
+def test_step_inputs_are_the_rounded_closed_forms():
     config = Config.model_validate(dict(optim=dict(clip=0.5)))
     row = step_inputs(2, config, 0.25)
     lr = learning_rate(2, config.optim, config.train.steps)
     assert row.dtype == np.float32 and row.shape == (8,)
-    # one rounding to float32 each, so equal to the rounded closed form
+    # each is rounded to float32 once
     want = np.float32([lr, 1 / (1 - 0.9**3), 1 / (1 - 0.95**3), 0.25, 0.5, 0, 0, 0])
     assert np.array_equal(row, want)

@@ -250,7 +250,7 @@ def test_a_batch_that_divides_on_its_ranks_alone_is_no_hindrance_afterwards(tmp_
     sent: list = []
     there = SimpleNamespace(starting_step=0, url="", finish=lambda: None, log=lambda record, step: sent.append(record))
     monkeypatch.setattr(wandb_logger, "connect", lambda *arguments: there)
-    assert wandb_logger.export(tmp_path)[0] == len(sent) == 1
+    assert wandb_logger.send_missing(tmp_path)[0] == len(sent) == 1
 
 
 def full_disk_on_rank_1(config, run):
@@ -350,7 +350,7 @@ def test_a_search_for_what_is_not_finite_changes_no_byte_of_the_run(tmp_path, ze
 
 def rewinding(config, run):
     """At ZeRO-0 the file is read, at the other stages each rank recalls its share."""
-    original = recovery._recall
+    original = recovery._restore_from_host
 
     def restore_from_host(target, model, saver, control):
         done = original(target, model, saver, control)
@@ -358,7 +358,7 @@ def rewinding(config, run):
         assert done == (config.parallel.zero > 0) and (not done or windows[0] == windows[1])
         return done
 
-    recovery._recall = restore_from_host
+    recovery._restore_from_host = restore_from_host
     return nan_on_rank_1(config, run, (2,))
 
 
@@ -442,14 +442,14 @@ def test_weights_that_differ_end_the_run(tmp_path):
 
 
 def flip_on_rank_1(config, run):
-    original = Trainer._settle
+    original = Trainer._finish_step
 
     def settle(self):
         original(self)
         if self.group.rank == 1:
             self.model.K.fill(self.model.train_view.w.lnb[0][:1], 1.0)
 
-    Trainer._settle = settle
+    Trainer._finish_step = settle
     return job(config, run)
 
 

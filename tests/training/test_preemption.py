@@ -1,4 +1,4 @@
-"""The promises of signals: one is a request, a second an order; what launchers repeat is no second one."""
+"""Signals: the first ends a run after its step, the second at once; a launcher's repetition is not a second one."""
 
 import os
 import pty
@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.training.preemption import ECHO, ShutdownSignals
+from gpt2_triton.training.preemption import REPEAT_WINDOW, ShutdownSignals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture
-def left(monkeypatch):
-    """The exit codes of a process that would have left at once; the handlers are put back."""
+def exit_codes(monkeypatch):
+    """Exit codes with which the process would have ended at once; the handlers are restored afterwards."""
     codes, handlers = [], {number: signal.getsignal(number) for number in STOPPING}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as where nohup did not start the tests
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -25,45 +25,45 @@ def left(monkeypatch):
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_a_rank_alone_stops_at_the_first_signal_and_leaves_at_the_second(left, number):
+def test_signals_on_one_rank_first_stops_second_exits(exit_codes, number):
     signals = ShutdownSignals(1)
     signals.listen()
     assert not signals.stop
     signal.raise_signal(number)
-    assert signals.stop and signals.exit_code == 128 + number and not left
+    assert signals.stop and signals.exit_code == 128 + number and not exit_codes
     signal.raise_signal(signal.SIGINT)
-    assert left == [130]
+    assert exit_codes == [130]
 
 
-def test_a_run_under_nohup_goes_on_when_the_terminal_is_closed(left):
+def test_signals_ignore_sighup_under_nohup(exit_codes):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals = ShutdownSignals(1)
     signals.listen()
     signal.raise_signal(signal.SIGHUP)
-    assert not signals.stop and not left
+    assert not signals.stop and not exit_codes
 
 
-def test_of_several_ranks_one_waits_for_the_others_and_takes_an_echo_for_the_first(left, monkeypatch):
+def test_signals_on_several_ranks_wait_for_agreement_and_ignore_repeats(exit_codes, monkeypatch):
     signals, moment = ShutdownSignals(2), 100.0
     monkeypatch.setattr("time.monotonic", lambda: moment)
     signals.listen()
     signal.raise_signal(signal.SIGTERM)
-    moment += ECHO
+    moment += REPEAT_WINDOW
     signal.raise_signal(signal.SIGTERM)
-    assert signals.heard and not signals.stop and not left
-    moment += ECHO + 1
+    assert signals.received and not signals.stop and not exit_codes
+    moment += REPEAT_WINDOW + 1
     signal.raise_signal(signal.SIGTERM)
-    assert left == [143]
+    assert exit_codes == [143]
 
 
-def test_a_rank_that_heard_nothing_stops_with_the_others_as_if_by_sigterm():
+def test_signals_on_a_rank_without_one_stop_with_the_code_of_sigterm():
     signals = ShutdownSignals(2)
-    signals.agreed = True
+    signals.all_ranks_agree = True
     assert signals.stop and signals.exit_code == 143
 
 
-def test_a_run_whose_terminal_is_closed_saves_its_last_step(tmp_path, request):
-    """It hears SIGHUP, and what it prints from then on fails."""
+def test_train_saves_its_last_step_when_the_terminal_is_closed(tmp_path, request):
+    """It receives SIGHUP, and from then on printing fails."""
     root = request.config.rootpath
     small = "--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.batch_size 1 --train.seq_len 16"
     options = f"{small} --train.total_batch_tokens null --train.steps 100000 --eval.every 0 --sample.every 0"

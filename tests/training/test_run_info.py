@@ -1,8 +1,8 @@
-"""run.json says which code, packages, device, plan and schedule a run's numbers come from."""
+"""run.json: code, packages, device, plan and schedule of each start."""
 
 import subprocess
 
-from gpt2_triton.training.run_info import describe, git_state
+from gpt2_triton.training.run_info import describe_start, git_state
 from tests.support.tiny import tiny_config
 
 
@@ -10,11 +10,11 @@ def git(directory, *words):
     subprocess.run(["git", "-C", directory, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
 
 
-def test_the_commit_and_whether_tracked_files_differ_from_it(tmp_path):
+def test_git_state_is_the_commit_and_whether_tracked_files_differ(tmp_path):
     assert git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
     (tmp_path / "__init__.py").write_text("")
-    assert git_state(tmp_path) is None  # not tracked: somebody else's checkout around an installed package
+    assert git_state(tmp_path) is None  # not tracked, as an installed package inside another checkout
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "one")
     head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -24,9 +24,9 @@ def test_the_commit_and_whether_tracked_files_differ_from_it(tmp_path):
     assert git_state(tmp_path) == {"commit": head, "dirty": True}
 
 
-def test_a_start_is_described():
+def test_describe_start_has_plan_packages_and_schedule():
     config = tiny_config(train=dict(steps=10, total_batch_tokens=64), optim=dict(schedule="cosine", final_frac=0.1))
-    about = describe(config, arena_bytes=1234, device="a GPU", after_step=5)
+    about = describe_start(config, arena_bytes=1234, device="a GPU", after_step=5)
     assert about["plan"] == {"arena_bytes": 1234, "recompute": "gelu", "parameters": config.n_params}
     assert {"torch", "triton", "numpy", "python", "gpt2_triton"} <= about["packages"].keys()
     assert (about["device"], about["gpus"], about["zero"], about["after_step"]) == ("a GPU", 1, 0, 5)

@@ -1,5 +1,5 @@
-"""Weights & Biases, with wandb itself and a server on localhost that works, refuses, hangs or answers 500; and with
-a wandb that raises in any of its calls.
+"""Weights & Biases: wandb with a server on localhost that works, refuses, hangs or answers 500, and a fake wandb that
+raises in any call.
 """
 
 import json
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(directory, steps, resume_step=0, wandb_id=None, **log):
-    """A run with a loss at each step and validation every 3 steps; return its id."""
+    """Log a run with a loss at each step and validation every 3 steps; return its id."""
     logger = Logger(directory, config(**log), resume_step, wandb_id, {"git": {"commit": "abc"}})
     for step in steps:
         logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
@@ -38,13 +38,13 @@ def run(directory, steps, resume_step=0, wandb_id=None, **log):
 
 
 def points(records):
-    """What a chart shows: (step, metric, value) of every row, in order."""
+    """Return the points of a chart: (step, metric, value) of each row, in order."""
     return [(r["step"], key, r[key]) for r in records for key in ("loss", "val_loss") if key in r]
 
 
 @pytest.fixture
 def wandb(monkeypatch, tmp_path):
-    """wandb itself, with a key and without a home; its process ends with the test."""
+    """wandb with a key and without a home directory; its process ends with the test."""
     module = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -62,10 +62,10 @@ def server(monkeypatch, wandb):
         made.shutdown()
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_without_lost_or_repeated_steps(server, tmp_path):
+def test_resume_continues_the_same_run_without_lost_or_repeated_rows(server, tmp_path):
     """Killed after step 8, which the server has; the checkpoint is of step 6."""
     first = run(tmp_path, range(1, 9), wandb="online")
-    assert run(tmp_path, range(7, 13), 6, first, wandb="online") == first
+    assert run(tmp_path, range(7, 13), 6, wandb="online") == first
     assert set(server.names) == {first}
     rows = [json.loads(row) for row in server.rows]
     assert points(rows) == points(read_metrics(tmp_path / METRICS))
@@ -73,31 +73,31 @@ def test_a_resumed_run_goes_on_in_the_same_run_without_lost_or_repeated_steps(se
     assert server.config["optim"]["value"]["lr"] == 6e-4
 
 
-def test_export_sends_what_is_missing_after_an_outage_and_nothing_twice(server, tmp_path, capsys):
-    """Steps 5 and 6 were trained without wandb; a second export finds nothing to do, --new sends all."""
+def test_send_missing_after_an_outage_sends_no_row_twice(server, tmp_path, capsys):
+    """Steps 5 and 6 were trained without wandb.  A second call sends nothing, --new sends all."""
     first = run(tmp_path, range(1, 5), wandb="online")
-    run(tmp_path, range(5, 7), 4, first)
+    run(tmp_path, range(5, 7), 4)
     assert main(app, ["wandb-export", str(tmp_path)]) == 0
     assert "sent 3 of 8 records" in capsys.readouterr().out  # two losses and a validation
     assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))
-    assert wandb_logger.export(tmp_path)[0] == 0 and len(server.rows) == 8
-    server.rows.clear()  # a server has no rows of a run it does not know
-    assert wandb_logger.export(tmp_path, afresh=True)[0] == 8 and server.names[-1] != first
+    assert wandb_logger.send_missing(tmp_path)[0] == 0 and len(server.rows) == 8
+    server.rows.clear()  # the server has no rows of a new run
+    assert wandb_logger.send_missing(tmp_path, new_run=True)[0] == 8 and server.names[-1] != first
 
 
-def test_a_run_without_wandb_can_be_exported_and_goes_on_there(server, tmp_path):
+def test_send_missing_of_a_run_without_wandb_which_then_continues_there(server, tmp_path):
     run(tmp_path, range(1, 4))
-    assert wandb_logger.export(tmp_path)[:2] == (4, 4)
+    assert wandb_logger.send_missing(tmp_path)[:2] == (4, 4)
     assert server.names[-1] == json.loads((tmp_path / "run.json").read_text())["wandb_id"]
     assert run(tmp_path, range(4, 7), 3, wandb="online") == server.names[0] == server.names[-1]
     assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))
 
 
-def test_offline_runs_wait_on_the_disk_until_wandb_sync(server, tmp_path, capsys):
-    """Killed after step 8 and resumed after step 6 without a server, each time in a directory of its own."""
+def test_offline_rows_reach_the_server_once_by_wandb_sync(server, tmp_path, capsys):
+    """Killed after step 8 and resumed after step 6 without a server: two offline directories."""
     server.broken = True
     first = run(tmp_path, range(1, 9), wandb="offline")
-    run(tmp_path, range(7, 13), 6, first, wandb="offline")
+    run(tmp_path, range(7, 13), 6, wandb="offline")
     assert "warning" not in capsys.readouterr().err and server.rows == []
     server.broken = False
     directories = sorted(tmp_path.glob(f"wandb/offline-run-*-{first}*"))
@@ -108,8 +108,8 @@ def test_offline_runs_wait_on_the_disk_until_wandb_sync(server, tmp_path, capsys
 
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs", "answers 500"])
-def test_a_dead_network_costs_a_bounded_delay_and_one_warning(wandb, tmp_path, monkeypatch, capsys, fault):
-    """The delay is INIT_TIMEOUT and what wandb needs to notice, allowed 5 s here and 10 s by the promised 30 s."""
+def test_dead_network_costs_a_bounded_delay_and_one_warning(wandb, tmp_path, monkeypatch, capsys, fault):
+    """The delay is INIT_TIMEOUT and the time in which wandb notices: 5 s allowed here, 10 s of the promised 30 s."""
     assert wandb_logger.INIT_TIMEOUT + 10 <= 30
     monkeypatch.setattr(wandb_logger, "INIT_TIMEOUT", 1.0)
     with WandbServer(broken=True) as broken, socket.create_server(("127.0.0.1", 0)) as silent:
@@ -121,16 +121,16 @@ def test_a_dead_network_costs_a_bounded_delay_and_one_warning(wandb, tmp_path, m
         broken.shutdown()
     assert capsys.readouterr().err.count("warning:") == 1
     assert len(read_metrics(tmp_path / METRICS)) == 4
-    assert json.loads((tmp_path / "run.json").read_text())["wandb_id"] == run_id  # for the export
+    assert json.loads((tmp_path / "run.json").read_text())["wandb_id"] == run_id  # for send_missing
 
 
-def test_without_a_key_nobody_is_asked_for_one(tmp_path):
-    """On a terminal, where wandb would ask, and wait: a run is often started and left."""
+def test_missing_key_is_a_warning_and_no_prompt(tmp_path):
+    """On a terminal wandb would prompt and wait, but a run is often started and left alone."""
     pytest.importorskip("wandb")
     code = (
         "from pathlib import Path; from gpt2_triton.config.config import Config;"
         "from gpt2_triton.training.wandb_logger import WandbLogger;"
-        "WandbLogger(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None); print('went on')"
+        "WandbLogger(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None); print('continued')"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "WANDB_BASE_URL": "http://127.0.0.1:9"}
@@ -142,10 +142,10 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path):
     finally:
         os.close(terminal)
         os.close(inside)
-    assert "no API key; `wandb login` asks for it" in printed and "went on" in printed
+    assert "no API key; `wandb login` asks for it" in printed and "continued" in printed
 
 
-def test_a_server_that_dies_during_the_run_does_not_hold_its_end(server, tmp_path, monkeypatch, capsys):
+def test_server_that_dies_during_the_run_does_not_delay_its_end(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wandb_logger, "FINISH_TIMEOUT", 1.0)
     logger = Logger(tmp_path, config(wandb="online"))
     logger.step(1, result(loss=2.0, norm=1.0, seconds=0.1))
@@ -157,7 +157,7 @@ def test_a_server_that_dies_during_the_run_does_not_hold_its_end(server, tmp_pat
     assert capsys.readouterr().err.count("warning: no Weights & Biases") == 1
 
 
-def test_an_export_that_fails_is_one_line_that_says_to_repeat_it(wandb, tmp_path, monkeypatch, capsys):
+def test_send_missing_that_fails_is_one_line_with_advice(wandb, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wandb_logger, "INIT_TIMEOUT", 1.0)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     run(tmp_path, range(1, 4))
@@ -167,16 +167,16 @@ def test_an_export_that_fails_is_one_line_that_says_to_repeat_it(wandb, tmp_path
     assert "run it again" in line
 
 
-def test_export_of_what_is_no_run_says_so(tmp_path):
+def test_send_missing_refuses_a_directory_without_a_run(tmp_path):
     with pytest.raises(ConfigError, match="no metrics.jsonl and config.yaml there"):
-        wandb_logger.export(tmp_path)
+        wandb_logger.send_missing(tmp_path)
 
 
 # ---- a wandb that raises ----
 
 
 class FakeWandb(SimpleNamespace):
-    """A wandb that records its calls, and raises in the one named `broken`."""
+    """Records its calls, and raises in the one named `broken`."""
 
     def __init__(self, broken=None):
         self.calls, self.broken, self.starting_step = [], broken, 0
@@ -191,7 +191,7 @@ class FakeWandb(SimpleNamespace):
         return call
 
 
-def test_every_record_is_a_row_with_a_number_of_its_own(tmp_path, monkeypatch):
+def test_each_record_is_a_row_with_its_own_number(tmp_path, monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     assert run(tmp_path / "name", range(3, 5), wandb="offline", wandb_id="old-id") == "old-id"
@@ -204,14 +204,36 @@ def test_every_record_is_a_row_with_a_number_of_its_own(tmp_path, monkeypatch):
     assert fake.calls[-1] == ("finish", (), dict(exit_code=0))
 
 
-def test_a_rewind_goes_on_in_a_new_run_that_has_what_the_file_has(server, tmp_path):
-    """Back from step 5 to 2: the rows of the steps undone cannot be taken back, so the old run is left as it is."""
+def test_offline_rows_from_a_stretch_without_wandb_are_sent_by_the_next_start(tmp_path, monkeypatch):
+    """Steps 4 to 6 are logged without wandb.  The next offline start sends them, and no row that was sent before."""
+    monkeypatch.setitem(sys.modules, "wandb", first := FakeWandb())
+    run_id = run(tmp_path, range(1, 4), wandb="offline")
+    run(tmp_path, range(4, 7), 3)
+    monkeypatch.setitem(sys.modules, "wandb", second := FakeWandb())
+    assert run(tmp_path, range(7, 9), 6, wandb="offline") == run_id
+    rows = [[keys["step"] for name, _, keys in fake.calls if name == "log"] for fake in (first, second)]
+    assert rows == [[8, 16, 24, 25], [32, 40, 48, 49, 56, 64]]
+
+
+def test_offline_rows_of_a_run_without_a_marker_are_taken_as_sent(tmp_path, monkeypatch):
+    """Earlier versions wrote no marker; the wandb directory shows that they had sent the rows of the history."""
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    run_id = run(tmp_path, range(1, 4), wandb="offline")
+    next(tmp_path.glob("wandb/first-unsent-row-*")).unlink()
+    (tmp_path / "wandb" / f"offline-run-20260101_000000-{run_id}").mkdir()
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    run(tmp_path, range(4, 6), 3, wandb="offline")
+    assert [keys["step"] for name, _, keys in fake.calls if name == "log"] == [32, 40]
+
+
+def test_rewind_continues_in_a_new_run_with_the_rows_of_the_file(server, tmp_path):
+    """From step 5 back to 2: rows of the undone steps cannot be taken back, so the old run stays as it is."""
     logger = Logger(tmp_path, config(wandb="online"))
     for step in range(1, 6):
         logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
     old = logger.wandb_id
-    logger._mirror.close()
-    server.rows.clear()  # a server has no rows of a run it does not know
+    logger._wandb.close()
+    server.rows.clear()  # the server has no rows of a new run
     logger.rewind(5, 2, sample=99)
     logger.step(3, result(loss=7.0, norm=1.0, seconds=0.1))
     logger.close()
@@ -220,7 +242,7 @@ def test_a_rewind_goes_on_in_a_new_run_that_has_what_the_file_has(server, tmp_pa
     assert [step for step, _, _ in points(read_metrics(tmp_path / METRICS))] == [1, 2, 3]
 
 
-def test_a_run_that_failed_is_marked_so(tmp_path, monkeypatch):
+def test_failed_run_is_marked_as_failed(tmp_path, monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     Logger(tmp_path, config(wandb="offline")).close(failed=True)
@@ -228,7 +250,7 @@ def test_a_run_that_failed_is_marked_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", ["login", "Settings", "init", "define_metric", "log", "finish"])
-def test_wandb_never_stops_a_run_and_warns_once(tmp_path, monkeypatch, capsys, broken):
+def test_wandb_errors_warn_once_and_never_stop_a_run(tmp_path, monkeypatch, capsys, broken):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(broken))
     run(tmp_path, range(1, 4), wandb="online")
     assert len(read_metrics(tmp_path / METRICS)) == 4
@@ -239,14 +261,14 @@ def test_wandb_never_stops_a_run_and_warns_once(tmp_path, monkeypatch, capsys, b
     )
 
 
-def test_wandb_that_is_not_installed_is_a_warning(tmp_path, monkeypatch, capsys):
+def test_missing_wandb_is_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run(tmp_path, [1], wandb="offline")
     assert capsys.readouterr().err.count("warning:") == 1
     with pytest.raises(ConfigError, match="wandb is not installed"):
-        wandb_logger.export(tmp_path)
+        wandb_logger.send_missing(tmp_path)
 
 
-def test_wandb_is_not_imported_unless_asked(tmp_path, monkeypatch):
+def test_wandb_is_not_imported_when_disabled(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb("init"))
     assert run(tmp_path, [1]) is None and sys.modules["wandb"].calls == []

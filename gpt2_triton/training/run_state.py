@@ -1,0 +1,101 @@
+"""The progress of a run: the numbers that a checkpoint keeps next to the tensors.
+
+A step is skipped on the device if its loss or gradient norm is not finite or is an outlier (kernels/outlier.py).  The
+host reads of it one step later and counts it here.  docs/stability.md describes the whole.
+"""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from gpt2_triton.config.config import Config
+from gpt2_triton.errors import NonFiniteError
+from gpt2_triton.model.cuda import StepResult
+
+MAX_REWINDS = 10  # to one checkpoint; if that many did not help, the data is not the cause
+
+
+@dataclass
+class RunState:
+    """The state after `step` finished steps.  The fields are keys of a checkpoint's state.json, in its order."""
+
+    step: int = 0
+    sample: int = 0  # the next global sample; after a rewind it is ahead of the step
+    wandb_id: str | None = None  # only from checkpoints of earlier versions: run.json holds it
+    best: tuple[int, float] | None = None  # (step, loss) of the lowest validation loss; None if the run keeps none
+    skipped: int = 0  # skipped steps
+    outliers: int = 0  # those of them whose numbers were finite
+    skipped_in_a_row: int = 0  # not finite
+    without_update: int = 0  # skipped in a row for either reason
+    rewinds: int = 0  # since the last checkpoint that was due
+
+    @classmethod
+    def from_checkpoint(cls, saved: dict[str, Any]) -> "RunState":
+        """Return the state in a state.json, whose other keys are ignored."""
+        best = saved.get("best")  # older checkpoints have none
+        own = {field.name: saved[field.name] for field in fields(cls) if field.name != "best"}
+        return cls(best=(best[0], best[1]) if best else None, **own)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    # ---- the lowest validation loss ----
+
+    def record_validation(self, step: int, loss: float) -> bool:
+        """Record a validation loss; return True if it is the lowest after any step so far.  NaN never is."""
+        lowest = step > 0 and loss < (self.best[1] if self.best else math.inf)
+        if lowest:
+            self.best = step, loss
+        return lowest
+
+    @property
+    def best_step(self) -> int | None:
+        return self.best[0] if self.best else None
+
+    def forget_best_after(self, step: int) -> None:
+        """Forget the best validation loss if it is of a later step, whose checkpoint a rewind deletes."""
+        if (self.best_step or 0) > step:
+            self.best = None
+
+    # ---- skipped steps and rewinds ----
+
+    def count(self, result: StepResult) -> None:
+        """Count a finished step as applied or skipped."""
+        self.skipped += not result.applied
+        self.outliers += result.outlier
+        self.skipped_in_a_row = 0 if result.applied or result.outlier else self.skipped_in_a_row + 1
+        self.without_update = 0 if result.applied else self.without_update + 1
+
+    def rewind_target(self, config: Config) -> int:
+        """Return the step of the last checkpoint that was due before the steps without an update; 0 means none.
+
+        A checkpoint written because of a signal does not count, so that interruptions do not change the target.
+        """
+        every = config.checkpoint.every
+        return (self.step - self.without_update) // every * every
+
+    def needs_rewind(self, config: Config) -> bool:
+        """Return True if train.rewind_after steps in a row had no update and there is a checkpoint to rewind to."""
+        after = config.train.rewind_after
+        return 0 < after <= self.without_update and self.rewind_target(config) > 0
+
+    def raise_if_unstable(self, config: Config) -> None:
+        """Raise NonFiniteError if rewinds did not help, or if train.skip_limit steps in a row were not finite."""
+        train = config.train
+        if self.needs_rewind(config) and self.rewinds >= MAX_REWINDS:
+            raise NonFiniteError(
+                f"step {self.step}: skipped {train.rewind_after} steps in a row again, after {MAX_REWINDS} rewinds to "
+                f"step {self.rewind_target(config)}; lower optim.lr, or resume from an older checkpoint"
+            )
+        if not self.needs_rewind(config) and 0 < train.skip_limit <= self.skipped_in_a_row:
+            raise NonFiniteError(
+                f"step {self.step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row "
+                f"(samples up to {self.sample:,}); the last update was step {self.step - self.without_update}: "
+                "lower optim.lr, or resume from an older checkpoint"
+            )
+
+    def rewind_to(self, step: int) -> None:
+        """Set the step back; the position in the data stays, so that the run continues with the samples after it."""
+        self.step, self.skipped_in_a_row, self.without_update = step, 0, 0
+        self.rewinds += 1
+        self.forget_best_after(step)

@@ -1,0 +1,149 @@
+"""The parts of a run, made in this order: its data, its state with the tensors to start from, the model, the log."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import gpt2_triton.kernels as K
+from gpt2_triton.checkpoint import resume
+from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.load import load_checkpoint
+from gpt2_triton.checkpoint.save import require_space
+from gpt2_triton.checkpoint.sources import initial_weights
+from gpt2_triton.config.config import Config
+from gpt2_triton.data.hellaswag import Questions
+from gpt2_triton.data.loader import TrainLoader, ValidationLoader
+from gpt2_triton.data.prepare.text import builtin_shards
+from gpt2_triton.data.shards import Shard, fingerprint, open_shards
+from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.distributed import consistency
+from gpt2_triton.distributed.control import ControlGroup
+from gpt2_triton.distributed.process_group import ProcessGroup
+from gpt2_triton.inference import hellaswag
+from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
+from gpt2_triton.training.logger import Logger, NullLogger
+from gpt2_triton.training.run_info import describe_start
+from gpt2_triton.training.run_state import RunState
+
+
+class Data(NamedTuple):
+    """What a run reads; `fingerprint` is that of the training shards."""
+
+    train: TrainLoader
+    validation: ValidationLoader | None  # None if eval.every is 0
+    questions: Questions | None  # None if eval.hellaswag_every is 0
+    fingerprint: list[dict[str, Any]]
+
+
+class Start(NamedTuple):
+    """The state of a run with the tensors to load, and lines for the console about them."""
+
+    state: RunState
+    tensors: dict[str, Tensor]
+    checkpoint: Path | None  # the one to resume from
+    notes: list[str]
+
+
+def open_data(config: Config, control: ControlGroup) -> Data:
+    """Open shards and questions; raise ConfigError if they, or the configuration, are not the same on all ranks."""
+    T = config.train.seq_len
+    train_shards = _open_shards(config, "train")
+    val_shards = _open_shards(config, "val") if config.eval.every else []
+    found = fingerprint(train_shards)
+    consistency.require_equal(control, configuration=config.to_dict(), data=[found, fingerprint(val_shards)])
+    if config.sample.every:
+        get_tokenizer(config.data.tokenizer)  # if it is missing, fail now and not at the first sample
+    validation = ValidationLoader(val_shards, T, config.eval.tokens) if config.eval.every else None
+    return Data(TrainLoader(train_shards, T, config.data.seed), validation, hellaswag.questions_of_run(config), found)
+
+
+def _open_shards(config: Config, split: str) -> list[Shard]:
+    """Open the shards of data.train or data.val; `builtin` ones are written on first use."""
+    given = getattr(config.data, split)
+    pattern = str(builtin_shards(config.data.tokenizer) / f"{split}_*.bin") if given == "builtin" else given
+    return open_shards(pattern, config.model.vocab_size, config.train.seq_len)
+
+
+def saved_config(config: Config) -> dict[str, Any]:
+    """Return the configuration as checkpoints keep it: with the tokens of a step, which a resume may not change, even
+    if they are a default.
+    """
+    return config.replace(train={"total_batch_tokens": config.total_batch_tokens}).to_dict()
+
+
+def restore(found: Path | None, config: Config, data: Data) -> Start:
+    """Read the checkpoint `found`; without one, return a new state and the tensors of init_from.
+
+    Raise CheckpointError if the checkpoint is not one of this run.
+    """
+    if found is None:
+        return Start(RunState(), initial_weights(config), None, [])
+    saved, tensors = load_checkpoint(found)
+    changed = resume.check_config(saved["config"], saved_config(config))
+    resume.check_data(found, saved["data"], data.fingerprint, config.data.train)
+    notes = [f"resuming after step {saved['step']} from {found}"]
+    notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()]
+    return Start(RunState.from_checkpoint(saved), tensors, found, notes)
+
+
+def build_model(
+    config: Config, run_dir: Path, group: ProcessGroup, control: ControlGroup, data: Data, start: Start
+) -> GPT2:
+    """Return the model with its weights: new ones, and over them the tensors of `start`; add to the notes of `start`.
+
+    On a GPU the kernels are compiled.  Raise CheckpointError if the disk has no space for a checkpoint of it.
+    """
+    fitting = choose_recompute(config, K, min(control.all_gather(free_bytes(group.device))))
+    if fitting is not config:
+        start.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
+    model = GPT2(fitting, K, group.device, group=group)
+    if group.rank == 0:
+        require_space(run_dir / "checkpoints", model.checkpoint_spec())
+    if group.device == "cuda":
+        made = compile_kernels(model, group, control, data)
+        ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
+        start.notes.append(f"{ready}, {made.from_cache} from Triton's cache")
+    if start.checkpoint is None:
+        model.initialise(config.train.seed)
+    else:
+        resume.check_tensors(start.checkpoint, start.tensors, model.checkpoint_spec())
+    model.load(start.tensors)
+    return model
+
+
+def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
+    """Compile on one rank of each host; the other ranks then find all kernels in Triton's cache."""
+    evaluated = data.validation.shapes(model.B) if data.validation else set()
+    evaluated |= hellaswag.shapes(model, data.questions) if data.questions else set()
+    made = model.compile(evaluated) if group.local == 0 else None
+    control.all_gather(None)
+    return made or model.compile(evaluated)
+
+
+def open_checkpointer(config: Config, run_dir: Path, group: ProcessGroup) -> AsyncCheckpointer:
+    c = config.checkpoint
+    back = c.every if config.train.rewind_after else 0
+    return AsyncCheckpointer(run_dir / "checkpoints", c.keep, c.major, back, group.control("saver"))
+
+
+def open_log(
+    config: Config, run_dir: Path, group: ProcessGroup, data: Data, model: GPT2, start: Start
+) -> Logger | NullLogger:
+    """Open the log, on rank 0, and write the notes and the sizes of the run to it."""
+    if group.rank != 0:
+        return NullLogger()
+    where = torch.cuda.get_device_name() if group.device == "cuda" else "the CPU, through Triton's interpreter"
+    state, planned, t = start.state, model.plan.total, config.train
+    log = Logger(run_dir, config, state.step, state.wandb_id, describe_start(model.config, planned, where, state.step))
+    each = f" each on {group.size} ranks, ZeRO-{config.zero}," if group.size > 1 else ""
+    size = f"{model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB"
+    sequences = data.train.windows.n
+    epochs = t.steps * config.total_batch_tokens / t.seq_len / sequences
+    seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"
+    for note in (*start.notes, f"run directory {run_dir}", f"{size}{each} on {where}", seen):
+        log.info(note)
+    return log

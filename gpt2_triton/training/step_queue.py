@@ -1,0 +1,47 @@
+"""Steps between launch and result: the device computes one while the host reads the one before."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from gpt2_triton.distributed.watchdog import Watchdog
+from gpt2_triton.model.cuda import Step, StepResult
+from gpt2_triton.model.gpt2 import GPT2
+
+
+class StepQueue:
+    """Launches steps and returns their results in order.  At most two are in flight."""
+
+    def __init__(self, model: GPT2, watchdog: Watchdog):
+        self._model, self._watchdog = model, watchdog
+        self._in_flight: deque[Step] = deque()
+        self.statistics: Sequence[Tensor] = ()  # host copies, of the step that finished last
+
+    def launch(self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool) -> None:
+        """Launch a step, which takes its micro-batches from `batches`; `inputs` is the row of step_inputs."""
+        config = self._model.config
+        self._model.begin_step(inputs, step, config.train.seed, with_stats)
+        for micro in range(config.accumulation):
+            packed = next(batches)
+            self._watchdog.heartbeat(step + 1)
+            self._model.micro_step(packed, first=micro == 0, last=micro == config.accumulation - 1)
+        self._in_flight.append(self._model.end_step())
+
+    def finish(self, running: int = 0) -> StepResult | None:
+        """Wait for the oldest step in flight and return its result; None if at most `running` are in flight."""
+        if len(self._in_flight) <= running:
+            return None
+        finished = self._in_flight.popleft()
+        self.statistics = finished.watched
+        return finished.result()
+
+    def discard(self) -> None:
+        """Wait for the steps in flight and drop their results."""
+        while self.finish() is not None:
+            pass
+
+    def abandon(self) -> None:
+        """Drop the steps in flight without waiting for them."""
+        self._in_flight.clear()
