@@ -33,9 +33,9 @@ import gpt2_triton.kernels as K  # noqa: E402
 from benchmarks import torch_reference  # noqa: E402
 from benchmarks.accuracy import master  # noqa: E402
 from gpt2_triton.config.config import Config  # noqa: E402
+from gpt2_triton.console import REPORT_SECONDS  # noqa: E402
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch  # noqa: E402
-from gpt2_triton.data.progress import REPORT_SECONDS  # noqa: E402
 from gpt2_triton.data.shards import open_shards  # noqa: E402
 from gpt2_triton.device import device_name  # noqa: E402
 from gpt2_triton.model.cuda import StepResult  # noqa: E402

@@ -10,7 +10,6 @@ unpickled, and the names of files come from the rules below, never from a file's
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from gpt2_triton.checkpoint.checks import first_non_finite, missing_space
 from gpt2_triton.checkpoint.shares import join, tile
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import fsync, remove_abandoned, sha256
 
 FORMAT = 2  # 1 had no window of losses and norms
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -68,7 +68,7 @@ def save(
 def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], shares: int) -> str | None:
     """The directory to write into; None if the checkpoint is there."""
     directory.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(directory)
+    remove_abandoned(directory, _HIDDEN, own=True)  # a process writes one checkpoint at a time, and now begins
     if target.exists() and not verify(target):
         return None
     if lack := missing_space(directory, tensors, shares):
@@ -86,7 +86,7 @@ def _write(
         written: dict[str, Any] = {"spans": state.get("shares")}
         try:
             save_file(tensors, temporary / name)
-            sync(temporary / name)
+            fsync(temporary / name)
             written |= _fingerprint(temporary / name)
         except (OSError, SafetensorError) as raised:
             error, written["error"] = raised, f"rank {control.rank}: {raised}"
@@ -109,12 +109,12 @@ def _finish(target: Path, temporary: Path, state: dict[str, Any], written: list[
     manifest[STATE] = _fingerprint(temporary / STATE)
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
-        sync(path)
+        fsync(path)
     if target.exists():
         _discard(target)  # it does not verify
     os.rename(temporary, target)
-    sync(target.parent)
-    sync(target.parent.parent)  # the first save of a run made target.parent
+    fsync(target.parent)
+    fsync(target.parent.parent)  # the first save of a run made target.parent
 
 
 def tensors_name(rank: int) -> str:
@@ -127,21 +127,8 @@ def require_space(directory: Path, tensors: dict[str, Tensor]) -> None:
         raise CheckpointError(f"{directory}: no room for a checkpoint: {lack}; make room or choose another --run_dir")
 
 
-def sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _fingerprint(path: Path) -> dict[str, Any]:
-    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _discard(path: Path) -> None:
@@ -149,14 +136,6 @@ def _discard(path: Path) -> None:
     hidden = path.with_name(f".{path.name}.old-{os.getpid()}")
     os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)  # what stays is removed with the abandoned ones
-
-
-def _remove_abandoned(directory: Path) -> None:
-    """Hidden directories whose process is gone, or is this one: it writes one checkpoint at a time, and now begins."""
-    for path in directory.iterdir():
-        match = _HIDDEN.fullmatch(path.name)
-        if match and (int(match[1]) == os.getpid() or not Path(f"/proc/{match[1]}").exists()):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _prune(directory: Path, newest: int, keep: int, major: int, back: int, kept: int | None) -> None:

@@ -1,11 +1,12 @@
 """What a checkpoint is asked besides its hashes: whether it fits on the disk, and whether its numbers are numbers."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from gpt2_triton import files
 
 FILES_BYTES = 1 << 20  # state, manifest and the header of the tensors, with room to spare
 SCAN = 1 << 20  # elements looked at together: they stay in the cache, and a core does 7 GB/s
@@ -17,9 +18,8 @@ def missing_space(directory: Path, tensors: dict[str, Tensor], shares: int = 1) 
     """What is missing for a checkpoint of `shares` times these tensors under `directory`, which need not be there
     yet.
     """
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    needed, free = shares * sum(t.nbytes for t in tensors.values()) + FILES_BYTES, shutil.disk_usage(there).free
-    return f"{needed:,} bytes needed, {free:,} free" if free < needed else None
+    missing = files.missing_space(directory, shares * sum(t.nbytes for t in tensors.values()) + FILES_BYTES)
+    return f"{missing[0]:,} bytes needed, {missing[1]:,} free" if missing else None
 
 
 def first_non_finite(tensors: dict[str, Tensor]) -> str | None:

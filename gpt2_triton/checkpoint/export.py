@@ -1,17 +1,14 @@
 """Weights for other programs, in a new directory: the file formats that `export` writes."""
 
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from gpt2_triton.checkpoint import checkpoint, huggingface, llmc
+from gpt2_triton.checkpoint import huggingface, llmc
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import new_directory
 
 WRITERS = {"hf": huggingface.write, "llmc": llmc.write}
 
@@ -25,23 +22,3 @@ def export(source: str, out: Path, format: str, dtype: str) -> None:
             WRITERS[format](weights, directory, dtype, tokenizer)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--out: {out} could not be written ({error}); choose another, or free some space") from error
-
-
-@contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to write into, which becomes `path` by one rename at the end, its files synced; nothing stays of a
-    failure.  `path` may be there if it is empty.
-    """
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise ConfigError(f"--out: {path} is there already; choose another, or remove it")
-    hidden = path.absolute().with_name(f".{path.name}.tmp-{os.getpid()}")
-    hidden.mkdir(parents=True)
-    try:
-        yield hidden
-        for file in (*hidden.iterdir(), hidden):
-            checkpoint.sync(file)
-        os.rename(hidden, path)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
-    checkpoint.sync(path.absolute().parent)

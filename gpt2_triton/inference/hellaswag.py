@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import Progress
 from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
-from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import bad_data
@@ -62,18 +62,18 @@ def ending_losses(model: GPT2, questions: Questions, style: str = "", turn: tupl
     A context loses its beginning where the model, or its arena, is too short for it, as in lm-evaluation-harness.
     """
     lengths = _lengths(model, questions)
-    progress = Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens")
     losses = np.zeros(len(lengths), np.float64)
-    for chosen, T in itertools.islice(_batches(model, lengths), turn[0], None, turn[1]):
-        ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
-        for row, i in enumerate(chosen.tolist()):
-            n, ending = lengths[i], questions.endings[i]
-            ids[row, :n] = np.concatenate([questions.contexts[i // ENDINGS], ending])[-n - 1 : -1]
-            targets[row, n - len(ending) : n] = ending
-        each = model.evaluate(ids, targets).numpy().reshape(len(chosen), T)
-        # added up in order: numpy's sum pairs numbers by their place, so that padding would change the last bit
-        losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
-        progress.advance(int(lengths[chosen].sum()))
+    with Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens") as progress:
+        for chosen, T in itertools.islice(_batches(model, lengths), turn[0], None, turn[1]):
+            ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
+            for row, i in enumerate(chosen.tolist()):
+                n, ending = lengths[i], questions.endings[i]
+                ids[row, :n] = np.concatenate([questions.contexts[i // ENDINGS], ending])[-n - 1 : -1]
+                targets[row, n - len(ending) : n] = ending
+            each = model.evaluate(ids, targets).numpy().reshape(len(chosen), T)
+            # added up in order: numpy's sum pairs numbers by their place, so that padding would change the last bit
+            losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
+            progress.advance(int(lengths[chosen].sum()))
     return losses.reshape(-1, ENDINGS)
 
 

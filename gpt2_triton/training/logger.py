@@ -11,8 +11,9 @@ from typing import Any
 
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import Lines, print_line
+from gpt2_triton.console import LogFile, print_line
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import write_atomic
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import (
@@ -23,7 +24,6 @@ from gpt2_triton.training.metrics import (
     finite,
     llmc_line,
     read_metrics,
-    replace_text,
     truncate,
 )
 from gpt2_triton.training.run_info import read_run, write_run
@@ -71,7 +71,7 @@ class Logger:
     def _go_on_after(self, step: int) -> list[Record]:
         """Open the files to append to, with what they hold up to `step`; return the metrics of it."""
         before = truncate(self._run_dir / METRICS, step)
-        self._file = Lines(self._run_dir / METRICS)
+        self._file = LogFile(self._run_dir / METRICS)
         llmc = self.config.log.main_log == "llmc"
         self._main_log = _open_main_log(self._run_dir / MAIN_LOG, before) if llmc else None
         self._stats = _open_stats(self._run_dir / STATS, step) if self.config.log.stats_every else None
@@ -176,15 +176,15 @@ class NullLogger:
         return lambda *args, **keywords: None
 
 
-def _open_stats(path: Path, step: int) -> Lines:
+def _open_stats(path: Path, step: int) -> LogFile:
     truncate(path, step)
-    return Lines(path)
+    return LogFile(path)
 
 
-def _open_main_log(path: Path, before: list[Record]) -> Lines:
+def _open_main_log(path: Path, before: list[Record]) -> LogFile:
     """llm.c's main.log, made anew from the records so far: on resume llm.c itself leaves lines of steps undone."""
-    replace_text(path, "".join(map(llmc_line, before)))
-    return Lines(path)
+    write_atomic(path, "".join(map(llmc_line, before)).encode())
+    return LogFile(path)
 
 
 def duration(seconds: float) -> str:

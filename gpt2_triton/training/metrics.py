@@ -10,11 +10,11 @@ an outlier also "outlier": true.  Numbers that are not finite are null: JSON has
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from gpt2_triton.console import print_line
+from gpt2_triton.files import write_atomic
 
 METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
@@ -53,15 +53,8 @@ def truncate(path: Path, resume_step: int) -> list[Record]:
     if not path.exists():
         return []
     kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
     return kept
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a whole file by one rename: a reader finds the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def llmc_line(record: Record) -> str:
