@@ -30,9 +30,9 @@ import gpt2_triton.kernels as K
 from benchmarks import torch_reference
 from benchmarks.accuracy import master
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import REPORT_SECONDS
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.data.progress import REPORT_SECONDS
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.device import device_name
 from gpt2_triton.model.cuda import StepResult

@@ -9,10 +9,11 @@ state.json lists the spans [flat index, length] of each rank's shard, in the ord
 ranks can read what any other number wrote.  File names follow the rules below and are never taken from a file's text.
 """
 
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
+
+from gpt2_triton.files import sha256
 
 FORMAT = 2  # 1 had no window of losses and norms
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -46,6 +47,4 @@ def best_step(state: dict[str, Any]) -> int | None:
 
 def fingerprint(path: Path) -> dict[str, Any]:
     """Return a file's entry in the manifest: its size and sha256."""
-    with open(path, "rb", buffering=0) as file:
-        digest = hashlib.file_digest(file, "sha256")
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}

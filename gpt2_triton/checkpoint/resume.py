@@ -5,14 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gpt2_triton.config.config import may_change_on_resume
 from gpt2_triton.errors import CheckpointError
-
-# What may differ when a run goes on; every other key makes it another run.  The data may move, since its content is
-# compared by fingerprint; the micro-batch may change, since the tokens of a step (train.total_batch_tokens) may not.
-FREE_SECTIONS = {"optim", "memory", "eval", "sample", "checkpoint", "log", "parallel", "debug"}
-FREE_KEYS = {"data.train", "data.val", "train.steps", "train.batch_size", "init_from"}
-FREE_KEYS |= {"train.skip_limit", "train.skip_loss_z", "train.skip_norm_z", "train.rewind_after"}
-FATAL_KEYS = {"optim.master"}  # what its section does not free: it decides which tensors there are
 
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 
@@ -31,13 +25,8 @@ def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
 def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
     """Return the (fatal, free) differences between two configurations by dotted key."""
     changes = _changes(_flatten(saved), _flatten(current))
-    free = {key: changes[key] for key in changes if may_change(key)}
+    free = {key: changes[key] for key in changes if may_change_on_resume(key)}
     return {key: changes[key] for key in changes if key not in free}, free
-
-
-def may_change(key: str) -> bool:
-    """Whether a run may go on with another value of this key, dotted."""
-    return (key in FREE_KEYS or key.partition(".")[0] in FREE_SECTIONS) and key not in FATAL_KEYS
 
 
 def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:

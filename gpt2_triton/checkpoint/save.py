@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gpt2_triton import files
 from gpt2_triton.checkpoint.format import (
     FORMAT,
     MANIFEST,
@@ -29,6 +30,7 @@ from gpt2_triton.checkpoint.format import (
 from gpt2_triton.checkpoint.load import verify
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import fsync, remove_abandoned
 
 FILES_BYTES = 1 << 20  # more than state, manifest and the header of the tensors take
 HIDDEN_NAME = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # ends with the id of the process
@@ -64,7 +66,7 @@ def save_checkpoint(
 def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], ranks: int) -> str | None:
     """Create the directory to write into and return it; None if the checkpoint exists and verifies."""
     directory.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(directory)
+    remove_abandoned(directory, HIDDEN_NAME, own=True)  # a process writes one checkpoint at a time
     if target.exists() and not verify(target):
         return None
     if missing := missing_space(directory, tensors, ranks):
@@ -83,7 +85,7 @@ def _write(
         entry: dict[str, Any] = {"spans": state.get("shares")}
         try:
             save_file(tensors, path)
-            sync(path)
+            fsync(path)
             entry |= fingerprint(path)
         except (OSError, SafetensorError) as raised:
             error, entry["error"] = raised, f"rank {control.rank}: {raised}"
@@ -106,12 +108,12 @@ def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list
     manifest[STATE] = fingerprint(temporary / STATE)
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
-        sync(path)
+        fsync(path)
     if target.exists():
         _discard(target)  # it does not verify
     os.rename(temporary, target)
-    sync(target.parent)
-    sync(target.parent.parent)  # the first save of a run creates target.parent
+    fsync(target.parent)
+    fsync(target.parent.parent)  # the first save of a run creates target.parent
 
 
 def _hidden(step_dir: Path, kind: Literal["tmp", "old"]) -> Path:
@@ -127,18 +129,8 @@ def require_space(directory: Path, tensors: dict[str, Tensor]) -> None:
 
 def missing_space(directory: Path, tensors: dict[str, Tensor], ranks: int = 1) -> str | None:
     """Return the bytes needed and free if `ranks` files of these tensors do not fit; `directory` need not exist."""
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    needed, free = ranks * sum(t.nbytes for t in tensors.values()) + FILES_BYTES, shutil.disk_usage(existing).free
-    return f"{needed:,} bytes needed, {free:,} free" if free < needed else None
-
-
-def sync(path: Path) -> None:
-    """Flush a file's content, or a directory's list of names, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    missing = files.missing_space(directory, ranks * sum(t.nbytes for t in tensors.values()) + FILES_BYTES)
+    return f"{missing[0]:,} bytes needed, {missing[1]:,} free" if missing else None
 
 
 # ---- deleting ----
@@ -170,11 +162,3 @@ def _discard(path: Path) -> None:
     hidden = _hidden(path, "old")
     os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)  # the next save removes what is left
-
-
-def _remove_abandoned(directory: Path) -> None:
-    """Delete hidden directories of ended processes and of this one, which writes one checkpoint at a time."""
-    for path in directory.iterdir():
-        match = HIDDEN_NAME.fullmatch(path.name)
-        if match and (int(match[1]) == os.getpid() or not Path(f"/proc/{match[1]}").exists()):
-            shutil.rmtree(path, ignore_errors=True)

@@ -14,7 +14,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from gpt2_triton.config.config import TOKENIZER_SIZES, Config
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.model.buffers import named, param_entries

@@ -1,5 +1,5 @@
-"""docs/config.md, made from the declarations in sections.py: key, type and limits, default, whether a resume may change
-it, meaning.
+"""`config-table`: docs/config.md, generated from config/schema.py: key, type and limits, default, whether a resume may
+change it, meaning.
 """
 
 from types import UnionType
@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from gpt2_triton.checkpoint import resume
-from gpt2_triton.config.config import options
+from gpt2_triton.config.config import may_change_on_resume, options
 
 HEAD = """# The configuration
 
@@ -21,7 +20,7 @@ LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "belo
 
 
 def table() -> str:
-    """The whole file: a heading and a table for each section, in the order of the declarations."""
+    """Return the whole page: a heading and a table for each section, in the order of the declarations."""
     lines, section = [HEAD], None
     for key, field in options():
         group = key.rpartition(".")[0] or key
@@ -34,7 +33,7 @@ def table() -> str:
                 "|---|---|---|---|---|",
                 "",
             ]
-        resumed = "free" if resume.may_change(key) else "kept"
+        resumed = "free" if may_change_on_resume(key) else "kept"
         row = [f"`{key}`", _type(field), f"`{_yaml(field.default)}`", resumed, field.description or ""]
         lines.insert(-1, "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     return "\n".join(lines)
@@ -51,7 +50,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _name(annotation: Any) -> str:
-    """int, or null; a choice as its words."""
+    """Return the type as a user writes it: int or `null`, or the words of a choice."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _name(inner[0])

@@ -100,7 +100,7 @@ def perplexity(
 def _write(path: Path, record: dict) -> None:
     import json
 
-    from gpt2_triton.data.shards import write_atomic
+    from gpt2_triton.files import write_atomic
 
     try:
         write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())

@@ -1,8 +1,8 @@
-"""The configuration file, the overrides on top of it, and what is wrong with them.
+"""Reads the configuration file and the overrides on top of it, and reports mistakes in them.
 
     config = load_config("configs/gpt2_124m.yaml", {"optim.lr": "3e-4"})
-A user's mistakes become one ConfigError with a line for each: where it stands (file and line, or option), what was
-given, what is expected, what to do.
+Mistakes become one ConfigError with one line each: the place (file and line, or option), the value given, the value
+expected, the fix.
 """
 
 import difflib
@@ -19,8 +19,9 @@ from gpt2_triton.errors import ConfigError
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> Config:
-    """The configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top, for a run on so
-    many GPUs where it does not say itself.
+    """Return the configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top.
+
+    `gpus` is the number of GPUs where parallel.gpus is null.
     """
     tree, lines = _read_yaml(Path(path))
     given = dict(overrides or {})
@@ -30,7 +31,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gp
         section, dot, name = key.partition(".")
         if not dot:
             tree[key] = value
-        elif isinstance(tree.setdefault(section, {}), dict):  # else the file's own mistake is reported below
+        elif isinstance(tree.setdefault(section, {}), dict):  # otherwise the mistake in the file is reported below
             tree[section][name] = value
     try:
         return Config.model_validate(tree, context=dict(gpus=gpus))
@@ -55,8 +56,8 @@ def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> I
         else:
             message = entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
             message = message.partition(", unable to parse")[0]
-            what = fields[key].description if key in fields else None
-            yield _at(places, path, key, f"{message}, got {entry['input']!r}" + (f" ({what})" if what else ""))
+            meaning = fields[key].description if key in fields else None
+            yield _at(places, path, key, f"{message}, got {entry['input']!r}" + (f" ({meaning})" if meaning else ""))
 
 
 def _at(places: Mapping[str, str], path: str, key: str, message: str) -> str:
@@ -65,7 +66,7 @@ def _at(places: Mapping[str, str], path: str, key: str, message: str) -> str:
 
 
 def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error about an unknown key: the known one nearest to it, if any is near."""
+    """Return the end of an error about an unknown key: the most similar known key, or nothing."""
     known = list(known)
     if key in known:  # `optim.lr: 1` in YAML
         section, _, name = key.partition(".")
@@ -76,7 +77,7 @@ def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The tree in a YAML file, and the line of each key, dotted."""
+    """Return the tree in a YAML file, and the line of each dotted key."""
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
@@ -96,13 +97,15 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `model:` and `train:`, got {type(tree).__name__}")
-    return {
-        key: {} if value is None else value for key, value in tree.items()
-    }, lines  # `optim:` may have nothing below
+    sections = {key: {} if value is None else value for key, value in tree.items()}  # `optim:` with nothing below
+    return sections, lines
 
 
 def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
-    """The line of each key of the two levels.  A key given twice is an error; YAML itself silently takes the last."""
+    """Return the line of each key of both levels.
+
+    ConfigError if a key is given twice, for which PyYAML would silently take the last value.
+    """
     lines: dict[str, int] = {}
 
     def collect(node: yaml.Node | None, prefix: str) -> None:

@@ -1,32 +1,37 @@
-"""Every key of the configuration: its type, limits, default (llm.c's recipe for GPT-2 124M on FineWeb) and meaning.
+"""Every key of the configuration: type, limits, default (llm.c's recipe for GPT-2 124M on FineWeb) and meaning.
 
-Values may be strings, as overrides are; pydantic reads the numbers in them.  What a key can check by itself stands in
-its declaration; config.py has the rules between keys.
+Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration, a rule
+between keys in rules.py.  A resumed run may change the keys marked FREE; with another value of any other key it would
+be another run.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic.config import JsonDict
 
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
+FREE: JsonDict = {"resume": "free"}
 
 # On the command line every value is a string, so `null` stands for "not given", as in YAML.
 OptionalInt = Annotated[int | None, BeforeValidator(lambda value: None if value == "null" else value)]
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
+    """Base class of the sections: frozen, without unknown keys, infinities or booleans."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_booleans(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # pydantic reads true as 1, and YAML reads off as false
-            raise ValueError("takes no true or false (YAML reads yes, no, on, off so; quote a word)")
+        if isinstance(value, bool):  # pydantic would take true as 1, and YAML reads off as false
+            raise ValueError("must not be a boolean (YAML reads yes, no, on and off as booleans; quote the word)")
         return value
 
 
 class ConflictError(ValueError):
-    """Fields that are each valid and do not go together: (key, message) pairs."""
+    """Fields that are each valid but contradict each other: `problems` holds (key, message) pairs."""
 
     def __init__(self, problems: list[tuple[str, str]]):
         self.problems = problems
@@ -47,7 +52,7 @@ SIZES |= {f"gpt3:c{width}": (layers, width, heads, 2048) for width, (layers, hea
 SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     size: str | None = Field(
         None,
         exclude=True,
@@ -62,7 +67,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_size(cls, values: Any) -> Any:
-        """`size` becomes the keys it stands for; block_size alone may say otherwise."""
+        """Replace `size` by the keys it stands for; only block_size may be given next to it with another value."""
         if not isinstance(values, dict) or values.get("size") in (None, "null"):
             return values
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
@@ -71,7 +76,7 @@ class ModelConfig(Section):
         known = dict(zip(SIZE_KEYS, SIZES[size], strict=True))
         for key in SIZE_KEYS[:3]:
             if str(given.get(key, known[key])) != str(known[key]):
-                wrong = f"{size} has {key} {known[key]}, and {key} says {given[key]}; remove one"
+                wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}; remove one"
                 raise ConflictError([("model.size", wrong)])
         return known | given
 
@@ -80,58 +85,86 @@ class ModelConfig(Section):
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-class DataConfig(Section):
+class DataConfig(ConfigSection):
+    # The data may move: a resume compares its content by fingerprint.
     train: str = Field(
-        "data/fineweb10B/train_*.bin", min_length=1, description="training shards: path, pattern or builtin"
+        "data/fineweb10B/train_*.bin",
+        min_length=1,
+        description="training shards: path, pattern or builtin",
+        json_schema_extra=FREE,
     )
     val: str = Field(
-        "data/fineweb10B/val_*.bin", min_length=1, description="validation shards: path, pattern or builtin"
+        "data/fineweb10B/val_*.bin",
+        min_length=1,
+        description="validation shards: path, pattern or builtin",
+        json_schema_extra=FREE,
     )
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
 
 
-class TrainConfig(Section):
-    steps: int = Field(19560, ge=1, description="optimizer steps")
+class TrainConfig(ConfigSection):
+    steps: int = Field(19560, ge=1, description="optimizer steps", json_schema_extra=FREE)
+    # The micro-batch may change, since the tokens of a step may not.
     batch_size: int = Field(
-        64, ge=1, description="most sequences a GPU takes at once; a step of more accumulates gradients"
+        64,
+        ge=1,
+        description="largest micro-batch of a GPU, in sequences; a larger step accumulates gradients",
+        json_schema_extra=FREE,
     )
     seq_len: int = Field(1024, ge=1, description="tokens of a training sequence")
     total_batch_tokens: OptionalInt = Field(None, ge=1, description="tokens of a step; null is batch_size * seq_len")
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
-    skip_limit: int = Field(10, ge=0, description="stop after this many non-finite steps in a row; 0 never stops")
+    skip_limit: int = Field(
+        10,
+        ge=0,
+        description="stop after this many non-finite steps in a row; 0 never stops",
+        json_schema_extra=FREE,
+    )
     skip_loss_z: float = Field(
         0,
         ge=0,
         le=11,
         description="skip an update whose loss is this many standard deviations above the mean of 128 steps; 0 never",
+        json_schema_extra=FREE,
     )
-    skip_norm_z: float = Field(0, ge=0, le=11, description="the same for the gradient norm")
+    skip_norm_z: float = Field(0, ge=0, le=11, description="the same for the gradient norm", json_schema_extra=FREE)
     rewind_after: int = Field(
         0,
         ge=0,
         description="after this many skipped steps in a row go back to a checkpoint and leave their data out; 0 never",
+        json_schema_extra=FREE,
     )
 
 
-class OptimConfig(Section):
-    lr: float = Field(6e-4, gt=0, description="peak learning rate")
-    warmup: int = Field(700, ge=0, description="steps of linear warmup")
+class OptimConfig(ConfigSection):
+    lr: float = Field(6e-4, gt=0, description="peak learning rate", json_schema_extra=FREE)
+    warmup: int = Field(700, ge=0, description="steps of linear warmup", json_schema_extra=FREE)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="learning rate after the warmup"
+        "cosine", description="learning rate after the warmup", json_schema_extra=FREE
     )
-    final_frac: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a fraction of lr")
+    final_frac: float = Field(
+        0.0, ge=0, le=1, description="learning rate at the end, as a fraction of lr", json_schema_extra=FREE
+    )
     wsd_decay_frac: float = Field(
-        0.2, gt=0, le=1, description="fraction of the steps over which the wsd schedule decays"
+        0.2,
+        gt=0,
+        le=1,
+        description="fraction of the steps over which the wsd schedule decays",
+        json_schema_extra=FREE,
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's second moment")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices and embeddings")
-    clip: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0 does not clip")
-    master: Literal["none", "fp32"] = Field(
-        "none", description="none: bf16 weights, rounded stochastically; fp32: 16 more bits beside them"
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment", json_schema_extra=FREE)
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's second moment", json_schema_extra=FREE)
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon", json_schema_extra=FREE)
+    weight_decay: float = Field(
+        0.1, ge=0, description="decoupled weight decay of matrices and embeddings", json_schema_extra=FREE
+    )
+    clip: float = Field(
+        1.0, ge=0, description="largest global norm of the gradient; 0 does not clip", json_schema_extra=FREE
+    )
+    master: Literal["none", "fp32"] = Field(  # decides which tensors a checkpoint has
+        "none", description="none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
     )
 
 
@@ -139,7 +172,7 @@ RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each k
 
 
 def check_recompute(value: str) -> str:
-    """The value; ValueError if it is not auto, one of these levels, or one but the first in so many layers."""
+    """Return the value; ValueError unless it is `auto`, a level, or a level but the first with a number of layers."""
     level, colon, layers = value.partition(":")
     some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and int(layers) > 0
     if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
@@ -150,74 +183,117 @@ def check_recompute(value: str) -> str:
     )
 
 
-class MemoryConfig(Section):
+class MemoryConfig(ConfigSection):
     recompute: Annotated[str, AfterValidator(check_recompute)] = Field(
         "gelu",
-        description=f"what the backward pass computes again: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
+        description=f"what the backward pass recomputes: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
         "the first 4 layers, gelu in the others; auto takes the first that fits",
+        json_schema_extra=FREE,
     )
     head_rows: OptionalInt = Field(
-        None, ge=1, description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112"
+        None,
+        ge=1,
+        description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112",
+        json_schema_extra=FREE,
     )
 
 
-class EvalConfig(Section):
-    every: int = Field(250, ge=0, description="validate every so many steps, and after the last; 0 never")
-    tokens: int = Field(10_485_760, ge=0, description="validation tokens, the same ones each time; 0 takes all")
-    hellaswag_every: int = Field(0, ge=0, description="run HellaSwag every so many steps, and after the last; 0 never")
-    hellaswag_data: str = Field("", description="HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
-    hellaswag_limit: int = Field(0, ge=0, description="ask its first so many questions only; 0 asks all")
+class EvalConfig(ConfigSection):
+    every: int = Field(
+        250, ge=0, description="steps between validations; also after the last step; 0 never", json_schema_extra=FREE
+    )
+    tokens: int = Field(
+        10_485_760, ge=0, description="validation tokens, the same each time; 0 takes all", json_schema_extra=FREE
+    )
+    hellaswag_every: int = Field(
+        0, ge=0, description="steps between HellaSwag runs; also after the last step; 0 never", json_schema_extra=FREE
+    )
+    hellaswag_data: str = Field(
+        "",
+        description="HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl",
+        json_schema_extra=FREE,
+    )
+    hellaswag_limit: int = Field(
+        0, ge=0, description="number of questions, from the first on; 0 takes all", json_schema_extra=FREE
+    )
 
 
-class SampleConfig(Section):
-    every: int = Field(0, ge=0, description="print a sample every so many steps, and after the last; 0 never")
-    tokens: int = Field(64, ge=1, description="tokens of a sample")
-    prompt: str = Field("", description="text that a sample continues; empty starts at the end-of-text token")
-    temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 takes the most likely token")
-    top_k: int = Field(0, ge=0, description="draw among the k most likely tokens; 0 among all")
+class SampleConfig(ConfigSection):
+    every: int = Field(
+        0, ge=0, description="steps between printed samples; also after the last step; 0 never", json_schema_extra=FREE
+    )
+    tokens: int = Field(64, ge=1, description="tokens of a sample", json_schema_extra=FREE)
+    prompt: str = Field(
+        "",
+        description="text that a sample continues; empty starts at the end-of-text token",
+        json_schema_extra=FREE,
+    )
+    temperature: float = Field(
+        1.0, ge=0, description="softmax temperature; 0 takes the most likely token", json_schema_extra=FREE
+    )
+    top_k: int = Field(0, ge=0, description="draw among the k most likely tokens; 0 among all", json_schema_extra=FREE)
 
 
-class CheckpointConfig(Section):
-    every: int = Field(0, ge=0, description="save every so many steps; the last is always saved")
-    keep: int = Field(2, ge=0, description="newest checkpoints to keep; 0 keeps all")
-    major: int = Field(0, ge=0, description="also keep those whose step is a multiple of this; 0 none")
+class CheckpointConfig(ConfigSection):
+    every: int = Field(
+        0, ge=0, description="steps between checkpoints; the last step is always saved", json_schema_extra=FREE
+    )
+    keep: int = Field(2, ge=0, description="newest checkpoints to keep; 0 keeps all", json_schema_extra=FREE)
+    major: int = Field(
+        0, ge=0, description="also keep those whose step is a multiple of this; 0 none", json_schema_extra=FREE
+    )
     best: Literal["none", "val_loss"] = Field(
-        "none", description="val_loss: also save after each lowest validation loss, and keep it; RUN/best names it"
+        "none",
+        description="val_loss: also save after each lowest validation loss, and keep it; RUN/best names it",
+        json_schema_extra=FREE,
     )
 
 
-class LogConfig(Section):
-    every: int = Field(1, ge=1, description="log every so many steps")
-    main_log: Literal["none", "llmc"] = Field("none", description="llmc: also write main.log, in llm.c's format")
+class LogConfig(ConfigSection):
+    every: int = Field(1, ge=1, description="steps between logged steps", json_schema_extra=FREE)
+    main_log: Literal["none", "llmc"] = Field(
+        "none", description="llmc: also write main.log, in llm.c's format", json_schema_extra=FREE
+    )
     stats_every: int = Field(
         0,
         ge=0,
-        description="statistics of activations, gradients, updates every so many steps, and of the last; 0 never",
+        description="steps between statistics of activations, gradients and updates; also of the last step; 0 never",
+        json_schema_extra=FREE,
     )
     wandb: Literal["online", "offline", "disabled"] = Field(
-        "disabled", description="mirror the metrics to Weights & Biases"
+        "disabled", description="send the metrics to Weights & Biases", json_schema_extra=FREE
     )
-    wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
+    wandb_project: str = Field(
+        "gpt2_triton", min_length=1, description="Weights & Biases project", json_schema_extra=FREE
+    )
 
 
-class ParallelConfig(Section):
-    gpus: OptionalInt = Field(None, ge=1, description="GPUs of the run; null is as many as torchrun starts, or 1")
+class ParallelConfig(ConfigSection):
+    gpus: OptionalInt = Field(
+        None,
+        ge=1,
+        description="GPUs of the run; null is as many as torchrun starts, or 1",
+        json_schema_extra=FREE,
+    )
     zero: int = Field(
         1,
         ge=0,
         le=2,
-        description="ZeRO stage, what GPUs divide among them: 0 nothing, 1 AdamW's moments, 2 gradients too",
+        description="ZeRO stage: GPUs shard nothing (0), AdamW's moments (1), or gradients too (2)",
+        json_schema_extra=FREE,
     )
     timeout: float = Field(
         100,
         gt=0,
-        description="seconds without progress after which a hung run ends; before the first step is over, 3 times that",
+        description="seconds without progress after which a hung run ends; until the first step ends, 3 times that",
+        json_schema_extra=FREE,
     )
 
 
-class DebugConfig(Section):
+class DebugConfig(ConfigSection):
     hash_state: int = Field(
         0,
         ge=0,
-        description="compare the weights of all GPUs, and AdamW's state at ZeRO stage 0, every so many steps; 0 never",
+        description="steps between comparisons of all GPUs' weights, and AdamW's state at ZeRO stage 0; 0 never",
+        json_schema_extra=FREE,
     )

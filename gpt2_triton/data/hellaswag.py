@@ -11,8 +11,11 @@ of its tokens' losses given the context (acc) and by that sum over the ending's 
 Rows are those of the published .jsonl, or llm.c's .bin, which holds tokens of the completion style alone.
 """
 
+import hashlib
 import re
+import urllib.request
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -20,9 +23,9 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from gpt2_triton.data.download import fetch
 from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import bad_data
+from gpt2_triton.files import sha256, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"
@@ -58,7 +61,7 @@ def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: 
     where = path or Path.home() / CACHED
     try:
         if path is None:
-            fetch(URL, where, SHA256, f"have it elsewhere and {NAME_IT}")
+            _download(where)
         if where.suffix == ".bin":
             return {"completion": _read_bin(where, tokenizer, limit)}
         rows = _read_jsonl(where, limit)
@@ -66,6 +69,27 @@ def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: 
         todo = f"download {URL} and {NAME_IT}"
         raise bad_data(where, "cannot be used", error.strerror, "HellaSwag's rows", todo) from None
     return {style: TEXTS[style](rows, tokenizer) for style in styles}
+
+
+def _download(target: Path) -> None:
+    """Download the .jsonl, 12 MB, unless it is at `target`; it appears there whole or not at all.
+
+    Any number of processes may do so at once: each writes a hidden file and renames it.
+    """
+    if target.is_file() and sha256(target) == SHA256:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    todo = f"try again, or have it elsewhere and {NAME_IT}"
+    try:
+        with urllib.request.urlopen(URL, timeout=30) as response:
+            data = response.read()
+    except (OSError, HTTPException) as error:  # URLError and a timeout are OSErrors, a cut connection is the other
+        got = getattr(error, "reason", None) or error
+        raise bad_data(URL, "cannot download", got, "the file", todo) from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != SHA256:
+        raise bad_data(URL, "wrong sha256", found, SHA256, todo)
+    write_atomic(target, data)
 
 
 # ---- text ----

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gpt2_triton.errors import bad_data
+from gpt2_triton.files import write_atomic
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
@@ -22,25 +23,6 @@ SCAN = 1 << 22  # tokens checked at a time: 8 MiB
 EDGE_BYTES = 1 << 16  # of each end of a shard that its fingerprint covers
 RECORD = "shards.json"  # what a preparation tells of its shards, beside them
 PREPARE = "make shards with `python -m gpt2_triton prepare`"
-
-
-def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file so that a crash leaves the old one or the new one: hidden file, fsync, rename, fsync directory."""
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temp, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temp, path)
-    finally:
-        temp.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:

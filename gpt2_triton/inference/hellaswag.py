@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import Progress
 from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
-from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import bad_data
@@ -63,11 +63,11 @@ def ending_losses(model: GPT2, questions: Questions, style: str = "", shard: tup
     (rank, size): compute every size-th batch from rank, and leave 0 for the others.
     """
     lengths = _lengths(model, questions)
-    progress = Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens")
     losses = np.zeros(len(lengths), np.float64)
-    for chosen, T in itertools.islice(_batches(model, lengths), shard[0], None, shard[1]):
-        losses[chosen] = _batch_losses(model, questions, lengths, chosen, T)
-        progress.advance(int(lengths[chosen].sum()))
+    with Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens") as progress:
+        for chosen, T in itertools.islice(_batches(model, lengths), shard[0], None, shard[1]):
+            losses[chosen] = _batch_losses(model, questions, lengths, chosen, T)
+            progress.advance(int(lengths[chosen].sum()))
     return losses.reshape(-1, ENDINGS)
 
 

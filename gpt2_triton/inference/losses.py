@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import Progress
 from gpt2_triton.data.loader import ValidationLoader
-from gpt2_triton.data.progress import Progress
 from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
@@ -46,16 +46,16 @@ def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
         expected, todo = f"0, or {model.T:,} (one window) to {most:,}", "change it or name more shards"
         raise bad_data("--tokens", "does not suit these shards", f"{tokens:,}", expected, todo)
     loader = ValidationLoader(shards, model.T, tokens)
-    progress = Progress("perplexity", loader.tokens, "tokens")
     total, of_text, text_bytes = 0.0, 0.0, 0
-    for ids, targets in loader.batches(model.B):
-        losses = model.evaluate(ids, targets).numpy().astype(np.float64)
-        total += float(losses.sum())
-        if byte_lengths is not None:
-            lengths = byte_lengths[targets.reshape(-1)]
-            of_text += float(losses[lengths > 0].sum())
-            text_bytes += int(lengths.sum())
-        progress.advance(ids.size)
+    with Progress("perplexity", loader.tokens, "tokens") as progress:
+        for ids, targets in loader.batches(model.B):
+            losses = model.evaluate(ids, targets).numpy().astype(np.float64)
+            total += float(losses.sum())
+            if byte_lengths is not None:
+                lengths = byte_lengths[targets.reshape(-1)]
+                of_text += float(losses[lengths > 0].sum())
+                text_bytes += int(lengths.sum())
+            progress.advance(ids.size)
     loss = total / loader.tokens
     bits_per_byte = of_text / text_bytes / math.log(2) if text_bytes else None
     return Perplexity(loader.tokens, loss, math.exp(loss), bits_per_byte)

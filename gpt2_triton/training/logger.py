@@ -1,6 +1,6 @@
 """The log of a run: one console line per step, metrics.jsonl, and main.log and Weights & Biases, made from its records.
 
-Lines are written at once.  A resumed run first drops the lines after its checkpoint, so that in the end the files hold
+Each line is written at once.  A resumed run first drops the lines after its checkpoint, so that in the end the files hold
 the lines of an unbroken run, except for times (ms, tok_s, mfu).
 """
 
@@ -11,8 +11,9 @@ from typing import Any
 
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import Lines, print_line
+from gpt2_triton.console import LogFile, print_line
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import write_atomic
 from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import (
@@ -22,7 +23,6 @@ from gpt2_triton.training.metrics import (
     Record,
     llmc_line,
     null_non_finite,
-    replace_text,
     truncate,
 )
 from gpt2_triton.training.run_info import read_run, write_run
@@ -69,7 +69,7 @@ class Logger:
     def _open_files(self, step: int) -> list[Record]:
         """Drop the lines of steps after `step`, open the files to append to, and return the records that stay."""
         history = truncate(self._run_dir / METRICS, step)
-        self._file = Lines(self._run_dir / METRICS)
+        self._file = LogFile(self._run_dir / METRICS)
         llmc = self.config.log.main_log == "llmc"
         self._main_log = _open_main_log(self._run_dir / MAIN_LOG, history) if llmc else None
         self._stats = _open_stats(self._run_dir / STATS, step) if self.config.log.stats_every else None
@@ -175,15 +175,15 @@ class NullLogger:
         return lambda *args, **keywords: None
 
 
-def _open_stats(path: Path, step: int) -> Lines:
+def _open_stats(path: Path, step: int) -> LogFile:
     truncate(path, step)
-    return Lines(path)
+    return LogFile(path)
 
 
-def _open_main_log(path: Path, history: list[Record]) -> Lines:
+def _open_main_log(path: Path, history: list[Record]) -> LogFile:
     """Open llm.c's main.log, written again from the records so far: llm.c itself leaves lines of undone steps there."""
-    replace_text(path, "".join(map(llmc_line, history)))
-    return Lines(path)
+    write_atomic(path, "".join(map(llmc_line, history)).encode())
+    return LogFile(path)
 
 
 def duration(seconds: float) -> str:

@@ -10,11 +10,11 @@ A step also has "loss_z" and "norm_z" once 128 steps are known, "skipped": true 
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from gpt2_triton.console import print_line
+from gpt2_triton.files import write_atomic
 
 METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
@@ -54,15 +54,8 @@ def truncate(path: Path, resume_step: int) -> list[Record]:
     if not path.exists():
         return []
     kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
     return kept
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file by one rename: a reader finds the old text or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def llmc_line(record: Record) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpt2_triton import __version__
 from gpt2_triton.config.config import Config
-from gpt2_triton.training.metrics import replace_text
+from gpt2_triton.files import write_atomic
 
 RUN = "run.json"
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tiktoken")
@@ -81,4 +81,4 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 
 
 def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:
-    replace_text(run_dir / RUN, json.dumps({"wandb_id": wandb_id, "starts": starts}, indent=1) + "\n")
+    write_atomic(run_dir / RUN, (json.dumps({"wandb_id": wandb_id, "starts": starts}, indent=1) + "\n").encode())

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.training.metrics import METRICS, Record, read_metrics, replace_text
+from gpt2_triton.files import write_atomic
+from gpt2_triton.training.metrics import METRICS, Record, read_metrics
 from gpt2_triton.training.run_info import read_run, write_run
 
 ROWS_PER_STEP = 8  # more than the kinds of records
@@ -81,7 +82,7 @@ class WandbLogger:
     def _send(self, record: Record, row: int) -> None:
         self._run.log(record, step=row)
         if self._marker:
-            replace_text(self._marker, f"{row + 1}\n")
+            write_atomic(self._marker, f"{row + 1}\n".encode())
 
     def close(self, failed: bool = False) -> None:
         if self._run is not None:

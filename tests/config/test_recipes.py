@@ -1,4 +1,4 @@
-"""Every file in configs/ is a valid configuration that fits an H200, and its first line says what it does."""
+"""Every file in configs/ is a valid configuration that fits an H200, and its first line describes it."""
 
 import re
 from pathlib import Path
@@ -15,12 +15,12 @@ SIZES = {"gpt2_124m": 124, "gpt2_350m": 354, "gpt2_774m": 774, "gpt2_1558m": 155
 SECONDS = {"minutes": 60, "hours": 3600, "days": 86400}
 
 
-def test_the_recipes_are_there():
+def test_recipes_exist():
     assert {path.stem for path in RECIPES} == {*SIZES, "quickstart", "overfit", "finetune_shakespeare"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_an_h200(path):
+def test_recipe_fits_an_h200(path):
     config = load_config(path, {})
     budget = device.memory_bytes("h200") - CONTEXT_BYTES - MODULE_BYTES
     config = choose_recompute(config, kernels, budget)
@@ -29,9 +29,9 @@ def test_a_recipe_fits_an_h200(path):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_first_line_of_a_recipe_agrees_with_its_keys(name):
-    """Tokens within 1% of steps times tokens a step, times and cost within 3% of what follows from tokens/s: all are
-    rounded.  Eight GPUs are taken for 8 x 0.97, and $3 an hour each.
+def test_recipe_first_line_matches_its_keys(name):
+    """Tokens are within 1% of steps times tokens per step; times and cost are within 3% of those that tokens/s gives,
+    since all are rounded.  Eight GPUs count as 8 x 0.97, at $3 per hour each.
     """
     (path,) = (path for path in RECIPES if path.stem == name)
     config, line = load_config(path, {}), path.read_text().split("\n", 1)[0]

@@ -1,11 +1,13 @@
-"""Lines on a full disk: none is lost that it takes later, and nothing is raised."""
+"""A full disk or a closed console ends no run; long work shows its progress."""
 
 import errno
 import os
+import re
 
 import pytest
 
-from gpt2_triton.console import Lines, print_line
+from gpt2_triton import console
+from gpt2_triton.console import LogFile, Progress, print_line
 
 
 class SmallDisk:
@@ -26,8 +28,8 @@ class SmallDisk:
         self.closed = True
 
 
-def test_lines_wait_for_room_and_keep_their_order(tmp_path, capsys):
-    lines = Lines(tmp_path / "x.jsonl")
+def test_log_file_on_a_full_disk_keeps_lines_in_order(tmp_path, capsys):
+    lines = LogFile(tmp_path / "x.jsonl")
     lines.write("first\n")
     assert (tmp_path / "x.jsonl").read_text() == "first\n"  # at once
     lines._file = disk = SmallDisk(room=3)
@@ -42,8 +44,8 @@ def test_lines_wait_for_room_and_keep_their_order(tmp_path, capsys):
     assert capsys.readouterr().err == warning
 
 
-def test_what_was_never_taken_is_told_at_the_end(tmp_path, capsys):
-    lines = Lines(tmp_path / "x.jsonl")
+def test_log_file_reports_lost_lines_when_closed(tmp_path, capsys):
+    lines = LogFile(tmp_path / "x.jsonl")
     lines._file = SmallDisk(room=3)
     lines.write("second\n")
     lines.close()
@@ -64,8 +66,81 @@ class Console:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EPIPE])
-def test_a_console_that_is_full_or_gone_loses_lines_and_not_the_run(monkeypatch, number):
+def test_print_line_drops_lines_of_a_broken_console(monkeypatch, number):
     monkeypatch.setattr("sys.stdout", Console(number))
     monkeypatch.setattr("sys.stderr", Console(number))
     print_line("a line")
     print_line("a warning", error=True)
+
+
+class Stderr:
+    """A terminal or a file that keeps what is written."""
+
+    encoding = "utf-8"
+
+    def __init__(self, terminal, error=None):
+        self.text, self.terminal, self.error = "", terminal, error
+
+    def isatty(self):
+        return self.terminal
+
+    def write(self, text):
+        if self.error:
+            raise self.error
+        self.text += text
+        return len(text)
+
+    def flush(self):
+        pass
+
+
+def work(monkeypatch, stderr, seconds, total=4000, done=0):
+    """Advance by 500 at each of these seconds; return what was displayed."""
+    clock = iter([0.0, *seconds])
+    monkeypatch.setattr("sys.stderr", stderr)
+    with monkeypatch.context() as patch:
+        patch.setattr("tqdm.std.time", lambda: next(clock, seconds[-1]))
+        with Progress("work", total, "tokens", done) as progress:
+            for i, _ in enumerate(seconds):
+                progress._bar._time = lambda i=i: seconds[i]
+                progress.advance(500, "loss 3.1")
+    return stderr.text
+
+
+def test_progress_of_long_work_is_a_line_every_few_seconds(monkeypatch):
+    lines = work(monkeypatch, Stderr(terminal=False), [2.0, 10.0, 11.0, 20.0]).splitlines()
+    assert lines == [
+        "work:  25% 1.00k/4.00k [00:10<00:30, 100 tokens/s, loss 3.1]",
+        "work:  50% 2.00k/4.00k [00:20<00:20, 100 tokens/s, loss 3.1]",
+    ]
+    [line] = work(monkeypatch, Stderr(terminal=False), [10.0], total=None).splitlines()
+    assert line == "work: 500 tokens [00:10, 50.0 tokens/s, loss 3.1]"
+
+
+def test_progress_rate_leaves_out_earlier_work(monkeypatch):
+    [line] = work(monkeypatch, Stderr(terminal=False), [10.0], done=2000).splitlines()
+    assert line == "work:  62% 2.50k/4.00k [00:10<00:30, 50.0 tokens/s, loss 3.1]"
+
+
+def test_progress_of_short_work_shows_nothing(monkeypatch):
+    for terminal in (False, True):
+        assert work(monkeypatch, Stderr(terminal), [1.0, 4.0, 4.9]) == ""
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch):
+    text = work(monkeypatch, Stderr(terminal=True), [2.0, 10.0])
+    assert re.match(r"\rwork:  25%\|.*1.00k/4.00k \[00:10<00:30, 100 tokens/s, loss 3.1\]", text) and "\n" not in text
+
+
+def test_progress_of_other_ranks_shows_nothing(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert work(monkeypatch, Stderr(terminal=False), [10.0, 20.0]) == ""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EPIPE, "broken pipe"), OSError(errno.ENOSPC, "full"), ValueError("I/O on closed file")]
+)
+def test_progress_on_a_broken_console_continues(monkeypatch, terminal, error):
+    work(monkeypatch, Stderr(terminal, error), [10.0, 20.0])
+    assert console.DELAY == 5.0

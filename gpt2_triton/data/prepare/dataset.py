@@ -23,9 +23,10 @@ import numpy as np
 from gpt2_triton.data.prepare import shard_writer
 from gpt2_triton.data.prepare.hub import asking, repository
 from gpt2_triton.data.prepare.shard_writer import SHARD_TOKENS, Meter, Progress, Rows, Run, encode, print_now
-from gpt2_triton.data.shards import RECORD, read_record, write_atomic
+from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import bad_data
+from gpt2_triton.files import remove_abandoned, write_atomic
 
 PROGRESS = "progress.json"
 AGAIN = "run the same command again: it goes on after the last finished shard"
@@ -67,7 +68,7 @@ def prepare_dataset(
     get_tokenizer(tokenizer)  # the workers find it in tiktoken's cache
     with shard_writer.written_to(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(out_dir)
+        remove_abandoned(out_dir, HIDDEN)
     preparation, begun = _Preparation(source, recipe, out_dir, progress), time.monotonic()
     with shard_writer.workers(workers) as run:
         preparation.stream(run)
@@ -88,14 +89,6 @@ def _commit(source: Source, out_dir: Path) -> str | None:
         if source.revision is None and isinstance(recorded, dict) and recorded.get("name") == source.name:
             return recorded.get("revision")
     return repository(source.name, source.revision, OFFLINE, expand=["sha"]).sha
-
-
-def _remove_abandoned(directory: Path) -> None:
-    """Files that a killed process was writing."""
-    for path in directory.iterdir():
-        match = HIDDEN.fullmatch(path.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
-            path.unlink(missing_ok=True)
 
 
 # ---- the stream ----

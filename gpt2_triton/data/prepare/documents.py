@@ -5,7 +5,6 @@ Files are read a piece at a time, so memory grows with the longest line and not 
 
 import glob
 import gzip
-import hashlib
 import json
 import re
 import zlib
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from gpt2_triton.errors import DataError, bad_data
+from gpt2_triton.files import sha256
 
 READ_BYTES = 1 << 20
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
@@ -65,8 +65,7 @@ def _matches(given: Path) -> list[Source]:
 def measure(path: Path) -> tuple[str, int]:
     """sha256 of a file's bytes and the characters of its documents; reads, and so checks, all of it."""
     try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256(path)
     except OSError as error:
         raise _unreadable(path, error) from None
     characters = sum(len(text) for _, text in read(path))

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from gpt2_triton.data.prepare import shard_writer
 from gpt2_triton.data.prepare.hub import asking, repository
 from gpt2_triton.data.prepare.shard_writer import Progress, Rows, print_now
-from gpt2_triton.data.shards import RECORD, map_tokens, read_record, write_atomic
+from gpt2_triton.data.shards import RECORD, map_tokens, read_record
 from gpt2_triton.errors import bad_data
+from gpt2_triton.files import fsync, sha256, write_atomic
 
 REPOSITORIES = {
     "fineweb10B": "kjj0/fineweb10B-gpt2",
@@ -93,7 +94,7 @@ def _is_there(path: Path, file: File, ours: bool) -> bool:
     """Whether a file need not be downloaded.  One that differs is written over only if a record says it is ours."""
     if not path.exists():
         return False
-    same = path.stat().st_size == file.size and shard_writer.row_of(path)["sha256"] == file.sha256
+    same = path.stat().st_size == file.size and sha256(path) == file.sha256
     if not same and not ours:
         raise shard_writer.in_use(path)
     return same
@@ -105,11 +106,10 @@ def _fetch(repo: str, commit: str, file: File, out_dir: Path) -> None:
 
         folder = out_dir / ".download"
         path = Path(hf_hub_download(repo, file.name, repo_type="dataset", revision=commit, local_dir=folder))
-    digest = shard_writer.row_of(path)["sha256"]
+    digest = sha256(path)
     if digest != file.sha256:
         path.unlink()
         raise bad_data(f"{repo}/{file.name}", "damaged on the way", f"sha256 {digest}", file.sha256, AGAIN)
     map_tokens(path)  # its header
-    with open(path, "rb") as handle:
-        os.fsync(handle)
+    fsync(path)
     os.rename(path, out_dir / file.local)

@@ -1,10 +1,8 @@
 """What every preparation shares: processes that tokenise, a line of progress, shards cut from a row of tokens."""
 
 import functools
-import hashlib
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 import time
@@ -22,6 +20,7 @@ import numpy as np
 from gpt2_triton.data.shards import HEADER_BYTES, RECORD, map_tokens, read_record, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import bad_data
+from gpt2_triton.files import missing_space, sha256
 
 PIECE = 1 << 20  # characters tokenised at a time, by one worker
 SHARD_TOKENS = 100_000_000  # llm.c's
@@ -157,9 +156,7 @@ def lengthen_last(directory: Path, names: list[str], limit: int) -> Rows:
 
 def row_of(path: Path) -> dict[str, Any]:
     """What a record says of a shard."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"tokens": (path.stat().st_size - HEADER_BYTES) // 2, "sha256": digest}
+    return {"tokens": (path.stat().st_size - HEADER_BYTES) // 2, "sha256": sha256(path)}
 
 
 def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
@@ -180,8 +177,8 @@ def in_use(out_dir: Path) -> Exception:
 
 def require_space(directory: Path, tokens: int) -> None:
     """Refuse to begin where `tokens` more, two bytes each, do not fit."""
-    free, needed = shutil.disk_usage(directory).free, 2 * tokens
-    if free < needed:
+    if missing := missing_space(directory, 2 * tokens):
+        needed, free = missing
         expected, todo = f"{needed:,} for {tokens:,} tokens", "make room or choose another directory"
         raise bad_data(directory, "not enough room", f"{free:,} bytes free", expected, todo)
 

@@ -33,9 +33,10 @@ from gpt2_triton.data.prepare.shard_writer import (
     is_done,
     print_now,
 )
-from gpt2_triton.data.shards import RECORD, write_atomic
+from gpt2_triton.data.shards import RECORD
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import bad_data
+from gpt2_triton.files import write_atomic
 
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
 

@@ -1,0 +1,102 @@
+"""Rules between keys of the configuration: values that are each valid but contradict each other."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gpt2_triton.config import schema
+
+if TYPE_CHECKING:
+    from gpt2_triton.config.config import Config
+
+Problem = tuple[str, str]  # a key, and what is wrong with it
+
+HEAD_SIZES = (64, 80, 96, 128)  # the attention kernels are written and tested for these
+TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
+INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # init_from, but scratch
+
+
+def conflicts(config: "Config") -> Iterator[Problem]:
+    """Yield every rule that this configuration breaks."""
+    yield from _model_conflicts(config)
+    yield from _schedule_conflicts(config)
+    yield from _batch_conflicts(config.train, config.gpus)
+
+
+def _model_conflicts(config: "Config") -> Iterator[Problem]:
+    m, d, t, o = config.model, config.data, config.train, config.optim
+    if m.n_embd % m.n_head:
+        yield "model.n_head", f"{m.n_head} heads do not divide n_embd {m.n_embd}; {_fitting_heads(m.n_embd)}"
+    elif m.n_embd // m.n_head not in HEAD_SIZES:
+        wrong = f"head size n_embd / n_head is {m.n_embd // m.n_head}, not one of {HEAD_SIZES}"
+        yield "model.n_head", f"{wrong}; {_fitting_heads(m.n_embd)}"
+    if t.seq_len > m.block_size:
+        longer = f"{t.seq_len} is longer than model.block_size {m.block_size}"
+        yield "train.seq_len", f"{longer}; lower it or raise the other"
+    if m.vocab_size < TOKENIZER_SIZES[d.tokenizer]:
+        expected = f"the {d.tokenizer} tokenizer has {TOKENIZER_SIZES[d.tokenizer]} tokens"
+        yield "model.vocab_size", f"{expected}, got {m.vocab_size}; set model.vocab_size or data.tokenizer"
+    if (d.train == "builtin") != (d.val == "builtin"):
+        yield "data.val", f"data.train is {d.train} and data.val is {d.val}; make both builtin, or neither"
+    if o.master == "fp32" and t.dtype == "fp32":
+        yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
+    source, _, path = config.init_from.partition(":")
+    if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
+        known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
+        yield "init_from", f"expected scratch or one of {known}; got {config.init_from}"
+    recompute = config.memory.recompute
+    layers = recompute.partition(":")[2]
+    if layers and int(layers) > m.n_layer:
+        yield "memory.recompute", f"{recompute} names more layers than model.n_layer {m.n_layer}; lower it"
+
+
+def _schedule_conflicts(config: "Config") -> Iterator[Problem]:
+    t, o, e, saved = config.train, config.optim, config.eval, config.checkpoint.every
+    if o.warmup > t.steps:
+        yield "optim.warmup", f"{o.warmup} steps of warmup are more than train.steps {t.steps}; lower it"
+    if e.every and 0 < e.tokens < t.seq_len:
+        yield "eval.tokens", f"{e.tokens} is less than train.seq_len {t.seq_len}; raise it, or 0 takes all tokens"
+    if config.checkpoint.best == "val_loss" and not e.every:
+        yield "checkpoint.best", "there is no validation loss to compare; set eval.every, or this to none"
+    if t.rewind_after and not saved:
+        yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
+    elif t.rewind_after > saved:
+        yield "train.rewind_after", f"{t.rewind_after} is more than checkpoint.every {saved}; lower it"
+
+
+def _batch_conflicts(t: schema.TrainConfig, gpus: int) -> Iterator[Problem]:
+    """Yield the problem of a step whose sequences do not divide among the GPUs, or those of a GPU into batches."""
+    total, several = t.total_batch_tokens or t.batch_size * t.seq_len, f"{gpus} GPUs" if gpus > 1 else ""
+    rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
+    if rest:
+        fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
+        unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
+        todo = table = ""
+        if gpus > 1 and total % t.seq_len == 0:
+            near, table = _fitting_gpus(t, total // t.seq_len, gpus)
+            todo = f"start {near} GPUs, or, in a new run, "
+        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}{table}"
+    elif rows % min(t.batch_size, rows):
+        best = max(b for b in range(1, t.batch_size) if rows % b == 0)
+        below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
+        step = f"a step of {rows * gpus} sequences{several and ' on '}{several} (total_batch_tokens {total})"
+        wrong = f"{step} does not divide into batches of {t.batch_size}"
+        yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"
+
+
+def _fitting_gpus(t: schema.TrainConfig, sequences: int, gpus: int) -> tuple[str, str]:
+    """Return the nearest numbers of GPUs that divide the sequences of a step, and a table of up to three below and
+    three above with what each would do.  A resumed run can change its GPUs but not the tokens of a step.
+    """
+    each = {n: sequences // n for n in range(1, sequences + 1) if sequences % n == 0}
+    batch = {n: min(t.batch_size, rows) for n, rows in each.items()}
+    fits = [n for n in each if each[n] % batch[n] == 0]
+    below, above = [n for n in fits if n < gpus][-3:], [n for n in fits if n > gpus][:3]
+    table: list[tuple[Any, ...]] = [("GPUs", "sequences each", "at once", "micro-steps")]
+    table += [(n, each[n], batch[n], each[n] // batch[n]) for n in below + above]
+    lines = ["".join(f"{cell:>{len(title) + 2}}" for cell, title in zip(row, table[0], strict=True)) for row in table]
+    return " or ".join(str(n) for n in below[-1:] + above[:1]), "".join(f"\n{line}" for line in lines)
+
+
+def _fitting_heads(n_embd: int) -> str:
+    fitting = [str(n_embd // size) for size in HEAD_SIZES if n_embd % size == 0]
+    return f"set model.n_head to {' or '.join(fitting)}" if fitting else "set model.n_embd to a multiple of 64"

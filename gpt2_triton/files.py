@@ -1,0 +1,83 @@
+"""File writes that a crash cannot leave half done, and what goes with them: fsync, sha256, free space."""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gpt2_triton.errors import ConfigError
+
+
+def fsync(path: Path) -> None:
+    """Flush a file's content, or a directory's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """Return the hex digest of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file so that a crash leaves the old one or the new one: hidden file, fsync, rename, fsync directory."""
+    hidden = path.with_name(f".{path.name}.{os.urandom(4).hex()}.{os.getpid()}.tmp")  # pids repeat on other hosts
+    try:
+        with open(hidden, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(hidden, path)
+    finally:
+        hidden.unlink(missing_ok=True)
+    fsync(path.parent)
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield a hidden directory that becomes `path` by one rename at the end, its files synced.
+
+    A failure leaves nothing.  ConfigError if `path` exists and is not an empty directory.
+    """
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise ConfigError(f"--out: {path} is there already; choose another, or remove it")
+    hidden = path.absolute().with_name(f".{path.name}.tmp-{os.getpid()}")
+    hidden.mkdir(parents=True)
+    try:
+        yield hidden
+        for file in (*hidden.iterdir(), hidden):
+            fsync(file)
+        os.rename(hidden, path)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    fsync(path.absolute().parent)
+
+
+def remove_abandoned(directory: Path, hidden: re.Pattern[str], own: bool = False) -> None:
+    """Remove the entries of `directory` whose names match `hidden` and whose process has ended.
+
+    Group 1 of the pattern is the process id.  `own` also removes this process's entries.
+    """
+    for path in directory.iterdir():
+        match = hidden.fullmatch(path.name)
+        if match and ((own and int(match[1]) == os.getpid()) or not Path(f"/proc/{match[1]}").exists()):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def missing_space(directory: Path, needed: int) -> tuple[int, int] | None:
+    """Return (needed, free) in bytes if `needed` bytes do not fit under `directory`, which may not exist yet."""
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    return (needed, free) if free < needed else None

@@ -1,0 +1,76 @@
+"""A crash leaves the old file or the new one; hidden files go with the process that wrote them."""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import missing_space, new_directory, remove_abandoned, sha256, write_atomic
+
+
+def test_write_atomic_replaces_a_file(tmp_path):
+    for parts in ((b"old",), (b"ne", memoryview(b"w"))):
+        write_atomic(tmp_path / "x", *parts)
+        assert (tmp_path / "x").read_bytes() == b"".join(parts) and os.listdir(tmp_path) == ["x"]
+    assert sha256(tmp_path / "x") == hashlib.sha256(b"new").hexdigest()
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_write_atomic_failure_keeps_the_old_file(tmp_path, monkeypatch, call):
+    def fail(*_):
+        raise OSError("no space")
+
+    write_atomic(tmp_path / "x", b"old")
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="no space"):
+        write_atomic(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"old" and os.listdir(tmp_path) == ["x"]
+
+
+def test_new_directory_appears_at_the_end(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "empty"):
+        with new_directory(tmp_path / name) as directory:
+            (directory / "x").write_bytes(b"1")
+            assert not (tmp_path / name / "x").exists()
+        assert (tmp_path / name / "x").read_bytes() == b"1"
+    assert sorted(os.listdir(tmp_path)) == ["empty", "new"]
+
+
+def test_new_directory_failure_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "new") as directory:
+        (directory / "x").write_bytes(b"1")
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+
+
+def test_new_directory_refuses_a_taken_place(tmp_path):
+    (tmp_path / "x").touch()
+    for taken in (tmp_path, tmp_path / "x"):
+        with pytest.raises(ConfigError, match=f"{taken} is there already"), new_directory(taken):
+            pass
+
+
+def test_remove_abandoned_spares_running_processes(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for pid in (ended.pid, os.getpid(), os.getppid()):
+        (tmp_path / f".x.{pid}.tmp").touch()
+        (tmp_path / f".y.{pid}.tmp").mkdir()
+    (tmp_path / "x.1.tmp").touch()
+    hidden = re.compile(r"\..*\.([0-9]+)\.tmp")
+    kept = {f".{name}.{pid}.tmp" for name in "xy" for pid in (os.getpid(), os.getppid())} | {"x.1.tmp"}
+    remove_abandoned(tmp_path, hidden)
+    assert set(os.listdir(tmp_path)) == kept
+    remove_abandoned(tmp_path, hidden, own=True)
+    assert set(os.listdir(tmp_path)) == {name for name in kept if str(os.getpid()) not in name}
+
+
+def test_missing_space_of_a_directory_to_be(tmp_path):
+    assert missing_space(tmp_path / "a" / "b", 1) is None
+    needed, free = missing_space(tmp_path / "a" / "b", 1 << 62)
+    assert needed == 1 << 62 and 0 < free < needed
