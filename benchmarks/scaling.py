@@ -18,7 +18,7 @@ time.  Computation is taken as proportional to the tokens, which flatters small 
 import argparse
 from typing import NamedTuple
 
-from gpt2_triton.model.communicator import TOKENS
+from gpt2_triton.model.communicator import TOKENS_TO_HIDE_A_LAYER
 
 GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 HOST = 8  # GPUs that reach each other's memory
@@ -81,7 +81,7 @@ def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float
     communicate = sums + layer_sum + gathers + embed_sum + embed_gather
     if near:
         lost += (gpus + 1) / gpus * 4 * every / MEMORY
-        under = compute * 2 / 3 * -(-size.layers * TOKENS // tokens) / size.layers
+        under = compute * 2 / 3 * -(-size.layers * TOKENS_TO_HIDE_A_LAYER // tokens) / size.layers
         lost += AWAKE * min(compute, SLEEPLESS + under + communicate - sums)
     else:
         lost += AWAKE * compute

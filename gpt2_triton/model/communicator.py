@@ -29,58 +29,58 @@ from gpt2_triton.model.cuda import Side
 # A layer's gradients, 48 C^2 bytes, take as long over NVLink as some 1,400 tokens take through its backward pass, of
 # about 48 C^2 operations each (370 GB/s, 500 TFLOP/s).  Sums wait for multiprocessors besides; so those of all L layers
 # are there in time if they set out 4096 L / R layers before the end.
-TOKENS = 4096
+TOKENS_TO_HIDE_A_LAYER = 4096
 
 
-class Link:
+class Communicator:
     """One rank: nothing to exchange.  The methods are what the schedule and the model call."""
 
-    def begin(self, acc: bool, last: bool) -> None:
+    def begin_micro_step(self, first: bool, last: bool) -> None:
         """A micro-step begins: the first of its step unless acc, and perhaps the last."""
 
-    def params(self, layer: int) -> None:
+    def wait_params(self, layer: int) -> None:
         """The layer's parameters are needed."""
 
-    def grads_begin(self, layer: int) -> None:
+    def wait_grad_buffer(self, layer: int) -> None:
         """The layer's gradients are about to be written."""
 
-    def grads_done(self, layer: int) -> None:
-        """The layer's gradients are complete; schedule.EMBED, layer -1, is all that is no layer's, before layer 0."""
+    def reduce_grads(self, layer: int) -> None:
+        """The gradients of a layer, or of what is NOT_A_LAYER (schedule.py), are complete: reduce them when due."""
 
-    def end(self) -> None:
+    def end_micro_step(self) -> None:
         """The micro-step ends: what was sent has to be there for what follows."""
 
-    def total(self, stats: Tensor) -> None:
+    def all_reduce_scalars(self, stats: Tensor) -> None:
         """Sum the ranks' losses and squared norms."""
 
-    def updated(self, bucket: int) -> None:
+    def gather_after_update(self, bucket: int) -> None:
         """This rank's share of the bucket has its new values."""
 
-    def prepare(self) -> None:
+    def precompile(self) -> None:
         """Launch what the exchange launches, to have it compiled."""
 
     def close(self) -> None:
         """Give up what other ranks own."""
 
-    def gather(self) -> None:
+    def gather_params(self) -> None:
         """Bring every parameter up to date, for whatever reads them between steps; all ranks call it together."""
 
 
 def make_communicator(
     group: ProcessGroup | None, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]
-) -> Link:
-    """The Link of this rank; `arenas` are those of all, if it can read them."""
+) -> Communicator:
+    """The Communicator of this rank; `arenas` are those of all, if it can read them."""
     if group is None or group.size == 1:
-        return Link()
+        return Communicator()
     return PeerCopyCommunicator(group, K, state, dims, arenas) if arenas else NcclCommunicator(group, K, state, dims)
 
 
-class BucketedCommunicator(Link):
-    """The Link of several ranks: when each bucket sets out; PeerCopyCommunicator and NcclCommunicator transport it."""
+class BucketedCommunicator(Communicator):
+    """Decides when each bucket is sent; NcclCommunicator and PeerCopyCommunicator move the bytes."""
 
     def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int]):
         self._group, self._K, self._s, self._zero = group, K, state, dims["zero"]
-        self._buckets, self._share = sharding.buckets(dims), sharding.share(dims, group.rank)
+        self._buckets, self._share = sharding.buckets(dims), sharding.owned_shards(dims, group.rank)
         self._grad_starts, self._layers = sharding.grad_offsets(dims), range(dims["L"])
         self._rest = len(self._buckets) - 1
         self._hold = dims["L"]  # gradients wait until this layer's are done
@@ -88,26 +88,26 @@ class BucketedCommunicator(Link):
         self._arrived: dict[int, Any] = {}
         self._sent: dict[int, Any] = {}
         self._waiting: list[int] = []
-        self._acc = self._last = False
+        self._first = self._last = False
 
-    def begin(self, acc: bool, last: bool) -> None:
-        self._acc, self._last = acc, last
-        if self._zero and not acc:
+    def begin_micro_step(self, first: bool, last: bool) -> None:
+        self._first, self._last = first, last
+        if self._zero and first:
             with self._side.behind():
                 self._meet()
                 for layer in self._layers:
                     self._gather(1 + layer)
                     self._arrived[layer] = self._side.mark()
 
-    def params(self, layer: int) -> None:
+    def wait_params(self, layer: int) -> None:
         if layer in self._arrived:
             self._side.wait(self._arrived.pop(layer))
 
-    def grads_begin(self, layer: int) -> None:
+    def wait_grad_buffer(self, layer: int) -> None:
         if layer + 2 in self._sent:
             self._side.wait(self._sent.pop(layer + 2))
 
-    def grads_done(self, layer: int) -> None:
+    def reduce_grads(self, layer: int) -> None:
         buckets = [1 + layer] if layer >= 0 else [0, self._rest]
         if self._zero == 2 and layer >= 0:  # they have no place to wait in, not even for the last micro-step
             self._sent[layer] = self._leave(buckets)
@@ -117,14 +117,14 @@ class BucketedCommunicator(Link):
                 due, self._waiting = self._waiting, []
                 self._leave(due)
 
-    def end(self) -> None:
+    def end_micro_step(self) -> None:
         self._sent.clear()
         self._side.join()
 
-    def total(self, stats: Tensor) -> None:
+    def all_reduce_scalars(self, stats: Tensor) -> None:
         self._group.all_reduce(stats)
 
-    def updated(self, bucket: int) -> None:
+    def gather_after_update(self, bucket: int) -> None:
         if self._zero and bucket == self._rest:  # after the embedding's and before the layers'
             with self._side.behind():
                 self._meet()
@@ -134,12 +134,12 @@ class BucketedCommunicator(Link):
         if self._zero and bucket == self._rest - 1:
             self._side.join()
 
-    def prepare(self) -> None:
+    def precompile(self) -> None:
         n, received = self._part(1), self._s.received
         for parts in {1, self._group.size - 1}:
             self._K.add(received[:n], received[: parts * n].view(parts, n))
 
-    def gather(self) -> None:
+    def gather_params(self) -> None:
         if self._zero:
             with self._side.behind():
                 self._meet()
@@ -156,7 +156,7 @@ class BucketedCommunicator(Link):
 
     def _adds(self, bucket: int) -> bool:
         """The sums of this micro-step are added to those of the ones before, at ZeRO-2, which sends layers in each."""
-        return self._acc and self._zero == 2 and 0 < bucket < self._rest
+        return not self._first and self._zero == 2 and 0 < bucket < self._rest
 
     def _part(self, bucket: int) -> int:
         return self._buckets[bucket].padded // self._group.size
@@ -227,7 +227,7 @@ class PeerCopyCommunicator(BucketedCommunicator):
     def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]):
         super().__init__(group, K, state, dims)
         self._arenas = arenas
-        self._hold = -(-dims["L"] * TOKENS // dims["R"])
+        self._hold = -(-dims["L"] * TOKENS_TO_HIDE_A_LAYER // dims["R"])
         # each begins with the next one, so that no rank is read by two at a time
         self._others = [(group.rank + i) % group.size for i in range(1, group.size)]
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from gpt2_triton.model.buffers import param_entries
 
-QUANTUM = 64  # elements that parts are multiples of: 128 bytes of bf16, a sector boundary, and whole Philox calls
+ALIGNMENT = 64  # elements that parts are multiples of: 128 bytes of bf16, a sector boundary, and whole Philox calls
 
 
 class Bucket(NamedTuple):
@@ -29,7 +29,7 @@ class Bucket(NamedTuple):
     decay: bool
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """A stretch of a bucket: where it lies in each flat buffer."""
 
     bucket: int
@@ -43,17 +43,17 @@ class Piece(NamedTuple):
 
 def buckets(dims: dict[str, int]) -> list[Bucket]:
     """The buckets for dims["ranks"] ranks, in the flat order."""
-    lengths, decays, quantum = [0] * (dims["L"] + 2), [False] * (dims["L"] + 2), _quantum(dims)
+    lengths, decays, alignment = [0] * (dims["L"] + 2), [False] * (dims["L"] + 2), _alignment(dims)
     for e in param_entries(dims):
         lengths[e.bucket] += math.prod(e.shape)
         decays[e.bucket] = e.decay
-    padded = [-(-n // quantum) * quantum for n in lengths]
+    padded = [-(-n // alignment) * alignment for n in lengths]
     firsts, starts = accumulate(lengths, initial=0), accumulate(padded, initial=0)
     return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, decays)]
 
 
-def _quantum(dims: dict[str, int]) -> int:
-    return 1 if dims["ranks"] == 1 else dims["ranks"] * QUANTUM
+def _alignment(dims: dict[str, int]) -> int:
+    return 1 if dims["ranks"] == 1 else dims["ranks"] * ALIGNMENT
 
 
 def grad_offsets(dims: dict[str, int]) -> list[int]:
@@ -80,7 +80,7 @@ def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool) -> dic
     return {name: n * (training or name == "Nf") for name, n in out.items()}
 
 
-def share(dims: dict[str, int], rank: int) -> list[Piece]:
+def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
     """The part of each bucket that `rank` squares, saves and, from stage 1 on, updates; some may be empty."""
     out, own, zero = [], 0, dims["zero"]
     for i, b in enumerate(buckets(dims)):
@@ -89,27 +89,27 @@ def share(dims: dict[str, int], rank: int) -> list[Piece]:
         at = b.start + rank * part
         n = min(part, b.length - begin)
         moment, grad = own if zero else at, own if zero == 2 else at
-        out.append(Piece(i, b.first + begin, n, at, moment, grad, b.decay))
+        out.append(Shard(i, b.first + begin, n, at, moment, grad, b.decay))
         own += part
     return out
 
 
-def updated(dims: dict[str, int], rank: int) -> list[Piece]:
+def updated_shards(dims: dict[str, int], rank: int) -> list[Shard]:
     """What `rank` updates: its share, or at stage 0 everything, in as few pieces as there can be."""
     if dims["zero"]:
-        pieces = share(dims, rank)
+        pieces = owned_shards(dims, rank)
         return [pieces[0], pieces[-1], *pieces[1:-1]]  # the order in which the next forward pass needs them
-    out: list[Piece] = []
+    out: list[Shard] = []
     for i, b in enumerate(buckets(dims)):
         last = out[-1] if out else None
         if last and last.decay == b.decay and last.param + last.length == b.start:
             out[-1] = last._replace(length=last.length + b.length)
         else:
-            out.append(Piece(i, b.first, b.length, b.start, b.start, b.start, b.decay))
+            out.append(Shard(i, b.first, b.length, b.start, b.start, b.start, b.decay))
     return out
 
 
-def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def coalesce(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """(start, length) of stretches, those that follow one another joined, empty ones left out."""
     out: list[tuple[int, int]] = []
     for start, length in spans:

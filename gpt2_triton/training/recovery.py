@@ -86,9 +86,9 @@ def _recall(target: int, model: GPT2, saver: AsyncCheckpointer, control: Control
     """Each rank takes its share from its own memory, and the rest from the other ranks.  At ZeRO-0 it would have to
     take moments from them, for which there is no collective.
     """
-    if control.size > 1 and model.dims["zero"] == 0 or not saver.restore_from_host(target, model.share()):
+    if control.size > 1 and model.dims["zero"] == 0 or not saver.restore_from_host(target, model.local_shards()):
         return False
-    model.link.gather()
+    model.comm.gather_params()
     window = control.from_rank0(model.state.window.tolist)  # in rank 0's share alone
     model.state.window.copy_(torch.from_numpy(np.array(window, np.float32)))
     return True

@@ -149,7 +149,7 @@ class Trainer:
         """One rank of a host compiles; the others then find all kernels in Triton's cache."""
         evaluated = self.validation.shapes(model.B) if self.validation else set()
         evaluated |= hellaswag.shapes(model, self.questions) if self.questions else set()
-        made = model.compile(evaluated) if self.group.local == 0 else None
+        made = model.compile(evaluated) if self.group.local_rank == 0 else None
         self.control.all_gather(None)
         return made or model.compile(evaluated)
 
@@ -271,7 +271,7 @@ class Trainer:
     def _settle(self) -> None:
         """The step in flight is over and reported, and the weights are up to date on this rank."""
         self._report_step()
-        self.model.link.gather()
+        self.model.comm.gather_params()
 
     def _rewind(self) -> int:
         """Back to an earlier step, which it returns, and on with the data after the present one."""
@@ -304,9 +304,9 @@ class Trainer:
         self._report_step()
         if self._due(step, self.config.checkpoint.every):
             self.state["rewinds"] = 0
-        state = self.state | {"config": self.resolved, "data": self.data} | self.model.spans()
+        state = self.state | {"config": self.resolved, "data": self.data} | self.model.shard_spans()
         with self.watchdog.phase("saving"):
-            self.saver.submit(step, self.model.share(), state)
+            self.saver.submit(step, self.model.local_shards(), state)
 
     def close(self, failed: bool = False) -> None:
         if self.group.size == 1:  # several ranks report together, or not at all

@@ -32,7 +32,7 @@ class Log:
             return gpt2_triton.kernels.scratch_elements
         return lambda *tensors, **_: self.calls.append((name, None))
 
-    def allocate(self, nbytes):
+    def allocate_shared(self, nbytes):
         arenas = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self.size)]
         return arenas[self.rank], arenas if self.near else []
 
@@ -115,7 +115,7 @@ def test_on_one_host_gradients_travel_together(monkeypatch, zero, micro_steps):
     of layers 2 and 1; then the embedding's, norms' and biases', under layer 0's last product; then layer 0's.  At stage
     0 the sums are shared out after another meeting.
     """
-    monkeypatch.setattr(communicator, "TOKENS", 32 / LAYERS)
+    monkeypatch.setattr(communicator, "TOKENS_TO_HIDE_A_LAYER", 32 / LAYERS)
     sent = [call for call in travel(True, zero, micro_steps) if call[0] in ("barrier", "add")]
     meet = [("barrier", None)]
     again = meet * (zero == 0)
@@ -173,7 +173,7 @@ def test_sums_of_as_many_parts_as_there_are_other_ranks_are_compiled_ahead():
 
 def test_more_than_there_is_room_for_is_added_up_in_turns(monkeypatch):
     """What waits until the embedding's gradients are done, of three ranks: more than the largest bucket."""
-    monkeypatch.setattr(communicator, "TOKENS", 0)
+    monkeypatch.setattr(communicator, "TOKENS_TO_HIDE_A_LAYER", 0)
     model = model_of(Log(True, size=3), 1)
     dims, made = model.dims, sharding.buckets(model.dims)
     assert sum(b.padded for b in made if b is not made[1]) // 3 * 2 > dims["Nx"]
@@ -189,7 +189,7 @@ def test_gradients_wait_until_the_backward_pass_of_as_many_layers_covers_them(la
 
 
 def test_every_rank_begins_with_the_next_one():
-    assert [model_of(Log(True, rank, 4), 1).link._others for rank in range(4)] == [
+    assert [model_of(Log(True, rank, 4), 1).comm._others for rank in range(4)] == [
         [1, 2, 3], [2, 3, 0], [3, 0, 1], [0, 1, 2],
     ]  # fmt: skip
 
@@ -197,7 +197,7 @@ def test_every_rank_begins_with_the_next_one():
 def test_parameters_that_were_gathered_between_steps_may_be_written_again():
     model = model_of_two(True, 1, 1)
     model.K.calls.clear()
-    model.link.gather()
+    model.comm.gather_params()
     assert model.K.calls == [("barrier", None)] * 2
 
 

@@ -27,7 +27,7 @@ def total():
 @pytest.mark.parametrize("ranks", RANKS)
 def test_shares_cover_every_parameter_once_within_the_buffers(ranks, zero):
     dims = dims_of(ranks, zero)
-    shares = [sharding.share(dims, rank) for rank in range(ranks)]
+    shares = [sharding.owned_shards(dims, rank) for rank in range(ranks)]
     assert tile([[[p.first, p.length] for p in pieces] for pieces in shares]) == total()
     for p in (p for pieces in shares for p in pieces):
         assert p.param + p.length <= dims["Nf"] and p.moment + p.length <= dims["Nt"]
@@ -39,14 +39,14 @@ def test_shares_cover_every_parameter_once_within_the_buffers(ranks, zero):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_a_rank_updates_is_all_or_its_share(ranks, zero):
     dims = dims_of(ranks, zero)
-    own = [p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated(dims, rank)]
+    own = [p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated_shards(dims, rank)]
     assert tile([[[p.first, p.length] for p in own]]) == total()
 
 
 def test_one_rank_has_no_padding_and_two_launches():
     dims = dims_of(1, 0)
     assert dims["Nf"] == dims["Nt"] == dims["Ng"] == total() and dims["Nr"] == dims["Nx"] == 0
-    matrices, rest = sharding.updated(dims, 0)
+    matrices, rest = sharding.updated_shards(dims, 0)
     assert (matrices.decay, rest.decay) == (True, False) and matrices.length == rest.first == rest.param
 
 
@@ -58,7 +58,7 @@ def test_stages_share_out_moments_and_then_gradients(ranks):
     assert zero2["Ng"] == embed.padded + rest.padded + 2 * layer.padded and zero2["Nr"] * ranks == zero2["Nf"]
     starts = sharding.grad_offsets(zero2)
     assert starts[1] == starts[3] != starts[2]  # layers take two places in turn
-    assert all(b.padded % (ranks * sharding.QUANTUM) == 0 for b in sharding.buckets(zero2))
+    assert all(b.padded % (ranks * sharding.ALIGNMENT) == 0 for b in sharding.buckets(zero2))
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES | dict(Vp=4096)])  # the largest bucket is a layer's, or the embedding's
