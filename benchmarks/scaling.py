@@ -18,7 +18,7 @@ time.  Computation is taken as proportional to the tokens, which flatters small 
 import argparse
 from typing import NamedTuple
 
-from gpt2_triton.model.communicator import TOKENS_TO_HIDE_A_LAYER
+from gpt2_triton.model.peer_copies import TOKENS_TO_HIDE_A_LAYER
 
 GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 HOST = 8  # GPUs that reach each other's memory
