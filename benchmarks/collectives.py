@@ -31,7 +31,7 @@ def main() -> None:
     group = ProcessGroup("cuda", 100)
     if group.rank == 0:
         print(f"{'bucket':<16}{'collective':<16}{'MB':>8}{'us':>9}{'GB/s':>8}", flush=True)
-    own, arenas = group.allocate(4 * max(BUCKETS.values()))
+    own, arenas = group.allocate_shared(4 * max(BUCKETS.values()))
     with torch.cuda.stream(torch.cuda.Stream()):
         own.random_()
         barrier = measure(group.barrier) if arenas else 0.0

@@ -22,7 +22,7 @@ import argparse
 from typing import NamedTuple
 
 from benchmarks.sizes import bucket_elements
-from gpt2_triton.model.communicator import TOKENS
+from gpt2_triton.model.peer_copies import TOKENS_TO_HIDE_A_LAYER
 
 GPUS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 HOST = 8  # GPUs per host, which read each other's memory
@@ -88,7 +88,7 @@ def step(size: Size, tokens: float, gpus: int, link: Link) -> tuple[float, float
     communicate = sums + layer_sum + gathers + embed_sum + embed_gather
     if near:
         lost += (gpus + 1) / gpus * 4 * every / MEMORY
-        under = compute * 2 / 3 * -(-size.layers * TOKENS // tokens) / size.layers
+        under = compute * 2 / 3 * -(-size.layers * TOKENS_TO_HIDE_A_LAYER // tokens) / size.layers
         lost += AWAKE * min(compute, SLEEPLESS + under + communicate - sums)
     else:
         lost += AWAKE * compute

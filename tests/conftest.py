@@ -11,6 +11,10 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is decorated
 
+    from tests.support import fast_interpreter
+
+    fast_interpreter.install()
+
 import pytest  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

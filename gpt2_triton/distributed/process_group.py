@@ -30,7 +30,7 @@ class ProcessGroup:
         seconds, which sees more and speaks first: joining may take three times, a collective twelve times as long.
         """
         self.rank, self.size = rank_and_size()
-        self.local = int(os.environ.get("LOCAL_RANK", "0"))  # among the ranks of this host
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # among the ranks of this host
         self.device = device
         self.store: Any = None
         self.single_node = os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)  # so says the launcher
@@ -39,7 +39,8 @@ class ProcessGroup:
         self._meeting: Any = None  # their group for that
         self._pool: Any = None
         if device == "cuda":
-            torch.cuda.set_device(self.local % torch.cuda.device_count())  # SLURM may show each process its own only
+            # SLURM may make only one GPU visible to each process
+            torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
         if self.size == 1:
             return
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast sums in an order that NCCL does not promise
@@ -65,7 +66,7 @@ class ProcessGroup:
 
     # ---- memory ----
 
-    def allocate(self, nbytes: int) -> tuple[Tensor, list[Tensor]]:
+    def allocate_shared(self, nbytes: int) -> tuple[Tensor, list[Tensor]]:
         """So many bytes on every rank, all of which call it together; and all ranks' by rank, as this one sees them, if
         they are on one host and can read each other's memory.
         """

@@ -1,22 +1,17 @@
-"""What ranks exchange in a step, on a stream beside the one that computes.
+"""Exchange of gradients and parameters between ranks, on a second stream that runs next to the computation.
 
-gradients   a layer's when they are done, or those of most layers together, in the backward pass of the last ones;
-            the embedding's, the largest, with norms' and biases', under layer 0's last product; layer 0's come last,
-            and are waited for
-parameters  (ZeRO-1 and 2) the embedding's, norms' and biases' are gathered under the update of the layers; all layers'
-            when the next step begins
+gradients   A layer's are reduced once its backward pass is done, or together with those of other layers: see
+            `send_schedule`.  The embedding's, the largest bucket, are reduced with those of norms and biases under
+            layer 0's last product.  Layer 0's come last, and the update waits for them.
+parameters  (ZeRO-1 and 2) Embedding, norms and biases are gathered under the update of the layers, the layers when the
+            next step begins, each in time for its forward pass.
 
-Two ways lead from rank to rank.  Ranks of one host read each other's arenas: copy engines do that beside the
-multiprocessors, and each rank adds up its share.  Ranks of several hosts, or that cannot read, use NCCL's collectives.
+There are two transports.  NcclCommunicator uses collectives.  PeerCopyCommunicator (peer_copies.py) serves ranks of one
+host that can read each other's arenas.
 
-Why together, on one host: NVLink sleeps when it has been idle for 50 ms, and awake it takes some 29 of an H200's 700 W,
-which at its power limit the computation lacks.  A transfer after every layer would keep it awake for the whole step.
-
-Streams wait for each other through events, which a CUDA graph captures with everything else.  On a CPU every call is
-finished when it returns.
+Streams wait for each other through events, which CUDA graphs capture.  On a CPU every call is complete when it returns.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,140 +20,155 @@ from torch import Tensor
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
 from gpt2_triton.model.cuda import Side
-
-# A layer's gradients, 48 C^2 bytes, take as long over NVLink as some 1,400 tokens take through its backward pass, of
-# about 48 C^2 operations each (370 GB/s, 500 TFLOP/s).  Sums wait for multiprocessors besides; so those of all L layers
-# are there in time if they set out 4096 L / R layers before the end.
-TOKENS = 4096
+from gpt2_triton.model.schedule import NOT_A_LAYER
 
 
-class Link:
-    """One rank: nothing to exchange.  The methods are what the schedule and the model call."""
+class Communicator:
+    """The communicator of a single rank, which does nothing.  Its methods are those that schedule and model call."""
 
-    def begin(self, acc: bool, last: bool) -> None:
-        """A micro-step begins: the first of its step unless acc, and perhaps the last."""
+    def begin_micro_step(self, first: bool, last: bool) -> None:
+        """Begin a micro-step; `first` and `last` are its places in the step."""
 
-    def params(self, layer: int) -> None:
-        """The layer's parameters are needed."""
+    def wait_params(self, layer: int) -> None:
+        """Make the current stream wait for the layer's parameters."""
 
-    def grads_begin(self, layer: int) -> None:
-        """The layer's gradients are about to be written."""
+    def wait_grad_buffer(self, layer: int) -> None:
+        """Make the current stream wait until the layer's gradients may be written."""
 
-    def grads_done(self, layer: int) -> None:
-        """The layer's gradients are complete; schedule.EMBED, layer -1, is all that is no layer's, before layer 0."""
+    def reduce_grads(self, layer: int) -> None:
+        """Reduce what is due when the gradients of `layer`, or of what is NOT_A_LAYER, are complete."""
 
-    def end(self) -> None:
-        """The micro-step ends: what was sent has to be there for what follows."""
+    def end_micro_step(self) -> None:
+        """Make the current stream wait for all that was sent."""
 
-    def total(self, stats: Tensor) -> None:
+    def all_reduce_scalars(self, scalars: Tensor) -> None:
         """Sum the ranks' losses and squared norms."""
 
-    def updated(self, bucket: int) -> None:
-        """This rank's share of the bucket has its new values."""
+    def gather_after_update(self, bucket: int) -> None:
+        """Gather what is due when this rank has updated its shard of the bucket."""
 
-    def prepare(self) -> None:
-        """Launch what the exchange launches, to have it compiled."""
+    def precompile(self) -> None:
+        """Launch every kernel of the exchange once, to have it compiled."""
+
+    def gather_params(self) -> None:
+        """Gather all parameters, for what reads them between steps; all ranks call it together."""
 
     def close(self) -> None:
-        """Give up what other ranks own."""
-
-    def gather(self) -> None:
-        """Bring every parameter up to date, for whatever reads them between steps; all ranks call it together."""
+        """Release the memory of other ranks."""
 
 
 def make_communicator(
     group: ProcessGroup | None, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]
-) -> Link:
-    """The Link of this rank; `arenas` are those of all, if it can read them."""
+) -> Communicator:
+    """Return this rank's communicator; `arenas` are those of all ranks, empty if it cannot read them."""
+    from gpt2_triton.model.peer_copies import PeerCopyCommunicator  # which extends a class of this module
+
     if group is None or group.size == 1:
-        return Link()
+        return Communicator()
     return PeerCopyCommunicator(group, K, state, dims, arenas) if arenas else NcclCommunicator(group, K, state, dims)
 
 
-class BucketedCommunicator(Link):
-    """The Link of several ranks: when each bucket sets out; PeerCopyCommunicator and NcclCommunicator transport it."""
+def send_schedule(n_layer: int, zero: int, last: bool, send_from: int) -> dict[int, list[int]]:
+    """Return the buckets to reduce together, by the layer after whose backward pass they are sent.
+
+    last        Gradients are sent in the last micro-step of a step.  At ZeRO-2 a layer's have no buffer to stay in, so
+                each micro-step sends them, alone.
+    send_from   Gradients of the layers above this one wait for its own, those of the layers below are sent at once.
+
+    Three layers, the last micro-step, send_from 1; bucket 0 is the embedding, 4 norms and biases:
+
+    >>> send_schedule(3, 1, True, 1)
+    {1: [3, 2], -1: [0, 4], 0: [1]}
+    """
+    schedule: dict[int, list[int]] = {}
+    queued: list[int] = []
+    for layer in [*range(n_layer - 1, 0, -1), NOT_A_LAYER, 0]:
+        if last or zero == 2 and layer != NOT_A_LAYER:
+            queued += [0, n_layer + 1] if layer == NOT_A_LAYER else [1 + layer]
+        if queued and (zero == 2 or layer <= send_from):
+            schedule[layer], queued = queued, []
+    return schedule
+
+
+class BucketedCommunicator(Communicator):
+    """Sends each bucket when it is due; the subclasses move the bytes."""
 
     def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int]):
         self._group, self._K, self._s, self._zero = group, K, state, dims["zero"]
-        self._buckets, self._share = sharding.buckets(dims), sharding.share(dims, group.rank)
+        self._buckets, self._shards = sharding.buckets(dims), sharding.owned_shards(dims, group.rank)
         self._grad_starts, self._layers = sharding.grad_offsets(dims), range(dims["L"])
         self._rest = len(self._buckets) - 1
-        self._hold = dims["L"]  # gradients wait until this layer's are done
+        self._schedules = {
+            last: send_schedule(dims["L"], self._zero, last, self._send_from(dims)) for last in (False, True)
+        }
+        self._send_after = self._schedules[True]
+        self._first = False
         self._side = Side(group.device)
-        self._arrived: dict[int, Any] = {}
-        self._sent: dict[int, Any] = {}
-        self._waiting: list[int] = []
-        self._acc = self._last = False
+        self._params_ready: dict[int, Any] = {}
+        self._grads_sent: dict[int, Any] = {}
 
-    def begin(self, acc: bool, last: bool) -> None:
-        self._acc, self._last = acc, last
-        if self._zero and not acc:
+    def begin_micro_step(self, first: bool, last: bool) -> None:
+        self._first, self._send_after = first, self._schedules[last]
+        if self._zero and first:
             with self._side.behind():
-                self._meet()
+                self._barrier()
                 for layer in self._layers:
                     self._gather(1 + layer)
-                    self._arrived[layer] = self._side.mark()
+                    self._params_ready[layer] = self._side.mark()
 
-    def params(self, layer: int) -> None:
-        if layer in self._arrived:
-            self._side.wait(self._arrived.pop(layer))
+    def wait_params(self, layer: int) -> None:
+        if layer in self._params_ready:
+            self._side.wait(self._params_ready.pop(layer))
 
-    def grads_begin(self, layer: int) -> None:
-        if layer + 2 in self._sent:
-            self._side.wait(self._sent.pop(layer + 2))
+    def wait_grad_buffer(self, layer: int) -> None:
+        if layer + 2 in self._grads_sent:  # the layer two above has the same buffer
+            self._side.wait(self._grads_sent.pop(layer + 2))
 
-    def grads_done(self, layer: int) -> None:
-        buckets = [1 + layer] if layer >= 0 else [0, self._rest]
-        if self._zero == 2 and layer >= 0:  # they have no place to wait in, not even for the last micro-step
-            self._sent[layer] = self._leave(buckets)
-        elif self._last:
-            self._waiting += buckets
-            if layer <= self._hold:
-                due, self._waiting = self._waiting, []
-                self._leave(due)
+    def reduce_grads(self, layer: int) -> None:
+        if layer not in self._send_after:
+            return
+        with self._side.behind():
+            self._reduce(self._send_after[layer])
+            sent = self._side.mark()
+        if self._zero == 2 and layer != NOT_A_LAYER:
+            self._grads_sent[layer] = sent
 
-    def end(self) -> None:
-        self._sent.clear()
+    def end_micro_step(self) -> None:
+        self._grads_sent.clear()
         self._side.join()
 
-    def total(self, stats: Tensor) -> None:
-        self._group.all_reduce(stats)
+    def all_reduce_scalars(self, scalars: Tensor) -> None:
+        self._group.all_reduce(scalars)
 
-    def updated(self, bucket: int) -> None:
-        if self._zero and bucket == self._rest:  # after the embedding's and before the layers'
+    def gather_after_update(self, bucket: int) -> None:
+        if self._zero and bucket == self._rest:  # updated after the embedding and before the layers
             with self._side.behind():
-                self._meet()
+                self._barrier()
                 self._gather(0)
                 self._gather(self._rest)
-                self._meet()  # whoever loads weights after a step overwrites nothing that others still read
+                self._barrier()  # weights may be loaded after a step, which must not overwrite what others still read
         if self._zero and bucket == self._rest - 1:
             self._side.join()
 
-    def prepare(self) -> None:
-        n, received = self._part(1), self._s.received
+    def precompile(self) -> None:
+        n, received = self._shard_length(1), self._s.received
         for parts in {1, self._group.size - 1}:
             self._K.add_partials(received[:n], received[: parts * n].view(parts, n))
 
-    def gather(self) -> None:
+    def gather_params(self) -> None:
         if self._zero:
             with self._side.behind():
-                self._meet()
+                self._barrier()
                 for bucket in range(len(self._buckets)):
                     self._gather(bucket)
-                self._meet()  # now whoever was read may write again
+                self._barrier()  # after it a rank may overwrite what others have read
             self._side.join()
 
-    def _leave(self, buckets: Sequence[int]) -> Any:
-        """The sums of these buckets, and the mark behind them."""
-        with self._side.behind():
-            self._sum(buckets)
-            return self._side.mark()
+    def _accumulates(self, bucket: int) -> bool:
+        """Return whether sums are added to those of earlier micro-steps: at ZeRO-2, where each sends its layers."""
+        return not self._first and self._zero == 2 and 0 < bucket < self._rest
 
-    def _adds(self, bucket: int) -> bool:
-        """The sums of this micro-step are added to those of the ones before, at ZeRO-2, which sends layers in each."""
-        return self._acc and self._zero == 2 and 0 < bucket < self._rest
-
-    def _part(self, bucket: int) -> int:
+    def _shard_length(self, bucket: int) -> int:
         return self._buckets[bucket].padded // self._group.size
 
     def _grads(self, bucket: int) -> Tensor:
@@ -169,42 +179,49 @@ class BucketedCommunicator(Link):
         b = self._buckets[bucket]
         return self._s.params[b.start : b.start + b.padded]
 
-    def _own(self, whole: Tensor) -> Tensor:
-        """This rank's part of a bucket."""
+    def _own_shard(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a whole bucket, as a view."""
         return whole.view(self._group.size, -1)[self._group.rank]
 
-    def _target(self, bucket: int) -> Tensor:
-        """Where the sums of this rank's part go."""
+    def _reduced_shard(self, bucket: int) -> Tensor:
+        """Return the tensor that the sums of this rank's shard are written to."""
         if self._zero < 2:
-            return self._own(self._grads(bucket))
-        at = self._share[bucket].grad
-        return self._s.reduced[at : at + self._part(bucket)]
+            return self._own_shard(self._grads(bucket))
+        start = self._shards[bucket].grad
+        return self._s.reduced[start : start + self._shard_length(bucket)]
 
-    def _meet(self) -> None:
-        """What ranks wrote before it others read after it, and what they read others write."""
+    def _send_from(self, dims: dict[str, int]) -> int:
+        """Return `send_schedule`'s send_from."""
         raise NotImplementedError
 
-    def _sum(self, buckets: Sequence[int]) -> None:
-        """Sum the gradients of buckets over ranks: this rank's part of them, at stage 0 all."""
+    def _barrier(self) -> None:
+        """Barrier in stream order: writes before it are visible to all ranks after it, and reads before it are done."""
+        raise NotImplementedError
+
+    def _reduce(self, buckets: Sequence[int]) -> None:
+        """Sum the gradients of these buckets over ranks: this rank's shard of each, at stage 0 the whole bucket."""
         raise NotImplementedError
 
     def _gather(self, bucket: int) -> None:
-        """Bring the parameters of a bucket up to date."""
+        """Copy each rank's shard of the bucket's parameters to all ranks."""
         raise NotImplementedError
 
 
 class NcclCommunicator(BucketedCommunicator):
-    """NCCL's, or gloo's.  They meet by themselves."""
+    """Collectives of NCCL, or of gloo on CPUs, each sent as soon as it can be.  They need no barrier."""
 
-    def _meet(self) -> None:
+    def _send_from(self, dims: dict[str, int]) -> int:
+        return dims["L"]
+
+    def _barrier(self) -> None:
         pass
 
-    def _sum(self, buckets: Sequence[int]) -> None:
+    def _reduce(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
-            whole, target = self._grads(bucket), self._target(bucket)
+            whole, target = self._grads(bucket), self._reduced_shard(bucket)
             if self._zero == 0:
                 self._group.all_reduce(whole)
-            elif self._adds(bucket):
+            elif self._accumulates(bucket):
                 received = self._s.received[: len(target)]
                 self._group.reduce_scatter(received, whole)
                 self._K.add_partials(target, received.view(1, -1))
@@ -213,73 +230,4 @@ class NcclCommunicator(BucketedCommunicator):
 
     def _gather(self, bucket: int) -> None:
         whole = self._params(bucket)
-        self._group.all_gather(whole, self._own(whole))
-
-
-class PeerCopyCommunicator(BucketedCommunicator):
-    """Ranks that read each other's arenas.
-
-    Nobody writes what others still read.  In a step gradients and parameters are written again after the next sum of
-    losses and norms, which a rank joins when it has all that it reads; at stages 0 and 2 gradients are overwritten
-    earlier, after another meeting.  Between steps nobody reads: updates and `gather` end with a meeting.
-    """
-
-    def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]):
-        super().__init__(group, K, state, dims)
-        self._arenas = arenas
-        self._hold = -(-dims["L"] * TOKENS // dims["R"])
-        # each begins with the next one, so that no rank is read by two at a time
-        self._others = [(group.rank + i) % group.size for i in range(1, group.size)]
-
-    def close(self) -> None:
-        self._arenas.clear()
-
-    def _of(self, rank: int, tensor: Tensor) -> Tensor:
-        """What another rank has in the place of this one's tensor."""
-        at = tensor.data_ptr() - self._arenas[self._group.rank].data_ptr()
-        return self._arenas[rank][at : at + tensor.nbytes].view(tensor.dtype)
-
-    def _meet(self) -> None:
-        self._group.barrier()
-
-    def _sum(self, buckets: Sequence[int]) -> None:
-        self._meet()
-        todo = deque(buckets)
-        while todo:
-            at, arrived = 0, list[tuple[int, Tensor]]()
-            while todo and at + self._part(todo[0]) * len(self._others) <= len(self._s.received):
-                arrived.append((todo[0], self._receive(todo.popleft(), at)))
-                at += arrived[-1][1].numel()
-            assert arrived, "a bucket has more than `received` has room for"
-            for bucket, parts in arrived:  # after all copies: a sum may have to wait for a multiprocessor
-                self._add(bucket, parts)
-        if self._zero != 1:
-            self._meet()
-        if self._zero == 0:
-            for bucket in buckets:
-                self._share_out(self._grads(bucket))
-
-    def _receive(self, bucket: int, at: int) -> Tensor:
-        """The others' gradients of this rank's part, [ranks - 1, part], at `at` in `received`."""
-        own = self._own(self._grads(bucket))
-        parts = self._s.received[at : at + len(own) * len(self._others)].view(-1, len(own))
-        for part, rank in zip(parts, self._others, strict=True):
-            part.copy_(self._of(rank, own))
-        return parts
-
-    def _add(self, bucket: int, parts: Tensor) -> None:
-        target, own = self._target(bucket), self._own(self._grads(bucket))
-        self._K.add_partials(own, parts)
-        if self._adds(bucket):
-            self._K.add_partials(target, own.view(1, -1))
-        elif self._zero == 2:
-            target.copy_(own)
-
-    def _gather(self, bucket: int) -> None:
-        self._share_out(self._params(bucket))
-
-    def _share_out(self, whole: Tensor) -> None:
-        """Every rank's part of `whole` from that rank."""
-        parts = whole.view(self._group.size, -1)
-        for rank in self._others:
-            parts[rank].copy_(self._of(rank, parts[rank]))
+        self._group.all_gather(whole, self._own_shard(whole))

@@ -21,7 +21,7 @@ from gpt2_triton.errors import ReplicaMismatchError
 from gpt2_triton.model import schedule, sharding
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.buffers import Acts, Decoding, Recompute, State, layer_levels, named, param_entries
-from gpt2_triton.model.communicator import Link, make_communicator
+from gpt2_triton.model.communicator import Communicator, make_communicator
 from gpt2_triton.model.cuda import STEPS, Replay, Step
 from gpt2_triton.model.memory_plan import plan_memory, require_fits
 from gpt2_triton.model.tensor_stats import Watch, first_non_finite
@@ -53,15 +53,16 @@ class GPT2:
         self.recompute = [Recompute.at(level) for level in levels]
         require_fits(self.plan, config, K, device, texts)
         if group:
-            self.arena, arenas = group.allocate(self.plan.total)
+            self.arena, arenas = group.allocate_shared(self.plan.total)
         else:
             self.arena, arenas = torch.empty(self.plan.total, dtype=torch.uint8, device=device), []
         self.state: State = carve(State, self.plan.rows, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.rows, self.arena, self.dims)
         self.eager = device == "cpu"  # True: every launch from Python, as tests want it that look at launches
         self.rank = group.rank if group else 0
-        self._own, self._pieces = sharding.share(self.dims, self.rank), sharding.updated(self.dims, self.rank)
-        self.link = make_communicator(group, K, self.state, self.dims, arenas)
+        self._own = sharding.owned_shards(self.dims, self.rank)
+        self._pieces = sharding.updated_shards(self.dims, self.rank)
+        self.comm = make_communicator(group, K, self.state, self.dims, arenas)
         self._replay = Replay()
         self._views: dict[tuple[int, int], View] = {}
         self.train_view = self.view(self.B, self.T)
@@ -92,13 +93,13 @@ class GPT2:
             ids=packed[:R].view(B, T), targets=packed[R : 2 * R], order=packed[2 * R : 4 * R],
             segments=packed[4 * R : order_end].view(Ns, 4), hot=packed[order_end : order_end + 4 * Nh].view(Nh, 4),
             gb=[None, *bias], L=d["L"], NH=d["NH"], V=d["V"], T=T, R=R, Rc=d["Rc"], recompute=self.recompute,
-            betas_eps=(o.beta1, o.beta2, o.eps), link=self.link, grads_leave=d["zero"] == 2,
+            betas_eps=(o.beta1, o.beta2, o.eps), comm=self.comm, grads_leave=d["zero"] == 2,
             squared=self._squared() if training else [], updates=list(self._updates()) if training else [],
         )  # fmt: skip
 
     def _squared(self) -> list[Tensor]:
         """This rank's share of the gradients, in as few stretches as there can be."""
-        spans = sharding.merged((p.grad, p.length) for p in self._own)
+        spans = sharding.coalesce((p.grad, p.length) for p in self._own)
         return [self._reduced()[start : start + n] for start, n in spans]
 
     def _updates(self) -> Iterator[Update]:
@@ -118,21 +119,21 @@ class GPT2:
         `evaluated`: shapes (B, T) of the batches that it will evaluate.  Whether B*T and T are multiples of 16 or 32 is
         compiled into kernels, and B*T decides between some.
         """
-        self.train_view.link = Link()
+        self.train_view.comm = Communicator()
         with self.K.compiling() as compiled:
             self.initialise(self.config.train.seed)
             for watched in (False, True) if self.watch else (False,):
                 for acc in (False, True):
                     self._forward_backward(acc, watched, True)
                 self._update(watched)
-            self.link.prepare()
+            self.comm.precompile()
             for shape in evaluated:
                 self.evaluate(*np.zeros((2, *shape), np.int32))
             if self.config.sample.every:
                 s = self.config.sample
                 self.prefill([0], slice(0, 1))
                 self._decode(s.temperature, s.top_k, 1.0)
-        self.train_view.link = self.link
+        self.train_view.comm = self.comm
         return compiled
 
     def compile_decoding(self, temperature: float, top_k: int, top_p: float) -> Any:
@@ -158,7 +159,7 @@ class GPT2:
                 self.K.normal_init(w, low, seed, first, std[e.init])
             elif e.init == "one":
                 self.K.fill(w, 1.0)
-        self.train_view.link.gather()
+        self.train_view.comm.gather_params()
 
     # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----
 
@@ -217,12 +218,12 @@ class GPT2:
 
     def _forward_backward(self, acc: bool, watched: bool, last: bool) -> None:
         self._launchers = self.watch.over(self.K, acc) if self.watch and watched else self.K
-        self.train_view.link.begin(acc, last)
+        self.train_view.comm.begin_micro_step(not acc, last)
         self._phase("embed")
         self._phase("block")
         self._phase("head", acc)
         self._phase("block_bwd", acc)
-        self.train_view.link.end()
+        self.train_view.comm.end_micro_step()
 
     def _phase(self, name: str, *acc: bool) -> None:
         getattr(schedule, name)(self._launchers, self.train_view, *acc)
@@ -260,7 +261,7 @@ class GPT2:
         memory that others had open when its owner ended.
         """
         self._replay.forget()
-        self.link.close()
+        self.comm.close()
 
     # ---- checkpoints ----
 
@@ -275,16 +276,17 @@ class GPT2:
         shapes = {name: (self.dims["N"],) for name in self.state_buffers()} | {"window": self.state.window.shape}
         return {n: torch.empty(shapes[n], dtype=t.dtype, device="meta") for n, t in self.state_buffers().items()}
 
-    def share(self) -> dict[str, list[Tensor]]:
-        """What this rank saves: stretches of the buffers, in the order of `spans`.  On one rank that is all of them."""
+    def local_shards(self) -> dict[str, list[Tensor]]:
+        """Return the slices of the buffers that this rank saves, in the order of `shard_spans`; one rank saves all."""
         flats = self.state_buffers()
         window = flats.pop("window")
         out = {"window": [window]} if self.rank == 0 else {}
         for name, flat in flats.items():
-            out[name] = [flat[at : at + n] for at, n in sharding.merged((_place(name, p), p.length) for p in self._own)]
+            spans = sharding.coalesce((_place(name, p), p.length) for p in self._own)
+            out[name] = [flat[at : at + n] for at, n in spans]
         return out
 
-    def spans(self) -> dict[str, list[list[int]]]:
+    def shard_spans(self) -> dict[str, list[list[int]]]:
         """For the state of a checkpoint: [flat index, elements] of each stretch of the share; one rank needs none."""
         return {"shares": [[p.first, p.length] for p in self._own]} if self.dims["ranks"] > 1 else {}
 
@@ -307,7 +309,7 @@ class GPT2:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill the buffers from a checkpoint's whole tensors, of which each rank takes what it holds."""
-        flats, every = self.state_buffers(), sharding.updated(self.dims | dict(zero=0), self.rank)
+        flats, every = self.state_buffers(), sharding.updated_shards(self.dims | dict(zero=0), self.rank)
         for name, tensor in tensors.items():
             if name == "window":
                 flats[name].copy_(tensor)
@@ -317,5 +319,5 @@ class GPT2:
                 flats[name][at : at + p.length].copy_(tensor[p.first : p.first + p.length])
 
 
-def _place(name: str, p: sharding.Piece) -> int:
+def _place(name: str, p: sharding.Shard) -> int:
     return p.param if name == "params" else p.moment

@@ -3,13 +3,13 @@
 K is the kernel package (or tests/reference, to check the mathematics), m a model view: w parameters, g gradients, a
 activations, s state, ids/targets/order/segments/hot the batch.  Names are explained in tables.py.  `acc` is False in
 a step's first micro-step, which overwrites the gradients, and True in the later ones, which add to them.
-m.link is told when a layer's parameters are needed and when its gradients are done, to exchange both with other ranks;
-on one rank it does nothing (link.py).
+m.comm is told when a layer's parameters are needed and when its gradients are done, to exchange both with other ranks;
+on one rank it does nothing (communicator.py).
 """
 
 from typing import Any
 
-EMBED = -1  # m.link's name for what is no layer's: wte and wpe, norms and biases
+NOT_A_LAYER = -1  # m.comm's name for what is no layer's: wte and wpe, norms and biases
 
 
 def embed(K: Any, m: Any) -> None:
@@ -33,7 +33,7 @@ def layer(K: Any, m: Any, l: int) -> None:
 def block(K: Any, m: Any) -> None:
     w, a = m.w, m.a
     for l in range(m.L):
-        m.link.params(l)
+        m.comm.wait_params(l)
         layer(K, m, l)
         # x[i+2] = x[i+1] + fcproj(fcg)
         K.matmul_add(a.x[2 * l + 2], a.x[2 * l + 1], a.fcg[l], w.fcprojw[l], w.fcprojb[l])
@@ -107,7 +107,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """
     w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_leave
     for l in reversed(range(m.L)):
-        m.link.grads_begin(l)
+        m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]
         if redo.block:
             layer(K, m, l)
@@ -134,14 +134,14 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         if l == 0:  # before the last product, under which wte's gradient, the largest of all, travels
             embed_bwd(K, m, acc)
         K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv, a.ln[i], acc_layer)
-        m.link.grads_done(l)
+        m.comm.reduce_grads(l)
 
 
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
     a = m.a
     K.embedding_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
-    m.link.grads_done(EMBED)
+    m.comm.reduce_grads(NOT_A_LAYER)
 
 
 def update(K: Any, m: Any) -> None:
@@ -150,10 +150,10 @@ def update(K: Any, m: Any) -> None:
     K.loss_sum(stats[:1], a.losses, s.step_in)
     for i, g in enumerate(m.squared):
         K.sum_squares(squares, a.scratch, g, i > 0)
-    m.link.total(s.step_out)
+    m.comm.all_reduce_scalars(s.step_out)
     K.clip_factor(stats, squares, s.step_in)
     K.skip_outliers(stats, s.window, s.z, s.step_in)
     for p in m.updates:
         if len(p.w):  # of many ranks the last ones have nothing of a small bucket
             K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, *m.betas_eps)
-        m.link.updated(p.bucket)
+        m.comm.gather_after_update(p.bucket)

@@ -1,14 +1,15 @@
-"""Where the flat buffers lie on each rank, for any number of ranks and ZeRO stage (Rajbhandari et al. 2020,
+"""Layout of the flat buffers on each rank, for any number of ranks and ZeRO stage (Rajbhandari et al. 2020,
 https://arxiv.org/abs/1910.02054).
 
-A bucket is a stretch of the flat order whose gradients are done at about the same time: embed, each layer, rest.  It is
-padded to a multiple of the ranks, and rank r owns the r-th part of each, its share.  Padding lies between tensors and
-is never read; the flat index, which keys rounding noise and checkpoints, does not count it.  A rank alone has none.
+A bucket is a contiguous part of the flat order whose gradients are complete at about the same time.  Bucket 0 is the
+embedding (wte, wpe), 1 + l is layer l, and the last one holds norms and biases.  Each is padded to a multiple of the
+ranks, and its r-th part is rank r's shard.  The padding is never read, and flat indices, the keys of rounding noise and
+of checkpoints, do not count it.  A single rank has no padding.
 
 stage   m, v, low     gradients
 0       all           all, summed over ranks in place
-1       own share     all; the share is summed in place
-2       own share     embed, rest and two layers, from which the sums go to the rank's share, `reduced`
+1       own shards    all; the own shards are summed in place
+2       own shards    embedding, norms and biases, and two layers; the sums of the own shards go to `reduced`
 """
 
 import math
@@ -18,99 +19,101 @@ from typing import NamedTuple
 
 from gpt2_triton.model.buffers import param_entries
 
-QUANTUM = 64  # elements that parts are multiples of: 128 bytes of bf16, a sector boundary, and whole Philox calls
+ALIGNMENT = 64  # shards are multiples of as many elements: 128 bytes of bf16, a sector boundary, and whole Philox calls
 
 
 class Bucket(NamedTuple):
     first: int  # flat index
     length: int  # parameters
-    start: int  # where it begins in the padded parameters
+    start: int  # offset in the padded parameters
     padded: int  # elements there
     decay: bool
 
 
-class Piece(NamedTuple):
-    """A stretch of a bucket: where it lies in each flat buffer."""
+class Shard(NamedTuple):
+    """A contiguous part of a bucket and its offsets in the flat buffers."""
 
     bucket: int
     first: int  # flat index
     length: int
-    param: int
-    moment: int
-    grad: int  # in `grads`, of stage 2 in `reduced`
+    param: int  # offset in `params`
+    moment: int  # in `m`, `v` and `low`
+    grad: int  # in `grads`, at stage 2 in `reduced`
     decay: bool
 
 
 def buckets(dims: dict[str, int]) -> list[Bucket]:
-    """The buckets for dims["ranks"] ranks, in the flat order."""
-    lengths, decays, quantum = [0] * (dims["L"] + 2), [False] * (dims["L"] + 2), _quantum(dims)
+    """Return the buckets for dims["ranks"] ranks, in the flat order."""
+    lengths, decays, alignment = [0] * (dims["L"] + 2), [False] * (dims["L"] + 2), _alignment(dims)
     for e in param_entries(dims):
         lengths[e.bucket] += math.prod(e.shape)
         decays[e.bucket] = e.decay
-    padded = [-(-n // quantum) * quantum for n in lengths]
+    padded = [-(-n // alignment) * alignment for n in lengths]
     firsts, starts = accumulate(lengths, initial=0), accumulate(padded, initial=0)
     return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, decays)]
 
 
-def _quantum(dims: dict[str, int]) -> int:
-    return 1 if dims["ranks"] == 1 else dims["ranks"] * QUANTUM
+def _alignment(dims: dict[str, int]) -> int:
+    return 1 if dims["ranks"] == 1 else dims["ranks"] * ALIGNMENT
 
 
 def grad_offsets(dims: dict[str, int]) -> list[int]:
-    """Where each bucket begins in `grads`; at stage 2 layers take two places in turn."""
-    made = buckets(dims)
+    """Return each bucket's offset in `grads`; at stage 2 even layers share one place and odd layers another."""
+    all_buckets = buckets(dims)
     if dims["zero"] < 2:
-        return [b.start for b in made]
-    embed, layer, rest = made[0], made[1], made[-1]
-    places = [embed.padded + rest.padded + (l % 2) * layer.padded for l in range(dims["L"])]
-    return [0, *places, embed.padded]
+        return [b.start for b in all_buckets]
+    embed, layer, rest = all_buckets[0], all_buckets[1], all_buckets[-1]
+    layers = [embed.padded + rest.padded + (l % 2) * layer.padded for l in range(dims["L"])]
+    return [0, *layers, embed.padded]
 
 
 def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool) -> dict[str, int]:
-    """Elements of the flat buffers: Nf parameters, Nt moments, Nm low bits, Ng gradients, Nr of them reduced, Nx
-    received, room for one rank's part of the largest bucket from each of the others.
+    """Return the elements of the flat buffers.
+
+    Nf parameters, Nt moments, Nm low bits, Ng gradients, Nr reduced gradients (stage 2), Nx received gradients: one
+    shard of the largest bucket from each of the other ranks.
     """
-    made, zero = buckets(dims), dims["zero"]
-    full, layer = sum(b.padded for b in made), made[1].padded
+    all_buckets, zero = buckets(dims), dims["zero"]
+    full, layer = sum(b.padded for b in all_buckets), all_buckets[1].padded
     own = full // dims["ranks"]
     moments = own if zero else full
-    grads = full if zero < 2 else made[0].padded + made[-1].padded + min(dims["L"], 2) * layer
+    grads = full if zero < 2 else all_buckets[0].padded + all_buckets[-1].padded + min(dims["L"], 2) * layer
     out = dict(Nf=full, Nt=moments, Nm=moments * master, Ng=grads, Nr=own * (zero == 2))
-    out["Nx"] = max(b.padded for b in made) // dims["ranks"] * (dims["ranks"] - 1)
+    out["Nx"] = max(b.padded for b in all_buckets) // dims["ranks"] * (dims["ranks"] - 1)
     return {name: n * (training or name == "Nf") for name, n in out.items()}
 
 
-def share(dims: dict[str, int], rank: int) -> list[Piece]:
-    """The part of each bucket that `rank` squares, saves and, from stage 1 on, updates; some may be empty."""
+def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
+    """Return `rank`'s shard of each bucket, which it squares, saves and, from stage 1 on, updates; it may be empty."""
     out, own, zero = [], 0, dims["zero"]
     for i, b in enumerate(buckets(dims)):
         part = b.padded // dims["ranks"]
         begin = min(rank * part, b.length)
-        at = b.start + rank * part
+        offset = b.start + rank * part
         n = min(part, b.length - begin)
-        moment, grad = own if zero else at, own if zero == 2 else at
-        out.append(Piece(i, b.first + begin, n, at, moment, grad, b.decay))
+        moment, grad = own if zero else offset, own if zero == 2 else offset
+        out.append(Shard(i, b.first + begin, n, offset, moment, grad, b.decay))
         own += part
     return out
 
 
-def updated(dims: dict[str, int], rank: int) -> list[Piece]:
-    """What `rank` updates: its share, or at stage 0 everything, in as few pieces as there can be."""
+def updated_shards(dims: dict[str, int], rank: int) -> list[Shard]:
+    """Return what `rank` updates: its own shards, or at stage 0 all parameters, in as few parts as possible."""
     if dims["zero"]:
-        pieces = share(dims, rank)
-        return [pieces[0], pieces[-1], *pieces[1:-1]]  # the order in which the next forward pass needs them
-    out: list[Piece] = []
+        shards = owned_shards(dims, rank)
+        return [shards[0], shards[-1], *shards[1:-1]]  # the order in which the next forward pass needs them
+    out: list[Shard] = []
     for i, b in enumerate(buckets(dims)):
         last = out[-1] if out else None
         if last and last.decay == b.decay and last.param + last.length == b.start:
             out[-1] = last._replace(length=last.length + b.length)
         else:
-            out.append(Piece(i, b.first, b.length, b.start, b.start, b.start, b.decay))
+            out.append(Shard(i, b.first, b.length, b.start, b.start, b.start, b.decay))
     return out
 
 
-def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(start, length) of stretches, those that follow one another joined, empty ones left out."""
+def coalesce(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join adjacent spans (start, length) and leave out empty ones."""
     out: list[tuple[int, int]] = []
     for start, length in spans:
         if out and sum(out[-1]) == start:

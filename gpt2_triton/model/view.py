@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gpt2_triton.model.buffers import Acts, Params, Recompute, State
-from gpt2_triton.model.communicator import Link
+from gpt2_triton.model.communicator import Communicator
 
 
 class Update(NamedTuple):
@@ -45,7 +45,7 @@ class View:
     Rc: int
     recompute: list[Recompute]  # of each layer
     betas_eps: tuple[float, float, float]
-    link: Link  # to the other ranks
+    comm: Communicator
     squared: list[Tensor]  # the gradients whose squares this rank adds up
     updates: list[Update]
     grads_leave: bool  # ZeRO-2: a layer's gradients are not kept from one micro-step to the next

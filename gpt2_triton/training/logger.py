@@ -1,7 +1,7 @@
 """The log of a run: one console line per step, metrics.jsonl, and main.log and Weights & Biases, made from its records.
 
-Each line is written at once.  A resumed run first drops the lines after its checkpoint, so that in the end the files hold
-the lines of an unbroken run, except for times (ms, tok_s, mfu).
+Each line is written at once.  A resumed run first drops the lines after its checkpoint, so that in the end the files
+hold the lines of an unbroken run, except for times (ms, tok_s, mfu).
 """
 
 import json

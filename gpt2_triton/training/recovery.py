@@ -35,9 +35,9 @@ def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer
 
     At ZeRO-0 a rank would need moments from the others as well, for which there is no collective.
     """
-    if control.size > 1 and model.dims["zero"] == 0 or not checkpointer.restore_from_host(target, model.share()):
+    if control.size > 1 and model.dims["zero"] == 0 or not checkpointer.restore_from_host(target, model.local_shards()):
         return False
-    model.link.gather()
+    model.comm.gather_params()
     window = control.from_rank0(model.state.window.tolist)  # only rank 0 saves it
     model.state.window.copy_(torch.from_numpy(np.array(window, np.float32)))
     return True

@@ -119,7 +119,7 @@ def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, dat
     """Compile on one rank of each host; the other ranks then find all kernels in Triton's cache."""
     evaluated = data.validation.shapes(model.B) if data.validation else set()
     evaluated |= hellaswag.shapes(model, data.questions) if data.questions else set()
-    made = model.compile(evaluated) if group.local == 0 else None
+    made = model.compile(evaluated) if group.local_rank == 0 else None
     control.all_gather(None)
     return made or model.compile(evaluated)
 

@@ -194,7 +194,7 @@ class Trainer:
         """Read the step in flight and bring this rank's weights up to date; return True if the run has to rewind."""
         if self._read_step():
             return True
-        self.model.link.gather()
+        self.model.comm.gather_params()
         return False
 
     def _rewind(self) -> int:
@@ -262,8 +262,8 @@ class Trainer:
             self.state.rewinds = 0
         about = {"config": saved_config(self.config), "data": self.data.fingerprint}
         with self.watchdog.phase("saving"):
-            state = self.state.as_dict() | about | self.model.spans()
-            self.checkpointer.save(step, self.model.share(), state)
+            state = self.state.as_dict() | about | self.model.shard_spans()
+            self.checkpointer.save(step, self.model.local_shards(), state)
 
     # ---- the end ----
 

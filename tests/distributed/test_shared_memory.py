@@ -48,7 +48,7 @@ def allocate(near: str, blind: bool) -> list[list[int]]:
 
         process_group.opened = refuse
     for _ in range(2):
-        own, seen = group.allocate(1000)
+        own, seen = group.allocate_shared(1000)
         own.fill_(group.rank + 1)
         group.barrier()
         found.append([int(memory[7]) for memory in seen])
@@ -70,7 +70,7 @@ def handles_given() -> int:
 
     Window.handle = handle
     group = ProcessGroup("cpu", 30)
-    group.allocate(1000)[1].clear()
+    group.allocate_shared(1000)[1].clear()
     group.close()
     return len(given)
 

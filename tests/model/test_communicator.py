@@ -1,4 +1,4 @@
-"""When ranks exchange what: the order of collectives among the launches of a step, without a second rank."""
+"""The send schedule as data, and the order of transfers among the launches of a step, without a second rank."""
 
 import contextlib
 
@@ -6,35 +6,38 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from gpt2_triton.model import communicator, sharding
+from gpt2_triton.model import communicator, peer_copies, sharding
+from gpt2_triton.model.communicator import NcclCommunicator, send_schedule
 from gpt2_triton.model.cuda import Side
 from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.peer_copies import PeerCopyCommunicator
+from gpt2_triton.model.schedule import NOT_A_LAYER
 from tests.support.tiny import tiny_config
 
 LAYERS = 3
 
 
 class Log:
-    """Launchers and exchanges that only write down that they were called; also the ProcessGroup of rank 0, or
-    another, of 2 or more, whose arenas it can read or not.
+    """Records the calls of launchers and collectives; also the ProcessGroup, which can read the arenas of its peers if
+    `shared`.
     """
 
     device = "cpu"
     compiling = contextlib.nullcontext
 
-    def __init__(self, near: bool, rank: int = 0, size: int = 2):
+    def __init__(self, shared: bool, rank: int = 0, size: int = 2):
         self.calls: list[tuple[str, int | None]] = []
-        self.added: set[tuple[int, ...]] = set()  # shapes of what was added up, in parts
-        self.near, self.rank, self.size = near, rank, size
+        self.added: set[tuple[int, ...]] = set()  # shapes of the parts that were added up
+        self.shared, self.rank, self.size = shared, rank, size
 
     def __getattr__(self, name):
         if name in ("scratch_elements", "step_io"):
             return getattr(gpt2_triton.kernels, name)
         return lambda *tensors, **_: self.calls.append((name, None))
 
-    def allocate(self, nbytes):
+    def allocate_shared(self, nbytes):
         arenas = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self.size)]
-        return arenas[self.rank], arenas if self.near else []
+        return arenas[self.rank], arenas if self.shared else []
 
     def barrier(self):
         self.calls.append(("barrier", None))
@@ -53,7 +56,7 @@ class Log:
         self.calls.append(("all_gather", self.bucket(whole)))
 
     def bucket(self, tensor):
-        """The bucket that begins there; at stage 2 layers share two places, so only the embedding's is known."""
+        """Return the bucket that begins at the tensor; None, or layer 0's or 1's, for layers at stage 2."""
         for flat, starts in (
             (self.model.state.params, [b.start for b in sharding.buckets(self.model.dims)]),
             (self.model.state.grads, sharding.grad_offsets(self.model.dims)),
@@ -67,9 +70,9 @@ class Log:
 EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather", "barrier", "add_partials"}
 
 
-def model_of_two(near: bool, zero: int, micro_steps: int) -> GPT2:
-    """Rank 0's model, whose K is a Log."""
-    return model_of(Log(near), zero, micro_steps)
+def model_of_two(shared: bool, zero: int, micro_steps: int) -> GPT2:
+    """Return the model of rank 0 of 2, with a Log as K."""
+    return model_of(Log(shared), zero, micro_steps)
 
 
 def model_of(log: Log, zero: int, micro_steps: int = 1) -> GPT2:
@@ -81,134 +84,164 @@ def model_of(log: Log, zero: int, micro_steps: int = 1) -> GPT2:
     return log.model
 
 
-def travel(near: bool, zero: int, micro_steps: int = 1) -> list[tuple[str, int | None, str]]:
-    """Of a step: what is exchanged, the bucket where that is known, and the launch that comes next."""
-    model = model_of_two(near, zero, micro_steps)
+def transfers(shared: bool, zero: int, micro_steps: int = 1) -> list[tuple[str, int | None, str]]:
+    """Return the transfers of a step: kind, bucket if known, and the launch that follows."""
+    model = model_of_two(shared, zero, micro_steps)
     log = model.K
     for micro in range(micro_steps):
         model._forward_backward(micro > 0, False, micro == micro_steps - 1)
     model._update(False)
     out = []
     for i, (name, bucket) in enumerate(log.calls):
-        if name in EXCHANGES and (name, bucket) != ("all_reduce", None):  # that is the sum of losses and norms
+        if name in EXCHANGES and (name, bucket) != ("all_reduce", None):  # the sum of losses and norms
             rest = (call for call, _ in log.calls[i:] if call not in EXCHANGES)
             out.append((name, bucket, next(rest, "end")))
     return out
 
 
-LAST = LAYERS + 1  # the bucket of norms and biases; 0 is the embedding's, 1 that of layer 0
-BELOW = "matmul_dx_dgelu"  # the first launch of a layer's backward pass
+REST = LAYERS + 1  # the bucket of norms and biases; 0 is the embedding's, 1 layer 0's
+NEXT_LAYER = "matmul_dx_dgelu"  # the first launch of a layer's backward pass
+
+
+def test_send_schedule_of_collectives_sends_each_layer_at_once():
+    assert send_schedule(3, 1, last=True, send_from=3) == {2: [3], 1: [2], NOT_A_LAYER: [0, 4], 0: [1]}
+    assert send_schedule(1, 0, last=True, send_from=1) == {NOT_A_LAYER: [0, 2], 0: [1]}
+
+
+def test_send_schedule_of_peer_copies_sends_upper_layers_together():
+    assert send_schedule(4, 1, last=True, send_from=1) == {1: [4, 3, 2], NOT_A_LAYER: [0, 5], 0: [1]}
+    assert send_schedule(4, 1, last=True, send_from=0) == {NOT_A_LAYER: [4, 3, 2, 0, 5], 0: [1]}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_send_schedule_before_the_last_micro_step_is_empty_without_zero_2(zero):
+    assert send_schedule(3, zero, last=False, send_from=3) == {}
+
+
+@pytest.mark.parametrize("send_from", [0, 3])
+def test_send_schedule_of_zero_2_sends_each_layer_alone_in_every_micro_step(send_from):
+    layers = {2: [3], 1: [2], 0: [1]}
+    assert send_schedule(3, 2, last=False, send_from=send_from) == layers
+    assert send_schedule(3, 2, last=True, send_from=send_from) == layers | {NOT_A_LAYER: [0, 4]}
+
+
+@pytest.mark.parametrize("n_layer, send_from", [(n, s) for n in (1, 2, 5) for s in (0, 1, n)])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_send_schedule_sends_each_bucket_once(n_layer, send_from, zero):
+    sent = send_schedule(n_layer, zero, last=True, send_from=send_from)
+    assert sorted(bucket for together in sent.values() for bucket in together) == list(range(n_layer + 2))
+
+
+@pytest.mark.parametrize("layers, rows, send_from", [(12, 65536, 1), (48, 16384, 12), (2, 512, 16)])
+def test_peer_copies_send_when_the_remaining_layers_hide_the_transfer(layers, rows, send_from):
+    """124M and 1558M as in docs/scaling.md, and the quickstart, where nothing waits: its layers are 1 and 0."""
+    dims = model_of_two(True, 1, 1).dims | dict(L=layers, R=rows)
+    assert PeerCopyCommunicator(Log(True), None, None, dims, [])._send_from(dims) == send_from
+    assert NcclCommunicator(Log(False), None, None, dims)._send_from(dims) == layers
 
 
 @pytest.mark.parametrize("zero, sums", [(0, "all_reduce"), (1, "reduce_scatter")])
 @pytest.mark.parametrize("micro_steps", [1, 2])
-def test_between_hosts_gradients_travel_when_their_layer_is_done(zero, sums, micro_steps):
-    sent = [call for call in travel(False, zero, micro_steps) if call[0] == sums]
-    layers = [(sums, 3, BELOW), (sums, 2, BELOW)]
-    assert sent == [*layers, (sums, 0, "matmul_dw"), (sums, LAST, "matmul_dw"), (sums, 1, "loss_sum")]
+def test_collectives_reduce_each_layer_after_its_backward_pass(zero, sums, micro_steps):
+    sent = [call for call in transfers(False, zero, micro_steps) if call[0] == sums]
+    layers = [(sums, 3, NEXT_LAYER), (sums, 2, NEXT_LAYER)]
+    assert sent == [*layers, (sums, 0, "matmul_dw"), (sums, REST, "matmul_dw"), (sums, 1, "loss_sum")]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("micro_steps", [1, 2])
-def test_on_one_host_gradients_travel_together(monkeypatch, zero, micro_steps):
-    """When layer 1 is done, as if so many tokens took as long as the transfers of two layers: after one meeting, those
-    of layers 2 and 1; then the embedding's, norms' and biases', under layer 0's last product; then layer 0's.  At stage
-    0 the sums are shared out after another meeting.
+def test_peer_copies_reduce_layers_together_between_barriers(monkeypatch, zero, micro_steps):
+    """With send_from 1: layers 2 and 1 after one barrier; then embedding, norms and biases, under layer 0's last
+    product; then layer 0.  At stage 0 the sums are copied to all ranks after a second barrier.
     """
-    monkeypatch.setattr(communicator, "TOKENS", 32 / LAYERS)
-    sent = [call for call in travel(True, zero, micro_steps) if call[0] in ("barrier", "add_partials")]
-    meet = [("barrier", None)]
-    again = meet * (zero == 0)
-    want = [(call, BELOW) for call in [*meet, ("add_partials", 3), ("add_partials", 2), *again]]
-    want += [(call, "matmul_dw") for call in [*meet, ("add_partials", 0), ("add_partials", LAST), *again]]
-    want += [(call, "loss_sum") for call in [*meet, ("add_partials", 1), *again]]
-    gathers = [(meet[0], after) for after in ("embedding_fwd", "adamw", "adamw")] if zero else []
-    assert [((name, bucket), after) for name, bucket, after in sent] == gathers[:1] + want + gathers[1:]
+    monkeypatch.setattr(peer_copies, "TOKENS_TO_HIDE_A_LAYER", 32 / LAYERS)
+    sent = [call for call in transfers(True, zero, micro_steps) if call[0] in ("barrier", "add_partials")]
+    before = [("barrier", None)]
+    after = before * (zero == 0)
+    want = [(call, NEXT_LAYER) for call in [*before, ("add_partials", 3), ("add_partials", 2), *after]]
+    want += [(call, "matmul_dw") for call in [*before, ("add_partials", 0), ("add_partials", REST), *after]]
+    want += [(call, "loss_sum") for call in [*before, ("add_partials", 1), *after]]
+    gathers = [(before[0], launch) for launch in ("embedding_fwd", "adamw", "adamw")] if zero else []
+    assert [((name, bucket), launch) for name, bucket, launch in sent] == gathers[:1] + want + gathers[1:]
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_parameters_of_all_layers_travel_when_a_step_begins_and_the_others_under_the_update(zero):
-    gathered = [call[1:] for call in travel(False, zero) if call[0] == "all_gather"]
+def test_gather_of_layers_begins_a_step_and_that_of_other_parameters_ends_it(zero):
+    gathered = [call[1:] for call in transfers(False, zero) if call[0] == "all_gather"]
     layers = [(1 + layer, "embedding_fwd") for layer in range(LAYERS)]
-    assert gathered == [*layers, (0, "adamw"), (LAST, "adamw")]
-    meetings = [after for name, _, after in travel(True, zero) if name == "barrier"]
-    assert (meetings[0], meetings[-2:]) == ("embedding_fwd", ["adamw", "adamw"])
+    assert gathered == [*layers, (0, "adamw"), (REST, "adamw")]
+    barriers = [launch for name, _, launch in transfers(True, zero) if name == "barrier"]
+    assert (barriers[0], barriers[-2:]) == ("embedding_fwd", ["adamw", "adamw"])
 
 
-def test_at_stage_2_every_micro_step_sends_its_layers():
-    sent = [after for name, _, after in travel(False, 2, micro_steps=2) if name == "reduce_scatter"]
-    first, last = [BELOW, BELOW, "embedding_fwd"], [BELOW, BELOW, "matmul_dw", "loss_sum"]
-    assert sent == [*first, *last[:3], *last[2:]]  # the embedding's, with norms' and biases', before layer 0's
-    meetings = [after for name, _, after in travel(True, 2, micro_steps=2) if name == "barrier"]
-    twice = [after for after in first + last for _ in range(2)]  # before and after: then their place may be written
-    assert meetings == ["embedding_fwd", *twice, "adamw", "adamw"]
+def test_zero_2_reduces_layers_in_every_micro_step():
+    sent = [launch for name, _, launch in transfers(False, 2, micro_steps=2) if name == "reduce_scatter"]
+    first, last = [NEXT_LAYER, NEXT_LAYER, "embedding_fwd"], [NEXT_LAYER, NEXT_LAYER, "matmul_dw", "loss_sum"]
+    assert sent == [*first, *last[:3], *last[2:]]  # embedding, norms and biases are two buckets, before layer 0's
+    barriers = [launch for name, _, launch in transfers(True, 2, micro_steps=2) if name == "barrier"]
+    twice = [launch for launch in first + last for _ in range(2)]  # the second one lets the buffer be overwritten
+    assert barriers == ["embedding_fwd", *twice, "adamw", "adamw"]
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_what_the_exchange_launches_is_compiled_ahead(near):
+@pytest.mark.parametrize("shared", [True, False])
+def test_precompile_covers_the_launches_of_the_exchange(shared):
     for zero, micro_steps in ((2, 2), (2, 1), (1, 2)):
-        model = model_of_two(near, zero, micro_steps)
+        model = model_of_two(shared, zero, micro_steps)
         model.compile()
-        ahead = {name for name, _ in model.K.calls}
-        assert not ahead & (EXCHANGES - {"add_partials"})
+        compiled = {name for name, _ in model.K.calls}
+        assert not compiled & (EXCHANGES - {"add_partials"})
         model.K.calls.clear()
         for micro in range(micro_steps):
             model._forward_backward(micro > 0, False, micro == micro_steps - 1)
         launched = {name for name, _ in model.K.calls} - (EXCHANGES - {"add_partials"})
-        assert launched <= ahead and ("add_partials" in launched) == (near or (zero, micro_steps) == (2, 2))
+        assert launched <= compiled and ("add_partials" in launched) == (shared or (zero, micro_steps) == (2, 2))
 
 
-def test_sums_of_as_many_parts_as_there_are_other_ranks_are_compiled_ahead():
-    for near, zero, micro_steps in ((True, 2, 2), (True, 0, 1), (False, 2, 2)):
-        log = Log(near, size=3)
+def test_precompile_covers_sums_of_as_many_parts_as_there_are_peers():
+    for shared, zero, micro_steps in ((True, 2, 2), (True, 0, 1), (False, 2, 2)):
+        log = Log(shared, size=3)
         model = model_of(log, zero, micro_steps)
         model.compile()
-        ahead = {parts for parts, _ in log.added}
+        compiled = {parts for parts, _ in log.added}
         log.added.clear()
         for micro in range(micro_steps):
             model._forward_backward(micro > 0, False, micro == micro_steps - 1)
         launched = {parts for parts, _ in log.added}
-        assert launched <= ahead == {1, 2} and (2 in launched) == near and (1 in launched) == (zero == 2)
+        assert launched <= compiled == {1, 2} and (2 in launched) == shared and (1 in launched) == (zero == 2)
 
 
-def test_more_than_there_is_room_for_is_added_up_in_turns(monkeypatch):
-    """What waits until the embedding's gradients are done, of three ranks: more than the largest bucket."""
-    monkeypatch.setattr(communicator, "TOKENS", 0)
+def test_peer_copies_take_rounds_when_buckets_exceed_received(monkeypatch):
+    """With send_from 0 and three ranks, the buckets sent after the embedding's exceed the largest bucket."""
+    monkeypatch.setattr(peer_copies, "TOKENS_TO_HIDE_A_LAYER", 0)
     model = model_of(Log(True, size=3), 1)
-    dims, made = model.dims, sharding.buckets(model.dims)
-    assert sum(b.padded for b in made if b is not made[1]) // 3 * 2 > dims["Nx"]
+    dims, all_buckets = model.dims, sharding.buckets(model.dims)
+    assert sum(b.padded for b in all_buckets if b is not all_buckets[1]) // 3 * 2 > dims["Nx"]
     model._forward_backward(False, False, True)
-    assert [bucket for name, bucket in model.K.calls if name == "add_partials"] == [3, 2, 0, LAST, 1]
+    assert [bucket for name, bucket in model.K.calls if name == "add_partials"] == [3, 2, 0, REST, 1]
 
 
-@pytest.mark.parametrize("layers, rows, hold", [(12, 65536, 1), (48, 16384, 12), (2, 512, 16)])
-def test_gradients_wait_until_the_backward_pass_of_as_many_layers_covers_them(layers, rows, hold):
-    """124M and 1558M as docs/scaling.md has them, and the quickstart, where nothing waits: its layers are 1 and 0."""
-    dims = model_of_two(True, 1, 1).dims | dict(L=layers, R=rows)
-    assert communicator.PeerCopyCommunicator(Log(True), None, None, dims, [])._hold == hold
-
-
-def test_every_rank_begins_with_the_next_one():
-    assert [model_of(Log(True, rank, 4), 1).link._others for rank in range(4)] == [
+def test_peer_copies_begin_with_the_next_rank():
+    assert [model_of(Log(True, rank, 4), 1).comm._peers for rank in range(4)] == [
         [1, 2, 3], [2, 3, 0], [3, 0, 1], [0, 1, 2],
     ]  # fmt: skip
 
 
-def test_parameters_that_were_gathered_between_steps_may_be_written_again():
+def test_gather_params_of_peer_copies_is_between_two_barriers():
+    """Parameters may be overwritten after the second."""
     model = model_of_two(True, 1, 1)
     model.K.calls.clear()
-    model.link.gather()
+    model.comm.gather_params()
     assert model.K.calls == [("barrier", None)] * 2
 
 
-def waits(near: bool, zero: int, monkeypatch) -> list[str]:
-    """Of a step of two micro-steps: marks in the second stream, waits for them and for all of it, and the launches
-    that come first in an embedding, a layer and a sum of losses.
+def stream_waits(shared: bool, zero: int, monkeypatch) -> list[str]:
+    """Return of a step of two micro-steps: events of the side stream, waits for them, joins, and the first launches of
+    embedding, layer and sum of losses.
     """
     calls: list[str] = []
 
-    class Stream:
-        """Side, written down; a mark is a number."""
+    class NumberedEvents:
+        """Stands for the side stream; an event is a number."""
 
         def __init__(self, _device):
             self.marks = 0
@@ -226,14 +259,14 @@ def waits(near: bool, zero: int, monkeypatch) -> list[str]:
         def join(self):
             calls.append("join")
 
-    class Named(list):
+    class SomeLaunches(list):
         def append(self, call):
-            if call[0] in ("embedding_fwd", "layernorm_fwd", BELOW, "embedding_bwd", "loss_sum", "adamw"):
+            if call[0] in ("embedding_fwd", "layernorm_fwd", NEXT_LAYER, "embedding_bwd", "loss_sum", "adamw"):
                 calls.append(call[0])
 
-    monkeypatch.setattr(communicator, "Side", Stream)
-    model = model_of_two(near, zero, 2)
-    model.K.calls = Named()
+    monkeypatch.setattr(communicator, "Side", NumberedEvents)
+    model = model_of_two(shared, zero, 2)
+    model.K.calls = SomeLaunches()
     calls.clear()
     for micro in range(2):
         model._forward_backward(micro > 0, False, micro == 1)
@@ -241,10 +274,10 @@ def waits(near: bool, zero: int, monkeypatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_a_layer_waits_for_its_parameters_and_a_step_for_all(monkeypatch, near):
+@pytest.mark.parametrize("shared", [True, False])
+def test_wait_params_waits_for_one_layer_and_end_micro_step_for_all(monkeypatch, shared):
     """A layer has two norms and the head one."""
-    calls = waits(near, 1, monkeypatch)
+    calls = stream_waits(shared, 1, monkeypatch)
     norms = ["layernorm_fwd"] * 2
     layers = [call for layer in range(LAYERS) for call in [f"wait {1 + layer}", *norms]]
     assert calls[: 4 + len(layers)] == ["mark 1", "mark 2", "mark 3", "embedding_fwd", *layers]
@@ -254,17 +287,19 @@ def test_a_layer_waits_for_its_parameters_and_a_step_for_all(monkeypatch, near):
     assert ends == ["embedding_bwd", "join", "embedding_bwd", "join", "loss_sum", *updates, "join"]
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_at_stage_2_gradients_wait_until_their_place_is_free(monkeypatch, near):
-    """Of three layers, which share two places, layer 0 has layer 2's."""
-    calls = waits(near, 2, monkeypatch)
-    backward = [call for call in calls if call == BELOW or call.split()[0] in ("mark", "wait", "join")]
-    first = ["mark 1", "mark 2", "mark 3", "wait 1", "wait 2", "wait 3"]  # the parameters
-    micro_steps = [[BELOW, f"mark {m}", BELOW, f"mark {m + 1}", f"wait {m}", BELOW, f"mark {m + 2}"] for m in (4, 7)]
-    assert backward == [*first, *micro_steps[0], "join", *micro_steps[1], "mark 10", "join", "join"]
+@pytest.mark.parametrize("shared", [True, False])
+def test_wait_grad_buffer_of_zero_2_waits_for_the_layer_two_above(monkeypatch, shared):
+    """Three layers share two gradient buffers; layers 0 and 2 have the same."""
+    calls = stream_waits(shared, 2, monkeypatch)
+    backward = [call for call in calls if call == NEXT_LAYER or call.split()[0] in ("mark", "wait", "join")]
+    params = ["mark 1", "mark 2", "mark 3", "wait 1", "wait 2", "wait 3"]
+    micro_steps = [
+        [NEXT_LAYER, f"mark {m}", NEXT_LAYER, f"mark {m + 1}", f"wait {m}", NEXT_LAYER, f"mark {m + 2}"] for m in (4, 7)
+    ]
+    assert backward == [*params, *micro_steps[0], "join", *micro_steps[1], "mark 10", "join", "join"]
 
 
-def test_a_rank_alone_exchanges_nothing():
+def test_communicator_of_one_rank_exchanges_nothing():
     log = Log(False)
     model = GPT2(tiny_config(), log, "cpu")
     model._forward_backward(False, False, True)
@@ -272,7 +307,7 @@ def test_a_rank_alone_exchanges_nothing():
     assert not {name for name, _ in log.calls} & EXCHANGES
 
 
-def test_a_stream_that_has_no_work_is_not_waited_for(monkeypatch):
+def test_side_stream_without_work_is_not_waited_for(monkeypatch):
     """A wait for work outside a capture would invalidate it."""
     waited = []
 

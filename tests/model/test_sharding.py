@@ -1,4 +1,4 @@
-"""The arithmetic of shares: every parameter belongs to one rank, whatever the number of ranks and the stage."""
+"""Sharding: each parameter belongs to one rank, for any number of ranks and any stage."""
 
 import pytest
 
@@ -25,11 +25,11 @@ def total():
 
 @pytest.mark.parametrize("zero", (0, 1, 2))
 @pytest.mark.parametrize("ranks", RANKS)
-def test_shares_cover_every_parameter_once_within_the_buffers(ranks, zero):
+def test_owned_shards_cover_each_parameter_once_within_the_buffers(ranks, zero):
     dims = dims_of(ranks, zero)
-    shares = [sharding.share(dims, rank) for rank in range(ranks)]
-    assert covered_length([[[p.first, p.length] for p in pieces] for pieces in shares]) == total()
-    for p in (p for pieces in shares for p in pieces):
+    shards = [sharding.owned_shards(dims, rank) for rank in range(ranks)]
+    assert covered_length([[[p.first, p.length] for p in own] for own in shards]) == total()
+    for p in (p for own in shards for p in own):
         assert p.param + p.length <= dims["Nf"] and p.moment + p.length <= dims["Nt"]
         assert p.grad + p.length <= (dims["Nr"] if zero == 2 else dims["Ng"])
         assert p.first % 4 == 0 or not p.length  # whole Philox calls: kernels/random.py
@@ -37,44 +37,44 @@ def test_shares_cover_every_parameter_once_within_the_buffers(ranks, zero):
 
 @pytest.mark.parametrize("zero", (0, 1, 2))
 @pytest.mark.parametrize("ranks", RANKS)
-def test_what_a_rank_updates_is_all_or_its_share(ranks, zero):
+def test_updated_shards_are_all_parameters_or_the_owned_shards(ranks, zero):
     dims = dims_of(ranks, zero)
-    own = [p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated(dims, rank)]
+    own = [p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated_shards(dims, rank)]
     assert covered_length([[[p.first, p.length] for p in own]]) == total()
 
 
-def test_one_rank_has_no_padding_and_two_launches():
+def test_one_rank_has_no_padding_and_two_updates():
     dims = dims_of(1, 0)
     assert dims["Nf"] == dims["Nt"] == dims["Ng"] == total() and dims["Nr"] == dims["Nx"] == 0
-    matrices, rest = sharding.updated(dims, 0)
+    matrices, rest = sharding.updated_shards(dims, 0)
     assert (matrices.decay, rest.decay) == (True, False) and matrices.length == rest.first == rest.param
 
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
-def test_stages_share_out_moments_and_then_gradients(ranks):
+def test_flat_buffer_sizes_shrink_with_the_stage(ranks):
     zero0, zero1, zero2 = (dims_of(ranks, zero) for zero in (0, 1, 2))
     assert zero0["Nt"] == zero0["Nf"] == zero1["Nt"] * ranks and zero1["Ng"] == zero1["Nf"]
     embed, layer, *_, rest = sharding.buckets(zero2)
     assert zero2["Ng"] == embed.padded + rest.padded + 2 * layer.padded and zero2["Nr"] * ranks == zero2["Nf"]
     starts = sharding.grad_offsets(zero2)
-    assert starts[1] == starts[3] != starts[2]  # layers take two places in turn
-    assert all(b.padded % (ranks * sharding.QUANTUM) == 0 for b in sharding.buckets(zero2))
+    assert starts[1] == starts[3] != starts[2]  # two buffers for even and odd layers
+    assert all(b.padded % (ranks * sharding.ALIGNMENT) == 0 for b in sharding.buckets(zero2))
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES | dict(Vp=4096)])  # the largest bucket is a layer's, or the embedding's
 @pytest.mark.parametrize("ranks", RANKS)
-def test_there_is_room_for_every_other_ranks_part_of_the_largest_bucket(sizes, ranks):
+def test_received_holds_one_shard_of_the_largest_bucket_from_each_peer(sizes, ranks):
     dims = sizes | dict(ranks=ranks, zero=1)
     largest = max(b.padded for b in sharding.buckets(dims))
     assert sharding.flat_buffer_sizes(dims, True, True)["Nx"] * ranks == largest * (ranks - 1)
 
 
-def test_spans_that_overlap_or_leave_gaps_do_not_tile():
+def test_tile_refuses_spans_that_overlap_or_leave_gaps():
     assert covered_length([[[0, 4]], [[4, 4], [8, 0]]]) == 8
-    assert covered_length([[[0, 4]], [[3, 5]]]) is None and covered_length([[[0, 4]], [[5, 3]]]) is None
+    assert covered_length([[[0, 4]], [[3, 5]]]) is None and tile([[[0, 4]], [[5, 3]]]) is None
 
 
-def test_the_plan_of_several_gpus_is_smaller_at_every_stage_and_the_report_lists_them():
+def test_memory_plan_shrinks_with_the_stage_and_the_report_lists_stages():
     config = tiny_config(model=dict(n_layer=8), train=dict(batch_size=4, total_batch_tokens=64)).with_gpus(2)
     assert (config.micro_batch, config.accumulation, config.zero) == (2, 1, 1)
     totals = [plan_memory(config.replace(parallel={"zero": zero}), kernels, 2, 16)[0].total for zero in (0, 1, 2)]

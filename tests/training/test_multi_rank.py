@@ -30,7 +30,7 @@ from gpt2_triton.model import communicator, sharding
 from gpt2_triton.model.communicator import BucketedCommunicator
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import plan_memory
-from gpt2_triton.model.schedule import EMBED
+from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.training import recovery, wandb_logger
 from gpt2_triton.training.trainer import Trainer, train
 from tests.support import ranks
@@ -119,7 +119,7 @@ def apart(config, run):
 
 def all_at_the_end(config, run):
     """No layer's gradients set out before the embedding's."""
-    communicator.TOKENS = 0
+    communicator.TOKENS_TO_HIDE_A_LAYER = 0
     return job(config, run)
 
 
@@ -276,15 +276,15 @@ def test_a_share_that_cannot_be_written_costs_one_warning_and_no_older_checkpoin
 
 def nan_on_rank_1(config, run, micro_steps=(0,)):
     """A gradient that is not finite on one rank, in the first step."""
-    original = BucketedCommunicator.grads_done
+    original = BucketedCommunicator.reduce_grads
     seen = itertools.count()
 
-    def grads_done(self, layer):
-        if layer == EMBED and self._group.rank == 1 and next(seen) in micro_steps:
+    def reduce_grads(self, layer):
+        if layer == NOT_A_LAYER and self._group.rank == 1 and next(seen) in micro_steps:
             self._K.fill(self._s.grads[:1], math.nan)
         original(self, layer)
 
-    BucketedCommunicator.grads_done = grads_done
+    BucketedCommunicator.reduce_grads = reduce_grads
     return job(config, run)
 
 
@@ -320,8 +320,8 @@ def nan_on_rank_1_and_idle_queues(config, run):
     search = GPT2.first_non_finite
 
     def first_non_finite(self, batches, control):
-        found, link = search(self, batches, control), self.link
-        assert not (link._waiting or link._arrived or link._sent)
+        found, comm = search(self, batches, control), self.comm
+        assert not (comm._waiting or comm._arrived or comm._sent)
         (run / f"searched_{self.rank}").write_text(found)
         return found
 
@@ -564,4 +564,4 @@ def test_who_loses_the_others_says_so_in_one_line():
     closed = "lost the other ranks in gone (Connection closed by peer [10.0.0.1]:9)"
     assert str(lost.value) == f"{closed}; one has ended: its message, or the launcher's, says why"
     with pytest.raises(PeerLostError, match="^rank 0, or the launcher, has ended: its message says why$"):
-        ControlGroup("words", 1, 2, SimpleNamespace(set=gone)).all(1)
+        ControlGroup("words", 1, 2, SimpleNamespace(set=gone)).all_gather(1)
