@@ -15,7 +15,6 @@ from typing import Any, Literal
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import write_atomic
 from gpt2_triton.training.metrics import METRICS, Record, read_metrics
 from gpt2_triton.training.run_info import read_run, write_run
 
@@ -82,7 +81,7 @@ class WandbLogger:
     def _send(self, record: Record, row: int) -> None:
         self._run.log(record, step=row)
         if self._marker:
-            write_atomic(self._marker, f"{row + 1}\n".encode())
+            self._marker.write_text(f"{row + 1}\n")
 
     def close(self, failed: bool = False) -> None:
         if self._run is not None:
@@ -125,7 +124,7 @@ def _read_marker(marker: Path, run_id: str, history: list[Record]) -> int:
     try:
         return int(marker.read_text())
     except (OSError, ValueError):
-        # offline runs of earlier versions have no marker; their wandb directories hold all records of the history
+        # earlier versions wrote no marker, and a kill can leave it empty; a directory of wandb shows that rows were sent
         sent = any(marker.parent.glob(f"offline-run-*-{run_id}*"))
         return next_row(history) if sent else 0
 

@@ -71,7 +71,7 @@ def test_received_holds_one_shard_of_the_largest_bucket_from_each_peer(sizes, ra
 
 def test_tile_refuses_spans_that_overlap_or_leave_gaps():
     assert covered_length([[[0, 4]], [[4, 4], [8, 0]]]) == 8
-    assert covered_length([[[0, 4]], [[3, 5]]]) is None and tile([[[0, 4]], [[5, 3]]]) is None
+    assert covered_length([[[0, 4]], [[3, 5]]]) is None and covered_length([[[0, 4]], [[5, 3]]]) is None
 
 
 def test_memory_plan_shrinks_with_the_stage_and_the_report_lists_stages():

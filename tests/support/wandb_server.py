@@ -1,4 +1,4 @@
-"""A server on localhost that speaks as much of Weights & Biases' protocol as a run needs, and can be made to fail."""
+"""A server on localhost with the parts of Weights & Biases' protocol that a run uses; it can be made to fail."""
 
 import gzip
 import json
@@ -7,7 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class WandbServer(ThreadingHTTPServer):
-    """`rows` is the history of its one run, `config` what was sent as its configuration; `broken` answers 500."""
+    """Holds one run: `rows` is its history, `config` its configuration, `names` the ids it was opened with.
+
+    With `broken` it answers 500.
+    """
 
     daemon_threads = True
 
@@ -17,7 +20,7 @@ class WandbServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-    def handle_error(self, request, client_address):  # wandb hangs up without a word
+    def handle_error(self, request, client_address):  # wandb closes connections early
         pass
 
     def graphql(self, query: str, variables: dict) -> dict:
