@@ -132,7 +132,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     return "\n".join(
         [
             made.show(),
-            "shapes in the letters of gpt2_triton/model/buffers.py; live: the phases of a step that need the buffer",
+            "shapes in the letters of gpt2_triton/model/buffers.py, live in the phases of a step that need the buffer",
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {T} tokens, {config.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
