@@ -38,8 +38,8 @@ from gpt2_triton.data.packing import pack_batch  # noqa: E402
 from gpt2_triton.data.progress import REPORT_SECONDS  # noqa: E402
 from gpt2_triton.data.shards import open_shards  # noqa: E402
 from gpt2_triton.device import device_name  # noqa: E402
-from gpt2_triton.model.cuda import StepResult  # noqa: E402
 from gpt2_triton.model.gpt2 import GPT2  # noqa: E402
+from gpt2_triton.model.step import StepResult  # noqa: E402
 from gpt2_triton.training.lr_schedule import learning_rate, step_inputs  # noqa: E402
 
 COUNTERPART = {("fp32", "none"): "PyTorch fp32", ("bf16", "none"): "PyTorch fp32", ("bf16", "fp32"): "PyTorch autocast"}
@@ -106,7 +106,7 @@ def initialised(config: Config) -> tuple[GPT2, Tensor]:
     model = GPT2(config, K, device_name())
     model.initialise(config.train.seed)
     state = model.state
-    weights = state.params if state.low is None else master(state.params, state.low)
+    weights = state.params if state.master_low is None else master(state.params, state.master_low)
     return model, weights.to("cpu", torch.float32, copy=True)
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from gpt2_triton.config.config import TOKENIZER_SIZES, Config
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.model.buffers import named, param_entries
+from gpt2_triton.model.buffers import param_entries, param_views
 from gpt2_triton.model.memory_plan import model_dimensions
 
 
 def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:
     """Views of a flat buffer of parameters by GPT-2's names; wte is its first vocab_size rows, without the padding."""
-    p, L = named(flat, model_dimensions(model)), model.n_layer
+    p, L = param_views(flat, model_dimensions(model)), model.n_layer
     out = {"wte.weight": p.wte[: model.vocab_size], "wpe.weight": p.wpe}
     for l in range(L):
         layer = {

@@ -53,7 +53,7 @@ def load_model(path: Path, texts: int) -> tuple[GPT2, Config]:
 
     config, tensors = load_weights(str(path))
     batch = -(-texts // config.train.seq_len)  # of the prompt's pass, 1; a step's rows must fit its buffers
-    model = GPT2(config, K, device_name(), batch=batch, training=False, texts=texts)
+    model = GPT2(config, K, device_name(), batch=batch, training=False, sequences=texts)
     model.state.params.copy_(tensors["params"])
     return model, config
 

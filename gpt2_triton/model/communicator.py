@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
-from gpt2_triton.model.cuda import Side
+from gpt2_triton.model.cuda import SideStream
 
 # A layer's gradients, 48 C^2 bytes, take as long over NVLink as some 1,400 tokens take through its backward pass, of
 # about 48 C^2 operations each (370 GB/s, 500 TFLOP/s).  Sums wait for multiprocessors besides; so those of all L layers
@@ -84,7 +84,7 @@ class BucketedCommunicator(Link):
         self._grad_starts, self._layers = sharding.grad_offsets(dims), range(dims["L"])
         self._rest = len(self._buckets) - 1
         self._hold = dims["L"]  # gradients wait until this layer's are done
-        self._side = Side(group.device)
+        self._side = SideStream(group.device)
         self._arrived: dict[int, Any] = {}
         self._sent: dict[int, Any] = {}
         self._waiting: list[int] = []
@@ -93,11 +93,11 @@ class BucketedCommunicator(Link):
     def begin(self, acc: bool, last: bool) -> None:
         self._acc, self._last = acc, last
         if self._zero and not acc:
-            with self._side.behind():
+            with self._side.after_current():
                 self._meet()
                 for layer in self._layers:
                     self._gather(1 + layer)
-                    self._arrived[layer] = self._side.mark()
+                    self._arrived[layer] = self._side.record()
 
     def params(self, layer: int) -> None:
         if layer in self._arrived:
@@ -126,7 +126,7 @@ class BucketedCommunicator(Link):
 
     def updated(self, bucket: int) -> None:
         if self._zero and bucket == self._rest:  # after the embedding's and before the layers'
-            with self._side.behind():
+            with self._side.after_current():
                 self._meet()
                 self._gather(0)
                 self._gather(self._rest)
@@ -141,7 +141,7 @@ class BucketedCommunicator(Link):
 
     def gather(self) -> None:
         if self._zero:
-            with self._side.behind():
+            with self._side.after_current():
                 self._meet()
                 for bucket in range(len(self._buckets)):
                     self._gather(bucket)
@@ -150,9 +150,9 @@ class BucketedCommunicator(Link):
 
     def _leave(self, buckets: Sequence[int]) -> Any:
         """The sums of these buckets, and the mark behind them."""
-        with self._side.behind():
+        with self._side.after_current():
             self._sum(buckets)
-            return self._side.mark()
+            return self._side.record()
 
     def _adds(self, bucket: int) -> bool:
         """The sums of this micro-step are added to those of the ones before, at ZeRO-2, which sends layers in each."""

@@ -15,8 +15,8 @@ from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import NonFiniteError
-from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.step import StepResult
 
 MAX_REWINDS = 10  # to one checkpoint; what the data of so many rewinds did not cure is no matter of data
 

@@ -30,9 +30,9 @@ from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.model import tensor_stats
 from gpt2_triton.model.arena import GIB
-from gpt2_triton.model.cuda import Step
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes, memory_in_use_report, used_bytes
+from gpt2_triton.model.step import InFlightStep
 from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -82,7 +82,7 @@ class Trainer:
         self.device, self.first_rank, self.control = self.group.device, self.group.rank == 0, self.group.control("loop")
         self.bytes_before = used_bytes(self.device)
         self.signals = ShutdownSignals(self.group.size)
-        self.in_flight: Step | None = None
+        self.in_flight: InFlightStep | None = None
         self.notes: list[str] = []
         # what checkpoints keep: the tokens of a step also where a default gave them, which a resume may not change
         self.resolved = config.replace(train={"total_batch_tokens": config.total_batch_tokens}).to_dict()
@@ -253,7 +253,7 @@ class Trainer:
         result = launched.result()
         step = self.state["step"] = self.state["step"] + 1
         cause = ""
-        watching = self.model.watch
+        watching = self.model.stats_recorder
         if watching and not (result.applied or result.outlier):
             with self.watchdog.phase("looking for what is not finite"):
                 batches = self.batches.step(self.state["sample"])
@@ -264,8 +264,8 @@ class Trainer:
         self.watchdog.end_startup()
         self.log.step(step, result, cause)
         if watching and self._due(step, self.config.log.stats_every):
-            record = watching.read(launched.watched, self.config.accumulation, self.control)
-            self.log.statistics(step, record, tensor_stats.summary(record))
+            record = watching.read(launched.stats, self.config.accumulation, self.control)
+            self.log.statistics(step, record, tensor_stats.format_summary(record))
         recovery.check(self.state, self.config)
 
     def _settle(self) -> None:

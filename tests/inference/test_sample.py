@@ -34,7 +34,7 @@ def randomised(model: GPT2) -> GPT2:
 
 def decoder(texts: int = 1, **sections) -> GPT2:
     batch = -(-texts // 16)
-    return randomised(GPT2(tiny_config(**sections), K, DEVICE, batch=batch, training=False, texts=texts))
+    return randomised(GPT2(tiny_config(**sections), K, DEVICE, batch=batch, training=False, sequences=texts))
 
 
 def generated(model: GPT2, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:
@@ -102,7 +102,7 @@ def test_more_texts_than_the_window_is_long():
 
 def test_a_sample_in_a_training_run_is_that_of_its_weights_and_harms_nothing():
     """In the arena of training, over what the backward pass uses: the same text, and the next step the same bits."""
-    from tests.model.test_schedule import train_steps
+    from tests.support.models import train_steps
 
     sampling, plain = tiny_model(sample=dict(every=1))[0], tiny_model()[0]
     assert train_steps(sampling, 1) == train_steps(plain, 1)

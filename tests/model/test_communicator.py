@@ -7,7 +7,7 @@ import torch
 
 import gpt2_triton.kernels
 from gpt2_triton.model import communicator, sharding
-from gpt2_triton.model.cuda import Side
+from gpt2_triton.model.cuda import SideStream
 from gpt2_triton.model.gpt2 import GPT2
 from tests.support.tiny import tiny_config
 
@@ -208,14 +208,14 @@ def waits(near: bool, zero: int, monkeypatch) -> list[str]:
     calls: list[str] = []
 
     class Stream:
-        """Side, written down; a mark is a number."""
+        """SideStream, written down; a mark is a number."""
 
         def __init__(self, _device):
             self.marks = 0
 
-        behind = contextlib.nullcontext
+        after_current = contextlib.nullcontext
 
-        def mark(self):
+        def record(self):
             self.marks += 1
             calls.append(f"mark {self.marks}")
             return self.marks
@@ -231,7 +231,7 @@ def waits(near: bool, zero: int, monkeypatch) -> list[str]:
             if call[0] in ("encoder_fwd", "layernorm_fwd", BELOW, "encoder_bwd", "loss_sum", "adamw"):
                 calls.append(call[0])
 
-    monkeypatch.setattr(communicator, "Side", Stream)
+    monkeypatch.setattr(communicator, "SideStream", Stream)
     model = model_of_two(near, zero, 2)
     model.K.calls = Named()
     calls.clear()
@@ -280,13 +280,13 @@ def test_a_stream_that_has_no_work_is_not_waited_for(monkeypatch):
         def wait_stream(self, other):
             waited.append(other)
 
-    side, current = Side("cpu"), Stream()
+    side, current = SideStream("cpu"), Stream()
     side._stream = other = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     side.join()
     assert waited == []
-    with side.behind():
+    with side.after_current():
         pass
     side.join()
     side.join()

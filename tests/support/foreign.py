@@ -44,7 +44,7 @@ def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndar
     """Logits [V] after the last token, in this project's kernels."""
     import gpt2_triton.kernels as K
 
-    model = GPT2(config, K, DEVICE, batch=1, training=False, texts=1)
+    model = GPT2(config, K, DEVICE, batch=1, training=False, sequences=1)
     model.state.params.copy_(params)
     generate.begin(model, ids.tolist(), 0, [0])
     model.decode(0.0, 0, 1.0)
