@@ -35,8 +35,8 @@ from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.device import device_name
-from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate, step_inputs
 
 COUNTERPART = {("fp32", "none"): "PyTorch fp32", ("bf16", "none"): "PyTorch fp32", ("bf16", "fp32"): "PyTorch autocast"}
@@ -103,7 +103,7 @@ def initialised(config: Config) -> tuple[GPT2, Tensor]:
     model = GPT2(config, K, device_name())
     model.initialise(config.train.seed)
     state = model.state
-    weights = state.params if state.low is None else master(state.params, state.low)
+    weights = state.params if state.master_low is None else master(state.params, state.master_low)
     return model, weights.to("cpu", torch.float32, copy=True)
 
 

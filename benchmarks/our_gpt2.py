@@ -15,8 +15,8 @@ import gpt2_triton.kernels as K
 from benchmarks.sizes import config_of, tokens_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
-from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import step_inputs
 
 

@@ -19,7 +19,7 @@ from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.model.buffers import WINDOW
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.tensor_stats import FORWARD, summary
+from gpt2_triton.model.tensor_stats import FORWARD, format_summary
 from gpt2_triton.training.lr_schedule import step_inputs
 
 STEPS, WARM, EVERY = 60, 10, 10
@@ -40,7 +40,8 @@ def step_times(model: GPT2, packed: torch.Tensor) -> tuple[float, float, str]:
                 times[in_flight[0]].append(seconds * 1e3)
         in_flight = launched
     in_flight[1].result()
-    return *map(statistics.median, times), summary(model.watch.read(in_flight[1].watched, 1, SINGLE_PROCESS))
+    record = model.stats_recorder.read(in_flight[1].stats, 1, SINGLE_PROCESS)
+    return *map(statistics.median, times), format_summary(record)
 
 
 def main(size: str, batch: int, recompute: str) -> None:

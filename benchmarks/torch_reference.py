@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2_triton.model.buffers import Params, named, param_entries
+from gpt2_triton.model.buffers import Params, param_entries, param_views
 
 
 def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None) -> Params:
@@ -20,7 +20,7 @@ def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None)
     def leaf(view: Tensor) -> Tensor:
         return view.detach().to(dtype or view.dtype, copy=True).requires_grad_()
 
-    views = vars(named(flat, dims))
+    views = vars(param_views(flat, dims))
     return Params(**{name: [leaf(t) for t in v] if isinstance(v, list) else leaf(v) for name, v in views.items()})
 
 

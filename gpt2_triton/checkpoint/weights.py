@@ -18,13 +18,13 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.model.buffers import named, param_entries
+from gpt2_triton.model.buffers import param_entries, param_views
 from gpt2_triton.model.memory_plan import model_dimensions
 
 
 def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:
     """Return views of a flat buffer of parameters by OpenAI's names; wte is without its padding rows."""
-    p, L = named(flat, model_dimensions(model)), model.n_layer
+    p, L = param_views(flat, model_dimensions(model)), model.n_layer
     out = {"wte.weight": p.wte[: model.vocab_size], "wpe.weight": p.wpe}
     for l in range(L):
         layer = {

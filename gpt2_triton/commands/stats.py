@@ -18,7 +18,7 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     step: int
         The step; default the last one with statistics.
     """
-    from gpt2_triton.model.tensor_stats import table
+    from gpt2_triton.model.tensor_stats import format_table
     from gpt2_triton.training.metrics import STATS, read_metrics
 
     path = run / STATS
@@ -31,4 +31,4 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     if chosen not in records:
         having = f"{len(records)} steps from {min(records)} to {max(records)} have them"
         raise ConfigError(f"--step: no statistics of step {step}; {having}")
-    print(f"step {chosen}\n{table(records[chosen])}")
+    print(f"step {chosen}\n{format_table(records[chosen])}")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from gpt2_triton.model.cuda import Mark
+from gpt2_triton.model.cuda import DeviceEvent
 from gpt2_triton.model.gpt2 import GPT2
 
 STEPS_IN_FLIGHT = 4
@@ -27,7 +27,7 @@ class _TokenCopy:
     def __init__(self, model: GPT2):
         device, seq = model.arena.device.type, model.decoding.seq
         self._seq = torch.empty(seq.shape, dtype=torch.int32, pin_memory=device != "cpu")
-        self._done = Mark(device)
+        self._done = DeviceEvent(device)
 
     def start(self, seq: torch.Tensor) -> None:
         self._seq.copy_(seq, non_blocking=True)

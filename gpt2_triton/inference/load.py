@@ -38,6 +38,6 @@ def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int
 
 
 def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int = 0) -> GPT2:
-    model = GPT2(config, K, device_name(), batch=batch, training=False, texts=sequences)
+    model = GPT2(config, K, device_name(), batch=batch, training=False, sequences=sequences)
     model.state.params.copy_(tensors["params"])
     return model

@@ -1,9 +1,9 @@
-"""One table of buffers, one allocation.
+"""Plans every buffer of a run into one allocation.
 
-A buffer is a field of a dataclass table (tables.py): its symbolic shape, its storage and the phases in which its
-bytes matter.
-`plan` turns tables and sizes into offsets (first fit, largest first; two rows share bytes only if no phase sees
-both), `Plan.show` prints them without a GPU, and `carve` cuts typed views out of the one allocation.
+A buffer is a field of a dataclass (buffers.py) with its symbolic shape, its storage and the phases of a step in which
+its bytes matter.  `resolve_buffers` fills in the sizes, `place_buffers` gives each buffer an offset (first fit, largest
+first; two buffers share bytes only if no phase needs both), `MemoryPlan.show` prints the result without a GPU, and
+`carve` cuts typed views out of the allocation.
 """
 
 import dataclasses
@@ -19,41 +19,60 @@ ALIGN = 256
 GIB = 2**30
 
 
-def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", again: str = "", within: str = "") -> Any:
-    """A table row.
+@dataclasses.dataclass(frozen=True)
+class RecomputeRule:
+    """Says at which recompute levels layers share one copy of a list's buffer."""
 
-    shape    "R 4*C", or "L | R 4*C" for a list of L buffers
-    storage  "act" (the run's dtype), "f32", "i32", "i16"
-    live     "head" | "block block_bwd" (two uses, free between) | "block..block_bwd" (kept throughout)
-    drop     the recompute level from which on layers have one buffer for all, "level:odd" for the list's odd entries
-             only
-    again    the level from which on that buffer is written again in the backward pass, if not `drop`
-    within   the row whose bytes this one shares, its uses never overlapping
-    """
-    return dataclasses.field(
-        default=None,
-        metadata=dict(
-            shape=shape, storage=storage, live=live, kind=kind, drop=drop, again=again or drop, within=within
-        ),
-    )
+    shared_from: str  # the first level at which they share it
+    rewritten_from: str  # the first level at which the backward pass writes it again
+    odd_only: bool  # only entries with an odd index are shared
 
 
-@dataclasses.dataclass
-class Row:
-    """A buffer with its sizes filled in; `slots[i]` says which of the `copies` the list's entry i uses (None: not a
-    list).
-    """
+@dataclasses.dataclass(frozen=True)
+class BufferSpec:
+    """One row of a table of buffers, parsed; dimensions are still symbols."""
 
-    name: str
-    spec: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    count: str | None  # of a list of buffers; None: a single one
+    shape: str
+    storage: str
     live: str
     kind: str
     within: str
-    slots: tuple[int, ...] | None
-    copies: int
+    recompute: RecomputeRule | None
+
+
+def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", again: str = "", within: str = "") -> Any:
+    """Return a dataclass field that declares a buffer.
+
+    shape    "R 4*C", or "L | R 4*C" for a list of L buffers
+    storage  "act" (the run's dtype), "f32", "i32", "i16"
+    live     "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
+    drop     the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
+    again    the first level at which the backward pass writes that copy again, if not `drop`
+    within   the buffer whose bytes this one shares; their uses never overlap
+    """
+    count, _, each = shape.rpartition("|")
+    level, _, which = drop.partition(":")
+    rule = RecomputeRule(level, again or level, which == "odd") if drop else None
+    spec = BufferSpec(count.strip() or None, each.strip(), storage, live, kind, within, rule)
+    return dataclasses.field(default=None, metadata=dict(spec=spec))
+
+
+@dataclasses.dataclass
+class Buffer:
+    """A buffer with its sizes filled in."""
+
+    name: str
+    spec: BufferSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    live: str
+    copy_of: tuple[int, ...] | None  # the copy that each entry of a list uses; None: a single buffer
     offset: int = 0
+
+    @property
+    def copies(self) -> int:
+        return max(self.copy_of) + 1 if self.copy_of else 1
 
     @property
     def copy_bytes(self) -> int:
@@ -65,11 +84,15 @@ class Row:
 
     @property
     def phases(self) -> frozenset[str]:
-        return phases(self.live)
+        return parse_phases(self.live)
 
 
-def phases(live: str) -> frozenset[str]:
-    """The set of phases that a `live` string names."""
+def parse_phases(live: str) -> frozenset[str]:
+    """Return the set of phases that a `live` string names.
+
+    >>> sorted(parse_phases("embed head..update"))
+    ['block_bwd', 'embed', 'head', 'update']
+    """
     out: set[str] = set()
     for part in live.split():
         first, _, last = part.partition("..")
@@ -77,77 +100,96 @@ def phases(live: str) -> frozenset[str]:
     return frozenset(out)
 
 
-def sizes(spec: str, dims: dict[str, int]) -> tuple[int, ...]:
-    """ "R 4*C" -> (R, 4*C) in numbers."""
-    return tuple(math.prod(dims[t] if t in dims else int(t) for t in axis.split("*")) for axis in spec.split())
+def eval_shape(shape: str, dims: dict[str, int]) -> tuple[int, ...]:
+    """Return a symbolic shape in numbers.
+
+    >>> eval_shape("R 4*C", dict(R=32, C=64))
+    (32, 256)
+    """
+    return tuple(math.prod(dims[t] if t in dims else int(t) for t in axis.split("*")) for axis in shape.split())
 
 
-def resolve(
+def resolve_buffers(
     table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str], order: Sequence[str]
-) -> list[Row]:
-    """The table's rows for these sizes and the recompute level of each layer, not yet placed; rows of no elements are
-    left out.  `order` has all levels; the layers of a deeper one come first.
+) -> list[Buffer]:
+    """Return the table's buffers for these sizes, not yet placed; those without elements are left out.
+
+    levels   the recompute level of each layer; layers of the deeper level come first
+    order    all levels, from the one that keeps most to the one that keeps least
+
+    The copies of three layers at level `gelu:1`.  Layer 0 computes the output of GELU again, so its fcg is layer 1's:
+
+    >>> from gpt2_triton.model.buffers import RECOMPUTE_LEVELS, Acts, layer_levels
+    >>> dims = dict(B=1, T=8, R=8, Rc=8, C=4, NH=1, L=3, S=7, Vp=8, W=8)
+    >>> dtypes = dict(act=torch.bfloat16, f32=torch.float32)
+    >>> buffers = resolve_buffers(Acts, dims, dtypes, layer_levels("gelu:1", 3), RECOMPUTE_LEVELS)
+    >>> for b in buffers:
+    ...     if b.copy_of:
+    ...         print(f"{b.name:<5}{b.copies} copies, entries use", *b.copy_of)
+    x    7 copies, entries use 0 1 2 3 4 5 6
+    ln   6 copies, entries use 0 1 2 3 4 5
+    mean 7 copies, entries use 0 1 2 3 4 5 6
+    rstd 7 copies, entries use 0 1 2 3 4 5 6
+    qkv  3 copies, entries use 0 1 2
+    lse  3 copies, entries use 0 1 2
+    att  3 copies, entries use 0 1 2
+    fch  3 copies, entries use 0 1 2
+    fcg  2 copies, entries use 0 0 1
     """
-    rows = []
+    depths = [order.index(level) for level in levels]
+    out = []
     for field in dataclasses.fields(table):
-        m = field.metadata
-        stack, _, spec = m["shape"].rpartition("|")
-        n = sizes(stack, dims)[0] if stack else 0
-        drop, _, which = m["drop"].partition(":")
-        dropped = [order.index(level) >= order.index(drop) for level in levels] if drop else []
-        slots, live = _slots(n, dropped, which == "odd"), m["live"]
-        if dropped and all(dropped) and not which:
-            live = "block block_bwd" if order.index(levels[0]) >= order.index(m["again"]) else "block"
-        row = Row(
-            field.name,
-            spec.strip(),
-            sizes(spec, dims),
-            dtypes[m["storage"]],
-            live,
-            m["kind"],
-            m["within"],
-            slots if stack else None,
-            max(slots) + 1 if stack else 1,
-        )
-        if row.nbytes:
-            rows.append(row)
-    return rows
+        spec: BufferSpec = field.metadata["spec"]
+        rule, live, copy_of = spec.recompute, spec.live, None
+        shared = [depth >= order.index(rule.shared_from) for depth in depths] if rule else []
+        if spec.count:
+            copy_of = _assign_copies(eval_shape(spec.count, dims)[0], shared, bool(rule and rule.odd_only))
+        if rule and shared and all(shared) and not rule.odd_only:
+            live = "block block_bwd" if depths[0] >= order.index(rule.rewritten_from) else "block"
+        out.append(Buffer(field.name, spec, eval_shape(spec.shape, dims), dtypes[spec.storage], live, copy_of))
+    return [buffer for buffer in out if buffer.nbytes]
 
 
-def _slots(n: int, dropped: Sequence[bool], odd: bool) -> tuple[int, ...]:
-    """The copy that each of a list's n entries, one or two a layer, has; `dropped` says which layers keep none.
+def _assign_copies(n: int, shared: Sequence[bool], odd_only: bool) -> tuple[int, ...]:
+    """Return the copy that each of a list's n entries, one or two per layer, uses; `shared[l]` is True for the first
+    layers, which have no copy of their own.
 
-    Those layers, the first ones, take the copy of the first layer that keeps its own: forward they are done with it
-    before that layer writes it, and backward it is done with it before they write it again.
+    They use the copy of the first layer that has one.  In the forward pass they finish with it before that layer writes
+    it; in the backward pass that layer finishes with it before they write it again.
+
+    >>> _assign_copies(4, [True, True, False, False], odd_only=False)
+    (0, 0, 0, 1)
+    >>> _assign_copies(9, [True, True, False, False], odd_only=True)  # x[1] and x[3] use the copy of x[5]
+    (0, 3, 1, 3, 2, 3, 4, 5, 6)
     """
-    a_layer = n // len(dropped) if dropped else 1
-    kept = [i for i in range(n) if i // a_layer >= sum(dropped) or odd and i % 2 == 0]
-    common = next((slot for slot, i in enumerate(kept) if i % 2 or not odd), len(kept))
-    own = {i: slot for slot, i in enumerate(kept)}
+    per_layer = n // len(shared) if shared else 1
+    kept = [i for i in range(n) if i // per_layer >= sum(shared) or odd_only and i % 2 == 0]
+    common = next((copy for copy, i in enumerate(kept) if i % 2 or not odd_only), len(kept))
+    own = {i: copy for copy, i in enumerate(kept)}
     return tuple(own.get(i, common) for i in range(n))
 
 
 @dataclasses.dataclass
-class Plan:
-    """Placed rows by name, and the bytes of the one allocation."""
+class MemoryPlan:
+    """Placed buffers by name, and the bytes of the one allocation."""
 
-    rows: dict[str, Row]
+    buffers: dict[str, Buffer]
     total: int
 
     def by_kind(self) -> dict[str, int]:
         out: dict[str, int] = {}
-        for row in self.rows.values():
-            out[row.kind] = out.get(row.kind, 0) + (0 if row.within else row.nbytes)
+        for b in self.buffers.values():
+            out[b.spec.kind] = out.get(b.spec.kind, 0) + (0 if b.spec.within else b.nbytes)
         return out
 
     def show(self) -> str:
-        """The plan as text: a line a buffer, bytes by class, the total."""
-        lines = [f"{'buffer':<10}{'shape':<16}{'copies':>7}{'dtype':>10}  {'live':<24}{'MiB':>11}{'offset':>16}"]
-        for row in self.rows.values():
-            dtype, size = str(row.dtype).removeprefix("torch."), row.nbytes / 2**20
-            note = f"in {row.within}" if row.within else f"{size:,.1f}"
+        """Return the plan as text: one line per buffer, bytes by class, the total."""
+        lines = [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>10}  {'live':<24}{'MiB':>11}{'offset':>16}"]
+        for b in self.buffers.values():
+            dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
+            note = f"in {b.spec.within}" if b.spec.within else f"{size:,.1f}"
             lines.append(
-                f"{row.name:<10}{row.spec:<16}{row.copies:>7}{dtype:>10}  {row.live:<24}{note:>11}{row.offset:>16,}"
+                f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>10}  {b.live:<24}{note:>11}{b.offset:>16,}"
             )
         lines += ["", f"{'class':<16}{'MiB':>11}"]
         lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in self.by_kind().items()]
@@ -159,48 +201,48 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(rows: list[Row]) -> Plan:
-    """Place every row: largest first, at the lowest offset free in all its phases."""
-    placed: list[Row] = []
-    for row in sorted((r for r in rows if not r.within), key=lambda r: -r.nbytes):
-        at = 0
-        for other in sorted((q for q in placed if q.phases & row.phases), key=lambda q: q.offset):
-            if at + row.nbytes <= other.offset:
+def place_buffers(buffers: list[Buffer]) -> MemoryPlan:
+    """Place every buffer, the largest first, at the lowest offset that is free in all its phases."""
+    placed: list[Buffer] = []
+    for b in sorted((b for b in buffers if not b.spec.within), key=lambda b: -b.nbytes):
+        offset = 0
+        for other in sorted((p for p in placed if p.phases & b.phases), key=lambda p: p.offset):
+            if offset + b.nbytes <= other.offset:
                 break
-            at = max(at, other.offset + other.nbytes)
-        row.offset = at
-        placed.append(row)
-    named = {row.name: row for row in rows}
-    for row in rows:
-        if row.within:
-            host = named[row.within]
-            assert row.nbytes <= host.nbytes and row.phases <= host.phases, f"{row.name} does not fit in {row.within}"
-            row.offset = host.offset
-    return Plan(named, max(r.offset + r.nbytes for r in rows))
+            offset = max(offset, other.offset + other.nbytes)
+        b.offset = offset
+        placed.append(b)
+    by_name = {b.name: b for b in buffers}
+    for b in buffers:
+        if b.spec.within:
+            host = by_name[b.spec.within]
+            assert b.nbytes <= host.nbytes and b.phases <= host.phases, f"{b.name} does not fit in {host.name}"
+            b.offset = host.offset
+    return MemoryPlan(by_name, max(b.offset + b.nbytes for b in buffers))
 
 
-def carve(table: type, rows: dict[str, Row], arena: Tensor, dims: dict[str, int]) -> Any:
-    """An instance of `table` whose fields are views of `arena`, shaped by `dims` (at most the planned sizes), None
-    where there is no row.
+def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str, int]) -> Any:
+    """Return an instance of `table` whose fields are views of `arena`, shaped by `dims` (at most the planned sizes);
+    fields that have no buffer are None.
     """
 
-    def view(row: Row, slot: int) -> Tensor:
-        shape = sizes(row.spec, dims)
-        assert math.prod(shape) <= math.prod(row.shape), f"{row.name} {shape} exceeds the planned {row.shape}"
-        start = row.offset + slot * row.copy_bytes
-        return arena[start : start + math.prod(shape) * row.dtype.itemsize].view(row.dtype).view(shape)
+    def view(buffer: Buffer, copy: int) -> Tensor:
+        shape = eval_shape(buffer.spec.shape, dims)
+        assert math.prod(shape) <= math.prod(buffer.shape), f"{buffer.name} {shape} exceeds the planned {buffer.shape}"
+        start = buffer.offset + copy * buffer.copy_bytes
+        return arena[start : start + math.prod(shape) * buffer.dtype.itemsize].view(buffer.dtype).view(shape)
 
-    def cut(name: str) -> Any:
-        if name not in rows:
+    def views(name: str) -> Any:
+        if name not in buffers:
             return None
-        row = rows[name]
-        return view(row, 0) if row.slots is None else [view(row, slot) for slot in row.slots]
+        b = buffers[name]
+        return view(b, 0) if b.copy_of is None else [view(b, copy) for copy in b.copy_of]
 
-    return table(**{field.name: cut(field.name) for field in dataclasses.fields(table)})
+    return table(**{field.name: views(field.name) for field in dataclasses.fields(table)})
 
 
 def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
-    """The largest batch whose plan fits `budget` bytes (0 if none does); `total_bytes(B)` grows with B."""
+    """Return the largest batch whose plan fits `budget` bytes, 0 if none does; total_bytes(B) grows with B."""
     low, high = 0, 1
     while total_bytes(high) <= budget:
         low, high = high, high * 2

@@ -1,12 +1,19 @@
-"""Every buffer of GPT-2 training, once.
+"""Declares every buffer of GPT-2 training, each in one place.
 
-B batch, T sequence, C channels, NH heads, HS head size, L layers, V vocabulary, Vp padded vocabulary, Tmax longest
-sequence, R = B*T rows, Rc rows of one head chunk, S = 2L + 1 points of the residual stream: x[2l] enters layer l,
-x[2l+1] leaves its attention, x[2L] is the last.  ln[i] is the norm of point x[i]; its weights are lnw[i], lnb[i], so
-the final norm is an ordinary row. N is the number of parameters; Nf, Nt, Nm, Ng, Nr, Nx are elements of flat buffers,
-N or 0 on one rank (layout.py); Np the elements of a packed batch, W of the scratch; Nw is WINDOW + 1 in training; Tmax
-is model.block_size; Sa activations and Sp parameters have statistics, in P partial results each.  Bd sequences are
-decoded at once, 0 without decoding.
+Symbols of shapes:
+
+B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows, of which the head takes Rc at a time
+C, NH, HS  channels, heads, head size = C / NH
+L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L]
+           is the last.  ln[i] is the layernorm of x[i] with the weights lnw[i], lnb[i], the final one included
+V, Vp      vocabulary, padded vocabulary
+Tmax       the longest sequence, model.block_size
+N          parameters.  Nf parameters, Nt moments, Nm low halves of the fp32 masters, Ng, Nr and Nx gradients are the
+           elements of flat buffers: on one rank N, or 0 if not needed (sharding.py)
+Np, W      elements of the packed batch (data/packing.py), of the scratch
+Nw         WINDOW + 1 in training
+Sa, Sp, P  activations and parameters that have statistics, partial results of each
+Bd         sequences that are decoded at once, 0 without decoding
 """
 
 import dataclasses
@@ -17,28 +24,32 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS
-from gpt2_triton.model.arena import buf, sizes
+from gpt2_triton.model.arena import buf, eval_shape
 
 WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in llm.c
 
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """What the backward pass computes again instead of reading back, by memory.recompute."""
+    """Says what the backward pass of a layer computes again instead of reading it, from memory.recompute."""
 
     gelu: bool
-    ln: bool
+    ln: bool  # also with `block`, where both norms of a layer share a copy of ln
     qkv: bool
     block: bool
 
     @classmethod
     def at(cls, level: str) -> "Recompute":
-        depth = RECOMPUTE_LEVELS.index(level)
-        return cls(gelu=1 <= depth <= 3, ln=depth >= 2, qkv=depth == 3, block=depth == 4)
+        block, parts = level == "block", level.split("+")
+        return cls(gelu="gelu" in parts, ln="ln" in parts or block, qkv="qkv" in parts, block=block)
 
 
 def layer_levels(recompute: str, L: int) -> list[str]:
-    """The level of each layer: LEVEL for all; LEVEL:N for the first N, and for the others the level before it."""
+    """Return the level of each layer: LEVEL for all, or of LEVEL:N for the first N, the others having the level before.
+
+    >>> layer_levels("gelu:1", 3)
+    ['gelu', 'none', 'none']
+    """
     level, _, first = recompute.partition(":")
     n = int(first or L)
     return [level] * n + [RECOMPUTE_LEVELS[RECOMPUTE_LEVELS.index(level) - 1]] * (L - n)
@@ -47,9 +58,11 @@ def layer_levels(recompute: str, L: int) -> list[str]:
 Tensors = list[Tensor]
 
 
-def par(shape: str, group: str, init: str, decay: bool = False) -> Any:
-    """A parameter.  group: "embed", "layer" (one per layer) or "rest"; init: "normal", "residual" (normal /
-    sqrt(2L)), "zero", "one".
+def param(shape: str, group: str, init: str, decay: bool = False) -> Any:
+    """Return a dataclass field that declares a parameter.
+
+    group    "embed", "layer" (one tensor per layer) or "rest"
+    init     "normal", "residual" (normal / sqrt(2L)), "zero", "one"
     """
     return dataclasses.field(metadata=dict(shape=shape, group=group, init=init, decay=decay))
 
@@ -57,50 +70,53 @@ def par(shape: str, group: str, init: str, decay: bool = False) -> Any:
 # fmt: off
 @dataclasses.dataclass
 class Params:
-    """Weights are [out, in].  The flat order is: embed | layer 0 | layer 1 | ... | rest; weight decay stops where
-    `rest` begins.
+    """Parameters; weights are [out, in].  The flat order is embed | layer 0 | layer 1 | ... | rest, and weight decay
+    applies to everything before `rest`.
     """
 
-    #                        shape      group    init        decay
-    wte:      Tensor  = par("Vp C",   "embed", "normal",   True)  # also the output head; rows V..Vp stay zero
-    wpe:      Tensor  = par("Tmax C", "embed", "normal",   True)
-    qkvw:     Tensors = par("3*C C",  "layer", "normal",   True)
-    attprojw: Tensors = par("C C",    "layer", "residual", True)
-    fcw:      Tensors = par("4*C C",  "layer", "normal",   True)
-    fcprojw:  Tensors = par("C 4*C",  "layer", "residual", True)
-    lnw:      Tensor  = par("S C",    "rest",  "one")
-    lnb:      Tensor  = par("S C",    "rest",  "zero")
-    qkvb:     Tensor  = par("L 3*C",  "rest",  "zero")
-    attprojb: Tensor  = par("L C",    "rest",  "zero")
-    fcb:      Tensor  = par("L 4*C",  "rest",  "zero")
-    fcprojb:  Tensor  = par("L C",    "rest",  "zero")
+    #                        shape        group    init        decay
+    wte:      Tensor  = param("Vp C",   "embed", "normal",   True)  # also the output head; rows V..Vp stay zero
+    wpe:      Tensor  = param("Tmax C", "embed", "normal",   True)
+    qkvw:     Tensors = param("3*C C",  "layer", "normal",   True)
+    attprojw: Tensors = param("C C",    "layer", "residual", True)
+    fcw:      Tensors = param("4*C C",  "layer", "normal",   True)
+    fcprojw:  Tensors = param("C 4*C",  "layer", "residual", True)
+    lnw:      Tensor  = param("S C",    "rest",  "one")
+    lnb:      Tensor  = param("S C",    "rest",  "zero")
+    qkvb:     Tensor  = param("L 3*C",  "rest",  "zero")
+    attprojb: Tensor  = param("L C",    "rest",  "zero")
+    fcb:      Tensor  = param("L 4*C",  "rest",  "zero")
+    fcprojb:  Tensor  = param("L C",    "rest",  "zero")
 
 
 @dataclasses.dataclass
 class State:
-    """What lives from step to step, flat in the order of Params."""
+    """Buffers that keep their contents from step to step, and the inputs and results of a step."""
 
-    params: Tensor = buf("Nf", "act", "embed..between",   "parameters")
-    low:    Tensor = buf("Nm", "i16", "embed..between",   "optimizer")  # the 16 lower bits of fp32 masters
-    m:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
-    v:      Tensor = buf("Nt", "f32", "embed..between",   "optimizer")
-    grads:  Tensor = buf("Ng", "f32", "embed..update",    "gradients")  # of this rank's batches; summed in place
-    reduced:  Tensor = buf("Nr", "f32", "embed..update",  "gradients")  # ZeRO-2: this rank's share of the sums
-    received: Tensor = buf("Nx", "f32", "block_bwd",      "gradients")  # other ranks', to be added up
-    window: Tensor = buf("2 Nw", "f32", "embed..between", "optimizer")  # recent losses, norms: kernels/outlier.py
-    # loss, gradient norm, clip factor, apply, squared norm, ranks that were asked to stop
-    step_out: Tensor = buf("6",  "f32", "embed..between",   "inputs")
-    z:      Tensor = buf("2",  "f32", "update..between",  "inputs")  # z-scores of loss and gradient norm
-    act_stats: Tensor = buf("Sa 3 P", "f32", "embed..between", "statistics")  # of watched steps: watch.py
-    par_stats: Tensor = buf("Sp 5 P", "f32", "embed..between", "statistics")
-    step_in: Tensor = buf("8",  "f32", "embed..update",    "inputs")  # optim.step_inputs
-    step_key: Tensor = buf("4",  "i32", "embed..update",    "inputs")  # step, seed low, seed high
-    packed: Tensor = buf("Np", "i32", "embed..block_bwd", "inputs")  # the batch, as data/loader.py packs it
+    params:     Tensor = buf("Nf",     "act", "embed..between",   "parameters")
+    master_low: Tensor = buf("Nm",     "i16", "embed..between",   "optimizer")   # the 16 lower bits of fp32 masters
+    m:          Tensor = buf("Nt",     "f32", "embed..between",   "optimizer")
+    v:          Tensor = buf("Nt",     "f32", "embed..between",   "optimizer")
+    grads:      Tensor = buf("Ng",     "f32", "embed..update",    "gradients")   # of this rank's batches; summed here
+    reduced:    Tensor = buf("Nr",     "f32", "embed..update",    "gradients")   # ZeRO-2: this rank's shard of the sums
+    received:   Tensor = buf("Nx",     "f32", "block_bwd",        "gradients")   # of other ranks, to be summed
+    window:     Tensor = buf("2 Nw",   "f32", "embed..between",   "optimizer")   # recent losses, norms: outlier.py
+    # loss, gradient norm, clip factor, apply, squared norm, number of ranks that received a signal to stop
+    step_out:   Tensor = buf("6",      "f32", "embed..between",   "inputs")
+    z:          Tensor = buf("2",      "f32", "update..between",  "inputs")      # z-scores of loss and gradient norm
+    act_stats:  Tensor = buf("Sa 3 P", "f32", "embed..between",   "statistics")  # see tensor_stats.py
+    par_stats:  Tensor = buf("Sp 5 P", "f32", "embed..between",   "statistics")
+    step_in:    Tensor = buf("8",      "f32", "embed..update",    "inputs")      # lr_schedule.step_inputs
+    step_key:   Tensor = buf("4",      "i32", "embed..update",    "inputs")      # step, seed low, seed high
+    batch:      Tensor = buf("Np",     "i32", "embed..block_bwd", "inputs")      # packed by data/packing.py
 
 
 @dataclasses.dataclass
 class Acts:
-    # `drop` names the recompute level from which on layers have one buffer, computed again in the backward pass
+    """Activations, their gradients, and the head's buffers.  `drop` names the recompute level at which layers begin to
+    share one copy, which the backward pass computes again.
+    """
+
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
     ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
@@ -110,7 +126,7 @@ class Acts:
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block")  # before GELU
     fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu", again="block")  # after
-    lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final norm, norm of x[2L]
+    lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final layernorm, that of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
     p:       Tensor  = buf("Rc Vp",      "act", "head",             "head")  # exp(logit - target logit)
     rs:      Tensor  = buf("R",          "f32", "head",             "head")  # factor of p in dlogits
@@ -128,8 +144,8 @@ class Acts:
 
 @dataclasses.dataclass
 class Decoding:
-    """What decoding keeps beside the forward pass's buffers, which it uses for Bd rows.  The backward pass may have
-    the bytes: nothing outlives the text that is being written.
+    """Buffers that decoding needs in addition to those of the forward pass.  The backward pass may overwrite them, as
+    no sequence is continued after a training step.
     """
 
     cache:  Tensors = buf("L | Bd T 2 C", "act", "embed block head between", "decoding")  # keys, values
@@ -138,39 +154,46 @@ class Decoding:
 # fmt: on
 
 
-class Entry(NamedTuple):
+def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
+    """Return (name, index) of every activation that has statistics, in the order of act_stats; dx[i] is dx at x[i]."""
+    counts = {"x": dims["S"], "qkv": dims["L"], "att": dims["L"], "fch": dims["L"], "dx": dims["S"]}
+    return [(name, i) for name, n in counts.items() for i in range(n)]
+
+
+class ParamEntry(NamedTuple):
     """One parameter tensor in the flat order."""
 
     name: str
     layer: int | None
     bucket: int  # 0 embed, 1 + l layer l, L + 1 rest
-    inside: int  # where it begins in its bucket
-    offset: int  # its flat index: where it begins among all parameters, the same on any number of ranks
+    bucket_offset: int  # its first element's index in the bucket
+    offset: int  # its flat index, its first element's index among all parameters: the same on any number of ranks
     shape: tuple[int, ...]
     init: str
     decay: bool
 
 
-def param_entries(dims: dict[str, int]) -> Iterator[Entry]:
-    """Every parameter tensor in the flat order: embed | layer 0 | layer 1 | ... | rest."""
+def param_entries(dims: dict[str, int]) -> Iterator[ParamEntry]:
+    """Yield every parameter tensor in the flat order: embed | layer 0 | layer 1 | ... | rest."""
     fields = dataclasses.fields(Params)
     groups = [("embed", None), *(("layer", layer) for layer in range(dims["L"])), ("rest", None)]
     offset = 0
     for bucket, (group, layer) in enumerate(groups):
         first = offset
         for field in (f for f in fields if f.metadata["group"] == group):
-            m, shape = field.metadata, sizes(field.metadata["shape"], dims)
-            yield Entry(field.name, layer, bucket, offset - first, offset, shape, m["init"], m["decay"])
+            m, shape = field.metadata, eval_shape(field.metadata["shape"], dims)
+            yield ParamEntry(field.name, layer, bucket, offset - first, offset, shape, m["init"], m["decay"])
             offset += math.prod(shape)
 
 
-def named(flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = None) -> Params:
-    """Params whose tensors are views of a flat buffer (parameters or gradients alike); `starts` says where in it each
-    bucket begins, if they do not simply follow one another.
+def param_views(flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = None) -> Params:
+    """Return Params whose tensors are views of a flat buffer of parameters or gradients.
+
+    starts   where each bucket begins in the buffer; None: directly after the previous bucket
     """
     views: dict[str, Any] = {}
     for e in param_entries(dims):
-        at = e.offset if starts is None else starts[e.bucket] + e.inside
+        at = e.offset if starts is None else starts[e.bucket] + e.bucket_offset
         view = flat[at : at + math.prod(e.shape)].view(e.shape)
         if e.layer is None:
             views[e.name] = view

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
-from gpt2_triton.model.cuda import Side
+from gpt2_triton.model.cuda import SideStream
 from gpt2_triton.model.schedule import NOT_A_LAYER
 
 
@@ -103,18 +103,18 @@ class BucketedCommunicator(Communicator):
         }
         self._send_after = self._schedules[True]
         self._first = False
-        self._side = Side(group.device)
+        self._side = SideStream(group.device)
         self._params_ready: dict[int, Any] = {}
         self._grads_sent: dict[int, Any] = {}
 
     def begin_micro_step(self, first: bool, last: bool) -> None:
         self._first, self._send_after = first, self._schedules[last]
         if self._zero and first:
-            with self._side.behind():
+            with self._side.after_current():
                 self._barrier()
                 for layer in self._layers:
                     self._gather(1 + layer)
-                    self._params_ready[layer] = self._side.mark()
+                    self._params_ready[layer] = self._side.record()
 
     def wait_params(self, layer: int) -> None:
         if layer in self._params_ready:
@@ -127,9 +127,9 @@ class BucketedCommunicator(Communicator):
     def reduce_grads(self, layer: int) -> None:
         if layer not in self._send_after:
             return
-        with self._side.behind():
+        with self._side.after_current():
             self._reduce(self._send_after[layer])
-            sent = self._side.mark()
+            sent = self._side.record()
         if self._zero == 2 and layer != NOT_A_LAYER:
             self._grads_sent[layer] = sent
 
@@ -142,7 +142,7 @@ class BucketedCommunicator(Communicator):
 
     def gather_after_update(self, bucket: int) -> None:
         if self._zero and bucket == self._rest:  # updated after the embedding and before the layers
-            with self._side.behind():
+            with self._side.after_current():
                 self._barrier()
                 self._gather(0)
                 self._gather(self._rest)
@@ -157,7 +157,7 @@ class BucketedCommunicator(Communicator):
 
     def gather_params(self) -> None:
         if self._zero:
-            with self._side.behind():
+            with self._side.after_current():
                 self._barrier()
                 for bucket in range(len(self._buckets)):
                     self._gather(bucket)

@@ -1,15 +1,15 @@
-"""GPT-2's forward pass, backward pass and update, one launch a line.
+"""GPT-2's forward pass, backward pass and update, one launch per line.
 
-K is the kernel package (or tests/reference, to check the mathematics), m a model view: w parameters, g gradients, a
-activations, s state, ids/targets/order/segments/hot the batch.  Names are explained in tables.py.  `acc` is False in
-a step's first micro-step, which overwrites the gradients, and True in the later ones, which add to them.
-m.comm is told when a layer's parameters are needed and when its gradients are done, to exchange both with other ranks;
-on one rank it does nothing (communicator.py).
+K is the kernel package (or tests/support/reference.py, to check the mathematics) and m a ModelView: w parameters, g
+gradients, a activations, s state, ids/targets/order/segments/hot the batch.  buffers.py explains the names.  `acc` is
+False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
+m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
+its gradients are complete.  On one rank it does nothing (communicator.py).
 """
 
 from typing import Any
 
-NOT_A_LAYER = -1  # m.comm's name for what is no layer's: wte and wpe, norms and biases
+NOT_A_LAYER = -1  # m.comm's number for everything outside the layers' matrices: wte and wpe, norms and biases
 
 
 def embed(K: Any, m: Any) -> None:
@@ -18,7 +18,7 @@ def embed(K: Any, m: Any) -> None:
 
 
 def layer(K: Any, m: Any, l: int) -> None:
-    """Layer l up to its last product; the recompute level `block` runs it again in the backward pass."""
+    """Run layer l without its last product; at recompute level `block` the backward pass runs it again."""
     w, a, i = m.w, m.a, 2 * l
     # x[i+1] = x[i] + attproj(attention(qkv(ln[i])))
     K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
@@ -45,11 +45,12 @@ def final_norm(K: Any, m: Any) -> None:
 
 
 def head(K: Any, m: Any, acc: bool) -> None:
-    """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's share, but for the target rows, which
-    embedding_bwd adds.
+    """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's part of its gradient without the rows of the
+    targets, which embedding_bwd adds.
 
     With S = sum of exp(z_j - z_target) over j != target: loss = log(1 + S), dlogits = rs * p + ks at the target,
-    rs = scale / (1 + S), ks = -scale * S / (1 + S).  p leaves the GEMM unnormalised; rs enters after the next two.
+    rs = scale / (1 + S), ks = -scale * S / (1 + S).  The first product writes p = exp(z - z_target) unnormalised; the
+    two products that read p apply rs.
     """
     w, g, a, i = m.w, m.g, m.a, 2 * m.L
     final_norm(K, m)
@@ -62,11 +63,11 @@ def head(K: Any, m: Any, acc: bool) -> None:
         K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
     norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
-    K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.gb[i], None, a.scratch, a.dln, *norm, acc, add_dx=False)
+    K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.branch_bias_grads[i], None, a.scratch, a.dln, *norm, acc, add_dx=False)
 
 
 def head_loss(K: Any, m: Any) -> None:
-    """losses = cross entropy of each token, nothing kept for a backward pass."""
+    """losses = cross entropy of each token, without what a backward pass would need."""
     a = m.a
     final_norm(K, m)
     K.classifier_target(a.zt, a.lnf, m.w.wte, m.targets)
@@ -75,17 +76,17 @@ def head_loss(K: Any, m: Any) -> None:
         K.classifier_loss(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False)
 
 
-def prefill(K: Any, m: Any, d: Any, texts: slice) -> None:
-    """Keys and values of m.ids, one sequence, into the cache of each of `texts`."""
+def prefill(K: Any, m: Any, d: Any, sequences: slice) -> None:
+    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
     embed(K, m)
     for l in range(m.L):
         layer(K, m, l)
-        K.cache_fill(d.cache[l][texts], m.a.qkv[l])
+        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
         K.matmul_add(m.a.x[2 * l + 2], m.a.x[2 * l + 1], m.a.fcg[l], m.w.fcprojw[l], m.w.fcprojb[l])
 
 
 def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float) -> None:
-    """The next token of each sequence of d.seq: the forward pass of one row each, its last token's."""
+    """Sample the next token of each sequence of d.seq: one row each, its last token's, goes through the model."""
     w, a = m.w, m.a
     K.decode_embed(a.x[0], d.seq, w.wte, w.wpe)
     for l in range(m.L):
@@ -96,29 +97,31 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
         K.decode_matmul(a.x[i + 1], a.att[l], w.attprojw[l], w.attprojb[l], None, None, a.x[i])
         K.decode_matmul(a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], w.lnw[i + 1], w.lnb[i + 1], None, gelu=True)
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
-    final_norm(K, m)  # a launch of its own: the head has 3144 programs, too many to normalise anew
+    final_norm(K, m)  # separately: each of the head's 3144 programs would have to normalise its input again
     K.decode_matmul(d.logits, a.lnf, w.wte, None, None, None, None)
     K.sample_token(d.seq, d.logits, m.V, temperature, top_k, top_p)
 
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
-    """dx holds the gradient of the residual stream throughout; gb[i] is the bias whose branch ends at x[i], the
-    column sums of dx there.  The embedding's backward pass comes before layer 0's last product.
+    """Run the layers' backward pass, and the embedding's before layer 0's last product.
+
+    dx holds the gradient of the residual stream throughout.  branch_bias_grads[i] is the gradient of the bias whose
+    branch ends at x[i]: the column sums of dx there.
     """
-    w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_leave
+    w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_sharded
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]
         if redo.block:
             layer(K, m, l)
-        # through fcproj, GELU, fc and the norm of x[i+1]; computed again, gelu(fch) takes the place of fch
+        # through fcproj, GELU, fc and the norm of x[i+1]; recomputed, gelu(fch) overwrites fch
         fcg = a.fch[l] if redo.gelu else a.fcg[l]
         K.matmul_dx_dgelu(a.dfch, g.fcb[l], fcg if redo.gelu else None, a.scratch, a.dx, w.fcprojw[l], a.fch[l], acc)
         K.matmul_dw(g.fcprojw[l], a.scratch, a.dx, fcg, acc_layer)
         K.matmul_dx(a.dln, a.dfch, w.fcw[l])
         ln = a.ln[i + 1] if redo.ln else None
         norm = (a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1], a.mean[i + 1], a.rstd[i + 1])
-        K.layernorm_bwd(a.dx, g.lnw[i + 1], g.lnb[i + 1], m.gb[i + 1], ln, a.scratch, a.dln, *norm, acc)
+        K.layernorm_bwd(a.dx, g.lnw[i + 1], g.lnb[i + 1], m.branch_bias_grads[i + 1], ln, a.scratch, a.dln, *norm, acc)
         K.matmul_dw(g.fcw[l], a.scratch, a.dfch, a.ln[i + 1], acc_layer)
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, a.dx, w.attprojw[l])
@@ -130,8 +133,8 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         K.matmul_dx(a.dln, a.dqkv, w.qkvw[l])
         ln = a.ln[i] if redo.ln and not redo.qkv else None
         norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
-        K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.gb[i], ln, a.scratch, a.dln, *norm, acc)
-        if l == 0:  # before the last product, under which wte's gradient, the largest of all, travels
+        K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.branch_bias_grads[i], ln, a.scratch, a.dln, *norm, acc)
+        if l == 0:  # before the last product, which hides the transfer of wte's gradient, the largest of all
             embed_bwd(K, m, acc)
         K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv, a.ln[i], acc_layer)
         m.comm.reduce_grads(l)
@@ -145,15 +148,16 @@ def embed_bwd(K: Any, m: Any, acc: bool) -> None:
 
 
 def update(K: Any, m: Any) -> None:
+    """Sum loss and squared gradients over ranks, clip, skip outliers, and run AdamW on this rank's spans."""
     s, a = m.s, m.a
     stats, squares = s.step_out[:4], s.step_out[4:5]
     K.loss_sum(stats[:1], a.losses, s.step_in)
-    for i, g in enumerate(m.squared):
+    for i, g in enumerate(m.norm_grads):
         K.sum_squares(squares, a.scratch, g, i > 0)
     m.comm.all_reduce_scalars(s.step_out)
     K.clip_factor(stats, squares, s.step_in)
     K.skip_outliers(stats, s.window, s.z, s.step_in)
     for p in m.updates:
-        if len(p.w):  # of many ranks the last ones have nothing of a small bucket
+        if len(p.w):  # with many ranks the last ones own no part of a small bucket
             K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, *m.betas_eps)
         m.comm.gather_after_update(p.bucket)

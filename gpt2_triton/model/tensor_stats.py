@@ -1,15 +1,15 @@
-"""What the tensors of a step look like: rms, largest absolute value and non-finite elements, layer by layer.
+"""Statistics of the tensors of a step: rms, largest absolute value and non-finite elements, layer by layer.
 
-A watched step runs the same schedule, on a `Watch` in the place of the kernel package.  It launches what the package
-launches and, behind the launch that writes one of the tensors below, a kernel that reads it.  So each buffer is read
-while it is alive, whatever shares its bytes later; and no byte of the training changes.
+A step with statistics runs the same schedule with a `StatsRecorder` in place of the kernel package.  It launches what
+the package launches and, directly after the launch that writes one of the tensors below, a kernel that reads it.  So
+each buffer is read before another one overwrites its bytes, and no byte of the training changes.
 
-x[p], qkv[l], att[l], fch[l]   the forward pass, by their names in tables.py
-dx[p]                          the gradient of the loss, loss scale included, at x[p]
-each parameter                 its gradient when the update begins, the weights, and the update before it is rounded
+x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in buffers.py
+dx[i]                          the gradient of the loss at x[i], times the loss scale
+each parameter                 its gradient before the update, the weights, and the update before rounding
 
-Of several ranks each reads what it computes: activations of its own sequences, parameters of its own share, at ZeRO-0
-all of them.  What the kernels found is put together on the host.
+With several ranks each reads what it computes: the activations of its own sequences, and the parameters that it
+updates, its shard or at ZeRO-0 all of them.  The host combines the ranks' partial results.
 """
 
 import dataclasses
@@ -21,8 +21,17 @@ import numpy as np
 from torch import Tensor
 
 from gpt2_triton.distributed.control import ControlGroup
-from gpt2_triton.model.buffers import Acts, Params, State, param_entries
+from gpt2_triton.model.arena import eval_shape
+from gpt2_triton.model.buffers import Acts, Params, State, param_entries, tracked_activations
 
+WRITERS = {  # launcher: the output, by position in its contract, that it writes, and the output's name in the records
+    "embedding_fwd": (0, "x"),
+    "matmul": (0, "qkv"),
+    "attention_fwd": (0, "att"),
+    "matmul_add": (0, "x"),
+    "matmul_gelu": (1, "fch"),
+    "layernorm_bwd": (0, "dx"),
+}
 FORWARD = ("x", "qkv", "att", "fch")
 MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]
 ACTIVATION = ("rms", "absmax", "nonfinite")
@@ -31,93 +40,82 @@ PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio
 Record = dict[str, dict[str, dict[str, list[Any]]]]  # kind -> tensor -> column -> a number for each point or layer
 
 
-def slots(dims: dict[str, int]) -> list[tuple[str, int]]:
-    """(name, index) of every activation that is watched, in the order of their statistics in memory."""
-    counts = {"x": dims["S"], "qkv": dims["L"], "att": dims["L"], "fch": dims["L"], "dx": dims["S"]}
-    return [(name, i) for name, n in counts.items() for i in range(n)]
+class StatsRecorder:
+    """The kernel package as the schedule of a step with statistics sees it; `wrap` sets the package to launch from."""
 
-
-class Watch:
-    """K for the schedule of a watched step; `over` names the package behind it."""
-
-    def __init__(self, K: Any, state: State, acts: Acts, dims: dict[str, int]):
+    def __init__(self, K: Any, state: State, dims: dict[str, int]):
         self.buffers: tuple[Tensor, Tensor] = (state.act_stats, state.par_stats)
         for buffer in self.buffers:
             K.fill(buffer, 0.0)
-        self._slots = {key: i for i, key in enumerate(slots(dims))}
-        self._names = {id(t): (name, i) for name in FORWARD for i, t in enumerate(getattr(acts, name))}
-        self._acts, self._points = acts, dims["S"]  # the tensors stay, so that their ids do
-        self._shared_out = dims["zero"] > 0  # whether a rank updates its share of the parameters, or all of them
-        self._elements = [
-            getattr(acts, name)[i].numel() if name != "dx" else acts.dx.numel() for name, i in self._slots
-        ]
+        self._tracked = tracked_activations(dims)
+        shapes = {field.name: field.metadata["spec"].shape for field in dataclasses.fields(Acts)}
+        self._elements = [math.prod(eval_shape(shapes[name], dims)) for name, _ in self._tracked]
+        self._sharded = dims["zero"] > 0  # each rank updates its shard of the parameters, not all of them
         self._entries = list(param_entries(dims))
         rows = ((e, dims["V"] if e.name == "wte" else e.shape[0]) for e in self._entries)
         self._spans = [(e.offset, e.offset + n * math.prod(e.shape[1:])) for e, n in rows]
 
-    def over(self, K: Any, acc: bool) -> "Watch":
-        """Begin a micro-step on top of K; with acc its statistics are joined to those of the ones before."""
-        self._K, self._acc, self._taken, self._point = K, acc, set[tuple[str, int]](), self._points
+    def wrap(self, K: Any, acc: bool) -> "StatsRecorder":
+        """Begin a micro-step with launches from K; if `acc`, its statistics are combined with the previous ones."""
+        self._K, self._acc = K, acc
+        slots: dict[str, list[int]] = {}
+        for slot, (name, _) in enumerate(self._tracked):
+            slots.setdefault(name, []).append(slot)
+        slots["dx"].reverse()  # the backward pass begins with the last point of the residual stream
+        self._next_slot = {name: iter(order) for name, order in slots.items()}
         return self
 
     def __getattr__(self, launcher: str) -> Callable[..., None]:
         launch = getattr(self._K, launcher)
 
-        def watched(*args: Any, **keywords: Any) -> None:
+        def launch_and_record(*args: Any, **keywords: Any) -> None:
             if launcher == "adamw":
                 self._parameters(*args)
             launch(*args, **keywords)
-            if launcher == "layernorm_bwd":  # each leaves dx at the next lower point of the residual stream
-                self._point -= 1
-                self._take(("dx", self._point), args[0])
-            for argument in args:
-                if id(argument) in self._names:
-                    self._take(self._names[id(argument)], argument)
+            if launcher in WRITERS:
+                position, name = WRITERS[launcher]
+                slot = next(self._next_slot[name], None)  # None: recomputed in the backward pass, already recorded
+                if slot is not None:
+                    self._K.tensor_stats(self.buffers[0][slot], args[position], self._acc)
 
-        return watched
+        return launch_and_record
 
-    def _take(self, key: tuple[str, int], tensor: Tensor) -> None:
-        """The first launch that has a tensor among its arguments writes it; what follows reads it, or writes it again
-        for the backward pass.
-        """
-        if key not in self._taken:
-            self._taken.add(key)
-            self._K.tensor_stats(self.buffers[0][self._slots[key]], tensor, self._acc)
-
-    def _parameters(self, w: Tensor, m: Tensor, v: Tensor, low: Any, g: Tensor, stats: Tensor, hyper: Tensor, rng: Any,
-                    first: int, decay: float, *betas_eps: float) -> None:  # fmt: skip
+    def _parameters(self, w: Tensor, m: Tensor, v: Tensor, low: Any, g: Tensor, step_out: Tensor, step_in: Tensor,
+                    step_key: Any, first: int, decay: float, *betas_eps: float) -> None:  # fmt: skip
         for out, (start, stop) in zip(self.buffers[1], self._spans, strict=True):
             r = slice(max(start, first) - first, min(stop, first + w.numel()) - first)
             if r.start < r.stop:
-                self._K.parameter_stats(out, w[r], m[r], v[r], g[r], stats, hyper, decay, *betas_eps)
+                self._K.parameter_stats(out, w[r], m[r], v[r], g[r], step_out, step_in, decay, *betas_eps)
 
     def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Record:
-        """The record of a step from host copies of `buffers`, the same on all ranks, which call it together; a first
-        part alone gives the activations alone.
+        """Return the record of a step from host copies of `buffers`; the first alone gives activations only.  All ranks
+        call it and get the same record.
         """
         record: Record = {"activations": {}, "parameters": {}}
-        found = control.all_gather([_of_rank(part).tolist() for part in partials])
-        names, elements = [name for name, _ in self._slots], np.array(self._elements) * micro_steps * len(found)
-        columns = _finish([np.array(parts[0]) for parts in found], elements)
-        _enter(record["activations"], names, dict(zip(ACTIVATION, columns, strict=True)))
+        found = control.all_gather([_combine_parts(part).tolist() for part in partials])
+        names, elements = [name for name, _ in self._tracked], np.array(self._elements) * micro_steps * len(found)
+        columns = _combine_ranks([np.array(parts[0]) for parts in found], elements)
+        _append(record["activations"], names, dict(zip(ACTIVATION, columns, strict=True)))
         if len(partials) > 1:
-            ranks = found if self._shared_out else found[:1]
+            ranks = found if self._sharded else found[:1]
             elements = np.array([stop - start for start, stop in self._spans])
-            columns = _finish([np.array(parts[1]) for parts in ranks], elements)
-            _enter(record["parameters"], [e.name for e in self._entries], dict(zip(PARAMETER, columns, strict=True)))
+            columns = _combine_ranks([np.array(parts[1]) for parts in ranks], elements)
+            _append(record["parameters"], [e.name for e in self._entries], dict(zip(PARAMETER, columns, strict=True)))
         return record
 
 
-def _of_rank(partials: Tensor) -> np.ndarray:
-    """[slots, 3 or 5] from a rank's partial results [slots, 3 or 5, P]: sums in float64, the second a maximum."""
+def _combine_parts(partials: Tensor) -> np.ndarray:
+    """Return [tensors, 3 or 5] from a rank's partial results [tensors, 3 or 5, P]: float64 sums, but for the second
+    number, which is a maximum.
+    """
     parts = partials.numpy().astype(np.float64)
     out = parts.sum(-1)
     out[:, 1] = parts[:, 1].max(-1)
     return out
 
 
-def _finish(ranks: Sequence[np.ndarray], elements: np.ndarray) -> list[np.ndarray]:
-    """Columns from what each rank found of its part of the elements."""
+def _combine_ranks(ranks: Sequence[np.ndarray], elements: np.ndarray) -> list[np.ndarray]:
+    """Return the columns of the record from the ranks' sums over their parts of the elements."""
     squares, _, bad, *more = np.sum(ranks, axis=0).T
     largest = np.max([rank[:, 1] for rank in ranks], axis=0)
     columns = [np.sqrt(squares / np.maximum(elements - bad, 1)), largest, bad]
@@ -128,26 +126,26 @@ def _finish(ranks: Sequence[np.ndarray], elements: np.ndarray) -> list[np.ndarra
     return columns
 
 
-def _enter(table: dict[str, dict[str, list[Any]]], names: list[str], columns: dict[str, np.ndarray]) -> None:
+def _append(kind: dict[str, dict[str, list[Any]]], names: list[str], columns: dict[str, np.ndarray]) -> None:
     for column, values in columns.items():
         for name, value in zip(names, values.tolist(), strict=True):
-            exact = int(value) if column == "nonfinite" else float(f"{value:.5g}") if math.isfinite(value) else None
-            table.setdefault(name, {}).setdefault(column, []).append(exact)
+            number = int(value) if column == "nonfinite" else float(f"{value:.5g}") if math.isfinite(value) else None
+            kind.setdefault(name, {}).setdefault(column, []).append(number)
 
 
-# ---- what a record says ----
+# ---- records as text ----
 
 
 def first_non_finite(record: Record) -> str:
-    """The first tensor, as a step computes them, that has non-finite elements, with their number; empty if none has."""
+    """Return the first tensor, in the order of a step, that has non-finite elements, with their number, or ""."""
     acts = record["activations"]
     for name, i in _in_order(len(acts["qkv"]["rms"])):
         if count := acts[name]["nonfinite"][i]:
-            return f"{place(name, i)} ({count:,} elements)"
+            return f"{activation_name(name, i)} ({count:,} elements)"
     for name, columns in record["parameters"].items():
         for i, count in enumerate(columns["nonfinite"]):
             if count:
-                return f"gradient of {label(name, i, columns)} ({count:,} elements)"
+                return f"gradient of {parameter_name(name, i, columns)} ({count:,} elements)"
     return ""
 
 
@@ -159,29 +157,31 @@ def _in_order(layers: int) -> Iterator[tuple[str, int]]:
         yield "dx", point
 
 
-def place(name: str, i: int) -> str:
-    """Where an activation stands in GPT-2."""
+def activation_name(name: str, i: int) -> str:
+    """Return an activation's place in GPT-2 in words: "x after layer 3's attention"."""
     if name in ("x", "dx"):
-        where = "the embedding" if i == 0 else f"layer {(i - 1) // 2}{chr(39) + 's attention' if i % 2 else ''}"
+        layer = f"layer {(i - 1) // 2}"
+        where = "the embedding" if i == 0 else f"{layer}'s attention" if i % 2 else layer
         return f"x after {where}" if name == "x" else f"gradient at x after {where}"
     return f"{name} of layer {i}"
 
 
-def label(name: str, i: int, columns: dict[str, list[Any]]) -> str:
-    """qkvw[3], or wte where there is one only."""
+def parameter_name(name: str, i: int, columns: dict[str, list[Any]]) -> str:
+    """Return "qkvw[3]", or "wte" if there is one such tensor only."""
     return f"{name}[{i}]" if len(columns["nonfinite"]) > 1 else name
 
 
-def summary(record: Record) -> str:
-    """One line of extremes: the largest activation, gradient and update of a matrix (biases begin at 0, so that early
-    ratios of theirs are large and mean nothing), and the first tensor that is not finite.
+def format_summary(record: Record) -> str:
+    """Return one line: the largest activation, gradient and relative update, and the first tensor that is not finite.
+
+    Updates are those of matrices only.  Biases start at 0, so their early ratios are large without meaning.
     """
     acts, params = record["activations"], record["parameters"]
     columns = {
-        "activation": [(v, place(name, i)) for name in FORWARD for i, v in enumerate(acts[name]["absmax"])],
-        "gradient rms": [(v, label(n, i, c)) for n, c in params.items() for i, v in enumerate(c["grad_rms"])],
+        "activation": [(v, activation_name(name, i)) for name in FORWARD for i, v in enumerate(acts[name]["absmax"])],
+        "gradient rms": [(v, parameter_name(n, i, c)) for n, c in params.items() for i, v in enumerate(c["grad_rms"])],
         "update/weight": [
-            (v, label(n, i, params[n])) for n in MATRICES for i, v in enumerate(params[n]["update_ratio"])
+            (v, parameter_name(n, i, params[n])) for n in MATRICES for i, v in enumerate(params[n]["update_ratio"])
         ],
     }
     parts = []
@@ -192,8 +192,8 @@ def summary(record: Record) -> str:
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))
 
 
-def table(record: Record) -> str:
-    """All of a record, a line a tensor."""
+def format_table(record: Record) -> str:
+    """Return all of a record as text, one line per tensor."""
     lines = []
     for kind, columns in (("activations", ACTIVATION), ("parameters", PARAMETER)):
         lines += [f"{kind:<14}" + "".join(f"{column:>14}" for column in columns)]

@@ -1,4 +1,4 @@
-"""What the schedule sees of a model."""
+"""The schedule's view of a model: the buffers cut for one batch shape, and the constants of the run."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gpt2_triton.model.buffers import Acts, Params, Recompute, State
+from gpt2_triton.config.schema import OptimConfig
+from gpt2_triton.model import sharding
+from gpt2_triton.model.arena import MemoryPlan, carve
+from gpt2_triton.model.buffers import Acts, Params, Recompute, State, param_views
 from gpt2_triton.model.communicator import Communicator
 
 
-class Update(NamedTuple):
-    """A stretch of the flat buffers that AdamW takes at once; `first` is its flat index."""
+class UpdateSpan(NamedTuple):
+    """A span of the flat buffers that one AdamW launch updates; `first` is its flat index."""
 
     bucket: int
     w: Tensor
@@ -24,8 +27,8 @@ class Update(NamedTuple):
 
 
 @dataclasses.dataclass
-class View:
-    """What the schedule sees: the buffers cut for one (B, T), and the constants of the run."""
+class ModelView:
+    """The schedule's view for B sequences of T tokens."""
 
     w: Params
     g: Params | None
@@ -36,7 +39,7 @@ class View:
     order: Tensor
     segments: Tensor
     hot: Tensor
-    gb: list[Tensor | None]
+    branch_bias_grads: list[Tensor | None]  # [i]: gradient of the bias whose branch ends at x[i]
     L: int
     NH: int
     V: int
@@ -45,11 +48,56 @@ class View:
     Rc: int
     recompute: list[Recompute]  # of each layer
     betas_eps: tuple[float, float, float]
-    comm: Communicator
-    squared: list[Tensor]  # the gradients whose squares this rank adds up
-    updates: list[Update]
-    grads_leave: bool  # ZeRO-2: a layer's gradients are not kept from one micro-step to the next
+    comm: Communicator  # to the other ranks
+    norm_grads: list[Tensor]  # the gradients whose squares this rank sums for the norm
+    updates: list[UpdateSpan]
+    grads_sharded: bool  # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
 
     def head_chunks(self) -> Iterator[slice]:
         for start in range(0, self.R, self.Rc):
             yield slice(start, min(start + self.Rc, self.R))
+
+
+def make_view(
+    plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], optim: OptimConfig,
+    comm: Communicator, rank: int,
+) -> ModelView:  # fmt: skip
+    """Return the view for dims["B"] sequences of dims["T"] tokens, which may be fewer than the plan's."""
+    d = dims | dict(Rc=min(dims["Rc"], dims["R"]))
+    starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None
+    g = param_views(state.grads, d, sharding.grad_offsets(d)) if training else None
+    biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []
+    return ModelView(
+        w=param_views(state.params, d, starts), g=g, a=carve(Acts, plan.buffers, arena, d), s=state,
+        **_batch_parts(state.batch, d), branch_bias_grads=[None, *biases],
+        L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
+        betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
+        norm_grads=_norm_grads(state, d, rank) if training else [],
+        updates=list(_update_spans(state, d, rank, optim.weight_decay)) if training else [],
+    )  # fmt: skip
+
+
+def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Tensor]:
+    """Return the parts of the packed batch, as data/packing.py lays them out."""
+    B, T, R, Ns, Nh = (d[name] for name in ("B", "T", "R", "Ns", "Nh"))
+    ids, targets, order, segments, hot, _ = batch.split([R, R, 2 * R, 4 * Ns, 4 * Nh, len(batch) - 4 * (R + Ns + Nh)])
+    return dict(ids=ids.view(B, T), targets=targets, order=order, segments=segments.view(Ns, 4), hot=hot.view(Nh, 4))
+
+
+def _reduced(state: State) -> Tensor:
+    """Return the buffer in which this rank finds the gradients summed over ranks."""
+    return state.grads if state.reduced is None else state.reduced
+
+
+def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:
+    """Return this rank's shard of the gradients in as few spans as possible."""
+    spans = sharding.coalesce((p.grad, p.length) for p in sharding.owned_shards(dims, rank))
+    return [_reduced(state)[start : start + n] for start, n in spans]
+
+
+def _update_spans(state: State, dims: dict[str, int], rank: int, weight_decay: float) -> Iterator[UpdateSpan]:
+    for p in sharding.updated_shards(dims, rank):
+        own = slice(p.moment, p.moment + p.length)
+        low = None if state.master_low is None else state.master_low[own]
+        w, g = state.params[p.param : p.param + p.length], _reduced(state)[p.grad : p.grad + p.length]
+        yield UpdateSpan(p.bucket, w, state.m[own], state.v[own], low, g, p.first, weight_decay if p.decay else 0.0)

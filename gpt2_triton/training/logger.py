@@ -14,7 +14,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.console import LogFile, print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_atomic
-from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import (
     MAIN_LOG,

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import NonFiniteError
-from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.model.step import StepResult
 
 MAX_REWINDS = 10  # to one checkpoint; if that many did not help, the data is not the cause
 

@@ -7,8 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from gpt2_triton.distributed.watchdog import Watchdog
-from gpt2_triton.model.cuda import Step, StepResult
 from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.step import InFlightStep, StepResult
 
 
 class StepQueue:
@@ -16,7 +16,7 @@ class StepQueue:
 
     def __init__(self, model: GPT2, watchdog: Watchdog):
         self._model, self._watchdog = model, watchdog
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self.statistics: Sequence[Tensor] = ()  # host copies, of the step that finished last
 
     def launch(self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool) -> None:
@@ -34,7 +34,7 @@ class StepQueue:
         if len(self._in_flight) <= running:
             return None
         finished = self._in_flight.popleft()
-        self.statistics = finished.watched
+        self.statistics = finished.stats
         return finished.result()
 
     def discard(self) -> None:

@@ -24,9 +24,9 @@ from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
 from gpt2_triton.model import tensor_stats
-from gpt2_triton.model.cuda import StepResult
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
+from gpt2_triton.model.step import StepResult
 from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -168,7 +168,7 @@ class Trainer:
         if result is None:
             return False
         self.state.step += 1
-        cause = self._first_non_finite() if self.model.watch and not (result.applied or result.outlier) else ""
+        cause = self._first_non_finite() if self.model.stats_recorder and not (result.applied or result.outlier) else ""
         self.state.sample += self.config.total_batch_tokens // self.config.train.seq_len
         self.state.count(result)
         self.signals.all_ranks_agree = result.stop
@@ -184,11 +184,11 @@ class Trainer:
             return self.model.first_non_finite(batches, self.control) or "nothing when computed again"
 
     def _log_step(self, result: StepResult, cause: str) -> None:
-        step, watch, every = self.state.step, self.model.watch, self.config.log.stats_every
+        step, watch, every = self.state.step, self.model.stats_recorder, self.config.log.stats_every
         self.log.step(step, result, cause)
         if watch and self._due(step, every):
             record = watch.read(self.queue.statistics, self.config.accumulation, self.control)
-            self.log.statistics(step, record, tensor_stats.summary(record))
+            self.log.statistics(step, record, tensor_stats.format_summary(record))
 
     def _finish_step(self) -> bool:
         """Read the step in flight and bring this rank's weights up to date; return True if the run has to rewind."""

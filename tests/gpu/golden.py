@@ -18,7 +18,7 @@ import triton
 
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS
 from tests.gpu.test_gpu import gpt2_model
-from tests.model.test_schedule import train_steps
+from tests.support.models import train_steps
 
 PATH = Path(__file__).with_name("golden_losses.json")
 DTYPES = ("bf16", "fp32")

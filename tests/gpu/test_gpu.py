@@ -20,9 +20,9 @@ from gpt2_triton.inference.generate import fill_cache, generate
 from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
-from tests.model.test_schedule import F64, batches, train_steps
 from tests.support import reference
 from tests.support.helpers import error
+from tests.support.models import F64, batches, train_steps
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -216,7 +216,7 @@ def test_a_run_compiles_nothing_after_compile():
 
 def test_decoding_by_graph_gives_the_tokens_of_launches():
     """Three texts of 40 tokens, the last of them in a new window."""
-    model = GPT2(gpt2_config(T=32), gpt2_triton.kernels, "cuda", batch=1, training=False, texts=3)
+    model = GPT2(gpt2_config(T=32), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=3)
     model.initialise(seed=1)
     texts = []
     for model.eager in (True, False):
@@ -225,7 +225,7 @@ def test_decoding_by_graph_gives_the_tokens_of_launches():
 
 
 def test_more_decoded_tokens_allocate_nothing():
-    model = GPT2(gpt2_config(), gpt2_triton.kernels, "cuda", batch=1, training=False, texts=1)
+    model = GPT2(gpt2_config(), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=1)
     model.initialise(seed=1)
     list(generate(model, [1, 2, 3], 8, [7], 1.0, 0, 1.0))
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

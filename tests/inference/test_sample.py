@@ -34,7 +34,7 @@ def randomised(model: GPT2) -> GPT2:
 
 def decoder(texts: int = 1, **sections) -> GPT2:
     batch = -(-texts // 16)
-    return randomised(GPT2(tiny_config(**sections), K, DEVICE, batch=batch, training=False, texts=texts))
+    return randomised(GPT2(tiny_config(**sections), K, DEVICE, batch=batch, training=False, sequences=texts))
 
 
 def generated(model: GPT2, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:

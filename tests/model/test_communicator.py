@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from gpt2_triton.model import communicator, peer_copies, sharding
+from gpt2_triton.model import communicator, cuda, peer_copies, sharding
 from gpt2_triton.model.communicator import NcclCommunicator, send_schedule
-from gpt2_triton.model.cuda import Side
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.schedule import NOT_A_LAYER
@@ -246,9 +245,9 @@ def stream_waits(shared: bool, zero: int, monkeypatch) -> list[str]:
         def __init__(self, _device):
             self.marks = 0
 
-        behind = contextlib.nullcontext
+        after_current = contextlib.nullcontext
 
-        def mark(self):
+        def record(self):
             self.marks += 1
             calls.append(f"mark {self.marks}")
             return self.marks
@@ -315,13 +314,13 @@ def test_side_stream_without_work_is_not_waited_for(monkeypatch):
         def wait_stream(self, other):
             waited.append(other)
 
-    side, current = Side("cpu"), Stream()
+    side, current = cuda.SideStream("cpu"), Stream()
     side._stream = other = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     side.join()
     assert waited == []
-    with side.behind():
+    with side.after_current():
         pass
     side.join()
     side.join()

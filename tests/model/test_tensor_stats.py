@@ -1,4 +1,4 @@
-"""Statistics against numpy on the tensors themselves, and that taking them changes nothing else."""
+"""Tensor statistics equal numpy's of the same tensors, and taking them changes no byte of the training."""
 
 import functools
 import json
@@ -17,12 +17,12 @@ from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
 from gpt2_triton.model.buffers import param_entries
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, first_non_finite, place, summary
+from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, activation_name, first_non_finite, format_summary
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer, train
 from tests.conftest import DEVICE
-from tests.model.test_schedule import side_by_side
 from tests.support.helpers import poisoned
+from tests.support.models import side_by_side
 from tests.support.tiny import packed_batch, tiny_config
 
 SUMS = 2e-6  # fp32 sums of up to a thousand squares a lane
@@ -35,7 +35,7 @@ def finish(parts):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (301, 1000)])
-def test_tensor_stats_match_float64(rng, shape, dtype):
+def test_tensor_stats_equal_float64(rng, shape, dtype):
     x = rng(*shape).to(dtype)
     out = poisoned(3, stats_parts())
     tensor_stats(out, x, False)
@@ -46,7 +46,7 @@ def test_tensor_stats_match_float64(rng, shape, dtype):
     )  # fmt: skip
 
 
-def test_elements_that_are_not_finite_are_counted_and_left_out(rng):
+def test_tensor_stats_count_and_leave_out_non_finite_elements(rng):
     x, out = rng(5, 1000), poisoned(3, stats_parts())
     x[0, 3], x[2, 0], x[4, 999] = math.nan, math.inf, -math.inf
     tensor_stats(out, x, False)
@@ -55,7 +55,7 @@ def test_elements_that_are_not_finite_are_counted_and_left_out(rng):
 
 
 @pytest.mark.parametrize("applied", [1.0, 0.0])
-def test_parameter_stats_give_the_update_that_adamw_makes(rng, applied):
+def test_parameter_stats_give_the_update_of_adamw(rng, applied):
     n, decay, betas_eps = 5000, 0.1, (0.9, 0.95, 1e-8)
     w, m, g, out = rng(n), 0.01 * rng(n), rng(n), poisoned(5, stats_parts())
     v = m.square() + 1e-3
@@ -76,7 +76,7 @@ def test_parameter_stats_give_the_update_that_adamw_makes(rng, applied):
 # ---- a whole step ----
 
 
-def watched_config(**sections):
+def stats_config(**sections):
     return tiny_config(**(dict(log=dict(stats_every=1), train=dict(steps=6)) | sections))
 
 
@@ -85,7 +85,7 @@ def small_config(**sections):
 
 
 class KeepsGradients:
-    """K that keeps a copy of dx behind each launch that leaves it at a point of the residual stream."""
+    """K that keeps a copy of dx after each launch that completes it at a point of the residual stream."""
 
     step_io = K.step_io
 
@@ -102,10 +102,10 @@ class KeepsGradients:
         return out
 
 
-def launch(model, step, watched, batches=None):
+def launch(model, step, with_stats, batches=None):
     config = model.config
     batches = batches or [packed_batch(config, seed=2 * step + k) for k in range(config.accumulation)]
-    model.begin_step(step_inputs(step, config, 1 / config.total_batch_tokens), step, 1, watched)
+    model.begin_step(step_inputs(step, config, 1 / config.total_batch_tokens), step, 1, with_stats)
     for micro, batch in enumerate(batches):
         model.micro_step(batch, first=micro == 0)
     return model.end_step()
@@ -113,19 +113,19 @@ def launch(model, step, watched, batches=None):
 
 @pytest.fixture
 def model(monkeypatch):
-    """No two rows share a byte and all are kept, so that all activations can be read when the step is over."""
-    monkeypatch.setattr(gpt2_triton.model.memory_plan, "plan", side_by_side)
-    model = GPT2(watched_config(memory=dict(recompute="none")), KeepsGradients(), DEVICE)
+    """A model whose buffers share no byte, so that all activations can be read after the step."""
+    monkeypatch.setattr(gpt2_triton.model.memory_plan, "place_buffers", side_by_side)
+    model = GPT2(stats_config(memory=dict(recompute="none")), KeepsGradients(), DEVICE)
     model.eager = True
     model.initialise(seed=1)
     return model
 
 
-def test_the_record_of_a_step_equals_numpy_on_its_tensors(model):
+def test_record_of_a_step_equals_numpy_on_its_tensors(model):
     before = model.state.params.double().cpu()
-    step = launch(model, 0, watched=True)
+    step = launch(model, 0, with_stats=True)
     step.result()
-    record = model.watch.read(step.watched, 1, SINGLE_PROCESS)
+    record = model.stats_recorder.read(step.stats, 1, SINGLE_PROCESS)
     tensors = {name: getattr(model.train_view.a, name) for name in FORWARD} | {"dx": model.K.dx}
     for name, values in tensors.items():
         got = record["activations"][name]
@@ -150,7 +150,7 @@ def test_the_record_of_a_step_equals_numpy_on_its_tensors(model):
             assert got["update_ratio"] == 0
 
 
-def test_micro_steps_are_joined():
+def test_record_combines_micro_steps():
     """Two micro-steps of the same batch have the rms and the largest element of one."""
     config = small_config(log=dict(stats_every=1))
     model = GPT2(config, K, DEVICE)
@@ -159,39 +159,39 @@ def test_micro_steps_are_joined():
         model.initialise(seed=1)
         step = launch(model, 0, True, batches)
         step.result()
-        records.append(model.watch.read(step.watched, len(batches), SINGLE_PROCESS)["activations"])
+        records.append(model.stats_recorder.read(step.stats, len(batches), SINGLE_PROCESS)["activations"])
     assert records[0] == records[1]
 
 
-def test_a_watched_step_changes_no_byte_of_training_whatever_is_recomputed():
-    """Of a buffer that all layers share, each layer's own statistics: those of a model that keeps all of them."""
+def test_a_step_with_stats_changes_no_byte_at_any_recompute_level():
+    """Where layers share a buffer, each layer's statistics are those of a model that keeps every layer's."""
     steps, models, records = [], [], []
     for every, level in ((0, "none"), (1, "none"), (1, "block")):
-        models.append(GPT2(watched_config(log=dict(stats_every=every), memory=dict(recompute=level)), K, DEVICE))
+        models.append(GPT2(stats_config(log=dict(stats_every=every), memory=dict(recompute=level)), K, DEVICE))
         models[-1].initialise(seed=1)
-        step = launch(models[-1], 0, watched=every > 0)
+        step = launch(models[-1], 0, with_stats=every > 0)
         steps.append(step.result()[:3])
         for name, flat in models[-1].state_buffers().items():
             assert torch.equal(flat, models[0].state_buffers()[name]), (level, name)
         if every:
-            records.append(models[-1].watch.read(step.watched, 1, SINGLE_PROCESS))
-    assert models[0].watch is None and steps[0] == steps[1] == steps[2]
+            records.append(models[-1].stats_recorder.read(step.stats, 1, SINGLE_PROCESS))
+    assert models[0].stats_recorder is None and steps[0] == steps[1] == steps[2]
     assert records[0] == records[1]
 
 
 @pytest.mark.gpu
-def test_watched_steps_as_graphs_give_the_records_of_eager_launches_and_the_bytes_of_plain_steps():
-    """Every other step of six is watched: its graphs are captured at the first and replayed at the others."""
+def test_graphs_with_stats_give_records_of_eager_launches_and_bytes_of_plain_steps():
+    """Every other step of six takes statistics: its graphs are captured at the first and replayed at the others."""
     models, records = [], []
     for every, eager in ((0, False), (1, False), (1, True)):
-        model = GPT2(watched_config(log=dict(stats_every=every)), K, DEVICE)
+        model = GPT2(stats_config(log=dict(stats_every=every)), K, DEVICE)
         model.eager = eager
         model.initialise(seed=1)
         for number in range(6):
-            step = launch(model, number, watched=every > 0 and number % 2 == 1)
+            step = launch(model, number, with_stats=every > 0 and number % 2 == 1)
             step.result()
             if every and number % 2:
-                records.append(model.watch.read(step.watched, 1, SINGLE_PROCESS))
+                records.append(model.stats_recorder.read(step.stats, 1, SINGLE_PROCESS))
         models.append(model)
     assert records[:3] == records[3:] and records[0] != records[1]
     for name, flat in models[0].state_buffers().items():
@@ -201,7 +201,7 @@ def test_watched_steps_as_graphs_give_the_records_of_eager_launches_and_the_byte
 # ---- the run ----
 
 
-def test_a_run_writes_them_resumes_with_them_and_shows_them(tmp_path, capsys):
+def test_a_run_writes_resumes_and_shows_statistics(tmp_path, capsys):
     config = small_config(train=dict(steps=3), log=dict(stats_every=2), checkpoint=dict(every=2, keep=0))
     assert train(config, tmp_path, resume=False) == 0
     whole = (tmp_path / "stats.jsonl").read_text()
@@ -226,8 +226,8 @@ def causes(config, run, capsys):
     return [line.partition("skipped: not finite, first: ")[2] for line in lines]
 
 
-def test_a_step_that_is_not_finite_names_the_first_tensor(tmp_path, capsys, monkeypatch):
-    """Infinite weights in fc, from the second step on: one column of fch, in 32 rows, is where it begins."""
+def test_a_non_finite_step_names_the_first_tensor(tmp_path, capsys, monkeypatch):
+    """Infinite weights in fc from the second step on: the first non-finite elements are one column of fch, 32 rows."""
     original = Trainer._train_step
 
     def poisoned_step(self, index):
@@ -239,8 +239,8 @@ def test_a_step_that_is_not_finite_names_the_first_tensor(tmp_path, capsys, monk
     assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == ["fch of layer 0 (32 elements)"]
 
 
-def test_what_is_finite_when_computed_again_is_said_to_be(tmp_path, capsys, monkeypatch):
-    """A gradient that is NaN once, as a fault of the hardware would leave it."""
+def test_a_gradient_that_is_finite_when_recomputed_is_reported_so(tmp_path, capsys, monkeypatch):
+    """A gradient that is NaN once, as after a hardware fault."""
     original = GPT2.end_step
 
     def flipped(self):
@@ -252,16 +252,20 @@ def test_what_is_finite_when_computed_again_is_said_to_be(tmp_path, capsys, monk
     assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == ["nothing when computed again"]
 
 
-def test_places_are_named_as_one_speaks_of_gpt2():
-    assert [place("x", i) for i in range(3)] == [
+def test_activation_name_gives_the_place_in_words():
+    assert [activation_name("x", i) for i in range(3)] == [
         "x after the embedding", "x after layer 0's attention", "x after layer 0",
     ]  # fmt: skip
-    assert place("dx", 3) == "gradient at x after layer 1's attention" and place("fch", 2) == "fch of layer 2"
+    assert (
+        activation_name("dx", 3) == "gradient at x after layer 1's attention"
+        and activation_name("fch", 2) == "fch of layer 2"
+    )
 
 
 def example_record():
-    """One layer; values are all alike but x after the layer, two updates, and attprojw's gradient, which
-    overflows."""
+    """Return a record of one layer with equal values, except for x after the layer, two updates, and attprojw's
+    gradient, which overflows.
+    """
     acts = {name: dict(rms=[0.0] * n, absmax=[0.0] * n, nonfinite=[0] * n) for name, n in dict(x=3, dx=3).items()}
     acts |= {name: dict(rms=[0.0], absmax=[0.0], nonfinite=[0]) for name in ("qkv", "att", "fch")}
     acts["x"]["absmax"][2] = 34.25
@@ -272,8 +276,8 @@ def example_record():
     return {"activations": acts, "parameters": parameters}
 
 
-def test_the_summary_names_the_extremes():
-    assert summary(example_record()) == (
+def test_format_summary_names_the_extremes():
+    assert format_summary(example_record()) == (
         "largest activation 34.2 in x after layer 0 | largest gradient rms inf in attprojw "
         "| largest update/weight 0.0031 in wte"
     )
@@ -290,10 +294,10 @@ def test_the_summary_names_the_extremes():
         ([("fch", 0), ("x", 1), ("att", 0)], "att of layer 0 (7 elements)"),
     ],
 )
-def test_the_first_tensor_is_the_first_that_a_step_computes(bad, first):
+def test_first_non_finite_follows_the_order_of_a_step(bad, first):
     record = example_record()
     for name, *index in bad:
         kind = "activations" if index else "parameters"
         record[kind][name]["nonfinite"][index[0] if index else 0] = 7
     assert first_non_finite(record) == first
-    assert (first in summary(record)) and ("not finite" in summary(record)) == bool(first)
+    assert (first in format_summary(record)) and ("not finite" in format_summary(record)) == bool(first)

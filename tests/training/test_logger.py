@@ -7,7 +7,7 @@ import pytest
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.logger import Logger, duration
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, llmc_line, read_metrics

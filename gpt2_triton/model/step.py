@@ -1,0 +1,72 @@
+"""Pinned host buffers of a training step in flight.
+
+The host launches step s + 1 before it reads the results of step s, so the device always has work.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gpt2_triton.model.cuda import DeviceEvent
+
+STEPS = 3  # one that is launched, one whose results are read, and the one before, whose end starts the latter's time
+
+
+class StepResult(NamedTuple):
+    loss: float
+    norm: float
+    applied: bool  # False: AdamW changed nothing, as loss or norm was an outlier or not finite
+    seconds: float  # from the end of the previous step to the end of this one
+    z: tuple[float, float]  # z-scores of loss and norm among the last 128; 0 while there are fewer
+    stop: bool = False  # a rank received a signal before this step began
+
+    @property
+    def outlier(self) -> bool:
+        """Return True if the step was skipped although loss and norm are finite."""
+        return not self.applied and math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class InFlightStep:
+    """One step's inputs, which are copied to the device, and results, which are copied back.
+
+    The copies are asynchronous, so the buffers are written again only after `result` has waited for the last copy.
+    """
+
+    def __init__(self, device: str, io: Any, stats: Sequence[torch.Tensor] = ()):
+        """`io` is kernels/step_io.py, which names the elements of the rows; `stats` are the device buffers of tensor
+        statistics, if the run takes any.
+        """
+        self._io, pinned = io, device != "cpu"
+        self.stats = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in stats]
+        self.step_in = torch.empty(io.STEP_IN, dtype=torch.float32, pin_memory=pinned)
+        self.step_key = torch.empty(io.STEP_KEY, dtype=torch.int32, pin_memory=pinned)
+        self.step_out = torch.empty(io.STEP_OUT, dtype=torch.float32, pin_memory=pinned)
+        self.z = torch.empty(2, dtype=torch.float32, pin_memory=pinned)
+        self.in_flight = False
+        self.ended = self._began = DeviceEvent(device)
+
+    def begin(self, previous: "InFlightStep", step_in: np.ndarray, step_key: Sequence[int]) -> None:
+        """Write the inputs.  The step's time begins when `previous` ends, or now if that step's result has been read
+        and the device is idle.
+        """
+        assert not self.in_flight, f"a step's result() has to be read before {STEPS} more begin"
+        if not previous.in_flight:
+            previous.ended.record()
+        self._began = previous.ended
+        self.step_in.numpy()[:] = step_in
+        self.step_key.numpy()[:] = step_key
+        self.in_flight = True
+
+    def result(self) -> StepResult:
+        """Wait until the step has ended and return its results; to be called once."""
+        assert self.in_flight, "result() of a step that was not launched or has been read"
+        self.ended.wait()
+        self.in_flight = False
+        out, io = self.step_out.tolist(), self._io
+        z_loss, z_norm = self.z.tolist()
+        seconds = self.ended.seconds_since(self._began)
+        applied, stop = out[io.APPLY] == 1.0, out[io.STOPPING] > 0
+        return StepResult(out[io.LOSS], out[io.NORM], applied, seconds, (z_loss, z_norm), stop)

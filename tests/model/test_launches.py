@@ -1,0 +1,108 @@
+"""Which kernel is wrong: each launch of a step against its reference in float64, and equal bits at every recompute
+level.
+"""
+
+import functools
+import inspect
+
+import pytest
+import torch
+
+import gpt2_triton.kernels
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.kernels import contract
+from tests.conftest import DEVICE
+from tests.support import reference
+from tests.support.helpers import error
+from tests.support.models import exact_model, kernel_model, train_steps
+
+SOME_LAYERS = ("gelu:1", "gelu+ln:1", "gelu+ln+qkv:1", "block:1")
+
+
+class SideBySide:
+    """K that runs every kernel, then its reference on float64 copies of the same inputs, and compares each output."""
+
+    step_io = gpt2_triton.kernels.step_io
+
+    def __init__(self, tolerance: float):
+        self.tolerance, self.workspace, self.launched = tolerance, torch.empty(1), []
+
+    def __getattr__(self, name: str):
+        return functools.partial(self._launch, name)
+
+    def _launch(self, name: str, *args, **keywords):
+        names = inspect.signature(getattr(reference, name)).parameters
+        exact = [
+            self.workspace if n in contract.WORKSPACE else self._copy(a) for n, a in zip(names, args, strict=False)
+        ]
+        contract.TRACE = trace = []
+        try:
+            getattr(gpt2_triton.kernels, name)(*args, **keywords)
+        finally:
+            contract.TRACE = None
+        getattr(reference, name)(*exact, **keywords)
+        self.launched.append(name)
+        for output, got, want in zip(names, trace[0][1], exact, strict=False):
+            if got is not None and got.is_floating_point() and output not in contract.WORKSPACE:
+                off = error(got, want)
+                assert off < self.tolerance, f"launch {len(self.launched)}, {name}: {output} is off by {off:.1e}"
+
+    @staticmethod
+    def _copy(argument):
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return argument.to(torch.float64 if argument.is_floating_point() else argument.dtype, copy=True)
+
+
+# fp32: sums of up to 384 products, 6e-8 each, and cancellation in the backward of attention and layernorm
+# bf16: one or two roundings (of pre before GELU, of P before P @ V), 1.7e-3 each; the interpreter truncates, 3.4e-3
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-5), ("bf16", 4e-3 if DEVICE == "cuda" else 8e-3)])
+@pytest.mark.parametrize("level", ["none", "gelu+ln+qkv"])
+def test_every_launch_of_a_step_equals_its_reference(level, dtype, tolerance):
+    model = kernel_model(level, dtype)
+    model.K = SideBySide(tolerance)
+    train_steps(model, 1)
+    model.K.tolerance *= 1.5  # one more rounding: decoding's products normalise their input
+    model.prefill([1, 2, 3, 4], slice(0, 1))
+    model.decoding.seq.copy_(torch.tensor([[5, 4, 0, 0, 0]]))
+    model.decode(0.0, 0, 1.0)
+    no_step = {"fill", "normal_init", "add_partials", "column_sums"}  # the last two: ZeRO-2's, the launchers'
+    no_step |= {"parameter_stats", "tensor_stats"}  # tests/model/test_tensor_stats.py
+    assert set(model.K.launched) >= contract.LAUNCHERS.keys() - no_step
+
+
+def test_a_wrong_kernel_is_named(monkeypatch):
+    right = gpt2_triton.kernels.matmul_dx
+
+    def wrong(dinp, dout, w):
+        right(dinp, dout, w)
+        dinp[3, 5] += 1
+
+    monkeypatch.setattr(gpt2_triton.kernels, "matmul_dx", wrong)
+    model = kernel_model()
+    model.K = SideBySide(1e-5)
+    with pytest.raises(AssertionError, match="matmul_dx: dinp is off by"):
+        train_steps(model, 1)
+
+
+def bits_of_a_step(model):
+    """Return the history of a step, and copies of its gradients and weights."""
+    return train_steps(model, 1), model.state.grads.clone(), model.state.params.clone()
+
+
+@functools.cache
+def bits_of_none(kind):
+    return bits_of_a_step(exact_model() if kind == "reference" else kernel_model("none", kind))
+
+
+@pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS[1:], *SOME_LAYERS))
+@pytest.mark.parametrize("kind", ["reference", pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+def test_every_recompute_level_gives_the_same_bits(kind, level):
+    """Levels of some of the layers only, too, in the reference launchers in float64 and in the kernels."""
+    model = exact_model(level) if kind == "reference" else kernel_model(level, kind)
+    history, grads, params = bits_of_a_step(model)
+    wanted_history, wanted_grads, wanted_params = bits_of_none(kind)
+    assert history == wanted_history
+    assert torch.equal(grads, wanted_grads)
+    assert torch.equal(params, wanted_params)

@@ -1,0 +1,136 @@
+"""Are the lifetimes in buffers.py right: the buffers that launches touch, and what happens if dead ones are filled with
+NaN.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+import gpt2_triton.kernels
+import gpt2_triton.model.memory_plan
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.model import arena, schedule
+from gpt2_triton.model.gpt2 import GPT2
+from tests.model.test_launches import SOME_LAYERS
+from tests.support.models import exact_model, kernel_model, side_by_side, train_steps
+
+STEP = ("embed", "block", "head", "block_bwd", "update")  # the functions of schedule.py that a training step calls
+
+
+class NoLaunch:
+    """K that launches nothing: it records every call as (phase, launcher, outputs, inputs)."""
+
+    def __init__(self):
+        self.phase, self.launches = "", []
+
+    def __getattr__(self, name: str):
+        outputs = getattr(gpt2_triton.kernels, name).outputs
+
+        def record(*args, **keywords):
+            tensors = [[t for t in side if isinstance(t, Tensor)] for side in (args[:outputs], args[outputs:])]
+            self.launches.append((self.phase, name, *tensors))
+
+        return record
+
+
+def wrap_phases(monkeypatch, before=lambda phase: None, after=lambda phase: None) -> None:
+    """Call `before` and `after` around each function of the schedule that a training step calls."""
+
+    def wrapped(phase, function):
+        def run(*args):
+            before(phase)
+            function(*args)
+            after(phase)
+
+        return run
+
+    for phase in STEP:
+        monkeypatch.setattr(schedule, phase, wrapped(phase, getattr(schedule, phase)))
+
+
+def recorded_step(level: str, monkeypatch) -> tuple[GPT2, list]:
+    """Return a model in whose arena no two buffers share a byte, and the launches of its step."""
+    monkeypatch.setattr(gpt2_triton.model.memory_plan, "place_buffers", side_by_side)
+    model = kernel_model(level)
+    model.K = NoLaunch()
+    wrap_phases(monkeypatch, before=lambda phase: setattr(model.K, "phase", phase))
+    train_steps(model, 1)
+    return model, model.K.launches
+
+
+def violations(model: GPT2, launches: list) -> list[str]:
+    """Return the launches that touch a buffer outside its lifetime, or read one that nothing has written since its
+    lifetime began.
+    """
+    buffers, base, found, before = model.plan.buffers, model.arena.data_ptr(), [], None
+    inputs_of_step = ("step_in", "step_key", "batch")
+    written = {(name, 0) for name in ("params", "m", "v", "master_low", "window", *inputs_of_step)}
+
+    def home(tensor: Tensor) -> tuple[str, int]:
+        at = tensor.data_ptr() - base
+        b = next(b for b in buffers.values() if b.offset <= at and at + tensor.nbytes <= b.offset + b.nbytes)
+        return b.name, (at - b.offset) // b.copy_bytes
+
+    for phase, launcher, outputs, inputs in launches:
+        if phase != before:
+            written = {w for w in written if w[0] in buffers and phase in buffers[w[0]].phases}
+            before = phase
+        reads, writes = ({home(t) for t in side if t.numel()} for side in (inputs, outputs))
+        dead = {name for name, _ in reads | writes if phase not in buffers[name].phases}
+        found += [f"{launcher} in {phase} touches {name}, dead there" for name in dead]
+        found += [f"{launcher} in {phase} reads {name}, not yet written" for name, _ in reads - written]
+        written |= writes
+    return found
+
+
+@pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS, *SOME_LAYERS))
+def test_every_launch_stays_inside_live_buffers(level, monkeypatch):
+    model, launches = recorded_step(level, monkeypatch)
+    assert len(launches) > 60 and {phase for phase, *_ in launches} == set(STEP)
+    assert violations(model, launches) == []
+
+
+def test_a_wrong_lifetime_is_caught_by_the_record(monkeypatch):
+    model, launches = recorded_step("gelu", monkeypatch)
+    wrong = dict(fch="block", lnf="head", mean="block", ks="head", x="block..block_bwd")  # too short
+    wrong |= dict(qkv="block block_bwd", fcg="head", losses="embed..head update")  # not what the level keeps
+    for name, live in wrong.items():
+        buffer = model.plan.buffers[name]
+        right, buffer.live = buffer.live, live
+        assert any(name in line for line in violations(model, launches)), name
+        buffer.live = right
+
+
+def poison(model: GPT2, monkeypatch) -> GPT2:
+    """From now on fill with NaN, after each phase, what no later one may read: a wrong lifetime becomes a NaN loss."""
+
+    def poison_dead_buffers(phase: str) -> None:
+        after = arena.PHASES[arena.PHASES.index(phase) + 1]
+        survivors = {"embed", "update"} if phase == "block_bwd" else {after}  # the next micro-step, or the update
+        for b in model.plan.buffers.values():
+            if b.dtype.is_floating_point and not b.spec.within and phase in b.phases and not b.phases & survivors:
+                model.arena[b.offset : b.offset + b.nbytes].view(b.dtype).fill_(float("nan"))
+
+    wrap_phases(monkeypatch, after=poison_dead_buffers)
+    return model
+
+
+@pytest.mark.slow
+def test_poisoned_memory_changes_no_bit(monkeypatch):
+    """NaN in every buffer that dies with a phase: two steps of the same losses, norms and weights."""
+    clean = kernel_model("gelu")
+    history = train_steps(clean, 2)
+    poisoned = poison(kernel_model("gelu"), monkeypatch)
+    assert train_steps(poisoned, 2) == history
+    assert torch.equal(clean.state.params, poisoned.state.params)
+
+
+@pytest.mark.parametrize("name, live", [("lnf", "head"), ("mean", "block"), ("qkv", "block block_bwd")])
+def test_a_wrong_lifetime_is_caught_by_poison(name, live, monkeypatch):
+    def wrong_plan(buffers):
+        next(b for b in buffers if b.name == name).live = live
+        return arena.place_buffers(buffers)
+
+    right = train_steps(exact_model(), 1)
+    monkeypatch.setattr(gpt2_triton.model.memory_plan, "place_buffers", wrong_plan)
+    assert train_steps(poison(exact_model(), monkeypatch), 1) != right

@@ -1,0 +1,91 @@
+"""The plan of a configuration: the recompute level that fits, and the refusal of a plan that is too large."""
+
+import pytest
+import torch
+
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.errors import OutOfMemoryError
+from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.memory_plan import choose_recompute, dimensions, plan_memory, plan_report, require_fits
+from tests.support import reference
+from tests.support.tiny import tiny_config
+
+
+def plan_of(config: Config, B: int | None = None, **options):
+    return plan_memory(config, reference, B or config.micro_batch, config.train.seq_len, **options)[0]
+
+
+def total_at(config: Config, level: str) -> int:
+    return plan_of(config.replace(memory={"recompute": level})).total
+
+
+@pytest.mark.parametrize("size", ["d12", "d24", "d48"])
+def test_dims_have_the_number_of_parameters_of_the_config(size):
+    """The configuration's formula against the sum over the tensors."""
+    config = Config.model_validate({"model": {"size": size}})
+    assert dimensions(config, reference, 1, config.train.seq_len)["N"] == config.n_params
+
+
+def test_require_fits_names_the_largest_batch_that_would_fit(monkeypatch):
+    config = tiny_config()
+    total = plan_of(config, 1).total
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total, 2 * GIB))
+    with pytest.raises(OutOfMemoryError, match=r"set train.batch_size to 1 and .* \(now batch 2, gelu\)"):
+        GPT2(config, reference, "cuda")
+    with pytest.raises(OutOfMemoryError, match=r"900 texts at once .* GiB free: set --batch below 900$"):
+        GPT2(config, reference, "cuda", batch=57, training=False, sequences=900)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": total}.__getitem__)
+    with pytest.raises(OutOfMemoryError, match=r"the machine has .* GiB: set train.batch_size to 1 and "):
+        GPT2(config, reference, "cpu")
+
+
+def test_require_fits_names_a_batch_that_divides_the_step(monkeypatch):
+    """With 12 sequences per step on 4 GPUs a batch of 2 would fit, but does not divide the 3 of each GPU."""
+    config = tiny_config(train=dict(batch_size=3, total_batch_tokens=192)).with_gpus(4)
+    fits, too_large = plan_of(config, 2), plan_of(config, 3)
+    assert too_large.total > fits.total
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (fits.total, 2 * GIB))
+    with pytest.raises(OutOfMemoryError, match="set train.batch_size to 1 and train.total_batch_tokens to 192"):
+        require_fits(too_large, config, reference, "cuda")
+
+
+def test_plan_report_lists_levels_and_stages_and_marks_the_chosen():
+    config = tiny_config(memory=dict(recompute="gelu:1")).with_gpus(2)
+    lines = plan_report(config, reference, 8 * GIB).splitlines()
+    table = lines[lines.index(next(line for line in lines if line.startswith("recompute "))) + 1 :]
+    levels = [line.split()[0] for line in table[: len(RECOMPUTE_LEVELS) + 1]]
+    assert levels == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]]
+    assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(config.zero)]
+    assert f"parameters {config.n_params:,}" in lines
+
+
+def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
+    config = tiny_config(model=dict(n_layer=3), memory=dict(recompute="auto"))
+    every = [f"{level}:{n}".removesuffix(":3") for level in RECOMPUTE_LEVELS[1:] for n in (1, 2, 3)]
+    totals = {level: total_at(config, level) for level in ("none", *every)}
+    assert list(totals.values()) == sorted(totals.values(), reverse=True)
+    first = {bytes_: level for level, bytes_ in reversed(totals.items())}
+    assert len(first) > 2 * len(RECOMPUTE_LEVELS)
+    for budget, level in first.items():
+        assert choose_recompute(config, reference, budget).memory.recompute == level
+    assert choose_recompute(config, reference, totals["block"] - 1).memory.recompute == "block"
+    named = config.replace(memory={"recompute": "gelu"})
+    assert choose_recompute(named, reference, 0) is named
+
+
+def test_recompute_auto_fits_where_a_deeper_level_takes_more():
+    """With one layer `block` keeps as much as the level before, and needs GELU's output in the backward pass too."""
+    model, train = dict(n_layer=1, vocab_size=512), dict(batch_size=16, total_batch_tokens=256)
+    config = tiny_config(model=model, train=train, memory=dict(recompute="auto"))
+    budget = total_at(config, "gelu+ln+qkv")
+    assert budget < min(total_at(config, "gelu+ln"), total_at(config, "block"))
+    assert total_at(config, choose_recompute(config, reference, budget).memory.recompute) <= budget
+
+
+def test_forward_only_plan_needs_no_recompute_level():
+    """The checkpoints of a run with `auto` have `auto`, and models for samples and scores are planned with it."""
+    auto = tiny_config(memory=dict(recompute="auto"))
+    none = auto.replace(memory={"recompute": "none"})
+    assert plan_of(auto, 2, training=False).total == plan_of(none, 2, training=False).total

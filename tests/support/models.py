@@ -1,0 +1,78 @@
+"""Small models for tests of a whole step: exact ones in float64, and ones in the real kernels."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2_triton.config.config import Config
+from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.model.arena import Buffer, MemoryPlan
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.training.lr_schedule import step_inputs
+from tests.support import reference
+from tests.support.tiny import tiny_config, tiny_model
+
+F64 = dict(act=torch.float64, f32=torch.float64, i32=torch.int32, i16=torch.int16)
+# 3 layers of 2 heads; T < block_size; V < Vp; head chunks of 6, 6 and 4 rows; two micro-steps of 16 tokens
+EXACT = dict(
+    model=dict(n_layer=3, n_head=2, n_embd=128, vocab_size=300, block_size=12),
+    train=dict(batch_size=2, seq_len=8, total_batch_tokens=32),
+)
+
+
+def exact_model(level: str = "none", **changes: dict) -> GPT2:
+    """Return a model over the reference launchers in float64, with random weights in an arena of NaN."""
+    config = tiny_config(**(EXACT | changes), memory=dict(recompute=level, head_rows=6))
+    model = GPT2(config, reference, "cpu", dtypes=F64)
+    model.arena.fill_(0xFF)
+    model.state.m.zero_()
+    model.state.v.zero_()
+    model.state.window.zero_()
+    randomise(model)
+    return model
+
+
+def kernel_model(level: str = "none", dtype: str = "fp32") -> GPT2:
+    """Return the tiny model in the real kernels: two micro-steps, padded vocabulary, head chunks of 20 and 12 rows."""
+    train, memory = dict(dtype=dtype, total_batch_tokens=64), dict(recompute=level, head_rows=20)
+    model, _ = tiny_model(model=dict(vocab_size=300), train=train, memory=memory, sample=dict(every=1))
+    model.eager = True  # tests look at single launches, or replace K
+    randomise(model)
+    return model
+
+
+def randomise(model: GPT2) -> None:
+    """Set weights with which no term of a gradient is small: norms about 1, everything else 0.2 * N(0, 1), padded rows
+    of the vocabulary 0.
+    """
+    generator, params, w = torch.Generator().manual_seed(0), model.state.params, model.train_view.w
+    params.copy_(0.2 * torch.randn(params.shape, generator=generator))
+    w.lnw.add_(1.0)
+    w.wte[model.dims["V"] :] = 0
+
+
+def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Return n batches of random ids and targets [B, T], a fifth of the targets ignored."""
+    t, rng = config.train, np.random.default_rng(seed)
+    ids, targets = rng.integers(0, config.model.vocab_size, (2, n, config.micro_batch, t.seq_len), dtype=np.int32)
+    targets[rng.random(targets.shape) < 0.2] = -1
+    return [(torch.from_numpy(i), torch.from_numpy(j)) for i, j in zip(ids, targets, strict=True)]
+
+
+def train_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
+    """Return (loss, gradient norm, applied) of n steps on random tokens, which are the same in every call."""
+    config, history = model.config, []
+    for step in range(n):
+        model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1)
+        for micro, (ids, targets) in enumerate(batches(config, config.accumulation, seed=step)):
+            model.micro_step(pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size), first=micro == 0)
+        history.append(model.end_step().result()[:3])
+    return history
+
+
+def side_by_side(buffers: list[Buffer]) -> MemoryPlan:
+    """Return a plan in which no two buffers share a byte, so that an address belongs to one buffer."""
+    offset = 0
+    for buffer in buffers:
+        buffer.offset, offset = offset, offset + buffer.nbytes
+    return MemoryPlan({buffer.name: buffer for buffer in buffers}, offset)
