@@ -1,6 +1,4 @@
-"""Are all ranks alike?  Of files, data and configuration every run asks it once, of the weights debug.hash_state does,
-bit for bit.
-"""
+"""Consistency checks across ranks at start-up: the run directory, the configuration, the data."""
 
 import hashlib
 import json
@@ -15,29 +13,36 @@ from gpt2_triton.errors import ConfigError
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
-    """ConfigError with the ranks that do not see rank 0's run directory, or cannot write to it: else the first
-    checkpoint would tell, or fail to.  A network's file system has so many seconds to show a new file.
+    """Raise ConfigError with the ranks that do not see rank 0's run directory, or cannot write to it.
+
+        rank 0      create the file .TOKEN.seen; all_gather its name
+        rank r      wait until run_dir has rank 0's file, at most `seconds`, for a network file system to show it
+                    create a file of its own and remove it
+        all ranks   all_gather what was wrong
+        rank 0      remove the file
+
+    Otherwise the first checkpoint would be incomplete, or the first that fails.
     """
     if control.size == 1:
         return
     own, end = run_dir / f".{secrets.token_hex(8)}.seen", time.monotonic() + seconds
-    wrong = _refused(run_dir, own.touch) if control.rank == 0 else ""
+    wrong = _write_error(run_dir, own.touch) if control.rank == 0 else ""
     name, no_file = control.all_gather([own.name, wrong])[0]
     while not (seen := no_file or (run_dir / name).exists()) and time.monotonic() < end:
         time.sleep(0.1)
     if control.rank > 0:
-        wrong = _refused(run_dir, own.touch, own.unlink) if seen else f"do not see {run_dir}"
+        wrong = _write_error(run_dir, own.touch, own.unlink) if seen else f"do not see {run_dir}"
     answers = control.all_gather(wrong)
     if control.rank == 0 and not no_file:
         own.unlink()
-    kinds = sorted({*answers} - {""})
-    found = [f"ranks {[rank for rank, answer in enumerate(answers) if answer == kind]} {kind}" for kind in kinds]
+    problems = sorted({*answers} - {""})
+    found = [f"ranks {[rank for rank, answer in enumerate(answers) if answer == p]} {p}" for p in problems]
     if found:
         raise ConfigError(f"--run_dir: {'; '.join(found)}; give one that all nodes see and may write to")
 
 
-def _refused(directory: Path, *actions: Callable[[], None]) -> str:
-    """What to say of a directory where one of these actions fails; empty if none does."""
+def _write_error(directory: Path, *actions: Callable[[], None]) -> str:
+    """Perform the actions in the directory; return the error of the first that fails, or ""."""
     try:
         for action in actions:
             action()
@@ -47,9 +52,9 @@ def _refused(directory: Path, *actions: Callable[[], None]) -> str:
 
 
 def require_equal(control: ControlGroup, **values: Any) -> None:
-    """ConfigError with the ranks that differ from rank 0, unless each value, of JSON, is the same on all.
+    """Raise ConfigError with the ranks that differ from rank 0, unless each value, of JSON, is the same on all.
 
-    A node with an older configuration or a shard too few would train on, and nobody would know.
+    Otherwise a node with an older configuration or a missing shard would train without an error.
     """
     for what, value in values.items():
         found = control.all_gather(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())

@@ -1,7 +1,7 @@
-"""What the hosts of a run tell each other: values through a key-value store, in an order that all ranks share.
+"""Object collectives over the key-value store of torch.distributed (set, check, get, delete_key).
 
-The store is that of torch.distributed (set, check, get, delete_key).  No kernel waits for it, and any thread may use
-it: it is asked again and again whether a key is there, since a blocking question would hold up the other threads'.
+All ranks must call those of one group in the same order.  No GPU takes part, and any thread may use a group.  Ranks
+poll the store for a key, because a blocking `get` would hold up the process's other threads.
 """
 
 import json
@@ -12,24 +12,24 @@ from typing import Any
 
 from gpt2_triton.errors import PeerLostError
 
-POLL = 0.02  # seconds between two looks at the store
+POLL_SECONDS = 0.02
 
 
 class ControlGroup:
-    """Values that all ranks exchange in the same order; JSON, so that numbers arrive as they are."""
+    """Exchanges values between ranks, as JSON, so that numbers arrive unchanged."""
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, store: Any = None):
         self.rank, self.size = rank, size
         self._name, self._store, self._calls = name, store, 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Everyone's value, by rank, on every rank; PeerLostError if the store is gone, with rank 0 or the launcher."""
+        """Return every rank's value, by rank; PeerLostError if the store is gone, with rank 0 or the launcher."""
         if self.size == 1:
             return [value]
         try:
             return self._exchange(value)
         except RuntimeError as error:
-            raise PeerLostError("rank 0, or the launcher, has ended: its message says why") from error
+            raise PeerLostError("rank 0 or the launcher has exited; see its log") from error
 
     def _exchange(self, value: Any) -> list[Any]:
         self._calls += 1
@@ -39,12 +39,12 @@ class ControlGroup:
             return self._wait(key)
         values = [self._take(f"{key}/{rank}") for rank in range(self.size)]
         self._store.set(key, json.dumps(values))
-        if self._calls > 1:  # every rank has read the list before, or it would not have come to this one
+        if self._calls > 1:  # all ranks have read the previous list, since they have sent values for this one
             self._store.delete_key(f"{self._name}/{self._calls - 1}")
         return values
 
     def from_rank0(self, function: Callable[[], Any]) -> Any:
-        """What rank 0 gets from `function`, on every rank; its OSError is raised on every rank."""
+        """Call `function` on rank 0 and return its result on every rank; its OSError is raised on every rank."""
         result: dict[str, Any] = {}
         error: OSError | None = None
         if self.rank == 0:
@@ -59,7 +59,7 @@ class ControlGroup:
 
     def _wait(self, key: str) -> Any:
         while not self._store.check([key]):
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         return json.loads(self._store.get(key))
 
     def _take(self, key: str) -> Any:
@@ -68,34 +68,40 @@ class ControlGroup:
         return value
 
 
-SINGLE_PROCESS = ControlGroup("alone")
+SINGLE_PROCESS = ControlGroup("single")
 
 
 def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
-    """A name that all ranks of this start share, and no start before had; TimeoutError, on rank 0 with the ranks that
-    are missing, after so many seconds.
+    """Return a name that all ranks of this start share, and that no earlier start had.
 
-    torchrun gives ranks that it starts again the store of those before, keys and all, and no number that all nodes
-    agree on.  So each rank draws a word: rank 0's is the name, and whoever gets it back with its own knows it as new.
+    torchrun gives restarted ranks the store of the previous start, keys included, and no number that all nodes agree
+    on.  So each rank draws a random token.  Rank 0's is the name, and it counts only next to the receiver's own token:
+
+        rank r   set token/r = T_r
+        rank 0   set offer/r = [token/r, T_0], again until accept/r is T_0
+        rank r   wait until the first of offer/r is T_r; set accept/r = the second; return it
+        rank 0   when all ranks have accepted, return T_0
+
+    Raises TimeoutError after `seconds`, on rank 0 with the ranks that are missing.
     """
-    word, end = secrets.token_hex(8), time.monotonic() + seconds
-    store.set(f"word/{rank}", json.dumps(word))
+    token, end = secrets.token_hex(8), time.monotonic() + seconds
+    store.set(f"token/{rank}", json.dumps(token))
     waiting = set(range(1, size)) if rank == 0 else {0}
     while True:
         for other in tuple(waiting):
-            if rank == 0 and _read(store, f"agreed/{other}") == word:
+            if rank == 0 and _read(store, f"accept/{other}") == token:
                 waiting.remove(other)
             elif rank == 0:
-                store.set(f"answer/{other}", json.dumps([_read(store, f"word/{other}"), word]))
-            elif (found := _read(store, f"answer/{rank}")) and found[0] == word:
-                store.set(f"agreed/{rank}", json.dumps(found[1]))
-                return found[1]
+                store.set(f"offer/{other}", json.dumps([_read(store, f"token/{other}"), token]))
+            elif (offer := _read(store, f"offer/{rank}")) and offer[0] == token:
+                store.set(f"accept/{rank}", json.dumps(offer[1]))
+                return offer[1]
         if not waiting:
-            return word
+            return token
         if time.monotonic() > end:
             missing = "rank 0" if rank else f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))}"
             raise TimeoutError(f"{missing} did not join within {seconds:.0f} s")
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
 
 
 def _read(store: Any, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which of several processes this is: torchrun's environment, or SLURM's as torchrun would have set it."""
+"""The launcher's environment variables: torchrun's, or those of srun translated to torchrun's."""
 
 import math
 import os
@@ -10,9 +10,9 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def set_env_from_slurm() -> None:
-    """Give a task of srun the variables that torchrun sets; one rank on its own has none of them.
+    """Set torchrun's variables in a task of srun.  Do nothing under torchrun, or in a step of one task.
 
-    Only a step that srun started has SLURM_STEP_ID: in the batch script itself there is one process, whatever the job.
+    Only a step that srun started has SLURM_STEP_ID; the batch script itself is one process, whatever the job's tasks.
     """
     env = os.environ
     if "RANK" in env or "SLURM_STEP_ID" not in env:
@@ -30,12 +30,14 @@ def set_env_from_slurm() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of SLURM's list: gpu[03-05,9],login1 is gpu03, gpu05 ... and begins with gpu03."""
+    """Return the first host of a SLURM node list: gpu03 of "gpu[03-05,9],login1"."""
     return re.sub(r"^([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?.*", r"\1\2\3", nodes)
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as the environment says; (0, 1) for a process on its own."""
+    """Return this process's rank and the number of ranks, (0, 1) without a launcher; ConfigError for variables that are
+    missing or out of range.
+    """
     size = _number("WORLD_SIZE", 1, default="1")
     rank = _number("RANK", 0, size - 1, default="0")
     if size > 1:
@@ -48,7 +50,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def _number(name: str, least: int, most: float = math.inf, default: str = "") -> int:
-    """The environment's variable as a number."""
+    """Return an environment variable as a number; ConfigError unless it is from `least` to `most`."""
     value = os.environ.get(name, default)
     if not value.isdecimal() or not least <= int(value) <= most:
         span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"

@@ -1,15 +1,71 @@
-"""Memory that the processes of one host open to each other: a GPU's through CUDA's IPC handles, which the others' copy
-engines read over NVLink or PCIe; on a CPU memory that has a file descriptor.
+"""Memory that the ranks of one host open to each other, and a barrier in stream order for those that do.
+
+A GPU's memory is opened through CUDA's IPC handles, and copy engines read it over NVLink or PCIe; a CPU's has a file
+descriptor.  Every private or barely public name of torch that this project uses is in this file, tested with torch
+2.11.  If one of them is missing, `allocate` gives the reason, and ranks exchange through collectives.
 """
 
 import os
+from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from gpt2_triton.distributed.control import ControlGroup
 
-class Window:
+NEEDED: dict[str, tuple[str, ...]] = {  # names of torch that memory shared by devices of this kind needs
+    "cpu": (),
+    "cuda": (
+        "UntypedStorage._share_cuda_",
+        "UntypedStorage._new_shared_cuda",
+        "cuda.MemPool",
+        "cuda.use_mem_pool",
+        "distributed.ProcessGroup._get_backend",
+        "distributed.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO",
+        "distributed.ProcessGroupNCCL.mem_allocator",
+        "distributed.ProcessGroupNCCL.register_mem_pool",
+        "distributed.ProcessGroupNCCL.deregister_mem_pool",
+    ),
+}
+
+
+def missing_names(device: str) -> list[str]:
+    """Return the names in NEEDED that this torch lacks."""
+    return [f"torch.{name}" for name in NEEDED[device] if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    value: Any = torch
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value is not None
+
+
+def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, list[Tensor], str]:
+    """Allocate `nbytes` on each rank of a host; all ranks call it together.
+
+    Returns this rank's memory, that of all ranks by rank, and "".  If a rank cannot open the memory of another, the
+    list is empty on all ranks, and the text is the first such rank's reason.
+    """
+    buffer, reason, opened = SharedBuffer(nbytes, device), "", list[Tensor]()
+    missing, own = missing_names(device), control.rank
+    shares = [not missing and rank != own for rank in range(control.size)]
+    handles = [row[own] for row in control.all_gather([buffer.handle() if yes else None for yes in shares])]
+    try:
+        if missing:
+            raise RuntimeError(f"torch {version('torch')} has no {', '.join(missing)}")
+        opened = [buffer.memory if r == own else open_shared(h, nbytes, device) for r, h in enumerate(handles)]
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+    reasons = [text for text in control.all_gather(reason) if text]
+    buffer.close_handle()
+    return (buffer.memory, [], reasons[0]) if reasons else (buffer.memory, opened, "")
+
+
+class SharedBuffer:
     """Memory of this process that others can open."""
 
     def __init__(self, nbytes: int, device: str):
@@ -18,16 +74,17 @@ class Window:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         else:
             self._file = os.memfd_create("gpt2_triton")
-            os.posix_fallocate(self._file, 0, nbytes)  # what there is no room for fails here and not in a step
-            self.memory = _mapped(self._path, nbytes)
+            os.posix_fallocate(self._file, 0, nbytes)  # so that missing memory is an error here and not in a step
+            self.memory = _map(self._path, nbytes)
 
     @property
     def _path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def handle(self) -> list[Any] | None:
-        """What one other process's `opened` takes, as JSON; None if this memory cannot be shared.  Each needs its own:
-        torch keeps a count in it, which the one reader takes from 1 to 0.
+        """Return the argument of another process's `open_shared`, as JSON; None if this memory cannot be shared.
+
+        Each reader needs its own: torch keeps a count in it, which that one reader takes from 1 to 0.
         """
         if self._file is not None:
             return [self._path]
@@ -37,24 +94,49 @@ class Window:
             return None
         return [part.hex() if isinstance(part, bytes) else part for part in parts]
 
-    def settle(self) -> None:
-        """Nobody will open it any more; those who have keep it."""
+    def close_handle(self) -> None:
+        """Refuse further readers; those that have opened the memory keep it."""
         if self._file is not None:
             os.close(self._file)
 
 
-def opened(handle: list[Any] | None, nbytes: int, device: str) -> Tensor:
-    """Another process's Window; RuntimeError if it cannot be read from here."""
+def open_shared(handle: list[Any] | None, nbytes: int, device: str) -> Tensor:
+    """Return another process's SharedBuffer as bytes; raise RuntimeError if this process cannot read it."""
     if handle is None:
         raise RuntimeError("CUDA does not share it")
     if device == "cpu":
-        return _mapped(handle[0], nbytes)
+        return _map(handle[0], nbytes)
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
-    # as memory of this device, whose streams then copy it, and not as that of the other one, which has streams too
+    # as memory of this device, so that this device's streams copy it; as the owner's, the owner's streams would
     storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *parts[1:])
     memory = torch.empty(0, dtype=torch.uint8, device=device)
     return memory.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]
 
 
-def _mapped(path: str, nbytes: int) -> Tensor:
+def _map(path: str, nbytes: int) -> Tensor:
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+class StreamBarrier:
+    """An all-gather of a few bytes by NCCL's copy engines.
+
+    Ranks wait for each other in the stream, where a kernel would keep a multiprocessor busy.  Not for the default
+    stream, in which NCCL's copy engines refuse to work.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta):
+        gpu, options = torch.device("cuda", torch.cuda.current_device()), dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = options.config.min_ctas = 1  # for more, NCCL would have 0.2 GiB of buffers
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+        self.group: Any = dist.new_group(timeout=timeout, pg_options=options, device_id=gpu)
+        self._backend = self.group._get_backend(gpu)
+        self._pool: Any = torch.cuda.MemPool(self._backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool):
+            self.whole = torch.empty(4 * size, dtype=torch.int32, device=gpu)
+        self.part = self.whole[4 * rank :][:4]
+        self._backend.register_mem_pool(self._pool, symm=True)
+
+    def close(self) -> None:
+        """Release the memory, which is NCCL's and does not outlive the process group."""
+        self._backend.deregister_mem_pool(self._pool)
+        del self.whole, self.part, self._pool, self._backend, self.group

@@ -1,11 +1,16 @@
-"""Who hangs: every rank tells the others once a second where it is, and ends the job when nothing moves any more.
+"""Watchdog: each rank publishes its progress once a second.  If no rank makes progress within the timeout, the job ends
+with a message that names the rank at fault.
 
-NCCL's own timeout sees neither collectives that a CUDA graph replays nor a host that sleeps, and does not know what it
-waits for.  Here a thread of each rank compares: of ranks that wait for each other, the one that has done least is at
-fault, or the one that no longer answers.
+    main thread   heartbeat(step) when a step is done; `with phase(name)` around work that takes longer
+    watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase) in the store
+                  no heartbeat of this rank for the timeout, or for longer if any rank is in a slow phase:
+                      read all states, wait 5 intervals, read them again; ranks whose tick stands still are silent
+                      the first rank that comes here prints `diagnose`; all exit with 1
 
-A rank that waits on the device hears no signal either: Python's handlers run between two lines of the main thread.  So
-when a rank has died and the launcher tells the others to stop, it is this thread that does.
+NCCL's own timeout sees neither collectives in a CUDA graph nor a suspended host, and its message names no rank.
+
+A rank that waits for the device handles no signals, because Python runs handlers in the main thread only.  So when a
+rank has died and the launcher sends SIGTERM to the others, the watchdog's thread ends them.
 """
 
 import contextlib
@@ -15,43 +20,67 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 
 STARTING, STEPPING = "starting", "training"
-PATIENCE = {STARTING: 3, STEPPING: 1}  # times the timeout; evaluations, samples and checkpoints have OTHER
-OTHER = 10
-SILENT = 10  # intervals, seconds as a rule, after which a rank that says nothing is taken for dead
+TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1}  # of the timeout, by phase
+SLOW_PHASE_FACTOR = 10  # every other phase: validating, sampling, saving, ...
+DEAD_AFTER = 10  # intervals without a new tick after which a rank counts as dead, once the launcher has sent SIGTERM
+
+
+class State(NamedTuple):
+    """A rank's state, as it is in the store."""
+
+    tick: int  # states published
+    beats: int  # heartbeats
+    step: int
+    phase: str
+
+
+def diagnose(states: Sequence[State], silent: Sequence[int]) -> str:
+    """Return which ranks are at fault: the silent ones, else those with the fewest heartbeats, else none."""
+    fewest = min(state.beats for state in states)
+    behind = [rank for rank, state in enumerate(states) if state.beats == fewest]
+    if silent:
+        return f"{_ranks_are(silent)} not responding"
+    if len(behind) == len(states):
+        return "all ranks are at the same point: the network, or a GPU"
+    return f"{_ranks_are(behind)} behind the others, {states[behind[0]].phase} at step {states[behind[0]].step}"
+
+
+def _ranks_are(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
 class Watchdog:
-    """This rank's watchdog, and its ear for those of the others; a rank alone has none."""
+    """Publishes this rank's heartbeats and checks the others'.  Does nothing on a single rank."""
 
     def __init__(self, group: ProcessGroup, timeout: float):
         self.group, self._timeout, self._interval = group, timeout, min(1.0, timeout / 20)
-        self._step, self._done, self._phase, self._tick = 0, 0, STARTING, 0
-        self._moved, self._over, self._told = time.monotonic(), False, False
+        self._tick, self._beats, self._step, self._phase = 0, 0, 0, STARTING
+        self._last_progress, self._signalled, self._closed = time.monotonic(), False, False
         if group.size > 1:
-            self._signals, heard = os.pipe()
+            self._signals, write_end = os.pipe()
             os.set_blocking(self._signals, False)
-            os.set_blocking(heard, False)
-            signal.set_wakeup_fd(heard)
+            os.set_blocking(write_end, False)
+            signal.set_wakeup_fd(write_end)
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def heartbeat(self, step: int) -> None:
-        """Something was done for `step`, the number of the step that is being made."""
-        self._step, self._done, self._moved = step, self._done + 1, time.monotonic()
+        """Record progress; `step` is the number of the step under way."""
+        self._step, self._beats, self._last_progress = step, self._beats + 1, time.monotonic()
 
     def end_startup(self) -> None:
-        """The first step is over: from here on a step has the timeout, and no compiler to wait for."""
+        """The first step is done and nothing is left to compile: later ones have the timeout, not three times it."""
         self._phase = STEPPING
 
     @contextlib.contextmanager
-    def phase(self, phase: str) -> Iterator[None]:
-        """Something that other ranks may have to wait for longer than for a step."""
-        before, self._phase = self._phase, phase
+    def phase(self, name: str) -> Iterator[None]:
+        """Allow SLOW_PHASE_FACTOR times the timeout inside."""
+        before, self._phase = self._phase, name
         self.heartbeat(self._step)
         try:
             yield
@@ -60,79 +89,70 @@ class Watchdog:
             self.heartbeat(self._step)
 
     def stop(self) -> None:
-        """The run is over."""
-        self._over = True
+        """End the thread; the run is over."""
+        self._closed = True
 
     def _run(self) -> None:
         try:
-            self._watch()
-        except RuntimeError:  # the store is gone, and with it the process that has it
-            time.sleep(5 * self._interval)  # collectives outside of CUDA graphs tell of it themselves
-            if not self._over:
-                lost = "the first rank, or the launcher, has ended; restart the job, with --resume"
+            self._loop()
+        except RuntimeError:  # the store is gone, and with it the process that holds it
+            time.sleep(5 * self._interval)  # meanwhile collectives outside CUDA graphs raise an error that says more
+            if not self._closed:
+                lost = "rank 0 or the launcher has exited; restart the job, with --resume"
                 print(f"error: rank {self.group.rank}: {lost}", file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _watch(self) -> None:
-        while not self._over:
+    def _loop(self) -> None:
+        while not self._closed:
             self._publish()
-            if self._signalled():
-                self._leave_the_dead()
-            if time.monotonic() - self._moved > self._timeout:
-                self._look_around()
+            if self._received_signal():
+                self._exit_if_a_rank_died()
+            if time.monotonic() - self._last_progress > self._timeout:
+                self._check_progress()
 
     def _publish(self) -> None:
         self._tick += 1
-        state = (self._tick, self._done, self._step, self._phase)
+        state = State(self._tick, self._beats, self._step, self._phase)
         self.group.store.set(f"watchdog/{self.group.rank}", json.dumps(state))
         time.sleep(self._interval)
 
-    def _signalled(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            self._told = self._told or bool(os.read(self._signals, 1))
-        return self._told
+    def _read_all(self) -> list[State]:
+        store, keys = self.group.store, [f"watchdog/{rank}" for rank in range(self.group.size)]
+        return [State(*json.loads(store.get(k))) if store.check([k]) else State(0, 0, 0, STARTING) for k in keys]
 
-    def _leave_the_dead(self) -> None:
-        """All were told to stop; with a rank that has died there is no step to finish, and no checkpoint to make."""
-        earlier = self._others()
-        for _ in range(SILENT):
+    def _received_signal(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            self._signalled = self._signalled or bool(os.read(self._signals, 1))
+        return self._signalled
+
+    def _exit_if_a_rank_died(self) -> None:
+        """Exit after a signal if a rank is dead: then no step can be finished and no checkpoint saved."""
+        earlier = self._read_all()
+        for _ in range(DEAD_AFTER):
             self._publish()
-        if not self._over and any(now[0] == then[0] for now, then in zip(self._others(), earlier, strict=True)):
+        if not self._closed and _silent(earlier, self._read_all()):
             os._exit(128 + signal.SIGTERM)
 
-    def _look_around(self) -> None:
-        earlier = self._others()
-        if time.monotonic() - self._moved < self._timeout * max(PATIENCE.get(s[3], OTHER) for s in earlier):
+    def _check_progress(self) -> None:
+        earlier = self._read_all()
+        factor = max(TIMEOUT_FACTORS.get(state.phase, SLOW_PHASE_FACTOR) for state in earlier)
+        if time.monotonic() - self._last_progress < self._timeout * factor:
             return
-        still = [rank for rank, state in enumerate(earlier) if rank != self.group.rank]
-        for _ in range(5):  # this thread says meanwhile that this rank is alive
-            self._publish()
-        later = self._others()
-        silent = [rank for rank in still if later[rank][0] == earlier[rank][0]]
-        self._end(silent, later)
+        for _ in range(5):
+            self._publish()  # so that the others do not count this rank as silent
+        later = self._read_all()
+        self._report_and_exit(diagnose(later, [r for r in _silent(earlier, later) if r != self.group.rank]))
 
-    def _others(self) -> list[list[Any]]:
-        store, keys = self.group.store, [f"watchdog/{rank}" for rank in range(self.group.size)]
-        return [json.loads(store.get(key)) if store.check([key]) else [0, 0, 0, STARTING] for key in keys]
-
-    def _end(self, silent: list[int], states: list[list[Any]]) -> None:
-        """Say who hangs, the rank that finds out first for all, and leave; the launcher ends the others."""
-        least = min(state[1] for state in states)
-        behind = [rank for rank, state in enumerate(states) if state[1] == least]
-        if silent:
-            what = f"{_ranks(silent)} no longer answering"
-        elif len(behind) < len(states):
-            what = f"{_ranks(behind)} behind the others, {states[behind[0]][3]} at step {states[behind[0]][2]}"
+    def _report_and_exit(self, diagnosis: str) -> None:
+        if self.group.store.add("watchdog/reported", 1) == 1:
+            waited = f"no progress for {time.monotonic() - self._last_progress:.0f} s at step {self._step}"
+            todo = "restart the job, with --resume"
+            print(f"error: rank {self.group.rank}: {waited}: {diagnosis}; {todo}", file=sys.stderr, flush=True)
         else:
-            what = "all ranks at the same point: the network, or a GPU"
-        if self.group.store.add("watchdog/ended", 1) == 1:
-            waited = time.monotonic() - self._moved
-            message = f"error: rank {self.group.rank}: nothing moved for {waited:.0f} s at step {self._step}: {what}"
-            print(f"{message}; restart the job, with --resume", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2 * self._interval)  # let it speak before the launcher sees that a rank has ended
+            time.sleep(2 * self._interval)  # the launcher ends all ranks with the first: let the other one report
         os._exit(1)
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+def _silent(earlier: Sequence[State], later: Sequence[State]) -> list[int]:
+    """Return the ranks that have published nothing in between."""
+    return [rank for rank, (a, b) in enumerate(zip(earlier, later, strict=True)) if a.tick == b.tick]

@@ -1,15 +1,16 @@
-"""Memory that the processes of one host open to each other."""
+"""Memory shared by the processes of one host, and the fallback where it cannot be."""
 
 import gc
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpt2_triton.distributed import process_group
+from gpt2_triton.distributed import shared_memory
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.distributed.shared_memory import Window, opened
+from gpt2_triton.distributed.shared_memory import SharedBuffer, missing_names, open_shared
 from tests.support import ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
@@ -19,34 +20,34 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:gpt2_triton")
 
 
-def test_what_one_writes_the_other_reads_and_nothing_remains():
+def test_shared_buffer_is_read_by_another_and_freed():
     before, files = mapped(), len(os.listdir("/proc/self/fd"))
-    window = Window(1000, "cpu")
-    other = opened(window.handle(), 1000, "cpu")
-    window.settle()
-    window.memory.copy_(torch.arange(1000).to(torch.uint8))
-    assert torch.equal(other, window.memory) and other.data_ptr() != window.memory.data_ptr()
+    buffer = SharedBuffer(1000, "cpu")
+    other = open_shared(buffer.handle(), 1000, "cpu")
+    buffer.close_handle()
+    buffer.memory.copy_(torch.arange(1000).to(torch.uint8))
+    assert torch.equal(other, buffer.memory) and other.data_ptr() != buffer.memory.data_ptr()
     assert mapped() == before + 2 and len(os.listdir("/proc/self/fd")) == files
-    del window, other
+    del buffer, other
     gc.collect()
     assert mapped() == before
 
 
-def test_memory_that_its_owner_cannot_share_is_not_opened():
+def test_open_shared_refuses_memory_without_a_handle():
     with pytest.raises(RuntimeError, match="CUDA does not share it"):
-        opened(None, 1000, "cpu")
+        open_shared(None, 1000, "cpu")
 
 
-def allocate(near: str, blind: bool) -> list[list[int]]:
-    """Of two allocations, what this rank sees when each rank has written its number and they have met."""
-    os.environ["LOCAL_WORLD_SIZE"] = near
+def allocate(local_world_size: str, refused: bool) -> list[list[int]]:
+    """Allocate twice; return what this rank reads of each rank's memory, to which that rank has written its number."""
+    os.environ["LOCAL_WORLD_SIZE"] = local_world_size
     group, found, held = ProcessGroup("cpu", 30), [], []
-    if blind and group.rank == 1:
+    if refused and group.rank == 1:
 
         def refuse(*_):
             raise RuntimeError("no peer access")
 
-        process_group.opened = refuse
+        shared_memory.open_shared = refuse
     for _ in range(2):
         own, seen = group.allocate_shared(1000)
         own.fill_(group.rank + 1)
@@ -56,35 +57,64 @@ def allocate(near: str, blind: bool) -> list[list[int]]:
         seen.clear()
         held.append(own)
     gc.collect()
-    assert mapped() == (2 if near == "2" else 0)  # its own
+    assert mapped() == (2 if local_world_size == "2" else 0)  # its own
     group.close()
     return found
 
 
 def handles_given() -> int:
-    given, original = [], Window.handle
+    given, original = [], SharedBuffer.handle
 
     def handle(self):
         given.append(original(self))
         return given[-1]
 
-    Window.handle = handle
+    SharedBuffer.handle = handle
     group = ProcessGroup("cpu", 30)
     group.allocate_shared(1000)[1].clear()
     group.close()
     return len(given)
 
 
-def test_every_reader_has_a_handle_of_its_own(tmp_path):
-    """torch counts in a handle how many hold it, from one to none: with two readers it would end below."""
+def test_allocate_makes_a_handle_for_each_reader(tmp_path):
+    """torch counts a handle's holders from one to none, which two readers would take below."""
     assert ranks.run(3, tmp_path / "stderr", handles_given) == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
-    "near, blind, want", [("2", False, [1, 2]), ("2", True, []), ("1", False, []), ("", False, [])]
+    "local_world_size, refused, want", [("2", False, [1, 2]), ("2", True, []), ("1", False, []), ("", False, [])]
 )
-def test_ranks_see_each_others_memory_on_one_host_or_none_does(tmp_path, near, blind, want):
-    """One that cannot read is enough, and is spoken of once for each allocation."""
-    assert ranks.run(2, tmp_path / "stderr", allocate, near, blind) == [[want, want]] * 2
+def test_allocate_shared_needs_one_host_and_all_ranks(tmp_path, local_world_size, refused, want):
+    """One rank that cannot read is enough; one warning for each allocation."""
+    assert ranks.run(2, tmp_path / "stderr", allocate, local_world_size, refused) == [[want, want]] * 2
     warning = "warning: the ranks of this host cannot read each other's memory (no peer access)"
-    assert (tmp_path / "stderr").read_text().count(warning) == 2 * blind
+    assert (tmp_path / "stderr").read_text().count(warning) == 2 * refused
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_allocate_shared_falls_back_if_torch_lacks_a_private_name(tmp_path, monkeypatch, missing):
+    """CUDA's names, here as if memory of CPUs needed them."""
+    monkeypatch.setitem(shared_memory.NEEDED, "cpu", ("UntypedStorage._share_cuda_", "UntypedStorage._new_shared_cuda"))
+    if missing:
+        monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", None, raising=False)  # inherited from a C type
+    want = [] if missing else [1, 2]
+    assert ranks.run(2, tmp_path / "stderr", allocate, "2", False) == [[want, want]] * 2
+    errors = (tmp_path / "stderr").read_text()
+    assert errors.count(f"(torch {torch.__version__} has no torch.UntypedStorage._share_cuda_)") == 2 * missing
+    assert errors.count("warning: ") == 2 * missing
+
+
+def namespace(names: list[str]) -> SimpleNamespace:
+    """Return an object that has each of these dotted names."""
+    tops = {name.split(".")[0] for name in names}
+    rest = {top: [n.partition(".")[2] for n in names if n.split(".")[0] == top and "." in n] for top in tops}
+    return SimpleNamespace(**{top: namespace(found) if found else 1 for top, found in rest.items()})
+
+
+@pytest.mark.parametrize("missing", shared_memory.NEEDED["cuda"])
+def test_missing_names_finds_each_name_that_cuda_needs(monkeypatch, missing):
+    names = shared_memory.NEEDED["cuda"]
+    monkeypatch.setattr(shared_memory, "torch", namespace(list(names)))
+    assert missing_names("cuda") == []
+    monkeypatch.setattr(shared_memory, "torch", namespace([name for name in names if name != missing]))
+    assert missing_names("cuda") == [f"torch.{missing}"]
