@@ -124,7 +124,7 @@ def _read_marker(marker: Path, run_id: str, history: list[Record]) -> int:
     try:
         return int(marker.read_text())
     except (OSError, ValueError):
-        # earlier versions wrote none, and a kill can leave it empty; a directory of wandb shows that rows were sent
+        # earlier versions wrote no marker, and a kill can leave it empty; wandb's directory shows that rows were sent
         sent = any(marker.parent.glob(f"offline-run-*-{run_id}*"))
         return next_row(history) if sent else 0
 
