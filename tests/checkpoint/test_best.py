@@ -8,7 +8,6 @@ from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training import trainer
-from gpt2_triton.training.run_state import RunState
 from tests.training.test_trainer import run_config, stop_after, train
 
 LOSSES = [0.5, 3.0, 1.0, 2.0, float("nan"), 1.0]  # after 0 ... 5 steps
@@ -58,22 +57,6 @@ def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):
     assert steps(tmp_path) == ["step_00000005"]
     with pytest.raises(CheckpointError, match="keeps no best checkpoint; train with --checkpoint.best val_loss"):
         find_checkpoint(tmp_path / "best")
-
-
-def test_forget_best_after_forgets_deleted_steps():
-    for target, left in ((3, None), (4, (4, 1.0)), (5, (4, 1.0))):
-        state = RunState(best=(4, 1.0))
-        state.forget_best_after(target)
-        assert state.best == left
-    state = RunState()
-    state.forget_best_after(0)
-    assert state.best_step is None and state.record_validation(5, 2.0) and not state.record_validation(6, 2.0)
-
-
-def test_record_validation_ignores_non_finite_losses():
-    state = RunState()
-    assert not state.record_validation(1, float("nan")) and not state.record_validation(2, float("inf"))
-    assert state.record_validation(3, 5.0) and not state.record_validation(4, float("nan")) and state.best == (3, 5.0)
 
 
 def test_checkpoint_best_without_validation_is_refused(tmp_path):

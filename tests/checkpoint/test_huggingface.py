@@ -237,7 +237,8 @@ def test_import_looks_a_name_up_on_the_hub(saved, monkeypatch):
 
 def test_trainer_starts_from_imported_weights(tmp_path):
     their_model(vocab_size=256).save_pretrained(tmp_path / "theirs")
-    config = run_config(init_from=f"hf:{tmp_path / 'theirs'}", train=dict(dtype="bf16"), optim=dict(master="fp32"))
+    init = f"hf:{tmp_path / 'theirs'}"
+    config = run_config(model=dict(n_layer=2), init_from=init, train=dict(dtype="bf16"), optim=dict(master="fp32"))
     expected = initial_weights(config)
     trainer = make_trainer(config, tmp_path / "run")
     try:

@@ -20,7 +20,6 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training import recovery, run_state, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.run_state import RunState
 from gpt2_triton.training.trainer import Trainer, make_trainer, train
 from tests.support.tiny import tiny_config
 
@@ -113,16 +112,6 @@ def test_resume_continues_with_a_half_full_window(spiked, tmp_path, monkeypatch)
     assert final(tmp_path)[0]["step"] == 2
     assert train(outlier_config(), tmp_path, resume=True) == 0
     assert final(tmp_path) == final(spiked[0]) and metrics(tmp_path) == metrics(spiked[0])
-
-
-def test_run_state_counts_both_kinds_of_skipped_steps():
-    state = RunState()
-    for loss, applied in ((2.0, True), (9.0, False), (math.nan, False), (math.nan, False), (9.0, False), (2.0, True)):
-        state.count(StepResult(loss, 1.0, applied, 0.1, (0.0, 0.0)))
-        seen = [state.skipped, state.outliers, state.skipped_in_a_row, state.without_update]
-        if loss == 9.0:
-            assert seen in ([1, 1, 0, 1], [4, 2, 0, 4])
-    assert seen == [4, 2, 0, 0]
 
 
 # ---- rewinds ----

@@ -1,0 +1,80 @@
+"""RunState: its keys in state.json, the best validation loss, and counts of skipped steps."""
+
+import json
+import math
+
+import pytest
+
+from gpt2_triton.config.config import Config
+from gpt2_triton.errors import NonFiniteError
+from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.training.run_state import MAX_REWINDS, RunState
+
+SAVED = (
+    '{"format": 2, "step": 4, "sample": 32, "wandb_id": null, "best": [4, 1.5], "skipped": 1, "outliers": 1, '
+    '"skipped_in_a_row": 0, "without_update": 0, "rewinds": 0, "config": {}, "data": []}'
+)
+
+
+def test_run_state_gives_the_text_of_the_state_json_it_was_read_from():
+    saved = json.loads(SAVED)
+    state = RunState.from_checkpoint(saved)
+    assert (state.step, state.sample, state.best_step, state.outliers) == (4, 32, 4, 1)
+    assert json.dumps({"format": 2} | state.as_dict() | {"config": {}, "data": []}) == SAVED
+
+
+def test_run_state_of_a_checkpoint_without_best():
+    saved = json.loads(SAVED)
+    del saved["best"]
+    assert RunState.from_checkpoint(saved).best_step is None
+
+
+@pytest.mark.parametrize("target, left", [(3, None), (4, (4, 1.0)), (5, (4, 1.0))])
+def test_forget_best_after_forgets_deleted_steps(target, left):
+    state = RunState(best=(4, 1.0))
+    state.forget_best_after(target)
+    assert state.best == left
+
+
+def test_record_validation_keeps_the_first_of_equal_losses():
+    state = RunState()
+    state.forget_best_after(0)
+    assert state.best_step is None and not state.record_validation(0, 1.0)
+    assert state.record_validation(5, 2.0) and not state.record_validation(6, 2.0) and state.best_step == 5
+
+
+def test_record_validation_ignores_non_finite_losses():
+    state = RunState()
+    assert not state.record_validation(1, float("nan")) and not state.record_validation(2, float("inf"))
+    assert state.record_validation(3, 5.0) and not state.record_validation(4, float("nan")) and state.best == (3, 5.0)
+
+
+def test_run_state_counts_both_kinds_of_skipped_steps():
+    state = RunState()
+    for loss, applied in ((2.0, True), (9.0, False), (math.nan, False), (math.nan, False), (9.0, False), (2.0, True)):
+        state.count(StepResult(loss, 1.0, applied, 0.1, (0.0, 0.0)))
+        seen = [state.skipped, state.outliers, state.skipped_in_a_row, state.without_update]
+        if loss == 9.0:
+            assert seen in ([1, 1, 0, 1], [4, 2, 0, 4])
+    assert seen == [4, 2, 0, 0]
+
+
+def test_needs_rewind_after_so_many_steps_without_update():
+    """At step 12 the last two had no update: the target is 8, the last multiple of 4 up to step 10."""
+    config = Config.model_validate(dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4)))
+    state = RunState(step=12, without_update=1, skipped_in_a_row=1)
+    assert not state.needs_rewind(config)
+    state.without_update = state.skipped_in_a_row = 2
+    assert state.needs_rewind(config) and state.rewind_target(config) == 8
+    state.raise_if_unstable(config)  # a rewind comes first
+    state.rewinds = MAX_REWINDS
+    with pytest.raises(NonFiniteError, match=f"step 12: .* after {MAX_REWINDS} rewinds to step 8"):
+        state.raise_if_unstable(config)
+    state.rewind_to(8)
+    assert (state.step, state.without_update, state.skipped_in_a_row, state.rewinds) == (8, 0, 0, MAX_REWINDS + 1)
+
+
+def test_raise_if_unstable_without_a_checkpoint_to_rewind_to():
+    config = Config.model_validate(dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4)))
+    with pytest.raises(NonFiniteError, match="step 3: .* 2 steps in a row .* last update was step 1"):
+        RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(config)
