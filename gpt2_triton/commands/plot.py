@@ -54,8 +54,8 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
     automatic = not openai and all(run.on_fineweb() for run in runs)
     panels = ["lr", "norm", "speed"] + ["hellaswag"] * any(len(run.points("hellaswag")) for run in runs)
     figure = Figure(figsize=(11, 7), layout="constrained")
-    layout: Any = [["loss"] * len(panels), panels]
-    axes = figure.subplot_mosaic(layout, height_ratios=[2, 1])
+    rows: list[Any] = [["loss"] * len(panels), panels]
+    axes = figure.subplot_mosaic(rows, height_ratios=[2, 1])
     levels = _draw_loss(axes["loss"], runs, scales, openai, automatic)
     _draw_lines(axes["lr"], runs, scales, "lr", "learning rate")
     _draw_lines(axes["norm"], runs, scales, "norm", "gradient norm")

@@ -169,6 +169,7 @@ def test_shared_gives_each_gpu_the_work_of_one():
 
 
 def test_draw_reads_steps_from_json(tmp_path):
+    pytest.importorskip("matplotlib")
     kernels = steps_of(("_encoder_fwd_kernel", 0, 1), ("_matmul_kernel", 1, 8), (COPY, 6, 2), (SUM, 8, 1))
     saved = [[Kernel(*k) for k in step] for step in json.loads(json.dumps([kernels, kernels]))]
     multi_gpu.draw(saved, "two GPUs", tmp_path / "step.png")

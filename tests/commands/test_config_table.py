@@ -1,4 +1,4 @@
-"""docs/config.md equals the table made from the declarations of the configuration."""
+"""docs/config.md is what the configuration's declarations say."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from gpt2_triton.config.config import options
 COMMITTED = Path(__file__).parents[2] / "docs" / "config.md"
 
 
-def test_committed_table_equals_the_generated_one():
-    """If it fails: python -m gpt2_triton config-table > docs/config.md"""
+def test_the_committed_table_is_the_generated_one():
+    """If not: python -m gpt2_triton config-table > docs/config.md"""
     assert COMMITTED.read_text(encoding="utf-8") == table()
 
 
