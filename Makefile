@@ -1,10 +1,9 @@
-# `make quickstart` and `make test` need python3 >= 3.11 and a package index, nothing else: each makes .venv and
-# installs into it.
+# `make quickstart` and `make test` need only python3 >= 3.11 and a package index: each creates .venv and installs into it.
 PYTHON ?= python3
 BIN := .venv/bin
 RUN ?= runs/quickstart
 
-# With a GPU, torch brings CUDA and its own Triton; without one, any torch will do, and constraints.txt chooses Triton.
+# With a GPU, torch brings CUDA and its own Triton; without one, constraints.txt chooses Triton.
 TORCH := $(if $(shell command -v nvidia-smi),torch==2.11.0,torch==2.13.0)
 
 .PHONY: quickstart test lint verify clean
@@ -15,8 +14,9 @@ quickstart: .venv/installed
 	$(BIN)/python -m gpt2_triton plot $(RUN) -o loss.png
 
 test: lint
-	$(BIN)/python -m pytest tests/test_gpu.py # a GPU's memory and time, by itself
-	$(BIN)/python -m pytest -n 2 --ignore tests/test_gpu.py
+	$(BIN)/python -m pytest --durations=20 tests/gpu # first and alone: they measure memory and time
+	$(BIN)/python -m pytest --durations=20 --ignore tests/gpu -n 2 -m "not slow"
+	$(BIN)/python -m pytest --durations=20 --ignore tests/gpu -n 2 -m slow --dist worksteal
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -35,7 +35,7 @@ clean:
 	@touch $@
 
 .venv/installed: .venv/torch pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	@touch $@
 
 .venv/installed-dev: .venv/torch pyproject.toml constraints.txt

@@ -144,8 +144,8 @@ def main() -> int:
         runs, config = train_for_steps(a.tokens, a.steps, a.batch)
     final = {name: float(np.mean(run.losses[-LAST:])) for name, run in runs.items()}
     for name, run in runs.items():
-        beside = "" if a.minutes else f" ({final[name] / final[PYTORCH] - 1:+.2%})"
-        print(f"{name:<20}{describe(run, config)}{beside}")
+        ratio = "" if a.minutes else f" ({final[name] / final[PYTORCH] - 1:+.2%})"
+        print(f"{name:<20}{describe(run, config)}{ratio}")
     if a.minutes:
         what, off, bound = f"steps to losses of {LEVELS}", largest_lag(runs), LAG
     else:

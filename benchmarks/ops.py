@@ -15,7 +15,6 @@ import inspect
 import math
 import statistics
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from benchmarks import ceilings
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.gpt2 import GPT2
 
 Arguments = dict[str, Any]
@@ -176,8 +174,6 @@ def measure(size: str, batch: int, recompute: str, steps: int) -> tuple[list[Ope
 
 def report(size: str, batch: int | None, recompute: str | None, plot: Path | None, steps: int = 10) -> None:
     """Measure the operations of a step, print the table, and draw it if `plot` is given."""
-    if plot and find_spec("matplotlib") is None:
-        raise ConfigError("--plot: matplotlib is not installed; pip install 'gpt2_triton[plot]'")
     B, recompute = batch or SIZES[size].batch, recompute or SIZES[size].recompute
     operations, step_ms = measure(size, B, recompute, steps)
     gc.collect()  # frees the arena before the next one is allocated

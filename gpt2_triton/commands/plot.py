@@ -47,10 +47,8 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
     if out.suffix != ".png":
         raise ConfigError(f"plot: {out} does not end in .png; choose another -o")
     runs = [read_run(path) for path in paths]
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("plot: matplotlib is not installed; pip install 'gpt2_triton[plot]'") from None
+    from matplotlib.figure import Figure
+
     by_tokens = all(run.tokens_per_step for run in runs)
     scales = [run.tokens_per_step or 1.0 if by_tokens else 1.0 for run in runs]
     automatic = not openai and all(run.on_fineweb() for run in runs)

@@ -121,6 +121,7 @@ def test_checkout_refuses_an_unknown_source(tmp_path):
         checkout("no-such-commit", tmp_path, "old")
 
 
+@pytest.mark.slow
 def test_compare_finds_a_checkout_equal_to_itself(tmp_path):
     """And its run directories are deleted; a run that fails is an error with the end of its output."""
     row = compare({"old": ROOT, "new": ROOT}, Case("tiny", TINY), tmp_path)

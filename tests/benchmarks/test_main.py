@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.__main__ import app
+from benchmarks.__main__ import ALL_SIZES, app
+from benchmarks.sizes import SIZES
 from gpt2_triton import device
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
@@ -83,6 +84,10 @@ def test_help_lists_commands_and_options(capsys, command, options):
     assert main(app, [command, "--help"]) == 0
     text = capsys.readouterr().out
     assert all(option in text for option in options)
+
+
+def test_default_sizes_are_all_sizes():
+    assert ALL_SIZES.split(",") == list(SIZES)
 
 
 def test_steps_passes_its_options(stand_in, tmp_path):

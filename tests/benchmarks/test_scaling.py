@@ -1,6 +1,7 @@
 """The model of docs/scaling.md against measured figures, and the evaluation of steps in benchmarks.multi_gpu."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -131,6 +132,14 @@ def test_exposed_time_excludes_overlap_with_computation():
     lines = multi_gpu.exposure_table([waits, kernels]).splitlines()
     assert lines[1].split() == [SUM, "2", "8.000", "2.000"]
     assert lines[2] == "exposed in all, on the rank that waits least: 2.000 ms"
+
+
+def test_multi_gpu_names_kernels_that_exist():
+    """The sums of other ranks' gradients must have a kernel name that no other kernel has."""
+    sources = [path.read_text() for path in (ROOT / "gpt2_triton" / "kernels").rglob("*.py")]
+    names = [name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.M)]
+    assert names.count(SUM) == 1
+    assert [part for part in multi_gpu.KINDS if not any(part in name for name in names)] == [COPY, "nccl"]
 
 
 def test_one_step_keeps_the_second_of_three():

@@ -122,7 +122,7 @@ def test_worst_is_the_error_of_the_worst_256_numbers():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """tiny(ops, clock) replaces sizes by a model of two layers in bf16, compiles nothing, and makes a launch take
+    """tiny(ops, clock) replaces sizes by a model of one layer in bf16, compiles nothing, and makes a launch take
     clock(rows) milliseconds, with the rows when it was recorded.
     """
 
@@ -140,7 +140,7 @@ def tiny(monkeypatch):
         monkeypatch.setattr(calls.Trial, "_launches", lambda self: 1)
         monkeypatch.setattr(calls.Trial, "graph", lambda self: dict(tuning.table().rows))
         monkeypatch.setattr(calls, "interleaved", lambda graphs, _: {i: clock(rows) for i, rows in graphs.items()})
-        monkeypatch.setattr(calls, "model_of", lambda config, K: small_model(K))
+        monkeypatch.setattr(calls, "model_of", lambda config, K: small_model(K, n_layer=1))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX 9 Ada")
         properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10)
@@ -149,8 +149,8 @@ def tiny(monkeypatch):
     return made
 
 
-def small_model(K=None):
-    model, config = tiny_model(K, train=dict(dtype="bf16"))
+def small_model(K=None, n_layer=2):
+    model, config = tiny_model(K, model=dict(n_layer=n_layer), train=dict(dtype="bf16"))
     model.eager = True
     return model, packed_batch(config)
 
