@@ -18,9 +18,8 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.device import device_name
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import DataError, bad_data
-from gpt2_triton.model.arena import largest_batch
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.memory_plan import free_bytes, plan_memory
+from gpt2_triton.model.memory_plan import free_bytes, largest_batch, plan_memory
 
 
 def load_for_losses(config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None) -> GPT2:

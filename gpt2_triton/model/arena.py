@@ -8,7 +8,7 @@ first; two buffers share bytes only if no phase needs both), `MemoryPlan.show` p
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -239,14 +239,3 @@ def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str
         return view(b, 0) if b.copy_of is None else [view(b, copy) for copy in b.copy_of]
 
     return table(**{field.name: views(field.name) for field in dataclasses.fields(table)})
-
-
-def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
-    """Return the largest batch whose plan fits `budget` bytes, 0 if none does; total_bytes(B) grows with B."""
-    low, high = 0, 1
-    while total_bytes(high) <= budget:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if total_bytes(middle) <= budget else (low, middle)
-    return low

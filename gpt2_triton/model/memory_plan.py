@@ -6,6 +6,7 @@ The plan needs no GPU; only the functions that return free or used bytes query o
 import math
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS, ModelConfig
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.errors import OutOfMemoryError
-from gpt2_triton.model.arena import GIB, MemoryPlan, largest_batch, place_buffers, resolve_buffers
+from gpt2_triton.model.arena import GIB, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.buffers import WINDOW, Acts, Decoding, State, layer_levels, param_entries, tracked_activations
 from gpt2_triton.model.sharding import flat_buffer_sizes
 
@@ -81,6 +82,17 @@ def _plan_bytes(config: Config, K: Any, B: int | None = None) -> int:
 def _largest_batch(config: Config, K: Any, budget: int) -> int:
     """Return the largest micro-batch whose plan fits `budget` bytes, 0 if none does."""
     return largest_batch(lambda B: _plan_bytes(config, K, B), budget)
+
+
+def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
+    """Return the largest batch whose plan fits `budget` bytes, 0 if none does; total_bytes(B) grows with B."""
+    low, high = 0, 1
+    while total_bytes(high) <= budget:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if total_bytes(middle) <= budget else (low, middle)
+    return low
 
 
 def choose_recompute(config: Config, K: Any, budget: int) -> Config:
