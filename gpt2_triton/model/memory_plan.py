@@ -144,7 +144,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     fits = "fits" if plan.total <= budget else "does not fit"
     return "\n".join(
         [
-            plan.show(),
+            format_plan(plan),
             "shapes in the letters of gpt2_triton/model/buffers.py, live in the phases of a step that need the buffer",
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {config.train.seq_len} tokens, {config.accumulation} in a step, "
@@ -156,6 +156,22 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
             *_zero_table(chosen, K),
         ]
     )
+
+
+def format_plan(plan: MemoryPlan) -> str:
+    """Return the plan as text: one line per buffer, bytes by class, the total."""
+    lines = [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>10}  {'live':<24}{'MiB':>11}{'offset':>16}"]
+    for b in plan.buffers.values():
+        dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
+        note = f"in {b.spec.within}" if b.spec.within else f"{size:,.1f}"
+        lines.append(f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>10}  {b.live:<24}{note:>11}{b.offset:>16,}")
+    lines += ["", f"{'class':<16}{'MiB':>11}"]
+    lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in plan.by_kind().items()]
+    shared = sum(plan.by_kind().values()) - plan.total
+    lines.append(
+        f"arena {plan.total / 2**20:,.1f} MiB = {plan.total / GIB:.2f} GiB ({shared / 2**20:,.1f} MiB saved by sharing)"
+    )
+    return "\n".join(lines)
 
 
 def _recompute_table(config: Config, K: Any, budget: int) -> list[str]:

@@ -154,11 +154,3 @@ def test_carve_makes_smaller_views_and_refuses_larger_ones():
     assert carve(table, plan.buffers, memory, dict(R=3, C=4)).x.shape == (3, 4)
     with pytest.raises(AssertionError, match="exceeds the planned"):
         carve(table, plan.buffers, memory, dict(R=9, C=4))
-
-
-def test_show_prints_every_buffer_and_the_total():
-    table = [buffer("weights", 1 << 20, "embed..between"), buffer("p", 1 << 18, "head"), buffer("q", 1 << 18, "block")]
-    plan = place_buffers(table)
-    text = plan.show()
-    assert all(name in text for name in plan.buffers)
-    assert "arena 5.0 MiB" in text and "1.0 MiB saved by sharing" in text
