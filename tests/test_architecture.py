@@ -1,14 +1,17 @@
-"""The design's rules as tests: torch gives memory and nothing else, and imports point one way."""
+"""Rules of the design: torch gives memory and nothing else, and the files that explain a step stay few and short."""
 
 import ast
 import importlib
-import pathlib
+import re
+from pathlib import Path
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "gpt2_triton"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "gpt2_triton"
 FILES = sorted(PACKAGE.rglob("*.py"))
+AFTERNOON_LINES = 3200
 
 # torch.<name> that the package may use: memory, views of it, names of dtypes and devices, streams and the process group
 ALLOWED_TORCH = {
@@ -16,16 +19,23 @@ ALLOWED_TORCH = {
     "uint8", "int16", "int32", "float32", "bfloat16", "float16",
 }  # fmt: skip
 
-# and what one module may use beside: nanoGPT's checkpoints are pickles, and torch.load(weights_only=True) is the reader
-# of them that executes nothing
+# what single modules may use in addition: nanoGPT's checkpoints are pickles, and torch.load(weights_only=True) reads
+# them without executing code
 ALLOWED_IN = {"checkpoint/nanogpt": {"load"}, "distributed/shared_memory": {"UntypedStorage", "from_file"}}
 
+# aten operations that move, allocate or reinterpret memory
+MEMORY_ONLY = {
+    "view", "_unsafe_view", "slice", "select", "copy_", "empty", "new_empty", "as_strided", "alias", "detach",
+    "lift_fresh", "_to_copy", "set_", "split",
+}  # fmt: skip
 
-def _name(path: pathlib.Path) -> str:
+
+def _name(path: Path) -> str:
     return str(path.relative_to(PACKAGE).with_suffix(""))
 
 
 def _torch_names(tree: ast.AST):
+    """Yield (name, line) of every attribute of torch that the module uses."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             yield node.attr, node.lineno
@@ -48,44 +58,50 @@ def test_torch_gives_memory_and_nothing_else(path):
     assert not refused
 
 
+class Recorder(TorchDispatchMode):
+    """Records the names of all aten operations, those of the launchers too."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(str(function).removeprefix("aten.").split(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
 def test_a_training_step_runs_no_torch_arithmetic():
-    """Record every aten op of a step: only views, allocation, copies may appear, here and in the launchers."""
     from tests.support.tiny import packed_batch, tiny_model
 
     model, config = tiny_model()
     batch = packed_batch(config)
-    optim = importlib.import_module("gpt2_triton.training.lr_schedule")
-
-    class Record(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = set()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.seen.add(str(function).removeprefix("aten.").split(".")[0])
-            return function(*args, **(kwargs or {}))
-
-    with Record() as record:
-        model.begin_step(optim.step_inputs(0, config, 1.0 / 32), 0, 1)
+    lr_schedule = importlib.import_module("gpt2_triton.training.lr_schedule")
+    with Recorder() as recorder:
+        model.begin_step(lr_schedule.step_inputs(0, config, 1.0 / 32), 0, 1)
         model.micro_step(batch, first=True)
         model.end_step().result()
-    memory_only = {
-        "view",
-        "_unsafe_view",
-        "slice",
-        "select",
-        "copy_",
-        "empty",
-        "new_empty",
-        "as_strided",
-        "alias",
-        "detach",
-        "lift_fresh",
-        "_to_copy",
-        "set_",
-        "split",
-    }
-    assert record.seen <= memory_only | {"_local_scalar_dense"}, record.seen - memory_only
-    with Record() as record:
+    assert recorder.seen <= MEMORY_ONLY | {"_local_scalar_dense"}, recorder.seen - MEMORY_ONLY
+    with Recorder() as recorder:
         batch + 1
-    assert not record.seen <= memory_only  # the recorder would have seen a stray sum
+    assert not recorder.seen <= MEMORY_ONLY  # the recorder would have seen a stray sum
+
+
+def _afternoon_path() -> dict[str, int]:
+    """Return the files of "The afternoon path" in docs/walkthrough.md, with the lines that the page gives them."""
+    page = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    found = re.search(r"^## The afternoon path$.*?^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert found, 'docs/walkthrough.md has no code block headed "The afternoon path"'
+    return {file: int(lines) for file, lines in (line.split() for line in found[1].splitlines())}
+
+
+def test_the_afternoon_path_is_short_and_its_files_exist():
+    listed = _afternoon_path()
+    missing = [file for file in listed if not (ROOT / file).is_file()]
+    assert not missing, f"docs/walkthrough.md lists files that do not exist: {missing}"
+    lines = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in listed}
+    total, told = sum(lines.values()), sum(listed.values())
+    assert total < AFTERNOON_LINES, lines
+    assert abs(total - told) < 0.05 * total, (
+        f"docs/walkthrough.md adds up to {told} lines, the files to {total}: {lines}"
+    )
+    assert {"train.py", "gpt2_triton/model/schedule.py"} <= lines.keys()

@@ -6,9 +6,8 @@ from torch import Tensor
 import gpt2_triton.kernels as K
 from gpt2_triton.config.config import Config
 from gpt2_triton.device import device_name
-from gpt2_triton.model.arena import largest_batch
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.memory_plan import free_bytes, plan_memory
+from gpt2_triton.model.memory_plan import free_bytes, largest_batch, plan_memory
 
 
 def load_for_losses(config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None) -> GPT2:

@@ -2,13 +2,12 @@
 
 A buffer is a field of a dataclass (buffers.py) with its symbolic shape, its storage and the phases of a step in which
 its bytes matter.  `resolve_buffers` fills in the sizes, `place_buffers` gives each buffer an offset (first fit, largest
-first; two buffers share bytes only if no phase needs both), `MemoryPlan.show` prints the result without a GPU, and
-`carve` cuts typed views out of the allocation.
+first; two buffers share bytes only if no phase needs both), and `carve` cuts typed views out of the allocation.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -182,24 +181,6 @@ class MemoryPlan:
             out[b.spec.kind] = out.get(b.spec.kind, 0) + (0 if b.spec.within else b.nbytes)
         return out
 
-    def show(self) -> str:
-        """Return the plan as text: one line per buffer, bytes by class, the total."""
-        lines = [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>10}  {'live':<24}{'MiB':>11}{'offset':>16}"]
-        for b in self.buffers.values():
-            dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
-            note = f"in {b.spec.within}" if b.spec.within else f"{size:,.1f}"
-            lines.append(
-                f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>10}  {b.live:<24}{note:>11}{b.offset:>16,}"
-            )
-        lines += ["", f"{'class':<16}{'MiB':>11}"]
-        lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in self.by_kind().items()]
-        shared = sum(self.by_kind().values()) - self.total
-        lines.append(
-            f"arena {self.total / 2**20:,.1f} MiB = {self.total / GIB:.2f} GiB "
-            f"({shared / 2**20:,.1f} MiB saved by sharing)"
-        )
-        return "\n".join(lines)
-
 
 def place_buffers(buffers: list[Buffer]) -> MemoryPlan:
     """Place every buffer, the largest first, at the lowest offset that is free in all its phases."""
@@ -239,14 +220,3 @@ def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str
         return view(b, 0) if b.copy_of is None else [view(b, copy) for copy in b.copy_of]
 
     return table(**{field.name: views(field.name) for field in dataclasses.fields(table)})
-
-
-def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
-    """Return the largest batch whose plan fits `budget` bytes, 0 if none does; total_bytes(B) grows with B."""
-    low, high = 0, 1
-    while total_bytes(high) <= budget:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if total_bytes(middle) <= budget else (low, middle)
-    return low

@@ -5,7 +5,6 @@ plain torch.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,17 +16,16 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ReplicaMismatchError
-from gpt2_triton.model import schedule, sharding, state_io
+from gpt2_triton.model import schedule, state_io
 from gpt2_triton.model.arena import carve
-from gpt2_triton.model.buffers import Decoding, Recompute, State, param_entries
+from gpt2_triton.model.buffers import Decoding, Recompute, State
 from gpt2_triton.model.communicator import Communicator, make_communicator
 from gpt2_triton.model.cuda import GraphCache
+from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.memory_plan import plan_memory, recompute_levels, require_fits
 from gpt2_triton.model.step import STEPS, InFlightStep
 from gpt2_triton.model.tensor_stats import StatsRecorder, first_non_finite
 from gpt2_triton.model.view import ModelView, make_view
-
-INIT_STD = 0.02
 
 
 class GPT2:
@@ -84,25 +82,8 @@ class GPT2:
         return self._views[B, T]
 
     def initialise(self, seed: int) -> None:
-        """Set GPT-2's initial weights from Philox: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2L)), norms 1 and
-        everything else, the moments too, 0.  The numbers do not depend on the number of ranks.
-        """
-        std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * self.dims["L"]))
-        for flat in self.state_buffers().values():
-            self.K.fill(flat, 0.0)
-        spans = sharding.updated_shards(self.dims, self.rank)
-        for p, e in itertools.product(spans, param_entries(self.dims)):
-            n = (self.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:])  # without padded rows
-            first, stop = max(p.first, e.offset), min(p.first + p.length, e.offset + n)
-            if first >= stop:
-                continue
-            w = self.state.params[p.param :][first - p.first : stop - p.first]
-            if e.init in std:
-                low = self.state.master_low
-                low = None if low is None else low[p.moment :][first - p.first : stop - p.first]
-                self.K.normal_init(w, low, seed, first, std[e.init])
-            elif e.init == "one":
-                self.K.fill(w, 1.0)
+        """Set GPT-2's initial weights and zero moments."""
+        init_weights(self.K, self.state, self.dims, self.rank, seed)
         self.train_view.comm.gather_params()
 
     # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----

@@ -6,6 +6,7 @@ The plan needs no GPU; only the functions that return free or used bytes query o
 import math
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS, ModelConfig
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.errors import OutOfMemoryError
-from gpt2_triton.model.arena import GIB, MemoryPlan, largest_batch, place_buffers, resolve_buffers
+from gpt2_triton.model.arena import GIB, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.buffers import WINDOW, Acts, Decoding, State, layer_levels, param_entries, tracked_activations
 from gpt2_triton.model.sharding import flat_buffer_sizes
 
@@ -83,6 +84,17 @@ def _largest_batch(config: Config, K: Any, budget: int) -> int:
     return largest_batch(lambda B: _plan_bytes(config, K, B), budget)
 
 
+def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
+    """Return the largest batch whose plan fits `budget` bytes, 0 if none does; total_bytes(B) grows with B."""
+    low, high = 0, 1
+    while total_bytes(high) <= budget:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if total_bytes(middle) <= budget else (low, middle)
+    return low
+
+
 def choose_recompute(config: Config, K: Any, budget: int) -> Config:
     """Return the configuration with memory.recompute `auto` replaced by the first level, which is the fastest, whose
     plan fits `budget` bytes, in as few layers as necessary; by the last level if none fits.
@@ -132,7 +144,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
     fits = "fits" if plan.total <= budget else "does not fit"
     return "\n".join(
         [
-            plan.show(),
+            format_plan(plan),
             "shapes in the letters of gpt2_triton/model/buffers.py, live in the phases of a step that need the buffer",
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {config.train.seq_len} tokens, {config.accumulation} in a step, "
@@ -144,6 +156,22 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
             *_zero_table(chosen, K),
         ]
     )
+
+
+def format_plan(plan: MemoryPlan) -> str:
+    """Return the plan as text: one line per buffer, bytes by class, the total."""
+    lines = [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>10}  {'live':<24}{'MiB':>11}{'offset':>16}"]
+    for b in plan.buffers.values():
+        dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
+        note = f"in {b.spec.within}" if b.spec.within else f"{size:,.1f}"
+        lines.append(f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>10}  {b.live:<24}{note:>11}{b.offset:>16,}")
+    lines += ["", f"{'class':<16}{'MiB':>11}"]
+    lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in plan.by_kind().items()]
+    shared = sum(plan.by_kind().values()) - plan.total
+    lines.append(
+        f"arena {plan.total / 2**20:,.1f} MiB = {plan.total / GIB:.2f} GiB ({shared / 2**20:,.1f} MiB saved by sharing)"
+    )
+    return "\n".join(lines)
 
 
 def _recompute_table(config: Config, K: Any, budget: int) -> list[str]:

@@ -19,7 +19,6 @@ from gpt2_triton.model.arena import (
     BufferSpec,
     buf,
     carve,
-    largest_batch,
     parse_phases,
     place_buffers,
     resolve_buffers,
@@ -155,21 +154,3 @@ def test_carve_makes_smaller_views_and_refuses_larger_ones():
     assert carve(table, plan.buffers, memory, dict(R=3, C=4)).x.shape == (3, 4)
     with pytest.raises(AssertionError, match="exceeds the planned"):
         carve(table, plan.buffers, memory, dict(R=9, C=4))
-
-
-def test_show_prints_every_buffer_and_the_total():
-    table = [buffer("weights", 1 << 20, "embed..between"), buffer("p", 1 << 18, "head"), buffer("q", 1 << 18, "block")]
-    plan = place_buffers(table)
-    text = plan.show()
-    assert all(name in text for name in plan.buffers)
-    assert "arena 5.0 MiB" in text and "1.0 MiB saved by sharing" in text
-
-
-@given(st.integers(1, 1000), st.integers(0, 1000), st.integers(0, 100_000))
-def test_largest_batch_is_the_largest_that_fits(per_row, fixed, budget):
-    def total(B: int) -> int:
-        return fixed + per_row * B
-
-    best = largest_batch(total, budget)
-    assert total(best + 1) > budget
-    assert best == 0 or total(best) <= budget

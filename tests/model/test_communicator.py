@@ -263,7 +263,7 @@ def stream_waits(shared: bool, zero: int, monkeypatch) -> list[str]:
             if call[0] in ("embedding_fwd", "layernorm_fwd", NEXT_LAYER, "embedding_bwd", "loss_sum", "adamw"):
                 calls.append(call[0])
 
-    monkeypatch.setattr(communicator, "Side", NumberedEvents)
+    monkeypatch.setattr(communicator, "SideStream", NumberedEvents)
     model = model_of_two(shared, zero, 2)
     model.K.calls = SomeLaunches()
     calls.clear()

@@ -2,13 +2,24 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS
 from gpt2_triton.errors import OutOfMemoryError
-from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.arena import GIB, place_buffers
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.memory_plan import choose_recompute, dimensions, plan_memory, plan_report, require_fits
+from gpt2_triton.model.memory_plan import (
+    choose_recompute,
+    dimensions,
+    format_plan,
+    largest_batch,
+    plan_memory,
+    plan_report,
+    require_fits,
+)
+from tests.model.test_arena import buffer
 from tests.support import reference
 from tests.support.tiny import tiny_config
 
@@ -19,6 +30,24 @@ def plan_of(config: Config, B: int | None = None, **options):
 
 def total_at(config: Config, level: str) -> int:
     return plan_of(config.replace(memory={"recompute": level})).total
+
+
+def test_format_plan_prints_every_buffer_and_the_total():
+    table = [buffer("weights", 1 << 20, "embed..between"), buffer("p", 1 << 18, "head"), buffer("q", 1 << 18, "block")]
+    plan = place_buffers(table)
+    text = format_plan(plan)
+    assert all(name in text for name in plan.buffers)
+    assert "arena 5.0 MiB" in text and "1.0 MiB saved by sharing" in text
+
+
+@given(st.integers(1, 1000), st.integers(0, 1000), st.integers(0, 100_000))
+def test_largest_batch_is_the_largest_that_fits(per_row, fixed, budget):
+    def total(B: int) -> int:
+        return fixed + per_row * B
+
+    best = largest_batch(total, budget)
+    assert total(best + 1) > budget
+    assert best == 0 or total(best) <= budget
 
 
 @pytest.mark.parametrize("size", ["d12", "d24", "d48"])

@@ -17,7 +17,6 @@ from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.errors import ConfigError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.step import StepResult
 from gpt2_triton.training import recovery, run_state, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer, make_trainer, train

@@ -1,0 +1,30 @@
+"""GPT-2's initial weights, drawn with Philox by flat index, so that they do not depend on the number of ranks."""
+
+import itertools
+import math
+from typing import Any
+
+from gpt2_triton.model import sharding, state_io
+from gpt2_triton.model.buffers import State, param_entries
+
+INIT_STD = 0.02
+
+
+def init_weights(K: Any, s: State, dims: dict[str, int], rank: int, seed: int) -> None:
+    """Set weights to N(0, 0.02), residual projections to N(0, 0.02 / sqrt(2L)), norms to 1 and everything else in the
+    state, the padded rows of wte and the moments too, to 0.
+    """
+    std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * dims["L"]))
+    for flat in state_io.state_buffers(s).values():
+        K.fill(flat, 0.0)
+    for p, e in itertools.product(sharding.updated_shards(dims, rank), param_entries(dims)):
+        n = (dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:])
+        first, stop = max(p.first, e.offset), min(p.first + p.length, e.offset + n)
+        if first >= stop:
+            continue
+        w = s.params[p.param :][first - p.first : stop - p.first]
+        if e.init in std:
+            low = None if s.master_low is None else s.master_low[p.moment :][first - p.first : stop - p.first]
+            K.normal_init(w, low, seed, first, std[e.init])
+        elif e.init == "one":
+            K.fill(w, 1.0)
