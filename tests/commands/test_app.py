@@ -270,11 +270,11 @@ def test_sample_passes_its_options_on(module, monkeypatch):
 
 
 def test_prepare_passes_its_options_on(monkeypatch):
-    from gpt2_triton.data.prepare import text as prepare_text
+    from gpt2_triton.data.prepare import builtin, text
 
     calls = []
-    monkeypatch.setattr(prepare_text, "prepare_text", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(prepare_text, "prepare_builtin", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(text, "prepare_text", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(builtin, "prepare_builtin", lambda *arguments: calls.append(arguments))
     assert (
         main(tools_app, ["prepare", "text", "a.txt", "b.txt", "--out", "d", "--tokenizer", "bytes", "--workers", "3"])
         == 0
