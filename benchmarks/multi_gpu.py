@@ -58,7 +58,7 @@ class Kernel(NamedTuple):
 
 
 COPY = "Memcpy PtoP"  # the profiler's name
-SUM = "_add_kernel"
+SUM = "_add_partials_kernel"
 
 
 class Pair:
@@ -177,7 +177,7 @@ KINDS = {  # part of the kernel's name: name in the picture, colour
     "matmul": ("products", "#9db7d5"),
     "_wide": ("products", "#9db7d5"),
     "dw_kernel": ("weight gradients", "#5b83b0"),
-    "add_pieces": ("weight gradients", "#5b83b0"),
+    "add_dw_partials": ("weight gradients", "#5b83b0"),
     "classifier": ("classifier", "#8172b3"),
     "layernorm": ("layernorm", "#55a868"),
     "adamw": ("AdamW", "#dd8452"),

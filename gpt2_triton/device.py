@@ -1,4 +1,4 @@
-"""The GPUs we know: peak speed for the model flops utilisation (MFU), memory for `--plan --gpu NAME`."""
+"""The known GPUs: peak speed for the model flops utilisation (MFU), memory for `--plan --gpu NAME`."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 class Gpu(NamedTuple):
     device_names: tuple[str, ...]  # parts of torch.cuda.get_device_name()
     tflops: float  # dense bf16 with fp32 accumulation, from the data sheet
-    memory: float  # GiB that torch.cuda.mem_get_info calls total
+    memory: float  # GiB, the total of torch.cuda.mem_get_info
 
 
 GPUS = {
@@ -28,12 +28,12 @@ def present() -> bool:
 
 
 def device_name() -> str:
-    """Where tensors live: "cuda", or "cpu" for the interpreter."""
+    """Return the device of tensors: "cuda", or "cpu" for the interpreter."""
     return "cuda" if present() else "cpu"
 
 
 def peak_flops() -> float | None:
-    """Dense bf16 flop/s of the GPU in this machine; None if there is none or it is not in the table."""
+    """Return the dense bf16 flop/s of this machine's GPU; None if there is no GPU or it is not in the table."""
     if not present():
         return None
     name = torch.cuda.get_device_name()
@@ -41,7 +41,7 @@ def peak_flops() -> float | None:
 
 
 def memory_bytes(name: str | None) -> int:
-    """Memory of a GPU in the table; with no name, of the one in this machine, else of an h200."""
+    """Return the memory in bytes of a GPU in the table; without a name, of this machine's GPU, else of an h200."""
     if name is None and present():
         return torch.cuda.mem_get_info()[1]
     return int(GPUS[name or "h200"].memory * 2**30)

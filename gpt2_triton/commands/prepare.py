@@ -1,7 +1,7 @@
 """`prepare`: make token shards for training."""
 
+import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -20,29 +20,31 @@ def prepare_text(
     val_fraction: float = 0.1,
     workers: int | None = None,
 ) -> None:
-    """Tokenise UTF-8 text: .txt, one document a file, and .jsonl, one a line in its field "text"; each also as .gz.
+    """Tokenise UTF-8 text: .txt, one document per file, and .jsonl, one per line in its field "text"; each also as .gz.
+
+    The same command resumes a stopped preparation.
 
     Parameters
     ----------
     inputs: Path
-        Files, folders, which are searched for such files, and quoted globs.
+        Files, folders (searched for such files) and quoted globs.
     out: Path
         Directory of the shards, train_*.bin and val_*.bin.
     tokenizer: str
-        Tokenizer; data.tokenizer of the configuration must say the same.
+        Tokenizer; data.tokenizer of the configuration must be the same.
     val_fraction: float
         Last part of the text that becomes validation data.
     workers: int
-        Processes that tokenise; by default one a CPU.
+        Processes that tokenise; by default one per CPU.
     """
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
     require_at_least(workers=(_workers(workers), 1))
     if not 0 < val_fraction < 1:
         raise ConfigError(f"--val_fraction: must be above 0 and below 1, got {val_fraction}")
-    from gpt2_triton.data.prepare import text as prepare_text
+    from gpt2_triton.data.prepare import text
 
-    prepare_text.prepare_text(inputs, out, tokenizer, val_fraction, _workers(workers))
+    text.prepare_text(inputs, out, tokenizer, val_fraction, _workers(workers))
 
 
 def _workers(given: int | None) -> int:
@@ -58,83 +60,82 @@ def prepare_builtin(*, out: Path = Path("data/builtin"), tokenizer: Tokenizer = 
     out: Path
         Directory of the shards, train_*.bin and val_*.bin.
     tokenizer: str
-        Tokenizer; data.tokenizer of the configuration must say the same.
+        Tokenizer; data.tokenizer of the configuration must be the same.
     """
-    from gpt2_triton.data.prepare import text as prepare_text
+    from gpt2_triton.data.prepare import builtin
 
-    prepare_text.prepare_builtin(out, tokenizer)
+    builtin.prepare_builtin(out, tokenizer)
 
 
-def _dataset_command(dataset: str) -> Callable[..., None]:
-    def command(
-        *,
-        version: str | None = None,
-        source: str = dataset,
-        revision: str | None = None,
-        field: str = "text",
-        out: Path | None = None,
-        tokenizer: Tokenizer = "gpt2",
-        tokens: int | None = None,
-        shard_tokens: int = 100_000_000,
-        workers: int | None = None,
-    ) -> None:
-        """Tokenise a dataset of the Hugging Face Hub as it is streamed; the same command again goes on after a stop.
+def prepare_dataset(
+    *,
+    version: str | None = None,
+    source: str,
+    revision: str | None = None,
+    field: str = "text",
+    out: Path | None = None,
+    tokenizer: Tokenizer = "gpt2",
+    tokens: int | None = None,
+    shard_tokens: int = 100_000_000,
+    workers: int | None = None,
+) -> None:
+    """Tokenise a dataset of the Hugging Face Hub as it is streamed; the same command resumes a stopped preparation.
 
-        Parameters
-        ----------
-        version: str
-            Configuration of the dataset, as sample-10BT (the default but for a folder) or sample-100BT.
-        source: str
-            Name of the dataset, or a folder of its files (parquet or jsonl).
-        revision: str
-            Its branch or commit; by default the newest commit, which is then recorded and kept to.
-        field: str
-            Field that holds the text.
-        out: Path
-            Directory of the shards, val_000000.bin and train_*.bin; by default in data/, named by source and version.
-        tokenizer: str
-            Tokenizer; data.tokenizer of the configuration must say the same.
-        tokens: int
-            Stop after as many tokens; at most a tenth of them become validation data.
-        shard_tokens: int
-            Tokens of a shard; the first shard is the validation data.
-        workers: int
-            Processes that tokenise; by default one a CPU.
-        """
-        require_at_least(
-            workers=(_workers(workers), 1),
-            shard_tokens=(shard_tokens, 1),
-            tokens=(10 if tokens is None else tokens, 10),
-        )
-        from gpt2_triton.data.prepare.dataset import Source, prepare_dataset
+    Parameters
+    ----------
+    version: str
+        Configuration of the dataset, as sample-10BT (the default but for a folder) or sample-100BT.
+    source: str
+        Name of the dataset, or a folder of its files (parquet or jsonl).
+    revision: str
+        Its branch or commit; by default the newest commit, which is recorded and used by a resumed preparation.
+    field: str
+        Field that holds the text.
+    out: Path
+        Directory of the shards, val_000000.bin and train_*.bin; by default in data/, named by source and version.
+    tokenizer: str
+        Tokenizer; data.tokenizer of the configuration must be the same.
+    tokens: int
+        Stop after this many tokens; at most a tenth of them become validation data.
+    shard_tokens: int
+        Tokens per shard; the first shard is the validation data.
+    workers: int
+        Processes that tokenise; by default one per CPU.
+    """
+    require_at_least(
+        workers=(_workers(workers), 1),
+        shard_tokens=(shard_tokens, 1),
+        tokens=(10 if tokens is None else tokens, 10),
+    )
+    from gpt2_triton.data.prepare import dataset
 
-        if version is None and not Path(source).is_dir():
-            version = "sample-10BT"
-        name = "-".join([Path(source).name, *([version] if version else [])])
-        given = Source(source, version, revision, field)
-        prepare_dataset(given, out or Path("data") / name, tokenizer, tokens, _workers(workers), shard_tokens)
+    if version is None and not Path(source).is_dir():
+        version = "sample-10BT"
+    name = "-".join([Path(source).name, *([version] if version else [])])
+    given = dataset.Dataset(source, version, revision, field)
+    dataset.prepare_dataset(given, out or Path("data") / name, tokenizer, tokens, _workers(workers), shard_tokens)
 
-    return command
+
+for _name in ("fineweb", "fineweb-edu"):  # they differ in the default of --source
+    _command = functools.partial(prepare_dataset, source=f"HuggingFaceFW/{_name}")
+    _command.__doc__ = prepare_dataset.__doc__
+    app.command(_command, name=_name)
 
 
 @app.command(name="pretokenized")
 def prepare_pretokenized(name: str, /, *, shards: int | None = None, out: Path | None = None) -> None:
-    """Download shards that others have tokenised; the same command again goes on after a stop.
+    """Download shards that others have tokenised; the same command resumes a stopped download.
 
     Parameters
     ----------
     name: str
         fineweb10B, fineweb100B, fineweb-edu-10B, fineweb-edu-100B, or owner/repository of llm.c's shards on the Hub.
     shards: int
-        Training shards to get, of 100 million tokens (200 MB) each; by default all.
+        Training shards to download, of 100 million tokens (200 MB) each; by default all.
     out: Path
         Directory of the shards, val_000000.bin and train_*.bin; by default in data/, named like the data.
     """
     require_at_least(shards=(1 if shards is None else shards, 1))
-    from gpt2_triton.data.prepare.pretokenized import download
+    from gpt2_triton.data.prepare import pretokenized
 
-    download(name, out or Path("data") / Path(name).name, shards)
-
-
-for _name in ("fineweb", "fineweb-edu"):
-    app.command(_dataset_command(f"HuggingFaceFW/{_name}"), name=_name)
+    pretokenized.download(name, out or Path("data") / Path(name).name, shards)

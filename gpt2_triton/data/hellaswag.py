@@ -1,14 +1,14 @@
-"""HellaSwag's questions as tokens: which of four endings continues a context?
+"""HellaSwag's questions as tokens: a context, and four endings of which one is right.
 
-Two ways to put the same row to a model are in use, and they give different figures.  Both score each ending by the sum
-of its tokens' losses given the context (acc) and by that sum over the ending's length (acc_norm):
+Two styles are in use, which give different figures.  Both score each ending by the sum of its tokens' losses given the
+context (acc) and by that sum divided by the ending's length (acc_norm):
 
-    completion  context `ctx`, ending " " + ending, each tokenised by itself; length is the number of tokens.  llm.c,
+    completion  context `ctx`, ending " " + ending, tokenised separately; length is the number of tokens.  llm.c,
                 build-nanogpt: https://github.com/karpathy/llm.c/blob/master/dev/data/hellaswag.py
-    harness     context "activity_label: ctx_a Ctx_b", in which as in the endings WikiHow's brackets are cleaned away;
-                length is the number of characters.  lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py
+    harness     context "activity_label: ctx_a Ctx_b"; WikiHow's brackets are removed from context and endings; length
+                is the number of characters.  lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py
 
-Rows are those of the published .jsonl, or llm.c's .bin, which holds tokens of the completion style alone.
+The rows come from the published .jsonl, or from llm.c's .bin, which holds tokens of the completion style only.
 """
 
 import hashlib
@@ -37,16 +37,16 @@ CORRECT = "give a HellaSwag .jsonl or llm.c's .bin of it"
 
 
 class Questions(NamedTuple):
-    """Rows in tokens.  contexts [rows] and endings [rows * 4] are uint16 arrays of one token or more."""
+    """Rows as tokens.  contexts [rows] and endings [rows * 4] are uint16 arrays of at least one token."""
 
     contexts: list[np.ndarray]
     endings: list[np.ndarray]
-    lengths: np.ndarray  # of each ending, what acc_norm divides by: float64 [rows, 4]
+    lengths: np.ndarray  # of the endings, for acc_norm: float64 [rows, 4]
     labels: np.ndarray  # the right ending: int64 [rows]
 
 
 class Row(BaseModel):
-    """What is read of a line of the .jsonl."""
+    """The fields of a line of the .jsonl that are used."""
 
     activity_label: str
     ctx_a: str
@@ -57,7 +57,7 @@ class Row(BaseModel):
 
 
 def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str]) -> dict[str, Questions]:
-    """The first `limit` rows (0: all) in each of `styles` that the file has; a path of None downloads the .jsonl."""
+    """Return the first `limit` rows (0: all) in each of `styles` that the file has; path None downloads the .jsonl."""
     where = path or Path.home() / CACHED
     try:
         if path is None:
@@ -99,7 +99,7 @@ def _read_jsonl(path: Path, limit: int) -> list[Row]:
     with open(path, "rb") as file:
         rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(islice(file, limit or None), 1)]
     if not rows:
-        raise bad_data(path, "no rows", "an empty file", "a JSON object a line", CORRECT)
+        raise bad_data(path, "no rows", "an empty file", "one JSON object per line", CORRECT)
     return rows
 
 
@@ -116,18 +116,18 @@ def _parse(line: bytes, where: str) -> Row:
 
 
 def completion(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
-    """llm.c's questions: the text as it is."""
+    """Return llm.c's questions, with the text unchanged."""
     endings = [" " + ending for row in rows for ending in row.endings]
     contexts, tokens = _encode(tokenizer, [row.ctx for row in rows], endings)
     return Questions(contexts, tokens, _matrix(map(len, tokens)), _labels(rows))
 
 
 def harness(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
-    """lm-evaluation-harness's questions.
+    """Return lm-evaluation-harness's questions.
 
-    It tokenises context and ending in one and takes what follows the context's own tokens.  That is the ending
-    tokenised by itself, since the context does not end in a space and the ending begins with one: GPT-2 splits text
-    there before it merges bytes.
+    The harness tokenises context and ending together and takes the tokens after those of the context.  These are the
+    tokens of the ending alone, since the context does not end in a space and the ending begins with one: GPT-2 splits
+    text there before it merges bytes.
     """
     queries = [clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}") for row in rows]
     cleaned = [clean(ending) for row in rows for ending in row.endings]
@@ -138,7 +138,7 @@ def harness(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
 
 
 def clean(text: str) -> str:
-    """lm-evaluation-harness's clean-up of what is left of WikiHow's mark-up."""
+    """Remove WikiHow's mark-up as lm-evaluation-harness does."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -147,10 +147,10 @@ TEXTS: dict[str, Callable[[Sequence[Row], Tokenizer], Questions]] = {"completion
 
 
 def _encode(tokenizer: Tokenizer, contexts: list[str], endings: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Tokens of both; an empty context is an end of text, behind which the ending begins.
+    """Return the tokens of both; an empty context becomes the end-of-text token.
 
-    One by one: all of HellaSwag in 0.9 s.  tiktoken's encode_ordinary_batch makes a future of each of these short texts
-    and takes 2 to 3 s, whatever the number of threads.
+    One text at a time takes 0.9 s for all of HellaSwag.  tiktoken's encode_ordinary_batch makes a future for each of
+    these short texts and takes 2 to 3 s with any number of threads.
     """
     start = np.array([tokenizer.eot], np.uint16)
     return [tokenizer.encode(text) if text else start for text in contexts], [tokenizer.encode(e) for e in endings]
@@ -168,7 +168,7 @@ def _labels(rows: Sequence[Row]) -> np.ndarray:
 
 
 def _read_bin(path: Path, tokenizer: Tokenizer, limit: int) -> Questions:
-    """llm.c's evaluation file: a header of 256 int32 (magic, version, rows), then the rows, of uint16."""
+    """Read llm.c's evaluation file: a header of 256 int32 (magic, version, rows), then the rows, of uint16."""
     raw = path.read_bytes().ljust(BIN_HEADER_BYTES, b"\0")
     header = np.frombuffer(raw[:BIN_HEADER_BYTES], "<i4")
     stream = np.frombuffer(raw[BIN_HEADER_BYTES : len(raw) // 2 * 2], "<u2")
@@ -193,8 +193,9 @@ def _read_bin(path: Path, tokenizer: Tokenizer, limit: int) -> Questions:
 
 
 def _bin_parts(row: np.ndarray) -> list[np.ndarray] | None:
-    """Tokens of the context and of the endings; None if the row, 65535, its bytes, its number, the label, 4, and five
-    times a count and as many tokens, is not one.
+    """Return the tokens of the context and of the endings; None if the row is damaged.
+
+    A row holds 65535, its bytes, its number, the label, 4, and five times a count and as many tokens.
     """
     if len(row) < 6 or row[0] != BIN_START or row[3] >= ENDINGS or row[4] != ENDINGS:
         return None

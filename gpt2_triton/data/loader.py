@@ -1,8 +1,9 @@
-"""From shards to packed micro-batches: which tokens a sample holds, and the host tables of the embedding's backward.
+"""From shards to packed micro-batches: the order of samples, and a thread that prepares batches ahead.
 
 A window is seq_len + 1 tokens of one shard; windows start seq_len apart; n is their number over all shards.  Global
 sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutation of [0, n) keyed by (seed, epoch).
-No batch size, rank or history enters, so the loader's whole state is one integer, the next global sample.
+The order does not depend on batch size, rank or history, so the loader's whole state is one integer, the next global
+sample.
 """
 
 import itertools
@@ -21,18 +22,18 @@ from gpt2_triton.errors import bad_data
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser: a bijection of uint64 that flips about half the bits for each bit of x."""
+    """Return splitmix64's finaliser of x: a bijection of uint64 in which each bit of x flips about half the bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def permute(index: np.ndarray, epoch: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """pi(index) in [0, n), keyed by (seed, epoch), element by element (uint64).
+    """Return pi(index) in [0, n), keyed by (seed, epoch), elementwise (uint64).
 
-    Four Feistel rounds, (l, r) -> (r, l ^ F(r, key)), permute [0, 4^half) whatever F is; 4^half is the first power of
-    four >= n.  A value that lands outside [0, n) is sent through again until it lands inside (cycle walking): still a
-    permutation, and at most 4 passes on average.
+    Four Feistel rounds, (l, r) -> (r, l ^ F(r, key)), permute [0, 4^half) for any F; 4^half is the first power of
+    four >= n.  A value outside [0, n) is permuted again until it lies inside (cycle walking): still a permutation, in
+    at most 4 passes on average.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -50,7 +51,7 @@ def permute(index: np.ndarray, epoch: np.ndarray, n: int, seed: int) -> np.ndarr
 
 
 class Windows:
-    """The windows of seq_len + 1 tokens of a list of shards, numbered through."""
+    """The windows of seq_len + 1 tokens of a list of shards, in one numbering."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int):
         self.shards, self.seq_len = shards, seq_len
@@ -58,7 +59,7 @@ class Windows:
         self.n = int(self.ends[-1])
 
     def read(self, windows: np.ndarray) -> np.ndarray:
-        """Tokens of the given windows, int32 [count, seq_len + 1]."""
+        """Return the tokens of windows (int64 [count]), int32 [count, seq_len + 1]."""
         out = np.empty((len(windows), self.seq_len + 1), np.int32)
         which = np.searchsorted(self.ends, windows, side="right")
         for row, shard, window in zip(out, which.tolist(), windows.tolist(), strict=True):
@@ -68,20 +69,20 @@ class Windows:
 
 
 class TrainLoader:
-    """Any range of global samples; it has no state of its own."""
+    """Reads any range of global samples; it has no state."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int):
         self.windows, self.seed = Windows(shards, seq_len), seed
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
-        """Global samples first_sample ... first_sample + count - 1, int32 [count, seq_len + 1]."""
+        """Return global samples first_sample ... first_sample + count - 1, int32 [count, seq_len + 1]."""
         n, samples = self.windows.n, np.arange(first_sample, first_sample + count, dtype=np.uint64)
         epoch, index = np.divmod(samples, np.uint64(n))
         return self.windows.read(permute(index, epoch, n, self.seed))
 
 
 class ValidationLoader:
-    """The first tokens // seq_len windows in order, of 0 tokens all of them: the same tokens whatever the batch."""
+    """Reads the first tokens // seq_len windows in order (0: all of them), the same tokens for any batch size."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int, tokens: int):
         self.windows = Windows(shards, seq_len)
@@ -93,25 +94,25 @@ class ValidationLoader:
             raise bad_data(shards[0].path, "eval.tokens does not suit this data", f"{tokens:,}", expected, todo)
 
     def batches(self, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(ids, targets), int32 [rows, seq_len] each; the last one may have fewer rows."""
+        """Yield (ids, targets), int32 [rows, seq_len] each; the last may have fewer rows."""
         for first in range(0, self.count, rows):
             tokens = self.windows.read(np.arange(first, min(first + rows, self.count)))
             yield tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
     def shapes(self, rows: int) -> set[tuple[int, int]]:
-        """The shapes of those batches."""
+        """Return the shapes of these batches."""
         return {(min(rows, self.count - first), self.windows.seq_len) for first in range(0, self.count, rows)}
 
 
 class Prefetcher:
     """Iterator over packed micro-batches that a thread prepares ahead in a ring of `depth` host buffers.
 
-    With b = micro_batch and G = b * accumulation * ranks samples a step, micro-step k of step s takes global samples
-    [s*G + k*b*ranks, s*G + (k+1)*b*ranks), of which rank r has b from the r*b-th on.
+    With b = micro_batch and G = b * accumulation * ranks samples per step, micro-step k of step s takes global samples
+    [s*G + k*b*ranks, s*G + (k+1)*b*ranks); rank r takes b of them, from the r*b-th on.
 
-    A buffer may be read until the next call of next().  By then its copy to the device has been issued, but may lie
-    behind the host: an event is recorded, and the thread, not the caller, waits for it before it fills the buffer
-    again.  Hence three: one being read, one perhaps still being copied, one being filled.
+    A buffer is valid until the next call of next().  Its copy to the device has been issued by then but may not have
+    finished, so an event is recorded, and the thread, not the caller, waits for it before it fills the buffer again.
+    At least three buffers are needed: one being read, one possibly being copied, one being filled.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Prefetcher:
         return self
 
     def __next__(self) -> torch.Tensor:
-        """The next micro-batch; raises what the thread raised, when its turn comes."""
+        """Return the next micro-batch, or raise the exception of the thread in its place."""
         if self._returned is not None:
             if self._copied:
                 self._copied[self._returned].record()
@@ -160,13 +161,13 @@ class Prefetcher:
         return self._buffers[item]
 
     def step(self, first_sample: int) -> Iterator[torch.Tensor]:
-        """The micro-batches of the step that begins with this sample, made here and now, whatever the thread is at."""
+        """Yield the micro-batches of the step that begins with this sample, made here, independently of the thread."""
         for first in itertools.islice(self._first_samples(first_sample), self._accumulation):
             tokens = self._loader.batch(first, self._micro_batch)
             yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], self._vocab_size)
 
     def close(self) -> None:
-        """Stop the thread; it is gone when this returns."""
+        """Stop the thread and wait for its end."""
         self._closed = True
         self._free.put(0)  # wakes it
         self._thread.join()

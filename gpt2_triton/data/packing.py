@@ -7,70 +7,83 @@ SEGMENT = 128  # most entries that one program of the embedding backward adds up
 
 
 def scatter_bounds(R: int, vocab_size: int) -> tuple[int, int, int]:
-    """Most segments Ns, hot tokens Nh and slots that R ids and R targets can need; each is reached by some input.
+    """Return the most segments Ns, split tokens Nh and slots that R ids and R targets can need; all can be reached.
 
     E = 2R entries, M = SEGMENT.  A token with c > 0 entries has ceil(c / M) = 1 + floor((c - 1) / M) segments.
     Ns: k present tokens have at most k + floor((E - k) / M), as floors sum to at most the floor of the sum.  This grows
-        with k <= min(V, E); one token of E - k + 1 entries beside k - 1 tokens of one entry reach it.
-    Nh: a hot token has M + 1 entries or more, so min(V, floor(E / (M + 1))), reached by that many of M + 1 entries.
-    Slots are the segments of hot tokens, for h of them h + floor((E - h) / M) as above, at h = Nh, reached by h - 1
-        tokens of M + 1 entries beside one with the rest; 0 if there cannot be any.
+        with k <= min(V, E); one token of E - k + 1 entries and k - 1 tokens of one entry reach it.
+    Nh: a split token has M + 1 entries or more, so min(V, floor(E / (M + 1))), reached by that many of M + 1 entries.
+    Slots are the segments of split tokens, for h of them h + floor((E - h) / M) as above, at h = Nh, reached by h - 1
+        tokens of M + 1 entries and one with the rest; 0 if there cannot be any.
     """
     entries = 2 * R
-    present, hot = min(vocab_size, entries), min(vocab_size, entries // (SEGMENT + 1))
-    return present + (entries - present) // SEGMENT, hot, hot + (entries - hot) // SEGMENT if hot else 0
+    present, split = min(vocab_size, entries), min(vocab_size, entries // (SEGMENT + 1))
+    return present + (entries - present) // SEGMENT, split, split + (entries - split) // SEGMENT if split else 0
 
 
 def scatter_table(ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What adds up to each row of wte's gradient, in which order: int32 order [2R], segments [Ns, 4], hot [Nh, 4].
+    """Return the terms of each row of wte's gradient and their order, as int32 tables.
 
     Entry e < R adds dx[e] to wte[ids[e]]; entry e >= R adds ks[e - R] * lnf[e - R] to wte[targets[e - R]].  A target
-    of -1 has no entry.
-    order:    entries sorted by token, those of one token by e; then zeros that nothing refers to.
-    segments: (token, start, length, slot): order[start : start + length] are entries of `token`, length <= SEGMENT.
-              With slot -1 these are all it has, and their sum goes to its row; else it goes to partial row `slot`.
-    hot:      (token, first_slot, count, 0): the partial rows of a token with more than SEGMENT entries.
-    Unused rows of segments and hot are zero.
+    of -1 has no entry.  Unused elements of the tables are zero.
+    order [2R]:         entries sorted by token, those of one token by e.
+    segments [Ns, 4]:   (token, start, length, slot): order[start : start + length] are entries of `token`, at most
+                        SEGMENT of them.  With slot -1 these are all of its entries, and their sum is added to its row;
+                        otherwise the sum is stored in partial row `slot`.
+    split_tokens [Nh, 4]: (token, first_slot, count, 0): the partial rows of a token with more than SEGMENT entries.
+
+    If SEGMENT were 2, then for ids = 7 4 7 and targets = 4 7 9, so that entries 0 to 5 belong to tokens 7 4 7 4 7 9:
+    order         1 3 0 2 4 5                     token 4 has entries 1 3, token 7 has 0 2 4, token 9 has 5
+    segments      (4, 0, 2, -1)  (7, 2, 2, 0)  (7, 4, 1, 1)  (9, 5, 1, -1)
+    split_tokens  (7, 0, 2, 0)                    row 7 gets partial rows 0 and 1
     """
     assert vocab_size <= 1 << 16, vocab_size
-    R = len(ids)
-    max_segments, max_hot, _ = scatter_bounds(R, vocab_size)
-    tokens = np.concatenate([ids, targets])
+    order, token, count = _sort_entries(np.concatenate([ids, targets]), vocab_size)
+    max_segments, max_split, _ = scatter_bounds(len(ids), vocab_size)
+    segments, split_tokens = np.zeros((max_segments, 4), np.int32), np.zeros((max_split, 4), np.int32)
+    _cut_segments(token, count, segments, split_tokens)
+    return order, segments, split_tokens
+
+
+def _sort_entries(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the entries sorted by token, the tokens that have any, and how many each has."""
     entries = np.flatnonzero(tokens >= 0)
     keys = tokens[entries].astype(np.uint16)  # numpy sorts 16-bit keys by radix: 1 ms for 131,072, 5 to 8 ms as int32
-    order = np.zeros(2 * R, np.int32)
+    order = np.zeros(len(tokens), np.int32)
     order[: len(entries)] = entries[np.argsort(keys, kind="stable")]
-
     counts = np.bincount(keys, minlength=vocab_size)
     token = np.flatnonzero(counts)
-    count = counts[token]
-    pieces = -(-count // SEGMENT)
-    slots = np.where(pieces > 1, pieces, 0)
-    first_slot = np.where(pieces > 1, np.cumsum(slots) - slots, -1)
+    return order, token, counts[token]
 
-    owner = np.repeat(np.arange(len(token)), pieces)  # of each segment
-    piece = np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]
-    segments = np.zeros((max_segments, 4), np.int32)
+
+def _cut_segments(token: np.ndarray, count: np.ndarray, segments: np.ndarray, split_tokens: np.ndarray) -> None:
+    """Fill the tables for tokens with `count` entries each, which follow each other in `order`."""
+    parts = -(-count // SEGMENT)
+    is_split = parts > 1
+    slots = np.where(is_split, parts, 0)
+    first_slot = np.where(is_split, np.cumsum(slots) - slots, -1)
+
+    owner = np.repeat(np.arange(len(token)), parts)  # of each segment
+    part = np.arange(len(owner)) - (np.cumsum(parts) - parts)[owner]
     used = segments[: len(owner)]
     used[:, 0] = token[owner]
-    used[:, 1] = (np.cumsum(count) - count)[owner] + SEGMENT * piece
-    used[:, 2] = np.minimum(SEGMENT, count[owner] - SEGMENT * piece)
-    used[:, 3] = first_slot[owner] + piece  # a token with one segment: -1 + 0
-
-    is_hot = pieces > 1
-    hot = np.zeros((max_hot, 4), np.int32)
-    hot[: is_hot.sum(), :3] = np.stack([token, first_slot, pieces], axis=1)[is_hot]
-    return order, segments, hot
+    used[:, 1] = (np.cumsum(count) - count)[owner] + SEGMENT * part
+    used[:, 2] = np.minimum(SEGMENT, count[owner] - SEGMENT * part)
+    used[:, 3] = first_slot[owner] + part  # a token with one segment: -1 + 0
+    split_tokens[: is_split.sum(), :3] = np.stack([token, first_slot, parts], axis=1)[is_split]
 
 
 def packed_size(R: int, vocab_size: int) -> int:
-    """Elements of a packed micro-batch of R rows, int32: ids R | targets R | order 2R | segments 4*Ns | hot 4*Nh."""
-    max_segments, max_hot, _ = scatter_bounds(R, vocab_size)
-    return 4 * R + 4 * max_segments + 4 * max_hot
+    """Return the int32 elements of a packed micro-batch of R rows:
+
+    ids R | targets R | order 2R | segments 4*Ns | split_tokens 4*Nh
+    """
+    max_segments, max_split, _ = scatter_bounds(R, vocab_size)
+    return 4 * R + 4 * max_segments + 4 * max_split
 
 
 def pack_batch(buffer: torch.Tensor | None, ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> torch.Tensor:
-    """Lay int32 ids and targets [B, T] and their tables out in `buffer` (None: a new one) as packed_size says."""
+    """Write int32 ids and targets [B, T] and their tables into `buffer` (None: a new one) in packed_size's layout."""
     if buffer is None:
         buffer = torch.empty(packed_size(ids.size, vocab_size), dtype=torch.int32)
     ids, targets = ids.reshape(-1), targets.reshape(-1)

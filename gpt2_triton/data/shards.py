@@ -1,4 +1,4 @@
-"""Shards: tokens on disk in llm.c's .bin format, written whole or not at all, and checked before they are trained on.
+"""Shards: tokens on disk in llm.c's .bin format, written whole or not at all, and checked before training.
 
 A shard is a header of 256 little-endian int32 (MAGIC, VERSION, number of tokens ntok, then zeros) and the tokens as
 uint16: 1024 + 2 * ntok bytes in all.
@@ -21,7 +21,7 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
 SCAN = 1 << 22  # tokens checked at a time: 8 MiB
 EDGE_BYTES = 1 << 16  # of each end of a shard that its fingerprint covers
-RECORD = "shards.json"  # what a preparation tells of its shards, beside them
+RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes and sha256
 PREPARE = "make shards with `python -m gpt2_triton prepare`"
 
 
@@ -34,7 +34,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 class Shard:
-    """One shard, memory-mapped: `tokens` is a uint16 array [ntok], one window long or more, all below vocab_size."""
+    """A memory-mapped shard: `tokens` is uint16 [ntok], at least one window long, all below vocab_size."""
 
     def __init__(self, path: Path | str, vocab_size: int, seq_len: int):
         self.path = Path(path)
@@ -49,9 +49,9 @@ class Shard:
             self._check_tokens(vocab_size)
 
     def _check_tokens(self, vocab_size: int) -> None:
-        """The embedding kernel reads row `token` of wte unchecked, so a stray token would be an out-of-bounds read.
+        """DataError for a token outside the vocabulary, which the embedding kernel would read out of bounds.
 
-        The scan takes 7 ms for 100 million tokens in the page cache, and what the disk needs for those that are not.
+        The scan takes 7 ms for 100 million tokens in the page cache; otherwise it is as fast as the disk.
         """
         for start in range(0, len(self.tokens), SCAN):
             chunk = self.tokens[start : start + SCAN]
@@ -63,26 +63,26 @@ class Shard:
 
 
 def map_tokens(path: Path) -> np.memmap:
-    """The tokens of a shard, uint16 [ntok], mapped; its header and size are checked."""
+    """Return the memory-mapped tokens of a shard, uint16 [ntok]; DataError if its header or size is wrong."""
     size, header = path.stat().st_size, np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    again = "it was cut off or overwritten: copy or prepare it again"
+    todo = "it was cut off or overwritten: copy or prepare it again"
     if header.nbytes < HEADER_BYTES:
-        raise bad_data(path, "no header", f"{size:,} bytes", f"more than {HEADER_BYTES:,}", again)
+        raise bad_data(path, "no header", f"{size:,} bytes", f"more than {HEADER_BYTES:,}", todo)
     magic, version, ntok = header[:3].tolist()
     if magic != MAGIC:
         raise bad_data(path, "wrong magic number", magic, f"{MAGIC} (llm.c's uint16 shards)", PREPARE)
     if version != VERSION:
         raise bad_data(path, "wrong version", version, VERSION, PREPARE)
     if ntok < 1:
-        raise bad_data(path, "no tokens", f"a count of {ntok} in the header", "1 or more", again)
+        raise bad_data(path, "no tokens", f"a count of {ntok} in the header", "1 or more", todo)
     whole = HEADER_BYTES + 2 * ntok
     if size != whole:
-        raise bad_data(path, "wrong size", f"{size:,} bytes", f"{whole:,} for the {ntok:,} tokens of its header", again)
+        raise bad_data(path, "wrong size", f"{size:,} bytes", f"{whole:,} for the {ntok:,} tokens of its header", todo)
     return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(ntok,))
 
 
 def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
-    """Every shard that matches a path or glob, in the order of their names, checked in full."""
+    """Return every shard that matches a path or glob, in the order of their names, each checked in full."""
     paths = _matches(pattern)
     if os.path.isdir(pattern):
         raise bad_data(
@@ -99,9 +99,9 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
 
 
 def require_tokenizer(pattern: str, tokenizer: str) -> None:
-    """Refuse shards that were made with another tokenizer, as RECORD beside them says; others' shards have none.
+    """DataError if the record next to the shards names another tokenizer; shards of other projects have no record.
 
-    Bytes are tokens of GPT-2's vocabulary too, so that such a run would train, and learn nothing of use.
+    Bytes are also tokens of GPT-2's vocabulary, so such a run would train, but on the wrong text.
     """
     for record in sorted({Path(path).parent / RECORD for path in _matches(pattern)}):
         made_with = read_record(record).get("tokenizer", tokenizer)
@@ -111,7 +111,7 @@ def require_tokenizer(pattern: str, tokenizer: str) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A preparation's record; empty where there is none that can be read."""
+    """Return the record of a preparation; empty if there is none that can be read."""
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -124,7 +124,10 @@ def _matches(pattern: str) -> list[str]:
 
 
 def fingerprint(shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """What a checkpoint remembers of each shard, for JSON: name, size, sha256 of its header, first and last 64 KiB."""
+    """Return, for JSON, each shard's name, size and sha256 of its header, first and last 64 KiB.
+
+    A checkpoint holds this, so that a resumed run can be refused other data.
+    """
     rows = []
     for shard in shards:
         with open(shard.path, "rb") as file:

@@ -137,7 +137,7 @@ def _matmul_dw_kernel(
 
 
 @triton.jit
-def _add_partials_kernel(
+def _add_dw_partials_kernel(
     out_ptr, part_ptr, N, K, whole_tiles, k_parts, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +249,7 @@ def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool)
         _launch_dw(dw, scratch, dout, inp, split, acc, row)
     if split.split_tiles:
         rows = split.rows if INTERPRET else 8
-        _add_partials_kernel[(split.split_tiles * split.rows // rows,)](
+        _add_dw_partials_kernel[(split.split_tiles * split.rows // rows,)](
             dw, scratch, N, K, split.whole_tiles, split.k_parts,
             ACC=acc, BLOCK_M=split.rows, BLOCK_N=split.columns, GROUP_M=row["GROUP_M"], ROWS=rows,
         )  # fmt: skip

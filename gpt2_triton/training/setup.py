@@ -15,7 +15,7 @@ from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
-from gpt2_triton.data.prepare.text import builtin_shards
+from gpt2_triton.data.prepare.builtin import builtin_shards
 from gpt2_triton.data.shards import Shard, fingerprint, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency

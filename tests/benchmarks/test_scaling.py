@@ -117,7 +117,7 @@ def event(name, start, duration):
     return {"cat": "kernel", "name": name, "ts": start * 1e3, "dur": duration * 1e3}
 
 
-COPY, SUM = "Memcpy PtoP", "_add_kernel"
+COPY, SUM = "Memcpy PtoP", "_add_partials_kernel"
 
 
 def steps_of(*kernels):

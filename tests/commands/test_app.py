@@ -17,6 +17,7 @@ from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import options
 from gpt2_triton.config.load import load_config
+from gpt2_triton.data.prepare import builtin
 from gpt2_triton.data.prepare import text as prepare_text
 from gpt2_triton.inference import sample
 from gpt2_triton.model import memory_plan
@@ -262,7 +263,7 @@ def test_sample_passes_its_options(monkeypatch):
 def test_prepare_passes_its_options(monkeypatch):
     calls = []
     monkeypatch.setattr(prepare_text, "prepare_text", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(prepare_text, "prepare_builtin", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(builtin, "prepare_builtin", lambda *arguments: calls.append(arguments))
     words = "prepare text a.txt b.txt --out d --tokenizer bytes --workers 3"
     assert main(tools_app, words.split()) == 0
     assert main(tools_app, ["prepare", "builtin", "--out", "e"]) == 0

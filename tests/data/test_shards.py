@@ -1,4 +1,4 @@
-"""Shards are llm.c's format byte for byte, appear whole or not at all, and bad ones are refused in one helpful line."""
+"""Shards have llm.c's format byte for byte, appear whole or not at all, and bad ones are refused in one line."""
 
 import json
 import os
@@ -42,34 +42,34 @@ def refusal(path, vocab_size=VOCAB, seq_len=SEQ_LEN):
     return message
 
 
-def test_a_shard_is_the_bytes_llm_c_reads(shard):
+def test_write_shard_has_the_bytes_of_llmc(shard):
     assert shard.read_bytes() == struct.pack("<256i", 20240520, 1, 100, *[0] * 253) + struct.pack("<100H", *range(100))
 
 
-def test_tokens_come_back(shard):
+def test_open_shards_returns_the_tokens(shard):
     (opened,) = open_shards(str(shard), VOCAB, SEQ_LEN)
     assert opened.tokens.dtype == np.uint16
     np.testing.assert_array_equal(opened.tokens, TOKENS)
 
 
-def test_wrong_magic_is_refused(shard):
+def test_shard_with_wrong_magic_is_refused(shard):
     patched(shard, 0, 20240801)
     assert "magic number: got 20240801, expected 20240520" in refusal(shard)
 
 
-def test_wrong_version_is_refused(shard):
+def test_shard_with_wrong_version_is_refused(shard):
     patched(shard, 4, 7)
     assert "version: got 7, expected 1" in refusal(shard)
 
 
 @pytest.mark.parametrize("count", [0, -5])
-def test_no_tokens_is_refused(shard, count):
+def test_shard_without_tokens_is_refused(shard, count):
     patched(shard, 8, count)
     assert f"got a count of {count} in the header" in refusal(shard)
 
 
 @pytest.mark.parametrize("change", [-1, -2, 1, 2])
-def test_wrong_size_is_refused(shard, change):
+def test_shard_of_wrong_size_is_refused(shard, change):
     data = shard.read_bytes()
     shard.write_bytes(data[:change] if change < 0 else data + bytes(change))
     message = refusal(shard)
@@ -79,17 +79,17 @@ def test_wrong_size_is_refused(shard, change):
 
 
 @pytest.mark.parametrize("size", [0, 3, 1023])
-def test_a_file_without_a_whole_header_is_refused(shard, size):
+def test_shard_without_a_whole_header_is_refused(shard, size):
     shard.write_bytes(shard.read_bytes()[:size])
     assert f"no header: got {size:,} bytes" in refusal(shard)
 
 
-def test_a_shard_shorter_than_one_window_is_refused(shard):
+def test_shard_shorter_than_one_window_is_refused(shard):
     assert len(open_shards(str(shard), VOCAB, 99)) == 1
     assert "got 100 tokens, expected seq_len + 1 = 101 or more; lower train.seq_len" in refusal(shard, seq_len=100)
 
 
-def test_a_token_outside_the_vocabulary_is_refused_with_its_place(shard, monkeypatch):
+def test_shard_token_outside_the_vocabulary_is_located(shard, monkeypatch):
     monkeypatch.setattr(shards, "SCAN", 16)  # the token lies in the fifth piece
     tokens = TOKENS.copy()
     tokens[[70, 90]] = 299, 300
@@ -100,23 +100,23 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_place(shard, monkeyp
     assert struct.unpack_from("<H", shard.read_bytes(), 1204) == (300,)
 
 
-def test_no_match_is_refused_with_the_pattern_and_how_to_get_data(tmp_path):
+def test_open_shards_refuses_a_pattern_without_match(tmp_path):
     message = refusal(tmp_path / "none_*.bin")
     assert "none_*.bin" in message and "python -m gpt2_triton prepare" in message and "data.train" in message
 
 
-def test_a_directory_is_refused(tmp_path):
+def test_open_shards_refuses_a_directory(tmp_path):
     assert f"got a directory, expected a path or glob of .bin files; name its files, as {tmp_path}/train" in refusal(
         tmp_path
     )
 
 
 @pytest.mark.parametrize("record", [{"tokenizer": "bytes"}, {"source": "others"}, [], None])
-def test_shards_of_another_tokenizer_are_refused_by_their_record(shard, record):
+def test_require_tokenizer_refuses_another_tokenizer(shard, record):
     if record is not None:
         shard.with_name("shards.json").write_text(json.dumps(record))
     require_tokenizer(str(shard), "bytes")
-    require_tokenizer(str(shard.parent / "none_*.bin"), "gpt2")  # open_shards says that there are none
+    require_tokenizer(str(shard.parent / "none_*.bin"), "gpt2")  # open_shards reports that there are none
     if record != {"tokenizer": "bytes"}:
         return require_tokenizer(str(shard.parent / "train_*.bin"), "gpt2")
     for given in (shard, shard.parent / "train_*.bin"):
@@ -124,7 +124,7 @@ def test_shards_of_another_tokenizer_are_refused_by_their_record(shard, record):
             require_tokenizer(str(given), "gpt2")
 
 
-def test_a_glob_gives_sorted_shards_and_no_unfinished_ones(tmp_path):
+def test_open_shards_sorts_a_glob_without_hidden_files(tmp_path):
     for i in (2, 0, 1):
         write_shard(tmp_path / f"train_{i:06d}.bin", np.full(20, i, np.uint16))
     (tmp_path / ".train_000003.bin.77.tmp").write_bytes(b"unfinished")
@@ -132,14 +132,14 @@ def test_a_glob_gives_sorted_shards_and_no_unfinished_ones(tmp_path):
     assert [int(s.tokens[0]) for s in opened] == [0, 1, 2]
 
 
-def test_a_path_may_hold_the_characters_of_a_glob(tmp_path):
+def test_open_shards_takes_a_path_with_glob_characters(tmp_path):
     (tmp_path / "run[1]").mkdir()
     write_shard(tmp_path / "run[1]" / "a.bin", TOKENS)
     assert len(open_shards(str(tmp_path / "run[1]" / "a.bin"), VOCAB, SEQ_LEN)) == 1
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
-def test_a_failed_write_leaves_the_old_shard_and_nothing_else(shard, monkeypatch, call):
+def test_write_shard_failure_leaves_the_old_shard(shard, monkeypatch, call):
     def fail(*args):
         raise OSError("no space")
 
@@ -150,7 +150,7 @@ def test_a_failed_write_leaves_the_old_shard_and_nothing_else(shard, monkeypatch
     assert shard.read_bytes() == before and os.listdir(shard.parent) == [shard.name]
 
 
-def test_the_fingerprint_sees_names_sizes_and_both_ends(tmp_path):
+def test_fingerprint_covers_names_sizes_and_both_ends(tmp_path):
     tokens = (np.arange(200_000) % VOCAB).astype(np.uint16)
 
     def of(name="a.bin", tokens=tokens, directory="x"):

@@ -1,6 +1,6 @@
-"""Text on disk as documents: .txt holds one, .jsonl one a line, in its field "text"; each may be compressed as .gz.
+"""Text on disk as documents: .txt holds one, .jsonl one per line, in its field "text"; each may be compressed as .gz.
 
-Files are read a piece at a time, so memory grows with the longest line and not with the file.
+Files are read in parts, so memory grows with the longest line and not with the file.
 """
 
 import glob
@@ -21,7 +21,7 @@ ENDINGS = "names that end in .txt or .jsonl, or in .txt.gz or .jsonl.gz"
 SAFE_CUT = re.compile(r"(?<=\S)[ \t\r\n]")
 
 
-class Source(NamedTuple):
+class File(NamedTuple):
     path: Path
     name: str  # in the record: the file's name, or its path below the folder that was given
 
@@ -29,11 +29,14 @@ class Source(NamedTuple):
 # ---- which files ----
 
 
-def find_sources(inputs: Sequence[Path]) -> list[Source]:
-    """Files as given, those of a folder (with its folders) and of a glob sorted; each once, each of a known kind."""
-    sources = [source for given in inputs for source in _matches(Path(given))]
+def find_files(inputs: Sequence[Path]) -> list[File]:
+    """Return the files: as given, those of a folder (with its folders) and of a glob sorted.
+
+    DataError if one is missing, of an unknown kind, or given twice.
+    """
+    files = [file for given in inputs for file in _matches(Path(given))]
     seen: set[Path] = set()
-    for path, _ in sources:
+    for path, _ in files:
         if not path.exists():
             got, expected = "No such file or directory", "a file, a folder or a quoted glob"
             raise bad_data(path, "cannot read", got, expected, "correct the path")
@@ -42,18 +45,18 @@ def find_sources(inputs: Sequence[Path]) -> list[Source]:
         if path.resolve() in seen:
             raise bad_data(path, "the same file again", "it twice", "each file once", "leave one out")
         seen.add(path.resolve())
-    return sources
+    return files
 
 
-def _matches(given: Path) -> list[Source]:
+def _matches(given: Path) -> list[File]:
     if given.is_dir():
         paths = [p for p in sorted(given.rglob("*")) if p.name.endswith(SUFFIXES) and p.is_file()]
         names = [(p, p.relative_to(given)) for p in paths]
-        found = [Source(p, str(name)) for p, name in names if not any(part.startswith(".") for part in name.parts)]
+        found = [File(p, str(name)) for p, name in names if not any(part.startswith(".") for part in name.parts)]
     elif glob.has_magic(str(given)) and not given.exists():
         found = [s for p in sorted(glob.glob(str(given), recursive=True)) for s in _matches(Path(p))]
     else:
-        found = [Source(given, given.name)]
+        found = [File(given, given.name)]
     if not found:
         raise bad_data(given, "no text here", "0 files", ENDINGS, "correct the path")
     return found
@@ -63,7 +66,7 @@ def _matches(given: Path) -> list[Source]:
 
 
 def measure(path: Path) -> tuple[str, int]:
-    """sha256 of a file's bytes and the characters of its documents; reads, and so checks, all of it."""
+    """Return the sha256 of a file and the characters of its documents; reads and so checks the whole file."""
     try:
         digest = sha256(path)
     except OSError as error:
@@ -75,7 +78,7 @@ def measure(path: Path) -> tuple[str, int]:
 
 
 def read(path: Path) -> Iterator[tuple[int, str]]:
-    """(document, text) in order; a long document comes in several parts, an empty one not at all."""
+    """Yield (document, text) in order: a long document in several parts, an empty one not at all."""
     line, json_lines = 1, path.name.removesuffix(".gz").endswith(".jsonl")
     try:
         with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else open(path, "rb") as file:
@@ -105,7 +108,7 @@ def _decode(path: Path, line: int, data: bytes) -> str:
 
 
 def _json_text(path: Path, line: int, data: bytes) -> str:
-    """The field "text" of one line; a blank line has none."""
+    """Return the field "text" of one line; "" for a blank line."""
     row, where, todo = _decode(path, line, data), f"{path}, line {line:,}", "correct or remove this line"
     if not row.strip():
         return ""
@@ -129,12 +132,11 @@ def _json_text(path: Path, line: int, data: bytes) -> str:
 # ---- pieces to tokenise ----
 
 
-def pieces(parts: Iterable[str], size: int) -> Iterator[str]:
-    """A document, given in parts, in pieces of `size` characters or more, the last one shorter, whose tokens are those
-    of the whole.
+def split_at_whitespace(parts: Iterable[str], size: int) -> Iterator[str]:
+    """Split a document, given in parts, into pieces of at least `size` characters, the last one shorter.
 
-    They are cut where a run of whitespace begins.  No token of either tokenizer lies across such a place: in GPT-2's
-    pattern nothing takes whitespace after other characters.
+    The pieces have the tokens of the whole.  They end where whitespace begins, and no token of either tokenizer lies
+    across such a place: GPT-2's pattern matches no whitespace after other characters.
     """
     rest = ""
     for part in parts:

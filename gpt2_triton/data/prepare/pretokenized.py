@@ -2,21 +2,20 @@
 train_000001.bin, ..., by the numbers they have there.
 
 A file is downloaded into a hidden folder, checked against the Hub's size and sha256 and by its header, and renamed into
-place; shards.json is written after each.  What is there and matches is not downloaded again.
+place; shards.json is written after each.  A file that is there and matches is not downloaded again.
 """
 
 import json
 import os
 import re
 import shutil
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.prepare import shard_writer
-from gpt2_triton.data.prepare.hub import asking, repository
-from gpt2_triton.data.prepare.shard_writer import Progress, Rows, print_now
+from gpt2_triton.data.prepare.hub import hub_errors_as, repository
+from gpt2_triton.data.prepare.shard_writer import Log, ShardRecords
 from gpt2_triton.data.shards import RECORD, map_tokens, read_record
 from gpt2_triton.errors import bad_data
 from gpt2_triton.files import fsync, sha256, write_atomic
@@ -29,7 +28,7 @@ REPOSITORIES = {
 }
 NAME = re.compile(r"(?:.*_)?(train|val)_([0-9]{6})\.bin")
 OFFLINE = "check the network and HF_ENDPOINT, or copy the files by hand and point data.train at them"
-AGAIN = "run the same command again: it goes on after the last finished shard"
+AGAIN = "run the same command again: it resumes after the last finished shard"
 
 
 class File(NamedTuple):
@@ -39,18 +38,21 @@ class File(NamedTuple):
     sha256: str
 
 
-def download(name: str, out_dir: Path, shards: int | None = None, progress: Progress = print_now) -> Path:
-    """The validation shard and the first `shards` training shards (all) of a name above or of any owner/repository."""
+def download(name: str, out_dir: Path, shards: int | None = None, log: Log = print_line) -> Path:
+    """Download the validation shard and the first `shards` training shards (default all).
+
+    `name` is one of REPOSITORIES or any owner/repository.
+    """
     repo = REPOSITORIES.get(name, name)
     if "/" not in repo:
         expected = f"{', '.join(REPOSITORIES)} or a repository's owner/name"
         raise bad_data("prepare pretokenized", "unknown data", repr(name), expected, "choose one of them")
     info = repository(repo, None, OFFLINE, files_metadata=True)
     files = _choose(repo, info.siblings, shards)
-    with shard_writer.written_to(out_dir):
-        rows = _download_missing(repo, info.sha, files, out_dir, progress)
+    with shard_writer.disk_errors_as(out_dir):
+        rows = _download_missing(repo, info.sha, files, out_dir)
     tokens = sum(row["tokens"] for row in rows.values())
-    progress(f"prepared {out_dir}: {len(rows)} shards, {tokens:,} tokens")
+    log(f"prepared {out_dir}: {len(rows)} shards, {tokens:,} tokens")
     return out_dir
 
 
@@ -66,42 +68,44 @@ def _choose(repo: str, siblings: Any, shards: int | None) -> list[File]:
     return val + train[:shards]
 
 
-def _download_missing(repo: str, commit: str, files: list[File], out_dir: Path, progress: Progress) -> Rows:
+def _download_missing(repo: str, commit: str, files: list[File], out_dir: Path) -> ShardRecords:
     out_dir.mkdir(parents=True, exist_ok=True)
-    recipe, rows = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}, {}
+    recipe, shards = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}, {}
     ours = read_record(out_dir / RECORD).get("source", {}).get("name") == repo
-    clock, missing = shard_writer.Clock(), []
-    for number, file in enumerate(files):
-        if clock.due():
-            progress(f"checked {number:,} of {len(files):,} shards")
-        if not _is_there(out_dir / file.local, file, ours):
-            missing.append(file)
-    shard_writer.require_space(out_dir, sum(file.size for file in missing) // 2)
-    got, total, begun = 0, sum(file.size for file in missing), time.monotonic()
-    for file in files:
-        if file in missing:
-            _fetch(repo, commit, file, out_dir)
-            got, seconds = got + file.size, time.monotonic() - begun
-            left, rate = timedelta(seconds=round(seconds * (total - got) / got)), got / seconds / 1e6
-            progress(f"{file.local}: {got / total:4.0%} of {total:,} bytes, {rate:,.0f} MB/s, {left} left")
-        rows[file.local] = {"tokens": len(map_tokens(out_dir / file.local)), "sha256": file.sha256}
-        write_atomic(out_dir / RECORD, json.dumps(recipe | {"shards": rows}, indent=1).encode())
+    missing = []
+    with Progress("checking shards", len(files), "shards") as progress:
+        for file in files:
+            if not _is_there(out_dir / file.local, file, ours):
+                missing.append(file)
+            progress.advance(1)
+    size = sum(file.size for file in missing)
+    shard_writer.require_space(out_dir, size // 2)
+    with Progress(f"downloading {repo}", size, "bytes") as progress:
+        for file in files:
+            if file in missing:
+                _download_file(repo, commit, file, out_dir)
+                progress.advance(file.size, file.local)
+            shards[file.local] = {"tokens": len(map_tokens(out_dir / file.local)), "sha256": file.sha256}
+            write_atomic(out_dir / RECORD, json.dumps(recipe | {"shards": shards}, indent=1).encode())
     shutil.rmtree(out_dir / ".download", ignore_errors=True)
-    return rows
+    return shards
 
 
 def _is_there(path: Path, file: File, ours: bool) -> bool:
-    """Whether a file need not be downloaded.  One that differs is written over only if a record says it is ours."""
+    """Return whether a file need not be downloaded.
+
+    DataError if it differs and no record shows that it was downloaded from this repository.
+    """
     if not path.exists():
         return False
     same = path.stat().st_size == file.size and sha256(path) == file.sha256
     if not same and not ours:
-        raise shard_writer.in_use(path)
+        raise shard_writer.directory_in_use(path)
     return same
 
 
-def _fetch(repo: str, commit: str, file: File, out_dir: Path) -> None:
-    with asking(f"{repo}/{file.name}", f"{file.size:,} bytes", AGAIN):
+def _download_file(repo: str, commit: str, file: File, out_dir: Path) -> None:
+    with hub_errors_as(f"{repo}/{file.name}", f"{file.size:,} bytes", AGAIN):
         from huggingface_hub import hf_hub_download
 
         folder = out_dir / ".download"

@@ -1,6 +1,6 @@
-"""A dataset becomes llm.c's shards; one that was killed anywhere and went on has the bytes of an unbroken one.
+"""A dataset becomes llm.c's shards; one that was killed anywhere and resumed has the bytes of an unbroken one.
 
-The datasets are folders, which `datasets` streams as it streams the Hub's; the Hub is a server in this process.
+The datasets are folders, which `datasets` streams like those of the Hub; the Hub is a server in this process.
 """
 
 import functools
@@ -20,21 +20,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from gpt2_triton import console
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
-from gpt2_triton.data.prepare import dataset, pretokenized, shard_writer
-from gpt2_triton.data.prepare.dataset import PROGRESS, Source, prepare_dataset
+from gpt2_triton.data.prepare import dataset, pipeline, pretokenized, shard_writer
+from gpt2_triton.data.prepare.dataset import PROGRESS, Dataset, prepare_dataset
 from gpt2_triton.data.shards import map_tokens, open_shards, write_shard
 from gpt2_triton.errors import DataError
 
 pytest.importorskip("datasets")
-SHARD, PIECE = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other
-NOBODY = "http://127.0.0.1:9"  # listens there
+SHARD, BATCH = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other
+NOBODY = "http://127.0.0.1:9"  # no server listens there
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(shard_writer, "PIECE", PIECE)
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +50,18 @@ def folder(tmp_path_factory):
     for i in range(3):
         rows = [{"id": 7, "text": text} for text in texts[100 * i : 100 * i + 100]]
         pq.write_table(pa.Table.from_pylist(rows), path / f"{i}.parquet", row_group_size=30)
-    return SimpleNamespace(path=path, texts=texts, source=Source(str(path)))
+    return SimpleNamespace(path=path, texts=texts, source=Dataset(str(path)))
 
 
 def prepare(folder, out, **options):
-    options = {"shard_tokens": SHARD, "progress": lambda line: None} | options
+    options = {"shard_tokens": SHARD, "log": lambda line: None} | options
     return prepare_dataset(folder.source, out, "bytes", **options)
 
 
 @pytest.fixture(scope="module")
 def unbroken(folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_writer, "PIECE", PIECE)
+        patch.setattr(shard_writer, "BATCH_CHARS", BATCH)
         return contents(prepare(folder, tmp_path_factory.mktemp("unbroken") / "out"))
 
 
@@ -69,7 +70,7 @@ def contents(directory):
 
 
 def llmc_tokens(texts):
-    """What llm.c's tokenize makes of documents in a row: the end-of-text token, then the text, for each."""
+    """Tokens of documents as llm.c's tokenize makes them: for each the end-of-text token, then the text."""
     return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8)
 
 
@@ -80,7 +81,7 @@ def tokens_of(directory):
 # ---- what is written ----
 
 
-def test_shards_hold_the_documents_each_behind_the_end_of_text_token_and_the_first_is_validation(folder, tmp_path):
+def test_dataset_shards_hold_the_documents_after_end_of_text(folder, tmp_path):
     out = prepare(folder, tmp_path / "out")
     np.testing.assert_array_equal(tokens_of(out), llmc_tokens(folder.texts))
     names = sorted(path.name for path in out.glob("*.bin"))
@@ -98,77 +99,79 @@ def test_shards_hold_the_documents_each_behind_the_end_of_text_token_and_the_fir
 
 
 @pytest.mark.parametrize(("tokens", "val"), [(9000, 900), (60_000, SHARD)])
-def test_tokens_is_where_it_stops_and_at_most_a_tenth_is_validation(folder, tmp_path, tokens, val):
+def test_dataset_stops_after_tokens_with_a_tenth_for_validation(folder, tmp_path, tokens, val):
     out = prepare(folder, tmp_path / "out", tokens=tokens)
     expected = llmc_tokens(folder.texts)[:tokens]
     np.testing.assert_array_equal(tokens_of(out), expected)
     assert len(map_tokens(out / "val_000000.bin")) == val
 
 
-def test_a_last_shard_that_is_too_short_is_lengthened_by_the_one_before(tmp_path):
+def test_balance_last_two_halves_a_short_last_shard(tmp_path):
     write_shard(tmp_path / "a.bin", np.arange(100, dtype=np.uint16))
     for length, sizes in ((49, [75, 74]), (50, [100, 50])):
         write_shard(tmp_path / "a.bin", np.arange(100, dtype=np.uint16))
         write_shard(tmp_path / "b.bin", np.arange(100, 100 + length, dtype=np.uint16))
-        rows = shard_writer.lengthen_last(tmp_path, ["a.bin", "b.bin"], 100)
+        rows = shard_writer.balance_last_two(tmp_path, ["a.bin", "b.bin"], 100)
         assert [len(map_tokens(tmp_path / name)) for name in ("a.bin", "b.bin")] == sizes
         assert rows == (
-            {} if length == 50 else {name: shard_writer.row_of(tmp_path / name) for name in ("a.bin", "b.bin")}
+            {} if length == 50 else {name: shard_writer.shard_record(tmp_path / name) for name in ("a.bin", "b.bin")}
         )
         np.testing.assert_array_equal(tokens_of(tmp_path), np.arange(100 + length))
 
 
-def test_jsonl_and_another_field(tmp_path):
+def test_dataset_of_jsonl_with_another_field(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"body": f"text {i}"}) + "\n" for i in range(400)))
-    out = prepare_dataset(Source(str(tmp_path / "in"), field="body"), tmp_path / "out", "bytes", None, 1, 500, print)
+    out = prepare_dataset(Dataset(str(tmp_path / "in"), field="body"), tmp_path / "out", "bytes", None, 1, 500, print)
     np.testing.assert_array_equal(tokens_of(out), llmc_tokens([f"text {i}" for i in range(400)]))
 
 
-def test_progress_says_tokens_rate_and_time_left(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_writer, "REPORT_SECONDS", -1.0)  # every time
+def test_dataset_shows_its_progress(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(console, "DELAY", 0.0)
+    monkeypatch.setattr(console, "REPORT_SECONDS", 0.0)
     lines = []
-    prepare(folder, tmp_path / "out", tokens=20_000, progress=lines.append)
-    pattern = r" *\d+% of 20,000 tokens, [\d,]+ tokens, [\d,]+ tokens/s, \d:\d\d:\d\d left"
-    assert len(lines) > 10 and all(re.fullmatch(pattern, line) for line in lines[:-2])
+    prepare(folder, tmp_path / "out", tokens=20_000, log=lines.append)
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenising")]
+    pattern = rf"tokenising {folder.path}: +\d+% [\d.]+k?/20.0k \[00:.*tokens/s\]"
+    assert len(shown) > 10 and all(re.fullmatch(pattern, line) for line in shown[:-1])
     assert re.fullmatch(r"prepared .*out: 10 shards, 20,000 tokens, in 0:00:0\d", lines[-1])
     _stop_after(folder, tmp_path / "again", 3, monkeypatch)
-    prepare(folder, tmp_path / "again", progress=lines.append)
-    assert [f"checked {i} of 3 finished shards" in lines for i in range(4)] == [True, True, True, False]
+    prepare(folder, tmp_path / "again")
+    shown = capsys.readouterr().err.splitlines()
+    percents = [line.split()[3] for line in shown if line.startswith("checking finished shards")]
+    assert percents == ["0%", "33%", "67%", "100%"]
 
 
-# ---- stopping and going on ----
+# ---- stopping and resuming ----
 
 
 class Stop(Exception):
     pass
 
 
-def test_stopped_after_any_shard_and_resumed_with_any_number_of_workers_the_bytes_are_the_same(
-    folder, tmp_path, unbroken, monkeypatch
-):
-    """Before and after each record is written; the one before leaves a shard that no record knows."""
-    record, out = dataset._Preparation._record, tmp_path / "out"
+def test_dataset_stopped_at_any_shard_resumes_to_the_same_bytes(folder, tmp_path, unbroken, monkeypatch):
+    """Before and after each write of progress.json; without it, a shard is left that no record has."""
+    record, out = pipeline.Preparation._record_progress, tmp_path / "out"
 
     def stop_there(preparation, after, shards):
-        if len(preparation._rows) < shards or after:
+        if len(preparation.shards) < shards or after:
             record(preparation)
-        if len(preparation._rows) >= shards:
+        if len(preparation.shards) >= shards:
             raise Stop
 
     for shards in range(1, len(unbroken) - 1):
         for after in (False, True):
             stop = functools.partialmethod(stop_there, after, shards)
-            monkeypatch.setattr(dataset._Preparation, "_record", stop)
+            monkeypatch.setattr(pipeline.Preparation, "_record_progress", stop)
             with pytest.raises(Stop):
                 prepare(folder, out)
-    monkeypatch.setattr(dataset._Preparation, "_record", record)
+    monkeypatch.setattr(pipeline.Preparation, "_record_progress", record)
     assert contents(prepare(folder, out, workers=2)) == unbroken
 
 
 def _prepare_and_die(folder, out, shards, workers, pids):
     """Killed while a shard is half on disk, after `shards` whole ones."""
-    shard_writer.PIECE, write = PIECE, shard_writer.write_shard
+    shard_writer.BATCH_CHARS, write = BATCH, shard_writer.write_shard
 
     def write_shard(path, tokens):
         if path.name[-10:-4] == f"{shards:06d}":
@@ -183,7 +186,8 @@ def _prepare_and_die(folder, out, shards, workers, pids):
     prepare(folder, out, workers=workers)
 
 
-def test_a_killed_preparation_goes_on_and_its_workers_do_not_stay(folder, tmp_path, unbroken):
+@pytest.mark.slow
+def test_dataset_killed_resumes_and_its_workers_end(folder, tmp_path, unbroken):
     spawn, out = multiprocessing.get_context("spawn"), tmp_path / "out"
     pids = spawn.Queue()
     process = spawn.Process(target=_prepare_and_die, args=(folder, out, 4, 2, pids))
@@ -222,41 +226,43 @@ def _stop_after(folder, out, shards, monkeypatch):
         prepare(folder, out)
 
 
-def test_resuming_tokenises_the_rest_and_nothing_twice_but_one_batch(folder, tmp_path, monkeypatch):
+def test_dataset_resumed_tokenises_at_most_one_batch_twice(folder, tmp_path, monkeypatch):
     _stop_after(folder, tmp_path / "out", 8, monkeypatch)
-    seen = []
-    monkeypatch.setattr(
-        dataset, "encode", lambda name, batch: seen.append(shard_writer.encode(name, batch)) or seen[-1]
-    )
-    lines = []
-    prepare(folder, tmp_path / "out", progress=lines.append)
+    seen, lines = [], []
+
+    def tokenize_batch(tokenizer, pieces):
+        seen.append(shard_writer.tokenize_batch(tokenizer, pieces))
+        return seen[-1]
+
+    monkeypatch.setattr(pipeline, "tokenize_batch", tokenize_batch)
+    prepare(folder, tmp_path / "out", log=lines.append)
     rest = len(llmc_tokens(folder.texts)) - 8 * SHARD
-    assert rest < sum(len(tokens) for _, tokens in seen) < rest + 2 * PIECE
-    assert lines[0] == f"going on after 8 finished shards, {8 * SHARD:,} tokens"
+    assert rest < sum(len(tokens) for _, tokens in seen) < rest + 2 * BATCH
+    assert lines[0] == f"resuming after 8 finished shards, {8 * SHARD:,} tokens"
 
 
-def test_batches_of_another_size_change_nothing(folder, tmp_path, unbroken, monkeypatch):
-    """As when a newer version of this package goes on."""
+def test_dataset_resumes_with_batches_of_another_size(folder, tmp_path, unbroken, monkeypatch):
+    """As when a newer version of this package resumes."""
     _stop_after(folder, tmp_path / "out", 5, monkeypatch)
-    monkeypatch.setattr(shard_writer, "PIECE", 100)
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 100)
     assert contents(prepare(folder, tmp_path / "out")) == unbroken
 
 
-def test_a_damaged_shard_is_made_again_and_those_after_it(folder, tmp_path, unbroken, monkeypatch):
+def test_dataset_damaged_shard_and_later_ones_are_made_again(folder, tmp_path, unbroken, monkeypatch):
     out, lines = tmp_path / "out", []
     _stop_after(folder, out, 6, monkeypatch)
     data = bytearray((out / "train_000003.bin").read_bytes())
     data[1500] ^= 1
     (out / "train_000003.bin").write_bytes(data)
-    assert contents(prepare(folder, out, progress=lines.append)) == unbroken
+    assert contents(prepare(folder, out, log=lines.append)) == unbroken
     assert "train_000003.bin is damaged: preparing again from there" in lines[0] and "after 3 finished" in lines[1]
 
 
-def test_a_kill_while_the_last_two_shards_are_halved_is_mended(folder, tmp_path, unbroken, monkeypatch):
+def test_dataset_killed_while_balancing_resumes(folder, tmp_path, unbroken, monkeypatch):
     """One of them is on disk in its new length then, the other in its old."""
     sizes = [len(unbroken[name]) for name in sorted(unbroken) if name.startswith("train")]
     assert sizes[-2] < sizes[0], "the last two were not halved: change SHARD"
-    written, lengthen = [], shard_writer.lengthen_last
+    written, lengthen = [], shard_writer.balance_last_two
 
     def lengthen_half(directory, names, limit):
         write = shard_writer.write_shard
@@ -271,17 +277,17 @@ def test_a_kill_while_the_last_two_shards_are_halved_is_mended(folder, tmp_path,
         lengthen(directory, names, limit)
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(shard_writer, "lengthen_last", lengthen_half)
+        patch.setattr(shard_writer, "balance_last_two", lengthen_half)
         prepare(folder, tmp_path / "out")
     monkeypatch.undo()
-    monkeypatch.setattr(shard_writer, "PIECE", PIECE)
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", BATCH)
     assert written and contents(prepare(folder, tmp_path / "out")) == unbroken
 
 
-def test_what_is_done_is_found_done_and_other_settings_are_never_mixed_in(folder, tmp_path, monkeypatch):
+def test_dataset_never_mixes_settings(folder, tmp_path, monkeypatch):
     out, lines = prepare(folder, tmp_path / "done"), []
     before = contents(out)
-    prepare(folder, out, progress=lines.append)
+    prepare(folder, out, log=lines.append)
     assert lines == [f"{out} is prepared already"]
     with pytest.raises(DataError, match="done: in use: .* remove it or choose another directory"):
         prepare(folder, out, tokens=500)
@@ -291,20 +297,20 @@ def test_what_is_done_is_found_done_and_other_settings_are_never_mixed_in(folder
         prepare(folder, tmp_path / "begun", shard_tokens=100, tokens=None)
 
 
-def test_a_source_that_changed_meanwhile_is_noticed(folder, tmp_path, monkeypatch):
-    copy = SimpleNamespace(source=Source(str(tmp_path / "copy")))
+def test_dataset_changed_before_a_resume_is_refused(folder, tmp_path, monkeypatch):
+    copy = SimpleNamespace(source=Dataset(str(tmp_path / "copy")))
     shutil.copytree(folder.path, tmp_path / "copy")
     _stop_after(copy, tmp_path / "out", 5, monkeypatch)
     for name in ("0", "1", "2"):
         shutil.copy(folder.path / f"{2 - int(name)}.parquet", tmp_path / "copy" / f"{name}.parquet")
-    with pytest.raises(DataError, match="copy: it changed meanwhile: .* prepare it anew in another directory"):
+    with pytest.raises(DataError, match="copy: it changed meanwhile: .* prepare it again in another directory"):
         prepare(copy, tmp_path / "out")
 
 
 # ---- mistakes ----
 
 
-def test_mistakes_are_one_line_with_what_to_do(folder, tmp_path, monkeypatch, capsys):
+def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
@@ -329,7 +335,7 @@ def test_mistakes_are_one_line_with_what_to_do(folder, tmp_path, monkeypatch, ca
         assert err == [] if message is None else len(err) == 1 and message in err[0], (words, err)
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_read(folder, tmp_path, monkeypatch):
+def test_dataset_refuses_a_full_disk_before_reading(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=19_999))
     with pytest.raises(DataError, match="not enough room: got 19,999 bytes free, expected 20,000 for 10,000 tokens"):
         prepare(folder, tmp_path / "out", tokens=10_000)
@@ -339,13 +345,13 @@ def test_a_disk_without_room_is_refused_before_anything_is_read(folder, tmp_path
 
 
 @pytest.mark.parametrize("command", ["fineweb", "fineweb-edu"])
-def test_the_commands_name_their_dataset(command, tmp_path, monkeypatch, capsys):
+def test_dataset_commands_name_their_dataset(command, tmp_path, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(dataset, "prepare_dataset", lambda *arguments: calls.append(arguments))
     assert main(app, ["prepare", command, "--version", "sample-100BT", "--tokens", "1000000", "--workers", "3"]) == 0
     assert main(app, ["prepare", command]) == 0
     (source, out, *rest), (default, default_out, *_) = calls
-    assert source == Source(f"HuggingFaceFW/{command}", "sample-100BT") and default.version == "sample-10BT"
+    assert source == Dataset(f"HuggingFaceFW/{command}", "sample-100BT") and default.version == "sample-10BT"
     assert str(out) == f"data/{command}-sample-100BT" and rest == ["gpt2", 1_000_000, 3, 100_000_000]
     assert str(default_out) == f"data/{command}-sample-10BT"
 
@@ -419,7 +425,7 @@ def hub(tmp_path, monkeypatch):
     server.server_close()
 
 
-def test_a_dataset_of_the_hub_is_read_at_the_commit_it_was_begun_with(hub, folder, tmp_path, monkeypatch):
+def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkeypatch):
     """The Hub is asked for its newest commit once; a commit that is given is not asked for."""
     import datasets
 
@@ -430,7 +436,7 @@ def test_a_dataset_of_the_hub_is_read_at_the_commit_it_was_begun_with(hub, folde
         return load(str(folder.path), **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    on_hub = SimpleNamespace(source=Source("kjj0/fineweb10B-gpt2", "sample-10BT"))
+    on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2", "sample-10BT"))
     _stop_after(on_hub, tmp_path / "out", 3, monkeypatch)
     first, newer = hub.commit, "d" * 40
     monkeypatch.setattr(hub, "commit", newer)
@@ -443,7 +449,7 @@ def test_a_dataset_of_the_hub_is_read_at_the_commit_it_was_begun_with(hub, folde
     assert record["source"] == {**on_hub.source._asdict(), "revision": first}
 
 
-def test_shards_are_downloaded_checked_and_recorded_under_names_of_our_own(hub, tmp_path, monkeypatch, capsys):
+def test_pretokenized_shards_are_checked_renamed_and_recorded(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(app, ["prepare", "pretokenized", "fineweb10B", "--shards", "2"]) == 0
     out = tmp_path / "data" / "fineweb10B"
@@ -453,11 +459,11 @@ def test_shards_are_downloaded_checked_and_recorded_under_names_of_our_own(hub, 
         assert (out / name).read_bytes() == hub.files[f"fineweb_{name}"]
     record = json.loads((out / "shards.json").read_text())
     assert record["source"] == {"name": "kjj0/fineweb10B-gpt2", "revision": hub.commit}
-    assert record["shards"] == {name: shard_writer.row_of(out / name) for name in ("val_000000.bin", *names[1:3])}
-    assert "train_000002.bin: 100% of 6,072 bytes, " in capsys.readouterr().out
+    assert record["shards"] == {name: shard_writer.shard_record(out / name) for name in ("val_000000.bin", *names[1:3])}
+    assert "prepared data/fineweb10B: 3 shards, 1,500 tokens" in capsys.readouterr().out
 
 
-def test_what_is_there_is_not_downloaded_again_and_what_is_damaged_is(hub, tmp_path):
+def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
     out = pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
     hub.gets.clear()
     pretokenized.download("fineweb10B", out, None, lambda line: None)
@@ -469,7 +475,7 @@ def test_what_is_there_is_not_downloaded_again_and_what_is_damaged_is(hub, tmp_p
     assert (out / "train_000002.bin").read_bytes() == hub.files["fineweb_train_000002.bin"]
 
 
-def test_a_download_that_is_not_what_the_hub_says_leaves_no_shard(hub, tmp_path, monkeypatch):
+def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "broken", True)
     with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged on the way: .* run the same command again"):
         pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
@@ -478,7 +484,7 @@ def test_a_download_that_is_not_what_the_hub_says_leaves_no_shard(hub, tmp_path,
     pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
 
 
-def test_files_of_another_form_or_of_others_are_refused(hub, tmp_path, monkeypatch):
+def test_pretokenized_refuses_other_files(hub, tmp_path, monkeypatch):
     bad = b"not a shard" * 200
     monkeypatch.setitem(hub.files, "fineweb_train_000001.bin", bad)
     with pytest.raises(DataError, match="wrong magic number"):
@@ -495,7 +501,7 @@ def test_files_of_another_form_or_of_others_are_refused(hub, tmp_path, monkeypat
         pretokenized.download("fineweb", tmp_path / "out", 9, lambda line: None)
 
 
-def test_without_a_network_it_is_one_line_with_what_to_do(tmp_path, monkeypatch, capsys):
+def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", NOBODY)

@@ -1,4 +1,4 @@
-"""A data directory is there whole or not at all, says what it was made of, and holds the tokens of the whole text."""
+"""A data directory is there whole or not at all, records its sources, and holds the tokens of the whole text."""
 
 import errno
 import functools
@@ -8,7 +8,9 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt2_triton import console
 from gpt2_triton.data import tokenizer
-from gpt2_triton.data.prepare import shard_writer
+from gpt2_triton.data.prepare import pipeline, shard_writer
 from gpt2_triton.data.prepare import text as text_module
-from gpt2_triton.data.prepare.documents import find_sources, pieces, read
-from gpt2_triton.data.prepare.text import builtin_shards, builtin_text, prepare_builtin, prepare_text
+from gpt2_triton.data.prepare.builtin import builtin_shards, builtin_text, prepare_builtin
+from gpt2_triton.data.prepare.documents import find_files, read, split_at_whitespace
+from gpt2_triton.data.prepare.text import prepare_text
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
 from gpt2_triton.errors import DataError
@@ -49,18 +53,15 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_tinyshakespeare_has_the_known_number_of_tokens(tmp_path, monkeypatch):
+def test_text_tinyshakespeare_has_the_known_token_counts(tmp_path, monkeypatch):
     if not SHAKESPEARE.exists():
         pytest.skip(f"{SHAKESPEARE} is not there")
     monkeypatch.setattr(shard_writer, "get_tokenizer", lambda name: gpt2())
-    lines = []
-    out = prepare_text([SHAKESPEARE], tmp_path / "out", "gpt2", progress=lines.append)
+    out = prepare_text([SHAKESPEARE], tmp_path / "out", "gpt2")
     assert [len(tokens_of(out, split)) for split in ("train", "val")] == [301_966, 36_059]
-    done = [line for line in lines if line.startswith("100%")]
-    assert "100% of 1,115,394 characters, 338,025 tokens" in done[0] and done[0].endswith("tokens/s")
 
 
-def test_a_text_is_split_by_characters_and_its_record_tells_all(tmp_path, text_file):
+def test_text_is_split_by_characters_and_recorded(tmp_path, text_file):
     out = prepare_text([text_file], tmp_path / "a" / "out", "bytes", val_fraction=0.25)
     cut = int(len(TEXT) * 0.75)
     assert bytes(tokens_of(out, "train").astype(np.uint8)).decode() == TEXT[:cut]
@@ -75,7 +76,7 @@ def test_a_text_is_split_by_characters_and_its_record_tells_all(tmp_path, text_f
     assert sorted(os.listdir(tmp_path / "a")) == ["out"] and os.stat(out).st_mode & 0o777 == 0o755
 
 
-def test_documents_are_parted_by_the_end_of_text_token(tmp_path):
+def test_text_documents_are_separated_by_end_of_text(tmp_path):
     files = [tmp_path / f"{i}.txt" for i in range(3)]
     for file, text in zip(files, ("aaaaa", "bbbbb", "cccccccccc"), strict=True):
         file.write_text(text)
@@ -85,8 +86,8 @@ def test_documents_are_parted_by_the_end_of_text_token(tmp_path):
 
 
 @pytest.mark.parametrize("shard_tokens", [700, 1000, 1234])
-def test_no_shard_is_too_long_and_none_too_short(tmp_path, text_file, shard_tokens, monkeypatch):
-    monkeypatch.setattr(shard_writer, "PIECE", 50)  # many parts, none of which ends with a shard
+def test_text_shards_are_neither_too_long_nor_too_short(tmp_path, text_file, shard_tokens, monkeypatch):
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 50)  # many parts, none of which ends with a shard
     out = prepare_text([text_file], tmp_path / "out", "bytes", shard_tokens=shard_tokens)
     whole = prepare_text([text_file], tmp_path / "whole", "bytes")
     *full, last, end = [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)]
@@ -96,7 +97,7 @@ def test_no_shard_is_too_long_and_none_too_short(tmp_path, text_file, shard_toke
         np.testing.assert_array_equal(tokens_of(out, split), tokens_of(whole, split))
 
 
-def test_a_last_shard_that_is_just_full_stays_whole(tmp_path):
+def test_text_full_last_shard_is_not_balanced(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 40)
     out = prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes", val_fraction=0.5, shard_tokens=5)
     assert [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)] == [5, 5, 5, 5]
@@ -110,23 +111,23 @@ SPACES = "\n \t\r\f\x1c\x85\xa0\N{LINE SEPARATOR}\N{IDEOGRAPHIC SPACE}"
     size=st.integers(1, 5),
 )
 @settings(max_examples=300, deadline=None)
-def test_pieces_have_the_tokens_of_the_whole(given, size):
+def test_split_at_whitespace_keeps_the_tokens(given, size):
     text, encode = "".join(given), gpt2().encode
-    parts = list(pieces(given, size))
-    assert parts == list(pieces([text], size))  # however it was read
+    parts = list(split_at_whitespace(given, size))
+    assert parts == list(split_at_whitespace([text], size))  # however it was read
     assert "".join(parts) == text and all(len(part) >= size for part in parts[:-1])
     assert [t for part in parts for t in encode(part)] == encode(text).tolist()
 
 
-def test_preparing_again_finds_it_done(tmp_path, text_file):
+def test_text_prepared_already_is_left_alone(tmp_path, text_file):
     lines = []
     out = prepare_text([text_file], tmp_path / "out", "bytes")
     before = {p.name: p.stat().st_ino for p in out.iterdir()}
-    assert prepare_text([text_file], tmp_path / "out", "bytes", progress=lines.append) == out
+    assert prepare_text([text_file], tmp_path / "out", "bytes", log=lines.append) == out
     assert {p.name: p.stat().st_ino for p in out.iterdir()} == before and "already" in lines[0]
 
 
-def test_other_data_is_never_written_over(tmp_path, text_file):
+def test_text_never_overwrites_other_data(tmp_path, text_file):
     out = prepare_text([text_file], tmp_path / "out", "bytes")
     before = contents(out)
     with pytest.raises(DataError, match="out: in use: .*remove it or choose another"):
@@ -137,13 +138,13 @@ def test_other_data_is_never_written_over(tmp_path, text_file):
         prepare_text([text_file], out, "bytes")
 
 
-def test_a_place_that_is_taken_is_refused_before_the_work(tmp_path, text_file):
+def test_text_refuses_a_taken_place_before_the_work(tmp_path, text_file):
     for place in (text_file, tmp_path):
         with pytest.raises(DataError, match="in use"):
-            prepare_text([text_file], place, "bytes", progress=lambda line: pytest.fail(line))
+            prepare_text([text_file], place, "bytes", log=lambda line: pytest.fail(line))
 
 
-def test_files_that_are_no_text_are_refused(tmp_path):
+def test_text_refuses_files_that_are_not_text(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"au lait:\ncaf\xe9\n")
     for name, message in (
@@ -157,41 +158,142 @@ def test_files_that_are_no_text_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 1.5])
-def test_a_split_without_tokens_is_refused(tmp_path, text_file, fraction):
+def test_text_refuses_an_empty_split(tmp_path, text_file, fraction):
     with pytest.raises(DataError, match=f"val_fraction: an empty split: got {fraction} of"):
         prepare_text([text_file], tmp_path / "out", "bytes", val_fraction=fraction)
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, text_file, monkeypatch):
-    def full(path, tokens):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shard_writer, "write_shard", full)
-    with pytest.raises(DataError, match="out: cannot write: got No space left on device"):
-        prepare_text([text_file], tmp_path / "out", "bytes")
-    assert os.listdir(tmp_path) == ["input.txt"]
+# ---- stopping and resuming ----
 
 
-def _prepare_and_die(text_file, out):
-    write = shard_writer.write_shard
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """Two files of several documents, the second cut by the split, and what an unbroken preparation makes of them."""
+    directory = tmp_path_factory.mktemp("many")
+    (directory / "a.jsonl").write_bytes(jsonl(*(TEXT[i : i + 211] for i in range(0, len(TEXT), 173))))
+    (directory / "b.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_writer, "BATCH_CHARS", 500)
+        unbroken = contents(prepare_many(directory, directory / "out"))
+    assert (
+        sum(name.startswith("train") for name in unbroken) > 4 and sum(name.startswith("val") for name in unbroken) > 2
+    )
+    return directory, unbroken
+
+
+def prepare_many(directory, out, workers=1, log=lambda line: None):
+    files = [directory / "a.jsonl", directory / "b.txt"]
+    return prepare_text(files, out, "bytes", val_fraction=0.4, workers=workers, shard_tokens=1300, log=log)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(many, tmp_path, monkeypatch, after):
+    """Before or after each write of progress.json; without it, a shard is left that no record has."""
+    record, out = pipeline.Preparation._record_progress, tmp_path / "out"
+    directory, unbroken = many
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
+    for shards in range(1, len(unbroken) - 1):
+
+        def stop_there(preparation, shards=shards):
+            if len(preparation.shards) < shards or after:
+                record(preparation)
+            if len(preparation.shards) >= shards:
+                raise Stop
+
+        with monkeypatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(pipeline.Preparation, "_record_progress", stop_there)
+            prepare_many(directory, out)
+        assert os.listdir(tmp_path) == [".out.partial"]
+    lines = []
+    assert contents(prepare_many(directory, out, workers=2, log=lines.append)) == unbroken
+    assert lines[0].startswith(f"resuming after {len(unbroken) - 2 - (not after)} finished shards, ")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def _prepare_and_die(directory, out, name):
+    """Killed with the named shard on disk, and progress.json without it."""
+    shard_writer.BATCH_CHARS, write = 500, shard_writer.write_shard
 
     def write_shard(path, tokens):
         write(path, tokens)
-        if path.name.startswith("val"):
+        if path.name == name:
             os.kill(os.getpid(), signal.SIGKILL)
 
     shard_writer.write_shard = write_shard
-    prepare_text([text_file], out, "bytes")
+    prepare_many(directory, out)
 
 
-def test_a_killed_preparation_shows_nothing_and_can_be_run_again(tmp_path, text_file):
-    process = multiprocessing.get_context("spawn").Process(target=_prepare_and_die, args=(text_file, tmp_path / "out"))
+@pytest.mark.parametrize("name", ["train_000000.bin", "train_000003.bin", "val_000001.bin"])
+def test_text_killed_resumes_to_the_same_bytes(many, tmp_path, monkeypatch, name):
+    directory, unbroken = many
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=_prepare_and_die, args=(directory, tmp_path / "out", name))
     process.start()
     process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert [p.name for p in tmp_path.glob("*") if not p.name.startswith(".")] == ["input.txt"]
-    again = prepare_text([text_file], tmp_path / "out", "bytes")
-    assert contents(again) == contents(prepare_text([text_file], tmp_path / "once", "bytes"))
+    assert process.exitcode == -signal.SIGKILL and os.listdir(tmp_path) == [".out.partial"]
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
+    assert contents(prepare_many(directory, tmp_path / "out")) == unbroken
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_text_stopped_before_the_rename_is_only_renamed(many, tmp_path, monkeypatch):
+    directory, unbroken = many
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="out: cannot write: got stopped"):
+        rename = os.rename
+        patch.setattr(os, "rename", lambda a, b: rename(a, b) if Path(b).name != "out" else _fail("stopped"))
+        prepare_many(directory, tmp_path / "out")
+    monkeypatch.setattr(pipeline, "Preparation", None)
+    assert contents(prepare_many(directory, tmp_path / "out")) == unbroken
+
+
+def test_text_with_another_recipe_starts_over(many, tmp_path, monkeypatch):
+    """Of another split or of other text; so does one whose batches have another size, once, after an error."""
+    directory, unbroken = many
+    write = shard_writer.write_shard
+
+    def stop(size):
+        monkeypatch.setattr(shard_writer, "BATCH_CHARS", size)
+        with monkeypatch.context() as patch, pytest.raises(DataError, match="cannot write"):
+            stop_there = lambda path, tokens: _fail("") if "val_000001" in path.name else write(path, tokens)  # noqa: E731
+            patch.setattr(shard_writer, "write_shard", stop_there)
+            prepare_many(directory, tmp_path / "out")
+
+    stop(500)
+    prepare_text([directory / "b.txt"], tmp_path / "out", "bytes", val_fraction=0.4, shard_tokens=1300)
+    assert not list(tmp_path.glob(".out*"))
+    for path in (tmp_path / "out").iterdir():
+        path.unlink()
+    for size in (300, 5000):
+        stop(size)
+        monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
+        with pytest.raises(DataError, match="it changed meanwhile: got .* start again"):
+            prepare_many(directory, tmp_path / "out")
+        assert contents(prepare_many(directory, tmp_path / "out")) == unbroken
+        shutil.rmtree(tmp_path / "out")
+
+
+def _fail(reason):
+    raise OSError(errno.ENOSPC, reason)
+
+
+def test_text_resumes_when_a_full_disk_has_room_again(many, tmp_path, monkeypatch):
+    directory, unbroken = many
+    write = shard_writer.write_shard
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
+    with monkeypatch.context() as patch:
+        full = lambda path, tokens: write(path, tokens) if "2" not in path.name else _fail("No space left")  # noqa: E731
+        patch.setattr(shard_writer, "write_shard", full)
+        with pytest.raises(DataError, match="out: cannot write: got No space left"):
+            prepare_many(directory, tmp_path / "out")
+    assert os.listdir(tmp_path) == [".out.partial"]
+    lines = []
+    assert contents(prepare_many(directory, tmp_path / "out", log=lines.append)) == unbroken
+    assert lines[0].startswith("resuming after 2 finished shards, 2,600 tokens")
 
 
 # ---- kinds of files ----
@@ -201,7 +303,7 @@ def jsonl(*texts, **more):
     return "".join(json.dumps({"text": text} | more) + "\n" for text in texts).encode()
 
 
-def test_files_folders_and_globs_give_the_same_documents_whatever_their_kind(tmp_path):
+def test_text_reads_files_folders_and_globs_alike(tmp_path):
     """Four kinds of file, found in a folder in the order of their names, or by globs, or named one by one."""
     folder = tmp_path / "in"
     (folder / "sub").mkdir(parents=True)
@@ -234,7 +336,7 @@ def test_files_folders_and_globs_give_the_same_documents_whatever_their_kind(tmp
     ],
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_a_bad_line_is_named(tmp_path, line, message, suffix):
+def test_text_names_a_bad_line(tmp_path, line, message, suffix):
     data, path = jsonl("a") + b"\n" + line + b"\n" + jsonl("b"), tmp_path / f"x{suffix}"
     path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
     with pytest.raises(DataError, match=rf"x{suffix}, {message}") as error:
@@ -242,7 +344,7 @@ def test_a_bad_line_is_named(tmp_path, line, message, suffix):
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
-def test_a_damaged_gz_is_one_line(tmp_path):
+def test_text_refuses_a_damaged_gz(tmp_path):
     whole = gzip.compress(np.random.default_rng(0).integers(32, 127, 5000, np.uint8).tobytes())
     for name, data in (("cut", whole[:-900]), ("torn", whole[:500] + bytes(50) + whole[550:]), ("none", b"plain")):
         (tmp_path / f"{name}.txt.gz").write_bytes(data)
@@ -250,7 +352,7 @@ def test_a_damaged_gz_is_one_line(tmp_path):
             prepare_text([tmp_path / f"{name}.txt.gz"], tmp_path / "out", "bytes")
 
 
-def test_inputs_that_are_no_text_are_refused(tmp_path, text_file):
+def test_find_files_refuses_what_is_not_text(tmp_path, text_file):
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.parquet").touch()
     for inputs, message in (
@@ -261,17 +363,17 @@ def test_inputs_that_are_no_text_are_refused(tmp_path, text_file):
         (["input.txt", "*.txt"], "input.txt: the same file again"),
     ):
         with pytest.raises(DataError, match=message):
-            find_sources([tmp_path / given for given in inputs])
+            find_files([tmp_path / given for given in inputs])
 
 
-def test_a_large_file_is_read_in_parts(tmp_path):
-    """Parts end with a line, and no more than READ_BYTES and a line are held."""
+def test_read_yields_a_large_file_in_parts(tmp_path):
+    """Parts end with a line and have at most READ_BYTES and a line."""
     (tmp_path / "x.txt").write_text("0123456789\n" * 300_000)
     parts = [text for _, text in read(tmp_path / "x.txt")]
     assert len(parts) == 4 and max(map(len, parts)) < (1 << 20) + 11 and all(part[-1] == "\n" for part in parts)
 
 
-def test_a_file_that_changes_meanwhile_is_noticed(tmp_path, text_file, monkeypatch):
+def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatch):
     def measure_and_append(path):
         row = measure(path)
         path.write_text(TEXT + "more")
@@ -287,11 +389,11 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path, text_file, monkeypat
 # ---- several workers ----
 
 
-def test_several_workers_write_the_bytes_of_one(tmp_path, monkeypatch):
+def test_text_workers_write_the_bytes_of_one(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(*(TEXT[i : i + 211] for i in range(0, len(TEXT), 173))))
     (tmp_path / "b.txt").write_text(TEXT)
     files = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
-    monkeypatch.setattr(shard_writer, "PIECE", 500)
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
     one = prepare_text(files, tmp_path / "one", "bytes")
     assert contents(prepare_text(files, tmp_path / "two", "bytes", workers=2)) == contents(one)
 
@@ -300,28 +402,29 @@ def _die(path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr(shard_writer, "PIECE", 500)
+def test_text_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
     monkeypatch.setattr(text_module, "measure", _die)
     with pytest.raises(DataError, match="a worker died: .* try again with fewer --workers"):
         prepare_text([text_file], tmp_path / "out", "bytes", workers=2)
 
 
-def test_work_that_takes_long_says_how_long(tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr(shard_writer, "PIECE", 500)
-    monkeypatch.setattr(shard_writer, "REPORT_SECONDS", -1.0)  # every time
+def test_text_shows_its_progress(tmp_path, text_file, monkeypatch, capsys):
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
+    monkeypatch.setattr(console, "DELAY", 0.0)
+    monkeypatch.setattr(console, "REPORT_SECONDS", 0.0)
     lines = []
-    prepare_text([text_file], tmp_path / "out", "bytes", progress=lines.append)
-    assert lines[0] == f"read 1 of 1 files, {len(TEXT):,} characters"
-    pattern = r" *\d+% of [\d,]+ characters, [\d,]+ tokens, [\d,]+ tokens/s, \d:\d\d:\d\d left"
-    assert all(re.fullmatch(pattern, line) for line in lines[1:-2]) and len(lines) > 10
-    assert lines[-2].startswith("100%") and lines[-1].endswith("out: 2 shards")
+    prepare_text([text_file], tmp_path / "out", "bytes", log=lines.append)
+    shown = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("measuring: 100% 1.00/1.00") for line in shown)
+    assert any(re.match(r"tokenising text: +[1-9]\d% [\d.]+k/[\d.]+k \[.*characters/s\]", line) for line in shown)
+    assert len(shown) > 10 and lines == [f"prepared {tmp_path}/out: 2 shards"]
 
 
 # ---- the built-in text ----
 
 
-def test_the_built_in_shards_hold_the_built_in_text(tmp_path):
+def test_builtin_shards_hold_the_builtin_text(tmp_path):
     out = builtin_shards("bytes", tmp_path / "data")
     text = builtin_text().encode()
     assert out.parent == tmp_path / "data" and out.name == f"builtin_bytes_{hashlib.sha256(text).hexdigest()[:8]}"
@@ -329,23 +432,21 @@ def test_the_built_in_shards_hold_the_built_in_text(tmp_path):
     assert len(text) > 300_000 and builtin_shards("bytes", tmp_path / "data") == out
 
 
-def test_a_process_that_comes_second_uses_the_first_one_s_shards(tmp_path, monkeypatch):
-    rename, before = os.rename, {}
-
-    def rename_second(source, target):
-        if Path(target) == tmp_path / "out" and not before:
-            before.update(started=True)
-            prepare_builtin(tmp_path / "out")
-            before.update({p.name: p.stat().st_ino for p in (tmp_path / "out").iterdir()})
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", rename_second)
-    prepare_builtin(tmp_path / "out")
-    assert {p.name: p.stat().st_ino for p in (tmp_path / "out").iterdir()} | {"started": True} == before
-    assert os.listdir(tmp_path) == ["out"]
+def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path):
+    out, lines = tmp_path / "out", []
+    with pipeline.locked(tmp_path / ".out.partial", print):
+        second = threading.Thread(target=prepare_builtin, args=(out, "bytes", lines.append))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive() and lines == [f"waiting for another process that prepares {tmp_path}/.out.partial"]
+        first = prepare_builtin(tmp_path / "first")
+        os.rename(first, out)
+        before = {p.name: p.stat().st_ino for p in out.iterdir()}
+    second.join()
+    assert {p.name: p.stat().st_ino for p in out.iterdir()} == before and lines[1:] == [f"{out} is prepared already"]
 
 
-def test_several_processes_may_prepare_at_once(tmp_path):
+def test_builtin_by_several_processes_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=prepare_builtin, args=(tmp_path / "out",)) for _ in range(3)]
     for process in processes:
