@@ -39,7 +39,7 @@ ROOMS = {
     "__main__": "commands",
 }
 WITHIN = {
-    "kernels.hopper": "kernels.hopper kernels.classifier_tile kernels.tiles kernels.device_math kernels.tuning",
+    "kernels.hopper": "kernels.hopper kernels.tiles kernels.device_math kernels.tuning",
     "kernels.device_math": "kernels.tuning",
     "kernels.contract": "",
     "kernels.tuning": "errors",

@@ -28,9 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels import hopper
-from gpt2_triton.kernels.classifier_tile import exp_relative_tile, scale_and_add_target
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import LOG2E
+from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, scale_and_add_target
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.matmul import tile_product

@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import classifier_tile, device_math, tiles, tuning
+from gpt2_triton.kernels import device_math, tiles, tuning
 from gpt2_triton.kernels.hopper import activation, mainloop, pipeline
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
@@ -39,7 +39,7 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 
 KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier)
-MODULES = (tiles, device_math, classifier_tile, pipeline, mainloop, activation, *KERNELS)
+MODULES = (tiles, device_math, pipeline, mainloop, activation, *KERNELS)
 WARPS = 8  # of the first partition
 local = threading.local()  # .worker: the partition of this thread
 

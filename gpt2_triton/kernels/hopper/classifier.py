@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from gpt2_triton.kernels.classifier_tile import exp_relative_tile
+from gpt2_triton.kernels.device_math import exp_relative_tile
 from gpt2_triton.kernels.hopper.mainloop import load_partition
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_K,

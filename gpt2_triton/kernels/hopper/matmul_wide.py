@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from gpt2_triton.kernels.classifier_tile import scale_and_add_target
+from gpt2_triton.kernels.device_math import scale_and_add_target
 from gpt2_triton.kernels.hopper.mainloop import load_partition
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
