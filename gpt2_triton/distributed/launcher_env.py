@@ -20,9 +20,9 @@ def set_env_from_slurm() -> None:
     size = _number("SLURM_STEP_NUM_TASKS", 1, default="1")
     if size == 1:
         return
-    rank, local = (_number(name, 0, size - 1) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+    rank, local_rank = (_number(name, 0, size - 1) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
     port = 20000 + _number("SLURM_JOB_ID", 0) % 20000
-    values = (rank, size, local, first_host(env["SLURM_STEP_NODELIST"]), port)
+    values = (rank, size, local_rank, first_host(env["SLURM_STEP_NODELIST"]), port)
     found = dict(zip(NAMES, map(str, values), strict=True))
     if env.get("SLURM_STEP_NUM_NODES") == "1":
         found["LOCAL_WORLD_SIZE"] = str(size)

@@ -42,7 +42,7 @@ class ProcessGroup:
         """Select this rank's GPU and join the group; device is "cuda" or "cpu".
 
         timeout is the watchdog's, in seconds.  Rendezvous may take 3 times and a collective 12 times as long, so that
-        the watchdog, whose message says more, reports first.
+        the watchdog, whose message names the rank at fault, reports first.
         """
         self.rank, self.size = rank_and_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))

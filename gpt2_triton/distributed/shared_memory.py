@@ -25,6 +25,7 @@ NEEDED: dict[str, tuple[str, ...]] = {  # names of torch that memory shared by d
         "cuda.use_mem_pool",
         "distributed.ProcessGroup._get_backend",
         "distributed.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO",
+        "distributed.ProcessGroupNCCL.NCCLConfig.cta_policy",
         "distributed.ProcessGroupNCCL.mem_allocator",
         "distributed.ProcessGroupNCCL.register_mem_pool",
         "distributed.ProcessGroupNCCL.deregister_mem_pool",

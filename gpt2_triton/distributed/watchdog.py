@@ -96,7 +96,7 @@ class Watchdog:
         try:
             self._loop()
         except RuntimeError:  # the store is gone, and with it the process that holds it
-            time.sleep(5 * self._interval)  # meanwhile collectives outside CUDA graphs raise an error that says more
+            time.sleep(5 * self._interval)  # meanwhile collectives outside CUDA graphs raise a better error
             if not self._closed:
                 lost = "rank 0 or the launcher has exited; restart the job, with --resume"
                 print(f"error: rank {self.group.rank}: {lost}", file=sys.stderr, flush=True)

@@ -171,6 +171,7 @@ def test_failed_rendezvous_is_a_peer_lost_error(environment):
         ProcessGroup("cpu", 0.3)
 
 
+@pytest.mark.slow
 def test_failed_rendezvous_prints_one_line(tmp_path):
     """torch would log the stack in C++ as well."""
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "TORCH_CPP_LOG_LEVEL")}
@@ -196,10 +197,11 @@ sys.exit(main(app, sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where the bytes of a small run take seconds")
 def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
-    options = "--train.steps 5 --train.seq_len 16 --model.block_size 16 --model.n_layer 1 --optim.warmup 1"
-    options += " --eval.every 0 --sample.every 0 --checkpoint.every 2"
+    options = "--train.steps 4 --train.seq_len 16 --model.block_size 16 --model.n_layer 1 --optim.warmup 1"
+    options += " --eval.every 0 --sample.every 0 --checkpoint.every 2 --model.n_embd 64 --model.n_head 1"
     (tmp_path / "dying.py").write_text(DYING)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     env = {k: v for k, v in os.environ.items() if k not in NAMES} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -207,15 +209,16 @@ def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
         command = [*torchrun, *words, "configs/quickstart.yaml", *options.split(), "--run_dir", str(tmp_path / run)]
         subprocess.run([*command, "--resume"], cwd=ROOT, env=env, check=True)
     assert len(json.loads((tmp_path / "broken" / "run.json").read_text())["starts"]) == 2
-    shares = [sorted((tmp_path / run / "checkpoints").glob("step_00000005/rank_*")) for run in ("whole", "broken")]
+    shares = [sorted((tmp_path / run / "checkpoints").glob("step_00000004/rank_*")) for run in ("whole", "broken")]
     assert [p.read_bytes() for p in shares[0]] == [p.read_bytes() for p in shares[1]] and len(shares[0]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two agents would each take GPU 0")
 def test_two_torchrun_agents_are_two_nodes(tmp_path):
     """One process each, as on two hosts; the losses are those of one rank."""
     options = "--train.steps 2 --train.seq_len 32 --model.block_size 32 --optim.warmup 1 --eval.every 0"
-    options += " --sample.every 0"
+    options += " --sample.every 0 --model.n_layer 1 --model.n_embd 64 --model.n_head 1"
     train = ["train.py", "configs/quickstart.yaml", *options.split(), "--run_dir"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "test"]
