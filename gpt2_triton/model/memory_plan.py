@@ -149,8 +149,8 @@ def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
             f"parameters {dims['N']:,}",
             f"micro-batch {config.micro_batch} x {config.train.seq_len} tokens, {config.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
-            f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB beside "
-            f"{(CONTEXT_BYTES + MODULE_BYTES) / GIB:.2f} GiB for the CUDA context, kernels and graphs",
+            f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB, of which "
+            f"{(CONTEXT_BYTES + MODULE_BYTES) / GIB:.2f} GiB are for the CUDA context, kernels and graphs",
             "",
             *_recompute_table(chosen, K, budget),
             *_zero_table(chosen, K),

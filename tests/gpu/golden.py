@@ -1,11 +1,11 @@
-"""Train 5 steps at each recompute level for golden_losses.json.
+"""Trains five steps at each recompute level and writes their losses to golden_losses.json.
 
 `python -m tests.gpu.golden --write` adds the row of this GPU.
 
-The file holds, for each GPU by its name, the release of Triton that compiled the kernels and, by dtype and level, the
+The file holds for each GPU, by name, the version of Triton that compiled the kernels and, by dtype and level, the
 losses of five steps in float's hexadecimal notation:
     {"NVIDIA H200": {"triton": "3.6.0", "bf16": {"none": ["0x1.5a2b3cp+3", ...], ...}, "fp32": {...}}}
-Write it with code whose bits are known to be right, and again only after a change that is meant to alter them.
+Write it with code whose bits are known to be right, and again only after a change that is meant to change them.
 """
 
 import json
@@ -26,8 +26,8 @@ STEPS = 5
 
 
 def losses(dtype: str, level: str) -> list[str]:
-    """The losses of the first steps of GPT-2's width in 2 layers, B 2, T 256, with the weights of seed 1 and the tokens
-    of train_steps, which differ from step to step.
+    """Return the losses of the first steps of 2 layers of GPT-2's width, B 2, T 256, with the weights of seed 1 and the
+    tokens of train_steps, which differ from step to step.
     """
     return [float(loss).hex() for loss, _, _ in train_steps(gpt2_model(dtype=dtype, level=level), STEPS)]
 
@@ -37,7 +37,7 @@ def read() -> dict[str, dict[str, Any]]:
 
 
 def write() -> None:
-    """Replace the row of the GPU at hand, if two runs give the same losses."""
+    """Replace the row of this GPU if two runs give the same losses."""
     rows = read()
     measured, again = ({d: {level: losses(d, level) for level in RECOMPUTE_LEVELS} for d in DTYPES} for _ in range(2))
     if measured != again:

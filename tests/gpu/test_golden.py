@@ -1,4 +1,4 @@
-"""The losses of five steps on a known GPU are those of golden_losses.json, bit for bit; golden.py writes that file."""
+"""Five steps on a recorded GPU give the losses of golden_losses.json bit for bit; golden.py writes that file."""
 
 import pytest
 import torch

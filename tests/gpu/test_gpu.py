@@ -1,5 +1,5 @@
-"""What only a GPU can show: gradients at GPT-2's width, real memory beside the plan, kernel names, bits run to run,
-graphs beside launches, and whether the device ever waits for the host.  Nothing else may use the GPU meanwhile.
+"""Tests that need a GPU: gradients at GPT-2's width, the plan against the memory in use, kernel names, equal bits of
+two runs and of graphs and launches, and gaps in the device's work.  Nothing else may use the GPU meanwhile.
 """
 
 import collections
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 def gpt2_config(
     dtype: str = "bf16", level: str = "gelu", n_layer: int = 2, B: int = 2, T: int = 256, accumulation: int = 1, every=0
 ):
-    """GPT-2 124M's width and vocabulary, fewer layers."""
+    """Return a configuration with GPT-2 124M's width and vocabulary and fewer layers."""
     return tiny_config(
         model=dict(n_layer=n_layer, n_head=12, n_embd=768, vocab_size=50257, block_size=1024),
         train=dict(batch_size=B, seq_len=T, dtype=dtype, steps=5, total_batch_tokens=accumulation * B * T),
@@ -48,14 +48,14 @@ def gpt2_model(**shape) -> GPT2:
 
 
 def jit_functions() -> list[triton.JITFunction]:
-    """All kernels of the package, and the functions that they call."""
+    """Return all kernels of the package, and the jit functions that they call."""
     names = (m.name for m in pkgutil.walk_packages(gpt2_triton.kernels.__path__, "gpt2_triton.kernels."))
     modules = map(importlib.import_module, names)
     return [f for m in modules for f in vars(m).values() if isinstance(f, triton.JITFunction)]
 
 
 def late_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
-    """train_steps as the trainer does it: pinned batches, and each step read when the next has been launched."""
+    """Run train_steps as the trainer does: from pinned batches, reading each step after the next one's launch."""
     config, waiting, history = model.config, [], []
     packed = [
         [pack_batch(None, i.numpy(), t.numpy(), config.model.vocab_size).pin_memory() for i, t in step]
@@ -72,7 +72,7 @@ def late_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
 
 
 def exact_gradients(model: GPT2) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the first step by the reference launchers in float64, from the model's stored weights."""
+    """Return loss and gradients of the first step of the reference launchers in float64, from the model's weights."""
     exact = GPT2(model.config, reference, "cuda", dtypes=F64)
     exact.eager = True
     exact.state.params.copy_(model.state.params)
@@ -81,14 +81,14 @@ def exact_gradients(model: GPT2) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def torch_gradients(model: GPT2) -> dict[str, torch.Tensor]:
-    """PyTorch's gradients of the first step with everything in bf16."""
+    """Return PyTorch's gradients of the first step with everything in bf16."""
     d, params = model.dims, torch_reference.leaves(model.state.params, model.dims)
     [(ids, targets)] = batches(model.config, 1)
     torch_reference.gpt2_loss(params, ids.cuda(), targets.cuda(), d["V"], d["NH"]).backward()
     return {name: t.grad for name, t, _ in torch_reference.tensors(params, d)}
 
 
-def test_gradients_in_bf16_are_as_good_as_pytorchs():
+def test_gradients_in_bf16_are_as_accurate_as_pytorchs():
     """Each tensor's error is at most 1.1 times that of PyTorch in bf16, which also rounds the gradients."""
     model = gpt2_model(dtype="bf16")
     want, exact = exact_gradients(model)
@@ -123,8 +123,8 @@ def test_a_step_launches_triton_kernels_and_copies_only():
     assert {"_matmul_kernel", "_dw_kernel" if is_hopper() else "_matmul_dw_kernel"} <= kernels  # the trace saw the step
 
 
-def test_the_plan_is_what_a_run_takes():
-    """What free memory loses between a warm context (a step of the same kernels) and the third step is the arena."""
+def test_plan_equals_the_memory_in_use():
+    """Between a warm context (a step of the same kernels) and the third step free memory shrinks by the arena."""
     train_steps(gpt2_model(n_layer=1, T=1024), 1)
     gc.collect()
     torch.cuda.empty_cache()
@@ -165,7 +165,7 @@ def test_every_recompute_level_gives_the_same_bits():
 
 
 def test_graphs_give_the_bits_of_eager_launches():
-    """Five steps of two micro-steps: first and later ones overwrite and add, and all three graphs are replayed."""
+    """Five steps of two micro-steps: the first overwrites, the second adds, and all three graphs are replayed."""
     eager, graphs = gpt2_model(accumulation=2), gpt2_model(accumulation=2)
     eager.eager = True
     assert train_steps(eager, 5) == late_steps(graphs, 5)
@@ -176,9 +176,9 @@ def test_graphs_give_the_bits_of_eager_launches():
     assert sum(e.name == "cudaGraphLaunch" for e in profile.events()) == 3
 
 
-def test_steps_leave_the_device_no_gap_and_the_host_one_wait():
+def test_steps_leave_no_gap_on_the_device_and_one_wait_on_the_host():
     """GPT-2 124M at batch 64, four steps: kernels cover 99% of the time from the first to the last of them, and the
-    host waits for one event a step, that of the step before.
+    host waits for one event per step, that of the previous step.
     """
     model = gpt2_model(n_layer=12, B=64, T=1024)
     late_steps(model, 2)
@@ -191,7 +191,7 @@ def test_steps_leave_the_device_no_gap_and_the_host_one_wait():
     for start, stop in kernels:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    assert busy > 0.99 * (end - begin), f"{(end - begin - busy) / 4:.0f} us idle a step of {(end - begin) / 4:.0f} us"
+    assert busy > 0.99 * (end - begin), f"{(end - begin - busy) / 4:.0f} us idle per step of {(end - begin) / 4:.0f} us"
     calls = collections.Counter(e.name for e in profile.events())
     assert calls["cudaGraphLaunch"] == 2 * 4  # the trace saw the steps
     assert calls["cudaEventSynchronize"] == 4 and calls["cudaStreamSynchronize"] == 0 and calls["cudaMemcpy"] == 0
@@ -214,8 +214,8 @@ def test_a_run_compiles_nothing_after_compile():
     assert late == []
 
 
-def test_decoding_by_graph_gives_the_tokens_of_launches():
-    """Three texts of 40 tokens, the last of them in a new window."""
+def test_decoding_with_graphs_gives_the_tokens_of_eager_launches():
+    """Three sequences of 40 tokens, the last of them in a new window."""
     model = GPT2(gpt2_config(T=32), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=3)
     model.initialise(seed=1)
     texts = []

@@ -1,9 +1,9 @@
-"""A run compiles everything before its first step: what validation and HellaSwag launch too, whatever their shapes.
+"""A run compiles all its kernels before the first step, those of validation and HellaSwag in every shape included.
 
     python -m tests.model.test_precompile rows.jsonl DIRECTORY h200
 
-makes trainers where a launch does no more than note what Triton would compile: the kernel, its constants, and which
-integers and addresses are multiples of 16.  Prints what evaluation notes that `compile` has not.
+builds trainers in which a launch only records what Triton would compile: the kernel, its constants, and which integers
+and addresses are multiples of 16.  It prints what evaluation launches and `compile` has not compiled.
 """
 
 import os
@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-# HellaSwag's batches are multiples of 32 tokens long; these of training are not, and Hopper's products take multiples
-# of 32 rows only, as the second has but for the last batch of validation, a single sequence
+# HellaSwag's batches are multiples of 32 tokens long, those of training here are not.  Hopper's products take multiples
+# of 32 rows only: those of the second shape, except for the last batch of validation, which is a single sequence
 SHAPES = [dict(seq_len=100, batch_size=2), dict(seq_len=48, batch_size=2)]
 
 
@@ -61,8 +61,8 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", ["h200", "rtx4090"])
-def test_evaluation_compiles_nothing_that_compile_has_not(gpu, tmp_path):
-    """In a process of its own, as this one's kernels may belong to the interpreter."""
+def test_compile_covers_all_kernels_of_evaluation(gpu, tmp_path):
+    """In a subprocess, as the kernels of this process may be the interpreter's."""
     from tests.inference.test_hellaswag import row, write  # not in that process, before it has its driver
 
     rows = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])

@@ -1,4 +1,4 @@
-"""The smallest model that exercises everything, for tests that need a whole step."""
+"""The smallest model that uses every kernel, for tests that need a whole step."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from tests.conftest import DEVICE
 
 
 def tiny_config(**sections) -> Config:
-    """2 layers, one head of 64, T 16, B 2, vocabulary 50; `sections` override, as in
+    """Return a configuration of 2 layers, one head of 64, T 16, B 2 and 256 tokens; `sections` override it, as in
     tiny_config(train=dict(dtype="bf16")).
     """
     base = dict(
@@ -26,7 +26,7 @@ def tiny_config(**sections) -> Config:
 
 
 def tiny_model(K=None, **sections):
-    """An initialised model of tiny_config in the real kernels (or K), and its configuration."""
+    """Return an initialised model of tiny_config in the kernels, or in K, and its configuration."""
     if K is None:
         import gpt2_triton.kernels as K
     config = tiny_config(**sections)
@@ -36,7 +36,7 @@ def tiny_model(K=None, **sections):
 
 
 def packed_batch(config: Config, seed: int = 0) -> torch.Tensor:
-    """One micro-batch of random tokens in the loader's packed form."""
+    """Return one micro-batch of random tokens, packed as by the loader."""
     t, rng = config.train, np.random.default_rng(seed)
     tokens = rng.integers(0, config.model.vocab_size, (config.micro_batch, t.seq_len + 1), dtype=np.int32)
     return pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size)
