@@ -444,6 +444,7 @@ def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path):
         before = {p.name: p.stat().st_ino for p in out.iterdir()}
     second.join()
     assert {p.name: p.stat().st_ino for p in out.iterdir()} == before and lines[1:] == [f"{out} is prepared already"]
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_builtin_by_several_processes_at_once(tmp_path):
