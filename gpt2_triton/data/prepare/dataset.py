@@ -51,13 +51,12 @@ def prepare_dataset(
     sizes = dict(tokens=tokens, shard_tokens=shard_tokens, val_tokens=min(shard_tokens, (tokens or 1 << 62) // 10))
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, **sizes, source=dataset._asdict())
     source, begun = _Documents(dataset, sizes), time.monotonic()
-    if not shard_writer.is_done(out_dir, recipe):
-        get_tokenizer(tokenizer)  # the workers find it in tiktoken's cache
     with shard_writer.disk_errors_as(out_dir), pipeline.locked(out_dir, log):
         if shard_writer.is_done(out_dir, recipe):
             log(f"{out_dir} is prepared already")
             (out_dir / PROGRESS).unlink(missing_ok=True)
             return out_dir
+        get_tokenizer(tokenizer)  # the workers find it in tiktoken's cache
         preparation = pipeline.Preparation(source, recipe, out_dir, log)
         with shard_writer.workers(workers) as run:
             preparation.write(run, source.size or shard_tokens)

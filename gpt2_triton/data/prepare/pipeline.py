@@ -5,6 +5,7 @@ shards.json replaces it.  However often a preparation was stopped, and with any 
 of one that was not.
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -183,8 +184,11 @@ class Preparation:
 @contextmanager
 def locked(directory: Path, log: Log) -> Iterator[None]:
     """Create a directory and hold it against other preparations; wait until another process has finished there."""
-    directory.mkdir(parents=True, exist_ok=True)
-    handle = os.open(directory, os.O_RDONLY)
+    handle = None
+    while handle is None:
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+            handle = os.open(directory, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

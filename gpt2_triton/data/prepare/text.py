@@ -5,6 +5,7 @@ next to its place, where a stopped preparation is resumed, and renamed once: it 
 the same thing again finds it done; a second process waits for the first and uses its shards.
 """
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -18,7 +19,7 @@ from gpt2_triton.data.prepare import pipeline, shard_writer
 from gpt2_triton.data.prepare.documents import File, find_files, measure, read, split_at_whitespace
 from gpt2_triton.data.prepare.pipeline import Batch
 from gpt2_triton.data.prepare.shard_writer import SHARD_TOKENS, Log, ParallelMap, Pieces, ShardRecords
-from gpt2_triton.data.shards import read_record
+from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError, bad_data
 
@@ -71,14 +72,17 @@ def prepare_texts(
         raise bad_data("val_fraction", "an empty split", got, expected, "change val_fraction or give more text")
     hidden = out_dir.absolute().with_name(f".{out_dir.name}.partial")
     with shard_writer.disk_errors_as(out_dir):
-        if not _is_prepared(out_dir, recipe, log):
-            get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
-            with pipeline.locked(hidden, log):
-                if _is_prepared(out_dir, recipe, log):  # by the process that held the lock
-                    return out_dir
-                _build(hidden, _Texts(texts, size, cut, recipe["shard_tokens"]), recipe, log, run)
-                os.rename(hidden, out_dir)
-            log(f"prepared {out_dir}: {len(read_record(out_dir / 'shards.json')['shards'])} shards")
+        if _is_prepared(out_dir, recipe, log):
+            return out_dir
+        get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
+        with pipeline.locked(hidden, log):
+            if _is_prepared(out_dir, recipe, log):  # by the process that held the lock
+                with contextlib.suppress(OSError):
+                    hidden.rmdir()
+                return out_dir
+            _build(hidden, _Texts(texts, size, cut, recipe["shard_tokens"]), recipe, log, run)
+            os.rename(hidden, out_dir)
+    log(f"prepared {out_dir}: {len(read_record(out_dir / RECORD)['shards'])} shards")
     return out_dir
 
 

@@ -5,7 +5,6 @@ The datasets are folders, which `datasets` streams like those of the Hub; the Hu
 
 import functools
 import hashlib
-import http.server
 import json
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ import random
 import re
 import shutil
 import signal
-import threading
 import time
 from types import SimpleNamespace
 
@@ -23,14 +21,14 @@ import pytest
 from gpt2_triton import console
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
-from gpt2_triton.data.prepare import dataset, pipeline, pretokenized, shard_writer
+from gpt2_triton.data.prepare import dataset, pipeline, shard_writer
 from gpt2_triton.data.prepare.dataset import PROGRESS, Dataset, prepare_dataset
 from gpt2_triton.data.shards import map_tokens, open_shards, write_shard
 from gpt2_triton.errors import DataError
+from tests.data.prepare.hub_server import NOBODY
 
 pytest.importorskip("datasets")
 SHARD, BATCH = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other
-NOBODY = "http://127.0.0.1:9"  # no server listens there
 
 
 @pytest.fixture(autouse=True)
@@ -356,75 +354,6 @@ def test_dataset_commands_name_their_dataset(command, tmp_path, monkeypatch, cap
     assert str(default_out) == f"data/{command}-sample-10BT"
 
 
-# ---- shards that others made ----
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Two routes of the Hub: what a repository holds, and its files."""
-
-    files: dict[str, bytes] = {}
-    commit, gets, broken = "c" * 40, [], False
-
-    def do_GET(self):
-        if self.path.startswith("/api/datasets/kjj0/fineweb10B-gpt2"):
-            rows = [
-                {
-                    "rfilename": name,
-                    "size": len(data),
-                    "lfs": {"sha256": _sha(data), "size": len(data), "pointerSize": 9},
-                }
-                for name, data in self.files.items()
-            ]
-            body = json.dumps({"id": "kjj0/fineweb10B-gpt2", "sha": self.commit, "siblings": rows}).encode()
-            return self._answer(200, body, {"Content-Type": "application/json"})
-        name = self.path.rpartition("/")[2]
-        data = self.files.get(name) if f"/kjj0/fineweb10B-gpt2/resolve/{self.commit}/" in self.path else None
-        if data is None:
-            return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-        if self.command == "GET":
-            self.gets.append(name)
-        sent = data[:-1] + b"?" if self.broken else data
-        self._answer(200, sent, {"ETag": f'"{_sha(data)}"', "X-Repo-Commit": self.commit})
-
-    do_HEAD = do_GET
-
-    def _answer(self, code, body, headers):
-        self.send_response(code)
-        for key, value in ({"Content-Length": str(len(body))} | headers).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-def _sha(data):
-    return hashlib.sha256(data).hexdigest()
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    for i in range(4):
-        name = f"fineweb_{'train' if i else 'val'}_{i:06d}.bin"
-        write_shard(tmp_path / "x.bin", np.arange(i, 500 + i, dtype=np.uint16))
-        monkeypatch.setitem(Hub.files, name, (tmp_path / "x.bin").read_bytes())
-    (tmp_path / "x.bin").unlink()
-    Hub.files["README.md"] = b"# Tokens"
-    monkeypatch.setattr(Hub, "gets", [])
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    yield Hub
-    server.shutdown()
-    server.server_close()
-
-
 def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkeypatch):
     """The Hub is asked for its newest commit once; a commit that is given is not asked for."""
     import datasets
@@ -447,65 +376,3 @@ def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkey
     assert opened[0][:2] == on_hub.source[:2]
     record = json.loads((tmp_path / "out" / "shards.json").read_text())
     assert record["source"] == {**on_hub.source._asdict(), "revision": first}
-
-
-def test_pretokenized_shards_are_checked_renamed_and_recorded(hub, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(app, ["prepare", "pretokenized", "fineweb10B", "--shards", "2"]) == 0
-    out = tmp_path / "data" / "fineweb10B"
-    names = ["shards.json", "train_000001.bin", "train_000002.bin", "val_000000.bin"]
-    assert sorted(path.name for path in out.iterdir()) == names
-    for name in names[1:]:
-        assert (out / name).read_bytes() == hub.files[f"fineweb_{name}"]
-    record = json.loads((out / "shards.json").read_text())
-    assert record["source"] == {"name": "kjj0/fineweb10B-gpt2", "revision": hub.commit}
-    assert record["shards"] == {name: shard_writer.shard_record(out / name) for name in ("val_000000.bin", *names[1:3])}
-    assert "prepared data/fineweb10B: 3 shards, 1,500 tokens" in capsys.readouterr().out
-
-
-def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
-    out = pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
-    hub.gets.clear()
-    pretokenized.download("fineweb10B", out, None, lambda line: None)
-    assert hub.gets == ["fineweb_train_000002.bin", "fineweb_train_000003.bin"]
-    (out / "train_000002.bin").write_bytes(b"cut off")
-    hub.gets.clear()
-    pretokenized.download("fineweb10B", out, 3, lambda line: None)
-    assert hub.gets == ["fineweb_train_000002.bin"]
-    assert (out / "train_000002.bin").read_bytes() == hub.files["fineweb_train_000002.bin"]
-
-
-def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "broken", True)
-    with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged on the way: .* run the same command again"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
-    assert not list((tmp_path / "out").glob("*.bin"))
-    monkeypatch.setattr(hub, "broken", False)
-    pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
-
-
-def test_pretokenized_refuses_other_files(hub, tmp_path, monkeypatch):
-    bad = b"not a shard" * 200
-    monkeypatch.setitem(hub.files, "fineweb_train_000001.bin", bad)
-    with pytest.raises(DataError, match="wrong magic number"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
-    assert [path.name for path in (tmp_path / "out").glob("*.bin")] == ["val_000000.bin"]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "val_000000.bin").write_bytes(b"mine")
-    with pytest.raises(DataError, match="val_000000.bin: in use"):
-        pretokenized.download("fineweb10B", tmp_path / "other", 1, lambda line: None)
-    assert (tmp_path / "other" / "val_000000.bin").read_bytes() == b"mine"
-    with pytest.raises(DataError, match="--shards: more than kjj0/fineweb10B-gpt2 has: got 9, expected up to 3"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 9, lambda line: None)
-    with pytest.raises(DataError, match="unknown data: got 'fineweb', expected fineweb10B, .* choose one of them"):
-        pretokenized.download("fineweb", tmp_path / "out", 9, lambda line: None)
-
-
-def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsys):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
-    assert main(app, ["prepare", "pretokenized", "fineweb10B", "--out", str(tmp_path / "out")]) == 3
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and "kjj0/fineweb10B-gpt2: cannot be had" in err and "copy the files" in err
-    assert not (tmp_path / "out").exists()

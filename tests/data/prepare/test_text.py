@@ -10,20 +10,15 @@ import os
 import re
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gpt2_triton import console
 from gpt2_triton.data import tokenizer
 from gpt2_triton.data.prepare import pipeline, shard_writer
 from gpt2_triton.data.prepare import text as text_module
-from gpt2_triton.data.prepare.builtin import builtin_shards, builtin_text, prepare_builtin
-from gpt2_triton.data.prepare.documents import find_files, read, split_at_whitespace
 from gpt2_triton.data.prepare.text import prepare_text
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
@@ -101,22 +96,6 @@ def test_text_full_last_shard_is_not_balanced(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 40)
     out = prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes", val_fraction=0.5, shard_tokens=5)
     assert [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)] == [5, 5, 5, 5]
-
-
-SPACES = "\n \t\r\f\x1c\x85\xa0\N{LINE SEPARATOR}\N{IDEOGRAPHIC SPACE}"
-
-
-@given(
-    given=st.lists(st.text(st.sampled_from("a'sé1.\N{GRINNING FACE}" + SPACES), min_size=1, max_size=30), max_size=4),
-    size=st.integers(1, 5),
-)
-@settings(max_examples=300, deadline=None)
-def test_split_at_whitespace_keeps_the_tokens(given, size):
-    text, encode = "".join(given), gpt2().encode
-    parts = list(split_at_whitespace(given, size))
-    assert parts == list(split_at_whitespace([text], size))  # however it was read
-    assert "".join(parts) == text and all(len(part) >= size for part in parts[:-1])
-    assert [t for part in parts for t in encode(part)] == encode(text).tolist()
 
 
 def test_text_prepared_already_is_left_alone(tmp_path, text_file):
@@ -352,27 +331,6 @@ def test_text_refuses_a_damaged_gz(tmp_path):
             prepare_text([tmp_path / f"{name}.txt.gz"], tmp_path / "out", "bytes")
 
 
-def test_find_files_refuses_what_is_not_text(tmp_path, text_file):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "x.parquet").touch()
-    for inputs, message in (
-        (["folder"], "folder: no text here: got 0 files, expected names that end in"),
-        (["mytext"], "mytext: cannot read: got No such file or directory, expected a file, a folder or a quoted glob"),
-        (["none*.txt"], r"none\*.txt: no text here"),
-        (["x.parquet"], "x.parquet: unknown kind of text: got x.parquet, expected names that end in .txt or .jsonl"),
-        (["input.txt", "*.txt"], "input.txt: the same file again"),
-    ):
-        with pytest.raises(DataError, match=message):
-            find_files([tmp_path / given for given in inputs])
-
-
-def test_read_yields_a_large_file_in_parts(tmp_path):
-    """Parts end with a line and have at most READ_BYTES and a line."""
-    (tmp_path / "x.txt").write_text("0123456789\n" * 300_000)
-    parts = [text for _, text in read(tmp_path / "x.txt")]
-    assert len(parts) == 4 and max(map(len, parts)) < (1 << 20) + 11 and all(part[-1] == "\n" for part in parts)
-
-
 def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatch):
     def measure_and_append(path):
         row = measure(path)
@@ -419,39 +377,3 @@ def test_text_shows_its_progress(tmp_path, text_file, monkeypatch, capsys):
     assert any(line.startswith("measuring: 100% 1.00/1.00") for line in shown)
     assert any(re.match(r"tokenising text: +[1-9]\d% [\d.]+k/[\d.]+k \[.*characters/s\]", line) for line in shown)
     assert len(shown) > 10 and lines == [f"prepared {tmp_path}/out: 2 shards"]
-
-
-# ---- the built-in text ----
-
-
-def test_builtin_shards_hold_the_builtin_text(tmp_path):
-    out = builtin_shards("bytes", tmp_path / "data")
-    text = builtin_text().encode()
-    assert out.parent == tmp_path / "data" and out.name == f"builtin_bytes_{hashlib.sha256(text).hexdigest()[:8]}"
-    assert bytes(np.concatenate([tokens_of(out, s) for s in ("train", "val")]).astype(np.uint8)) == text
-    assert len(text) > 300_000 and builtin_shards("bytes", tmp_path / "data") == out
-
-
-def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path):
-    out, lines = tmp_path / "out", []
-    with pipeline.locked(tmp_path / ".out.partial", print):
-        second = threading.Thread(target=prepare_builtin, args=(out, "bytes", lines.append))
-        second.start()
-        second.join(0.3)
-        assert second.is_alive() and lines == [f"waiting for another process that prepares {tmp_path}/.out.partial"]
-        first = prepare_builtin(tmp_path / "first")
-        os.rename(first, out)
-        before = {p.name: p.stat().st_ino for p in out.iterdir()}
-    second.join()
-    assert {p.name: p.stat().st_ino for p in out.iterdir()} == before and lines[1:] == [f"{out} is prepared already"]
-
-
-def test_builtin_by_several_processes_at_once(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=prepare_builtin, args=(tmp_path / "out",)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0] and os.listdir(tmp_path) == ["out"]
-    assert contents(tmp_path / "out") == contents(prepare_builtin(tmp_path / "once"))

@@ -1,0 +1,156 @@
+"""Reading a configuration: a table of mistakes with the text that a user sees, overrides, sizes."""
+
+import pytest
+
+from gpt2_triton.config.load import load_config
+from gpt2_triton.config.schema import MemoryConfig
+from gpt2_triton.errors import ConfigError
+
+MISTAKES = [  # YAML, overrides, what the message says
+    ("model: {n_layr: 6}", {}, "x.yaml:1: model.n_layr: unknown key; did you mean model.n_layer?"),
+    ("optim:\n  lrr: 1", {}, "x.yaml:2: optim.lrr: unknown key; did you mean optim.lr?"),
+    ("modle: {n_layer: 6}", {}, "x.yaml:1: modle: unknown key"),
+    ("weight_decay: 0.1", {}, "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?"),
+    ("optim.lr: 0.1", {}, "x.yaml:1: optim.lr: unknown key; keys are nested: write lr under optim"),
+    ("", {"optim.lrr": "1"}, "--optim.lrr: unknown key; did you mean optim.lr?"),
+    ("", {"model.n_layer.x": "1"}, "--model.n_layer.x: unknown key"),
+    ("model: {n_layer: six}", {}, "x.yaml:1: model.n_layer: must be a valid integer"),
+    ("model: {n_layer: 1.5}", {}, "x.yaml:1: model.n_layer: must be a valid integer"),
+    ("model: {n_layer: [1]}", {}, "got [1] (transformer layers)"),
+    ("model: {n_layer: yes}", {}, "x.yaml:1: model.n_layer: must not be a boolean"),
+    ("log: {wandb: off}", {}, "x.yaml:1: log.wandb: must not be a boolean"),
+    ("model: 6", {}, "x.yaml:1: model: must be a section of keys, got 6"),
+    ("model: 6", {"model.n_layer": "2"}, "x.yaml:1: model: must be a section of keys, got 6"),
+    ("- model", {}, "x.yaml: expected sections such as `model:` and `train:`, got list"),
+    ("model:\n  n_layer: 1\n  n_layer: 2", {}, "x.yaml:3: model.n_layer: given twice, first in line 2"),
+    ("model: {}\ntrain: {}\nmodel: {}", {}, "x.yaml:3: model: given twice, first in line 1"),
+    ("model: {n_layer: 1", {}, "x.yaml:1:19: not valid YAML"),
+    ("model:\n\tn_layer: 1", {}, "x.yaml:2:1: not valid YAML"),
+    ("a: 1\n---\nb: 2", {}, "x.yaml:2:1: not valid YAML"),
+    ("a: !!python/object/apply:os.getcwd []", {}, "x.yaml:1:4: not valid YAML: could not determine a constructor"),
+    ("a: \x00", {}, "x.yaml: not valid YAML"),
+    ("optim: {lr: 0}", {}, "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)"),
+    ("optim: {lr: .nan}", {}, "x.yaml:1: optim.lr: must be a finite number"),
+    ("optim: {beta2: 1.0}", {}, "x.yaml:1: optim.beta2: must be less than 1, got 1.0"),
+    ("optim: {schedule: cos}", {}, "must be 'cosine', 'linear', 'constant' or 'wsd', got 'cos'"),
+    ("", {"train.dtype": "fp16"}, "--train.dtype: must be 'bf16' or 'fp32', got 'fp16'"),
+    ("", {"memory.recompute": "all"}, "--memory.recompute: must be auto, none, gelu"),
+    ("", {"memory.recompute": "none:2"}, "or gelu+ln:4 for 4 layers, got 'none:2'"),
+    ("", {"memory.recompute": "gelu:0"}, "or gelu+ln:4 for 4 layers, got 'gelu:0'"),
+    ("", {"memory.recompute": "gelu:13"}, "--memory.recompute: gelu:13 names more layers than model.n_layer 12"),
+    ("", {"memory.head_rows": "none"}, "--memory.head_rows: must be a valid integer"),
+    ("", {"model.n_embd": "770"}, "--model.n_embd: must be a multiple of 16"),
+    ("", {"model.vocab_size": "65537"}, "shards hold 16-bit tokens"),
+    ("", {"train.steps": "many"}, "--train.steps: must be a valid integer, got 'many' (optimizer steps)"),
+    ("optimizer: {lr: 1}", {}, "x.yaml:1: optimizer: unknown key; did you mean optim?"),
+    ("dropout: 0.1", {}, "x.yaml:1: dropout: unknown key; docs/config.md lists them"),
+    ("", {"model.size": "d13"}, "--model.size: unknown size d13; known are d6"),
+    ("model: {n_head: 7}", {}, "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or"),
+    ("", {"model.n_head": "24"}, "--model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set"),
+    ("", {"model.n_embd": "16", "model.n_head": "1"}, "set model.n_embd to a multiple of 64"),
+    ("", {"train.seq_len": "2048"}, "--train.seq_len: 2048 is longer than model.block_size 1024"),
+    ("", {"model.vocab_size": "256"}, "the gpt2 tokenizer has 50257 tokens, got 256"),
+    ("", {"model.vocab_size": "255", "data.tokenizer": "bytes"}, "the bytes tokenizer has 256 tokens, got 255"),
+    ("", {"data.train": "builtin"}, "make both builtin, or neither"),
+    ("", {"train.dtype": "fp32", "optim.master": "fp32"}, "fp32 parameters are their own master copies"),
+    ("train: {steps: 10}", {}, "optim.warmup: 700 steps of warmup are more than train.steps 10"),
+    ("", {"eval.tokens": "1023"}, "--eval.tokens: 1023 is less than train.seq_len 1024"),
+    ("", {"eval.tokens": "-1"}, "--eval.tokens: must be"),
+    ("init_from: gpt2", {}, "x.yaml:1: init_from: expected scratch or one of checkpoint:DIR, hf:DIR_OR_NAME"),
+    ("init_from: 'checkpoint:'", {}, "; got checkpoint:"),
+    ("train: {total_batch_tokens: 1500}", {}, "1500 is no multiple of train.seq_len 1024; set it to 1024 or 2048"),
+    ("train: {total_batch_tokens: 100}", {}, "100 is no multiple of train.seq_len 1024; set it to 1024"),
+    (
+        "train: {total_batch_tokens: 524288, batch_size: 48}",
+        {},
+        "a step of 512 sequences (total_batch_tokens 524288) does not divide into batches of 48; "
+        "set it to 32, or, in a new run, total_batch_tokens to 491520",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "overrides", "message"), MISTAKES)
+def test_load_reports_a_mistake_with_its_place(tmp_path, monkeypatch, text, overrides, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config("x.yaml", overrides)
+    assert message in str(caught.value)
+
+
+def test_load_reports_all_mistakes_at_once(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("optim:\n  lr: -1\n  beta1: 2\nlog: {evry: 3}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {"train.steps": "0"})
+    assert [line.rpartition("/")[2].split(": ")[0] for line in sorted(str(caught.value).splitlines())] == [
+        "--train.steps", "x.yaml:2", "x.yaml:3", "x.yaml:4",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        load_config(_empty(tmp_path), {"model.n_head": "7", "train.seq_len": "4096", "init_from": "x"})
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_load_names_an_unreadable_file(tmp_path):
+    _empty(tmp_path)
+    with pytest.raises(ConfigError, match=r"emty\.yaml: cannot read .* No such file .*did you mean .*empty\.yaml\?"):
+        load_config(tmp_path / "emty.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"sample: {prompt: \xe9}")
+    with pytest.raises(ConfigError, match="byte 17 is not UTF-8"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_load_prefers_overrides_to_file_to_defaults(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("optim: {lr: 3e-4, warmup: 5}\nmemory:\n")
+    config = load_config(path, {"optim.lr": "1e-3", "train.total_batch_tokens": "65_536", "memory.head_rows": "null"})
+    assert (config.optim.lr, config.optim.warmup, config.optim.beta2) == (1e-3, 5, 0.95)
+    assert config.train.total_batch_tokens == 65536
+    assert config.memory == MemoryConfig()
+
+
+def test_load_takes_yaml_merge_keys(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("eval: &e {every: 7}\nsample:\n  <<: *e\n  every: 9\n")
+    assert load_config(path).sample.every == 9
+
+
+def _empty(directory):
+    path = directory / "empty.yaml"
+    path.write_text("")
+    return path
+
+
+def test_model_size_override_replaces_keys_of_the_file(tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        "model:\n  n_layer: 2\n  n_head: 1\n  n_embd: 64\n  vocab_size: 300\ndata: {tokenizer: bytes}\n"
+    )
+    m = load_config(tmp_path / "x.yaml", {"model.size": "d12", "model.block_size": "2048"}).model
+    assert (m.n_layer, m.n_embd, m.n_head, m.block_size, m.vocab_size) == (12, 768, 12, 2048, 300)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("size: d13", "x.yaml:2: model.size: unknown size d13; known are d6, d12.*gpt3:c12288$"),
+        ("size: d12\n  n_layer: 3", "model.size: d12 has n_layer 12, but n_layer is 3; remove one"),
+    ],
+)
+def test_model_size_mistake_is_one_line(tmp_path, model, message):
+    (tmp_path / "x.yaml").write_text(f"model:\n  {model}\n")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(tmp_path / "x.yaml")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_batch_must_divide_on_the_gpus_of_the_run(tmp_path):
+    """96 sequences do not divide into batches of 64, on 8 GPUs they are 12 each."""
+    (tmp_path / "x.yaml").write_text("train: {batch_size: 64, seq_len: 128, total_batch_tokens: 12288}\n")
+    with pytest.raises(ConfigError, match="a step of 96 sequences"):
+        load_config(tmp_path / "x.yaml")
+    config = load_config(tmp_path / "x.yaml", gpus=8).with_gpus(8)
+    assert (config.micro_batch, config.accumulation) == (12, 1)
+    with pytest.raises(ConfigError, match="5 GPUs"):
+        load_config(tmp_path / "x.yaml", gpus=5)

@@ -1,0 +1,75 @@
+"""Shards of other projects are downloaded from the Hub, here a server in this process, checked and recorded."""
+
+import json
+
+import pytest
+
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
+from gpt2_triton.data.prepare import pretokenized, shard_writer
+from gpt2_triton.errors import DataError
+from tests.data.prepare.hub_server import NOBODY
+
+pytest.importorskip("datasets")
+
+
+def test_pretokenized_shards_are_checked_renamed_and_recorded(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(app, ["prepare", "pretokenized", "fineweb10B", "--shards", "2"]) == 0
+    out = tmp_path / "data" / "fineweb10B"
+    names = ["shards.json", "train_000001.bin", "train_000002.bin", "val_000000.bin"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    for name in names[1:]:
+        assert (out / name).read_bytes() == hub.files[f"fineweb_{name}"]
+    record = json.loads((out / "shards.json").read_text())
+    assert record["source"] == {"name": "kjj0/fineweb10B-gpt2", "revision": hub.commit}
+    assert record["shards"] == {name: shard_writer.shard_record(out / name) for name in ("val_000000.bin", *names[1:3])}
+    assert "prepared data/fineweb10B: 3 shards, 1,500 tokens" in capsys.readouterr().out
+
+
+def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
+    out = pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+    hub.gets.clear()
+    pretokenized.download("fineweb10B", out, None, lambda line: None)
+    assert hub.gets == ["fineweb_train_000002.bin", "fineweb_train_000003.bin"]
+    (out / "train_000002.bin").write_bytes(b"cut off")
+    hub.gets.clear()
+    pretokenized.download("fineweb10B", out, 3, lambda line: None)
+    assert hub.gets == ["fineweb_train_000002.bin"]
+    assert (out / "train_000002.bin").read_bytes() == hub.files["fineweb_train_000002.bin"]
+
+
+def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "broken", True)
+    with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged on the way: .* run the same command again"):
+        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+    assert not list((tmp_path / "out").glob("*.bin"))
+    monkeypatch.setattr(hub, "broken", False)
+    pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+
+
+def test_pretokenized_refuses_other_files(hub, tmp_path, monkeypatch):
+    bad = b"not a shard" * 200
+    monkeypatch.setitem(hub.files, "fineweb_train_000001.bin", bad)
+    with pytest.raises(DataError, match="wrong magic number"):
+        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+    assert [path.name for path in (tmp_path / "out").glob("*.bin")] == ["val_000000.bin"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "val_000000.bin").write_bytes(b"mine")
+    with pytest.raises(DataError, match="val_000000.bin: in use"):
+        pretokenized.download("fineweb10B", tmp_path / "other", 1, lambda line: None)
+    assert (tmp_path / "other" / "val_000000.bin").read_bytes() == b"mine"
+    with pytest.raises(DataError, match="--shards: more than kjj0/fineweb10B-gpt2 has: got 9, expected up to 3"):
+        pretokenized.download("fineweb10B", tmp_path / "out", 9, lambda line: None)
+    with pytest.raises(DataError, match="unknown data: got 'fineweb', expected fineweb10B, .* choose one of them"):
+        pretokenized.download("fineweb", tmp_path / "out", 9, lambda line: None)
+
+
+def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
+    assert main(app, ["prepare", "pretokenized", "fineweb10B", "--out", str(tmp_path / "out")]) == 3
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "kjj0/fineweb10B-gpt2: cannot be had" in err and "copy the files" in err
+    assert not (tmp_path / "out").exists()
