@@ -190,7 +190,7 @@ def send_missing(run_dir: Path, project: str | None = None, new_run: bool = Fals
         address = run.url or run_id
         run.finish()
     except ModuleNotFoundError:
-        raise ConfigError("wandb-export: wandb is not installed; pip install 'gpt2_triton[wandb]'") from None
+        raise ConfigError("wandb-export: wandb is not installed; pip install wandb") from None
     except Exception as error:  # wandb's, or of its process
         reason = " ".join(str(error).split())
         raise ConfigError(
