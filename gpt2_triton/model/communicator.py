@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
-from gpt2_triton.model.cuda import SideStream
+from gpt2_triton.model.side_stream import SideStream
 
 # A layer's gradients, 48 C^2 bytes, take as long over NVLink as some 1,400 tokens take through its backward pass, of
 # about 48 C^2 operations each (370 GB/s, 500 TFLOP/s).  Sums wait for multiprocessors besides; so those of all L layers

@@ -7,8 +7,8 @@ import torch
 
 import gpt2_triton.kernels
 from gpt2_triton.model import communicator, sharding
-from gpt2_triton.model.cuda import SideStream
 from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.side_stream import SideStream
 from tests.support.tiny import tiny_config
 
 LAYERS = 3
