@@ -54,7 +54,7 @@ WITHIN = {
     "model.buffers": "model.arena config.schema",
     "model.sharding": "model.buffers",
     "model.cuda": "",
-    "model.communicator": "distributed model.sharding model.cuda model.schedule model.peer_copies",
+    "model.communicator": "distributed model.sharding model.side_stream model.schedule model.peer_copies",
     "model.peer_copies": "distributed model.communicator",
 }
 

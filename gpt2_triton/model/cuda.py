@@ -1,9 +1,8 @@
-"""Events, a side stream and CUDA graphs.  On a CPU the same calls run at once and in order."""
+"""Events and CUDA graphs.  On a CPU the same calls run at once."""
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,41 +30,6 @@ class DeviceEvent:
         if self._event is None or earlier._event is None:
             return self._moment - earlier._moment
         return earlier._event.elapsed_time(self._event) / 1e3
-
-
-class SideStream:
-    """A second stream, whose work overlaps that of the current stream."""
-
-    def __init__(self, device: str):
-        # high priority: between two kernels that fill the GPU the side stream's work starts first
-        self._stream = None if device == "cpu" else torch.cuda.Stream(priority=-1)
-        self._used = False  # during capture a stream may only wait for one that is part of the capture
-
-    @contextlib.contextmanager
-    def after_current(self) -> Iterator[None]:
-        """Launch what the body launches on this stream, after everything in the current stream so far."""
-        if self._stream is None:
-            yield
-            return
-        self._used = True
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def record(self) -> torch.cuda.Event | None:
-        """Return an event recorded now in this stream; to be called inside `after_current`."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """Make the current stream wait for the event."""
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-
-    def join(self) -> None:
-        """Make the current stream wait for everything in this stream so far."""
-        if self._stream is not None and self._used:
-            torch.cuda.current_stream().wait_stream(self._stream)
-            self._used = False
 
 
 class GraphCache:

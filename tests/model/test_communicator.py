@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from gpt2_triton.model import communicator, cuda, peer_copies, sharding
+from gpt2_triton.model import communicator, peer_copies, sharding, side_stream
 from gpt2_triton.model.communicator import NcclCommunicator, send_schedule
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
@@ -314,7 +314,7 @@ def test_side_stream_without_work_is_not_waited_for(monkeypatch):
         def wait_stream(self, other):
             waited.append(other)
 
-    side, current = cuda.SideStream("cpu"), Stream()
+    side, current = side_stream.SideStream("cpu"), Stream()
     side._stream = other = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)

@@ -23,7 +23,7 @@ class FakeModel:
 
     def end_step(self):
         number = self.step
-        return SimpleNamespace(watched=[f"statistics {number}"], result=lambda: f"result {number}")
+        return SimpleNamespace(stats=[f"statistics {number}"], result=lambda: f"result {number}")
 
 
 @pytest.fixture
