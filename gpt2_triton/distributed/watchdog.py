@@ -74,7 +74,7 @@ class Watchdog:
         self._step, self._beats, self._last_progress = step, self._beats + 1, time.monotonic()
 
     def end_startup(self) -> None:
-        """The first step is done and nothing is left to compile: later ones have the timeout, not three times it."""
+        """Give later steps the plain timeout: after the first step nothing is left to compile."""
         self._phase = STEPPING
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ from gpt2_triton.training.run_state import RunState
 
 
 class Data(NamedTuple):
-    """What a run reads; `fingerprint` is that of the training shards."""
+    """The data of a run; `fingerprint` is that of the training shards."""
 
     train: TrainLoader
     validation: ValidationLoader | None  # None if eval.every is 0

@@ -1,6 +1,4 @@
-"""Are the lifetimes in buffers.py right: the buffers that launches touch, and what happens if dead ones are filled with
-NaN.
-"""
+"""The lifetimes in buffers.py: every launch touches live buffers only, and NaN in dead ones changes no bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Is the mathematics of the schedule right: the reference launchers against autograd, in float64."""
+"""The mathematics of the schedule: the reference launchers against autograd, in float64."""
 
 import functools
 

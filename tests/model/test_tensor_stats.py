@@ -164,7 +164,7 @@ def test_record_combines_micro_steps():
 
 
 def test_a_step_with_stats_changes_no_byte_at_any_recompute_level():
-    """Where layers share a buffer, each layer's statistics are those of a model that keeps every layer's."""
+    """Layers that share a buffer have the statistics of a model that keeps every layer's."""
     steps, models, records = [], [], []
     for every, level in ((0, "none"), (1, "none"), (1, "block")):
         models.append(GPT2(stats_config(log=dict(stats_every=every), memory=dict(recompute=level)), K, DEVICE))

@@ -231,7 +231,7 @@ def test_text_stopped_before_the_rename_is_only_renamed(many, tmp_path, monkeypa
 
 
 def test_text_with_another_recipe_starts_over(many, tmp_path, monkeypatch):
-    """Of another split or of other text; so does one whose batches have another size, once, after an error."""
+    """Another split or other text starts over; so does another batch size, once, after an error."""
     directory, unbroken = many
     write = shard_writer.write_shard
 
