@@ -125,8 +125,8 @@ def _decode_attention_kernel(
     att_ptr, cache_ptr, qkv_ptr, seq_ptr, T, NH, HS, factor,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head of one sequence.  Each of BLOCK_T slots keeps a maximum, a sum and an output in log2 domain; they
-    are combined at the end.  The new token is the first in slot 0.
+    """Compute one head of one sequence.  Each of BLOCK_T slots keeps a maximum, a sum and an output (log2 domain); the
+    slots are combined at the end.  The new token is the first in slot 0.
     """
     b = tl.program_id(0).to(tl.int64) // NH
     C = NH * HS

@@ -62,5 +62,5 @@ def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):
 def test_checkpoint_best_without_validation_is_refused(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("checkpoint: {best: val_loss}\neval: {every: 0}")
-    with pytest.raises(ConfigError, match="x.yaml:1: checkpoint.best: there is no validation loss to go by"):
+    with pytest.raises(ConfigError, match="x.yaml:1: checkpoint.best: there is no validation loss"):
         load_config(path)

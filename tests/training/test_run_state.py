@@ -7,7 +7,7 @@ import pytest
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import NonFiniteError
-from gpt2_triton.model.cuda import StepResult
+from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.run_state import MAX_REWINDS, RunState
 
 SAVED = (
