@@ -167,7 +167,7 @@ def attention(s: Sizes) -> Iterator[Comparison]:
 
 
 def scatter_tables(s: Sizes, ids: Tensor, targets: Tensor) -> list[Tensor]:
-    """Return the tables order, segments and hot of a batch on the device."""
+    """Return the tables order, segments and split_tokens of a batch on the device."""
     flat = (t.flatten().cpu().numpy() for t in (ids, targets))
     return [torch.from_numpy(table).to(DEVICE) for table in scatter_table(*flat, s.V)]
 

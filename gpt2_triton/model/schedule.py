@@ -1,8 +1,8 @@
 """GPT-2's forward pass, backward pass and update, one launch per line.
 
 K is the kernel package (or tests/support/reference.py, to check the mathematics) and m a ModelView: w parameters, g
-gradients, a activations, s state, ids/targets/order/segments/hot the batch.  buffers.py explains the names.  `acc` is
-False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
+gradients, a activations, s state, ids/targets/order/segments/split_tokens the batch.  buffers.py explains the names.
+`acc` is False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
 m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
 its gradients are complete.  On one rank it does nothing (communicator.py).
 """
@@ -143,7 +143,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
     a = m.a
-    K.embedding_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.hot, m.T, acc)
+    K.embedding_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
     m.comm.reduce_grads(NOT_A_LAYER)
 
 

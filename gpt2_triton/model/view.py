@@ -38,7 +38,7 @@ class ModelView:
     targets: Tensor
     order: Tensor
     segments: Tensor
-    hot: Tensor
+    split_tokens: Tensor
     branch_bias_grads: list[Tensor | None]  # [i]: gradient of the bias whose branch ends at x[i]
     L: int
     NH: int
@@ -80,8 +80,10 @@ def make_view(
 def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Tensor]:
     """Return the parts of the packed batch, as data/packing.py lays them out."""
     B, T, R, Ns, Nh = (d[name] for name in ("B", "T", "R", "Ns", "Nh"))
-    ids, targets, order, segments, hot, _ = batch.split([R, R, 2 * R, 4 * Ns, 4 * Nh, len(batch) - 4 * (R + Ns + Nh)])
-    return dict(ids=ids.view(B, T), targets=targets, order=order, segments=segments.view(Ns, 4), hot=hot.view(Nh, 4))
+    ids, targets, order, segments, split, _ = batch.split([R, R, 2 * R, 4 * Ns, 4 * Nh, len(batch) - 4 * (R + Ns + Nh)])
+    return dict(
+        ids=ids.view(B, T), targets=targets, order=order, segments=segments.view(Ns, 4), split_tokens=split.view(Nh, 4)
+    )
 
 
 def _reduced(state: State) -> Tensor:
