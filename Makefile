@@ -16,7 +16,7 @@ quickstart: .venv/installed
 test: lint
 	$(BIN)/python -m pytest --durations=20 tests/gpu # first and alone: they measure memory and time
 	$(BIN)/python -m pytest --durations=20 --ignore tests/gpu -n 2 -m "not slow"
-	$(BIN)/python -m pytest --durations=20 --ignore tests/gpu -n 2 -m slow --dist worksteal tests/training/test_quickstart.py tests # the longest first
+	$(BIN)/python -m pytest --durations=20 --ignore tests/gpu -n 2 -m slow --dist worksteal
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

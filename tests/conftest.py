@@ -2,9 +2,8 @@
 
 import os
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # the interpreter's arrays are small: two threads take three times as long
+# the interpreter's arrays are small: two threads take three times as long
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
@@ -20,11 +19,9 @@ import pytest  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped without one")
-
-
 def pytest_collection_modifyitems(items):
+    """Skip tests of a GPU without one; put the longest test first, so that it does not end after all others."""
+    items.sort(key=lambda item: "test_quickstart" not in item.nodeid)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU")
         for item in items:
