@@ -180,12 +180,12 @@ def tokens(s: Sizes) -> Tensor:
 def classifier(s: Sizes) -> Iterator[Comparison]:
     lnf, wte, targets = randn(s.R, s.C), randn(s.Vp, s.C, scale=0.1), tokens(s).flatten()
     wte[s.V :], targets[5] = 0, -1
-    hyper = torch.tensor([0, 0, 0, 1 / 4, 0, 0, 0, 0], dtype=F32, device=DEVICE)
+    step_in = torch.tensor([0, 0, 0, 1 / 4, 0, 0, 0, 0], dtype=F32, device=DEVICE)
     (zt, losses, rs, ks), dwte = empty32(4, s.R), empty32(s.Vp, s.C)
     p, lns, dln = empty(s.R, s.Vp), empty(s.R, s.C), empty(s.R, s.C)
     K.classifier_target(zt, lnf, wte, targets)
     K.classifier_fwd(p, scratch(s), lnf, wte, zt, targets, s.V)
-    K.classifier_loss(losses, rs, ks, lns, scratch(s), lnf, targets, hyper, False)
+    K.classifier_loss(losses, rs, ks, lns, scratch(s), lnf, targets, step_in, False)
     K.classifier_dx(dln, p, wte, rs, ks, targets)
     K.matmul_dw(dwte, scratch(s), p, lns, False)
     tables = scatter_tables(s, tokens(s), targets)
@@ -216,11 +216,12 @@ def embedding(s: Sizes) -> Iterator[Comparison]:
 
 def reductions(s: Sizes) -> Iterator[Comparison]:
     g, losses, stats, sumsq = randn(s.updated, dtype=F32), 5 + randn(s.R, dtype=F32), empty32(4), empty32(1)
-    hyper = torch.tensor([0, 0, 0, 1 / s.R, 1.0, 0, 0, 0], dtype=F32, device=DEVICE)
-    K.loss_sum(stats[:1], losses, hyper)
+    step_in = torch.tensor([0, 0, 0, 1 / s.R, 1.0, 0, 0, 0], dtype=F32, device=DEVICE)
+    K.loss_sum(stats[:1], losses, step_in)
+    scale = step_in[K.step_io.LOSS_SCALE.value]
     K.sum_squares(sumsq, scratch(s), g)
-    K.clip_factor(stats, sumsq, hyper)
-    yield Comparison("loss_sum", "loss", stats[0], losses.sum() * hyper[3], losses.double().sum() * hyper[3].double())
+    K.clip_factor(stats, sumsq, step_in)
+    yield Comparison("loss_sum", "loss", stats[0], losses.sum() * scale, losses.double().sum() * scale.double())
     yield Comparison("sum_squares", "sumsq", sumsq[0], g.square().sum(), g.double().square().sum())
     yield Comparison("clip_factor", "factor", stats[2], 1 / (g.norm() + 1e-6), 1 / (g.double().norm() + 1e-6))
 
@@ -242,9 +243,9 @@ def our_adamw(w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float)
     stats = torch.tensor([0.0, 1.0, 1.0, 1.0], device=DEVICE)
     for t, g in enumerate(gradients, start=1):
         row = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), 1, 0, 0, 0, 0]
-        hyper = torch.tensor(row, dtype=F32, device=DEVICE)
-        rng = torch.tensor([t, 1, 0, 0], dtype=torch.int32, device=DEVICE)
-        K.adamw(w, m, v, low, g, stats, hyper, rng, 0, DECAY, BETA1, BETA2, EPS)
+        step_in = torch.tensor(row, dtype=F32, device=DEVICE)
+        step_key = torch.tensor([t, 1, 0, 0], dtype=torch.int32, device=DEVICE)
+        K.adamw(w, m, v, low, g, stats, step_in, step_key, 0, DECAY, BETA1, BETA2, EPS)
     return m, v
 
 

@@ -177,7 +177,7 @@ class Trial:
         return [t for t in self.outs if _name(self.call, t) != "scratch"]
 
     def _again(self) -> None:
-        """Repeat the call: outputs that it reads are restored first, the others are NaN."""
+        """Restore the outputs that the call reads, fill the others with NaN, and repeat the call."""
         for tensor, before, read in zip(self.outs, self.before, self.read):
             if read:
                 tensor.copy_(before)

@@ -29,11 +29,11 @@ def step_times(model: GPT2, packed: torch.Tensor) -> tuple[float, float, str]:
     """Return the median milliseconds of a step without and with statistics, and the summary of the last ones."""
     config, times, in_flight = model.config, ([], []), None
     for number in range(STEPS):
-        watched = number % 2 == 1
-        hyper = step_inputs(number, config, 1.0 / config.total_batch_tokens)
-        model.begin_step(hyper, number, config.train.seed, watched)
+        with_stats = number % 2 == 1
+        inputs = step_inputs(number, config, 1.0 / config.total_batch_tokens)
+        model.begin_step(inputs, number, config.train.seed, with_stats)
         model.micro_step(packed, first=True)
-        launched = watched, model.end_step()
+        launched = with_stats, model.end_step()
         if in_flight is not None:
             seconds = in_flight[1].result().seconds
             if number > WARM:
@@ -51,15 +51,16 @@ def main(size: str, batch: int, recompute: str) -> None:
     model.compile()
     model.initialise(config.train.seed)
     packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
-    plain, watched, extremes = step_times(model, packed)
+    plain, with_stats, extremes = step_times(model, packed)
     a = model.train_view.a
     elements = sum(t.numel() for name in FORWARD for t in getattr(a, name)) + len(a.x) * a.dx.numel()
     read = elements * a.dx.element_size() + model.dims["N"] * (12 + a.dx.element_size())
-    print(f"{size}, batch {batch}, recompute {recompute}: step {plain:.2f} ms, with statistics {watched:.2f} ms")
+    print(f"{size}, batch {batch}, recompute {recompute}: step {plain:.2f} ms, with statistics {with_stats:.2f} ms")
     print(
-        f"statistics {watched - plain:.2f} ms for {read / 1e9:.1f} GB read ({read / 1e6 / (watched - plain):.0f} GB/s)"
+        f"statistics {with_stats - plain:.2f} ms for {read / 1e9:.1f} GB read "
+        f"({read / 1e6 / (with_stats - plain):.0f} GB/s)"
     )
-    print(f"with log.stats_every {EVERY}: {(watched - plain) / EVERY / plain:.2%} of the time (bound: 1%)")
+    print(f"with log.stats_every {EVERY}: {(with_stats - plain) / EVERY / plain:.2%} of the time (bound: 1%)")
     stats, z, window = (torch.ones(shape, device="cuda") for shape in (4, 2, (2, WINDOW + 1)))
     us = triton.testing.do_bench_cudagraph(lambda: K.skip_outliers(stats, window, z, model.state.step_in)) * 1e3
     print(f"outlier detector {us:.1f} us per step, {us / 1e3 / plain:.3%}")

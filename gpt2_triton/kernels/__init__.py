@@ -33,7 +33,7 @@ from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tenso
 
 
 def scratch_elements(d: dict[str, int], dtype: str) -> int:
-    """Return the fp32 elements of the scratch buffer: the most that a launch of a step needs (symbols of tables.py)."""
+    """Return the fp32 elements of the scratch buffer, the most that a launch needs; buffers.py has the symbols."""
     R, C, Rc, Vp = d["R"], d["C"], d["Rc"], d["Vp"]
     products = [(3 * C, C, R), (C, C, R), (4 * C, C, R), (C, 4 * C, R), (Vp, C, Rc), (Vp, C, R % Rc or Rc)]
     return max(

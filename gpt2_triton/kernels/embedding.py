@@ -8,7 +8,7 @@ The second sum belongs to the output head, whose weights are wte too: ks is the 
 classifier.py).
 
 Rows that share a token collide, and atomic adds would add them in a different order in each run.  So the host sorts the
-2R entries by token (scatter_table of the data loader): entry e < R is row e of dx, entry e >= R row e - R of lnf.  A
+2R entries by token (scatter_table of data/packing.py): entry e < R is row e of dx, entry e >= R row e - R of lnf.  A
 segment is at most 128 entries of one token, which one program adds up.  A token with more entries is split into several
 segments; their sums go to `slots` of scratch, which a second kernel adds in order.  So each row of dwte has one writer
 and one order, and rows without entries are not touched.  The tables have fixed sizes, because launches are replayed

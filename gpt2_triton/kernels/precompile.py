@@ -35,7 +35,7 @@ class Compiled:
 
 @contextlib.contextmanager
 def compiling(ignore_errors: bool = False) -> Iterator[Compiled]:
-    """Within the context, submit each launched kernel to a thread pool; at the end, wait until all are loaded.
+    """Submit each kernel launched in the context to a thread pool; at its end, wait until all are loaded.
 
     This includes Gluon's kernels, which are JITFunctions.  Threads suffice, since MLIR's passes, ptxas and gcc run
     without Python's lock.  With `ignore_errors`, a kernel that does not compile, or needs more than the GPU has, raises

@@ -17,7 +17,7 @@ LOSS_SCALE = tl.constexpr(3)  # 1 / tokens of the step
 CLIP = tl.constexpr(4)  # largest gradient norm; 0: none
 LOSS_LIMIT = tl.constexpr(5)  # largest z-score of the loss, and behind it of the norm; 0: none
 NORM_LIMIT = tl.constexpr(6)
-STOP = tl.constexpr(7)  # 1 if this rank was asked to stop; copied to STOPPING, where the ranks' are added up
+STOP = tl.constexpr(7)  # 1 if this rank received a signal; copied to STOPPING, where the ranks' are added up
 STEP_IN = 8
 
 LOSS = tl.constexpr(0)

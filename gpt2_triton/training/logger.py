@@ -23,10 +23,11 @@ from gpt2_triton.training.metrics import (
     Record,
     llmc_line,
     null_non_finite,
+    read_metrics,
     truncate,
 )
 from gpt2_triton.training.run_info import read_run, write_run
-from gpt2_triton.training.wandb_logger import WandbLogger
+from gpt2_triton.training.wandb_logger import WandbLogger, next_row
 
 
 class Logger:
@@ -60,9 +61,10 @@ class Logger:
         run_dir, config, about = self._run_dir, self.config, self._about
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        recorded = next_row(read_metrics(run_dir / METRICS)) if (run_dir / METRICS).exists() else 0
         history = self._open_files(resume_step)
         found = read_run(run_dir) if resume_step else {}
-        self._wandb = WandbLogger(run_dir, config, found.get("wandb_id") or wandb_id, about, history)
+        self._wandb = WandbLogger(run_dir, config, found.get("wandb_id") or wandb_id, about, history, recorded)
         starts = found.get("starts", [])
         write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
 

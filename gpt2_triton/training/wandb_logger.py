@@ -6,6 +6,7 @@ that is the server's step, offline the number in a marker file.  So no row is se
 crash or its rows are sent after an outage.  Charts have our `step` as their axis.
 """
 
+import contextlib
 import secrets
 import sys
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ class WandbLogger:
 
     run_id: the run to continue at Weights & Biases; None starts a new one
     history: the run's records so far; those of them that are unsent are sent first
+    recorded: the row after the last record that was ever written, also of steps that a resume drops from `history`
     """
 
     def __init__(
@@ -37,17 +39,17 @@ class WandbLogger:
         run_id: str | None,
         about: dict[str, Any] | None = None,
         history: Iterable[Record] = (),
+        recorded: int = 0,
     ):
         self._run: Any = None
         self._run_dir, self._rows, self._first_unsent_row = run_dir, RowNumbers(), 0
-        self._marker: Path | None = None  # offline: holds the number of the first unsent row
+        self._marker: Path | None = None  # holds the number of the first unsent row, for a run that continues offline
         self.run_id = run_id
         mode = config.log.wandb
         if mode == "disabled":
             return
         self.run_id = run_id = run_id or new_id()  # ours, so that rows can be sent to it after an outage
-        history = list(history)
-        self._attempt(lambda: self._connect(config, run_id, about, mode, history))
+        self._attempt(lambda: self._connect(config, run_id, about, mode, recorded))
         for record in history:
             self.log(record)
 
@@ -57,14 +59,14 @@ class WandbLogger:
         run_id: str,
         about: dict[str, Any] | None,
         mode: Literal["online", "offline"],
-        history: list[Record],
+        recorded: int,
     ) -> None:
         import wandb
 
+        self._marker = self._run_dir / "wandb" / f"first-unsent-row-{run_id}.txt"
+        self._marker.parent.mkdir(exist_ok=True)
         if mode == "offline":
-            self._marker = self._run_dir / "wandb" / f"first-unsent-row-{run_id}.txt"
-            self._marker.parent.mkdir(exist_ok=True)
-            self._first_unsent_row = _read_marker(self._marker, run_id, history)
+            self._first_unsent_row = _read_marker(self._marker, run_id, recorded)
         elif not wandb.login(prompt=False, verify=False):  # init would ask on a terminal, and wait forever
             raise LookupError("no API key; `wandb login` asks for it")
         run = connect(self._run_dir, config, run_id, about, mode, config.log.wandb_project, FINISH_TIMEOUT)
@@ -81,7 +83,8 @@ class WandbLogger:
     def _send(self, record: Record, row: int) -> None:
         self._run.log(record, step=row)
         if self._marker:
-            self._marker.write_text(f"{row + 1}\n")
+            with contextlib.suppress(OSError):  # a full disk; without it a resume counts all recorded rows as sent
+                self._marker.write_text(f"{row + 1}\n")
 
     def close(self, failed: bool = False) -> None:
         if self._run is not None:
@@ -120,13 +123,14 @@ def next_row(records: Iterable[Record]) -> int:
     return max((rows.number(record) for record in records), default=-1) + 1
 
 
-def _read_marker(marker: Path, run_id: str, history: list[Record]) -> int:
+def _read_marker(marker: Path, run_id: str, recorded: int) -> int:
+    """Return the first unsent row; without a marker, `recorded` if wandb's directory shows that rows were sent."""
     try:
         return int(marker.read_text())
     except (OSError, ValueError):
-        # earlier versions wrote no marker, and a kill can leave it empty; wandb's directory shows that rows were sent
+        # earlier versions wrote no marker, and a kill can leave it empty
         sent = any(marker.parent.glob(f"offline-run-*-{run_id}*"))
-        return next_row(history) if sent else 0
+        return recorded if sent else 0
 
 
 def new_id() -> str:

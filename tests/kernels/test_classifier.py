@@ -50,7 +50,7 @@ def scratch(R, Vp, dtype):
     return poisoned(cl.classifier_fwd_scratch(R, Vp, dtype_name(torch.empty(0, dtype=dtype))))
 
 
-def hyper():
+def step_in():
     return torch.tensor([float("nan")] * 3 + [SCALE] + [float("nan")] * 4, device=DEVICE)
 
 
@@ -65,7 +65,7 @@ def run_losses(lnf, wte, targets, V, keep_p=True):
     R, Vp = len(targets), len(wte)
     p, rowsum, losses = poisoned(R, Vp, dtype=lnf.dtype) if keep_p else None, scratch(R, Vp, lnf.dtype), poisoned(R)
     cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
-    cl.classifier_loss(losses, None, None, None, rowsum, lnf, targets, hyper(), False)
+    cl.classifier_loss(losses, None, None, None, rowsum, lnf, targets, step_in(), False)
     return losses, p
 
 
@@ -76,7 +76,7 @@ def run_chunk(lnf, wte, targets, V):
     losses, rs, ks = (poisoned(R) for _ in range(3))
     lns, dln = (poisoned(R, C, dtype=lnf.dtype) for _ in range(2))
     cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
-    cl.classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, hyper(), False)
+    cl.classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in(), False)
     cl.classifier_dx(dln, p, wte, rs, ks, targets)
     return losses, p, rs, ks, lns, dln
 
@@ -127,8 +127,8 @@ def test_stats_match_float64(rng, R, C, V, dtype, acc):
     want = [t.double() for t in (losses, rs, ks, lns)]
     rowsum = s.double()
     reference._rowsums[rowsum.data_ptr()] = rowsum
-    reference.classifier_loss(*want, rowsum, lnf.double(), targets, hyper().double(), acc)
-    cl.classifier_loss(losses, rs, ks, lns, s, lnf, targets, hyper(), acc)
+    reference.classifier_loss(*want, rowsum, lnf.double(), targets, step_in().double(), acc)
+    cl.classifier_loss(losses, rs, ks, lns, s, lnf, targets, step_in(), acc)
     for got, expected in zip((losses, rs, ks), want[:3], strict=True):
         assert error(got, expected) < 1e-6
     if not acc:

@@ -7,7 +7,7 @@ from gpt2_triton.kernels.contract import LAUNCHERS
 from tests.support import reference
 
 INTERNAL = {"column_sums"}  # called by launchers only
-STATISTICS = {"tensor_stats", "parameter_stats"}  # tests/test_watch.py compares them with numpy
+STATISTICS = {"tensor_stats", "parameter_stats"}  # tests/model/test_tensor_stats.py compares them with numpy
 
 
 def test_every_launcher_is_an_attribute_of_the_package():

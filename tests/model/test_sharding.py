@@ -32,7 +32,7 @@ def test_owned_shards_cover_each_parameter_once_within_the_buffers(ranks, zero):
     for p in (p for own in shards for p in own):
         assert p.param + p.length <= dims["Nf"] and p.moment + p.length <= dims["Nt"]
         assert p.grad + p.length <= (dims["Nr"] if zero == 2 else dims["Ng"])
-        assert p.first % 4 == 0 or not p.length  # whole Philox calls: kernels/random.py
+        assert p.first % 4 == 0 or not p.length  # whole Philox calls: kernels/philox.py
 
 
 @pytest.mark.parametrize("zero", (0, 1, 2))

@@ -13,6 +13,7 @@ from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.errors import CheckpointError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.training import trainer
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer, make_trainer, train
@@ -226,3 +227,19 @@ def test_train_refuses_to_start_without_space_for_a_checkpoint(tmp_path, monkeyp
     with pytest.raises(CheckpointError, match="no room for a checkpoint: .* bytes needed, 1,000 free; make"):
         train(run_config(), tmp_path / "run", resume=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_parallel_timeout_reaches_the_process_group_and_the_watchdog(tmp_path, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def watchdog(group, timeout):
+        raise Seen(group, timeout)
+
+    monkeypatch.setattr(trainer, "ProcessGroup", lambda device, timeout: timeout)
+    monkeypatch.setattr(trainer, "Watchdog", watchdog)
+    config = run_config(parallel=dict(timeout=7))
+    for start in (lambda: train(config, tmp_path, False), lambda: make_trainer(config, tmp_path)):
+        with pytest.raises(Seen) as seen:
+            start()
+        assert seen.value.args == (7.0, 7.0)

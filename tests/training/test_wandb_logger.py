@@ -175,6 +175,10 @@ def test_send_missing_refuses_a_directory_without_a_run(tmp_path):
 # ---- a wandb that raises ----
 
 
+def _raise(error):
+    raise error
+
+
 class FakeWandb(SimpleNamespace):
     """Records its calls, and raises in the one named `broken`."""
 
@@ -216,14 +220,33 @@ def test_offline_rows_from_a_stretch_without_wandb_are_sent_by_the_next_start(tm
 
 
 def test_offline_rows_of_a_run_without_a_marker_are_taken_as_sent(tmp_path, monkeypatch):
-    """Earlier versions wrote no marker; the wandb directory shows that they had sent the rows of the history."""
+    """Earlier versions wrote no marker; the wandb directory shows that they had sent what was recorded, also the rows
+    of steps 4 and 5, after the checkpoint of step 3.
+    """
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
-    run_id = run(tmp_path, range(1, 4), wandb="offline")
+    run_id = run(tmp_path, range(1, 6), wandb="offline")
     next(tmp_path.glob("wandb/first-unsent-row-*")).unlink()
     (tmp_path / "wandb" / f"offline-run-20260101_000000-{run_id}").mkdir()
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
-    run(tmp_path, range(4, 6), 3, wandb="offline")
-    assert [keys["step"] for name, _, keys in fake.calls if name == "log"] == [32, 40]
+    run(tmp_path, range(4, 8), 3, wandb="offline")
+    assert [keys["step"] for name, _, keys in fake.calls if name == "log"] == [48, 49, 56]
+
+
+def test_offline_rows_after_a_stretch_online_are_sent_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    run(tmp_path, range(1, 3), wandb="offline")
+    run(tmp_path, range(3, 5), 2, wandb="online")
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    run(tmp_path, range(5, 7), 4, wandb="offline")
+    assert [keys["step"] for name, _, keys in fake.calls if name == "log"] == [40, 48, 49]
+
+
+def test_full_disk_under_the_marker_does_not_end_wandb(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    monkeypatch.setattr(Path, "write_text", lambda self, *_: _raise(OSError(28, "No space left on device")))
+    logger = wandb_logger.WandbLogger(tmp_path, config(wandb="offline"), None)
+    logger.log({"step": 1, "loss": 2.0})
+    assert [name for name, _, _ in fake.calls if name == "log"] == ["log"] and capsys.readouterr().err == ""
 
 
 def test_rewind_continues_in_a_new_run_with_the_rows_of_the_file(server, tmp_path):
