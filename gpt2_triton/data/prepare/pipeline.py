@@ -123,7 +123,7 @@ class Preparation:
 
     def _resume(self) -> None:
         record = read_record(self._dir / PROGRESS)
-        if not record and shard_writer.is_occupied(self._dir):
+        if not record and any(self._dir.glob("*.bin")):
             raise shard_writer.directory_in_use(self._dir)
         if not record.get("shards"):
             return
