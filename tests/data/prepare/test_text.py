@@ -118,7 +118,10 @@ def test_text_never_overwrites_other_data(tmp_path, text_file):
 
 
 def test_text_refuses_a_taken_place_before_the_work(tmp_path, text_file):
-    for place in (text_file, tmp_path):
+    """A hidden entry also takes it: the rename at the end would fail."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / ".gitkeep").touch()
+    for place in (text_file, tmp_path, tmp_path / "kept"):
         with pytest.raises(DataError, match="in use"):
             prepare_text([text_file], place, "bytes", log=lambda line: pytest.fail(line))
 
