@@ -88,10 +88,11 @@ def prepare_texts(
 
 def _is_prepared(out_dir: Path, recipe: dict[str, Any], log: Log) -> bool:
     """Return whether out_dir holds these shards; DataError if it holds anything else."""
+    occupied = shard_writer.is_occupied(out_dir)  # before is_done: another process may rename its shards in between
     if shard_writer.is_done(out_dir, recipe):
         log(f"{out_dir} is prepared already")
         return True
-    if shard_writer.is_occupied(out_dir):
+    if occupied:
         raise shard_writer.directory_in_use(out_dir)
     return False
 

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from gpt2_triton.data.prepare import pipeline
+from gpt2_triton.data.prepare import pipeline, shard_writer
 from gpt2_triton.data.prepare.builtin import builtin_shards, builtin_text, prepare_builtin
 from tests.data.prepare.test_text import contents, tokens_of
 
@@ -32,6 +32,21 @@ def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path):
         before = {p.name: p.stat().st_ino for p in out.iterdir()}
     second.join()
     assert {p.name: p.stat().st_ino for p in out.iterdir()} == before and lines[1:] == [f"{out} is prepared already"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_builtin_put_in_place_during_the_check_is_used(tmp_path, monkeypatch):
+    """Another process renames its shards just after this one has looked for a record."""
+    out, lines, is_done = tmp_path / "out", [], shard_writer.is_done
+
+    def is_done_before_the_rename(directory, recipe):
+        monkeypatch.undo()
+        done = is_done(directory, recipe)
+        prepare_builtin(out)
+        return done
+
+    monkeypatch.setattr(shard_writer, "is_done", is_done_before_the_rename)
+    assert prepare_builtin(out, log=lines.append) == out and lines == [f"{out} is prepared already"]
     assert os.listdir(tmp_path) == ["out"]
 
 
