@@ -35,6 +35,24 @@ def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_builtin_builds_in_a_directory_that_the_first_process_has_removed(tmp_path):
+    """A process that finds its text changed removes what it has built, for which another may be waiting."""
+    out, hidden, waiting, lines = tmp_path / "out", tmp_path / ".out.partial", threading.Event(), []
+
+    def log(line):
+        lines.append(line)
+        waiting.set()
+
+    with pipeline.locked(hidden, print):
+        second = threading.Thread(target=prepare_builtin, args=(out, "bytes", log))
+        second.start()
+        assert waiting.wait(60)
+        hidden.rmdir()
+    second.join()
+    assert lines == [f"waiting for another process that prepares {hidden}", f"prepared {out}: 2 shards"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_builtin_put_in_place_during_the_check_is_used(tmp_path, monkeypatch):
     """Another process renames its shards just after this one has looked for a record."""
     out, lines, is_done = tmp_path / "out", [], shard_writer.is_done
