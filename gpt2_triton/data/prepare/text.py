@@ -152,6 +152,11 @@ def _clear(directory: Path) -> None:
 class _TextChangedError(DataError):
     """The text is not the one that was measured."""
 
+    def __init__(self, got: int, expected: int):
+        todo = "leave the files alone and start again"
+        error = bad_data("text", "it changed meanwhile", f"{got:,} characters", f"the {expected:,} of before", todo)
+        super().__init__(*error.args)
+
 
 class _Texts:
     """Texts as a Source: the first `cut` characters are training data, the rest is validation.
@@ -181,10 +186,7 @@ class _Texts:
                 yield Batch(split, here, pieces)
             characters += sum(len(text) for _, text in pieces)
         if not found or characters != self.size:
-            expected, todo = f"the {self.size:,} of before", "leave the files alone and start again"
-            raise _TextChangedError(
-                bad_data("text", "it changed meanwhile", f"{characters:,} characters", expected, todo)
-            )
+            raise _TextChangedError(characters, self.size)
 
     def _all_batches(self) -> Iterator[tuple[str, Pieces]]:
         for split, parts in itertools.groupby(_split(self._texts(), self._cut), key=itemgetter(0)):

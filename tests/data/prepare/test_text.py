@@ -342,8 +342,9 @@ def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatc
 
     measure = text_module.measure
     monkeypatch.setattr(text_module, "measure", measure_and_append)
-    with pytest.raises(DataError, match="it changed meanwhile: got .* leave the files alone"):
+    with pytest.raises(DataError, match="it changed meanwhile: got .* leave the files alone") as error:
         prepare_text([text_file], tmp_path / "out", "bytes")
+    assert error.value.args == (str(error.value),)
     assert os.listdir(tmp_path) == ["input.txt"]
 
 
