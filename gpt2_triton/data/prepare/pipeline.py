@@ -123,7 +123,7 @@ class Preparation:
 
     def _resume(self) -> None:
         record = read_record(self._dir / PROGRESS)
-        if not record and shard_writer.is_occupied(self._dir):
+        if not record and any(self._dir.glob("*.bin")):
             raise shard_writer.directory_in_use(self._dir)
         if not record.get("shards"):
             return
@@ -182,21 +182,33 @@ class Preparation:
 
 
 @contextmanager
-def locked(directory: Path, log: Log) -> Iterator[None]:
-    """Create a directory and hold it against other preparations; wait until another process has finished there."""
-    handle = None
-    while handle is None:
-        directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
-            handle = os.open(directory, os.O_RDONLY)
-    try:
+def locked(directory: Path, log: Log) -> Iterator[bool]:
+    """Create a directory and hold it against other preparations; wait until another process has finished there.
+
+    Yields whether it is held; it is not if its file system cannot lock directories, as most of NFS.
+    """
+    with contextlib.ExitStack() as stack:
+        while (held := _lock(directory, log, stack)) is None:
+            stack.close()
+        yield held
+
+
+def _lock(directory: Path, log: Log, stack: contextlib.ExitStack) -> bool | None:
+    """Create, open and lock a directory; `stack` will close it.
+
+    Returns whether it is locked, None if the process that held the lock has renamed or removed the directory.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        handle = os.open(directory, os.O_RDONLY)
+        stack.callback(os.close, handle)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log(f"waiting for another process that prepares {directory}")
             fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:  # NFS locks no directory: processes that write at once write the same bytes
-            pass
-        yield
-    finally:
-        os.close(handle)
+        except OSError:
+            return False
+        if os.path.samestat(os.fstat(handle), os.stat(directory)):
+            return True
+    return None

@@ -133,8 +133,8 @@ def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
 
 
 def is_occupied(out_dir: Path) -> bool:
-    """Return whether out_dir is a file or has entries that are not hidden."""
-    return out_dir.is_file() or (out_dir.is_dir() and any(not p.name.startswith(".") for p in out_dir.iterdir()))
+    """Return whether out_dir is a file or has entries, hidden ones included."""
+    return out_dir.is_file() or (out_dir.is_dir() and any(out_dir.iterdir()))
 
 
 def directory_in_use(out_dir: Path) -> DataError:

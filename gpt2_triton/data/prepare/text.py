@@ -2,7 +2,8 @@
 
 Texts are read twice, to measure and to tokenise, and are never held whole.  The directory is built under a hidden name
 next to its place, where a stopped preparation is resumed, and renamed once: it is there whole or not at all.  Preparing
-the same thing again finds it done; a second process waits for the first and uses its shards.
+the same thing again finds it done; a second process waits for the first and uses its shards.  If the file system cannot
+lock directories, as most of NFS, each process builds its own directory, none is resumed, and the first renamed is used.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -70,30 +72,60 @@ def prepare_texts(
         expected = "between 0 and 1, so that training and validation get a character each"
         got = f"{recipe['val_fraction']} of {size:,} characters"
         raise bad_data("val_fraction", "an empty split", got, expected, "change val_fraction or give more text")
-    hidden = out_dir.absolute().with_name(f".{out_dir.name}.partial")
     with shard_writer.disk_errors_as(out_dir):
         if _is_prepared(out_dir, recipe, log):
             return out_dir
         get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
-        with pipeline.locked(hidden, log):
+        with _hidden_directory(out_dir, log) as hidden:
             if _is_prepared(out_dir, recipe, log):  # by the process that held the lock
-                with contextlib.suppress(OSError):
-                    hidden.rmdir()
                 return out_dir
             _build(hidden, _Texts(texts, size, cut, recipe["shard_tokens"]), recipe, log, run)
-            os.rename(hidden, out_dir)
+            _put_in_place(hidden, out_dir, recipe)
     log(f"prepared {out_dir}: {len(read_record(out_dir / RECORD)['shards'])} shards")
     return out_dir
 
 
 def _is_prepared(out_dir: Path, recipe: dict[str, Any], log: Log) -> bool:
     """Return whether out_dir holds these shards; DataError if it holds anything else."""
+    occupied = shard_writer.is_occupied(out_dir)  # before is_done: another process may rename its shards in between
     if shard_writer.is_done(out_dir, recipe):
         log(f"{out_dir} is prepared already")
         return True
-    if shard_writer.is_occupied(out_dir):
+    if occupied:
         raise shard_writer.directory_in_use(out_dir)
     return False
+
+
+@contextmanager
+def _hidden_directory(out_dir: Path, log: Log) -> Iterator[Path]:
+    """Yield the directory to build in, which keeps what a stopped preparation has written.
+
+    If it cannot be locked, yield a new one instead, which no other process uses and which is removed at the end.
+    """
+    shared = out_dir.absolute().with_name(f".{out_dir.name}.partial")
+    with pipeline.locked(shared, log) as held:
+        own = shared.with_name(f".{out_dir.name}.{os.urandom(4).hex()}.partial")
+        try:
+            if not held:
+                own.mkdir()
+            yield shared if held else own
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it is not empty, or has been renamed
+                shared.rmdir()
+
+
+def _put_in_place(hidden: Path, out_dir: Path, recipe: dict[str, Any]) -> None:
+    """Rename the finished directory, or remove it if another process was first with the same shards."""
+    try:
+        os.rename(hidden, out_dir)  # replaces an empty directory, and fails on anything else
+    except OSError:
+        if shard_writer.is_done(out_dir, recipe):
+            shutil.rmtree(hidden, ignore_errors=True)
+        elif shard_writer.is_occupied(out_dir):
+            raise shard_writer.directory_in_use(out_dir) from None
+        else:
+            raise
 
 
 def _build(hidden: Path, source: "_Texts", recipe: dict[str, Any], log: Log, run: ParallelMap) -> None:
@@ -102,19 +134,28 @@ def _build(hidden: Path, source: "_Texts", recipe: dict[str, Any], log: Log, run
         return
     begun = read_record(hidden / pipeline.PROGRESS)
     if any(begun.get(key) != recipe[key] for key in recipe):
-        for path in hidden.iterdir():
-            path.unlink()
+        _clear(hidden)
     preparation = pipeline.Preparation(source, recipe, hidden, log)
     try:
         preparation.write(run, source.size // CHARACTERS[recipe["tokenizer"]])
     except _TextChangedError:
-        shutil.rmtree(hidden, ignore_errors=True)
+        _clear(hidden)
         raise
     preparation.finish()
 
 
+def _clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+
+
 class _TextChangedError(DataError):
     """The text is not the one that was measured."""
+
+    def __init__(self, got: int, expected: int):
+        todo = "leave the files alone and start again"
+        error = bad_data("text", "it changed meanwhile", f"{got:,} characters", f"the {expected:,} of before", todo)
+        super().__init__(*error.args)
 
 
 class _Texts:
@@ -145,10 +186,7 @@ class _Texts:
                 yield Batch(split, here, pieces)
             characters += sum(len(text) for _, text in pieces)
         if not found or characters != self.size:
-            expected, todo = f"the {self.size:,} of before", "leave the files alone and start again"
-            raise _TextChangedError(
-                bad_data("text", "it changed meanwhile", f"{characters:,} characters", expected, todo)
-            )
+            raise _TextChangedError(characters, self.size)
 
     def _all_batches(self) -> Iterator[tuple[str, Pieces]]:
         for split, parts in itertools.groupby(_split(self._texts(), self._cut), key=itemgetter(0)):

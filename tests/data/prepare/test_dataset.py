@@ -295,6 +295,17 @@ def test_dataset_never_mixes_settings(folder, tmp_path, monkeypatch):
         prepare(folder, tmp_path / "begun", shard_tokens=100, tokens=None)
 
 
+def test_dataset_refuses_a_directory_with_shards_but_not_with_other_files(folder, tmp_path, unbroken):
+    """As of `prepare fineweb --out out > out/prepare.log`."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "prepare.log").write_text("log")
+    assert contents(prepare(folder, out)) == unbroken | {"prepare.log": b"log"}
+    (out / "shards.json").unlink()
+    with pytest.raises(DataError, match="out: in use: .* remove it or choose another directory"):
+        prepare(folder, out)
+
+
 def test_dataset_changed_before_a_resume_is_refused(folder, tmp_path, monkeypatch):
     copy = SimpleNamespace(source=Dataset(str(tmp_path / "copy")))
     shutil.copytree(folder.path, tmp_path / "copy")

@@ -118,7 +118,10 @@ def test_text_never_overwrites_other_data(tmp_path, text_file):
 
 
 def test_text_refuses_a_taken_place_before_the_work(tmp_path, text_file):
-    for place in (text_file, tmp_path):
+    """A hidden entry also takes it: the rename at the end would fail."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / ".gitkeep").touch()
+    for place in (text_file, tmp_path, tmp_path / "kept"):
         with pytest.raises(DataError, match="in use"):
             prepare_text([text_file], place, "bytes", log=lambda line: pytest.fail(line))
 
@@ -339,8 +342,9 @@ def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatc
 
     measure = text_module.measure
     monkeypatch.setattr(text_module, "measure", measure_and_append)
-    with pytest.raises(DataError, match="it changed meanwhile: got .* leave the files alone"):
+    with pytest.raises(DataError, match="it changed meanwhile: got .* leave the files alone") as error:
         prepare_text([text_file], tmp_path / "out", "bytes")
+    assert error.value.args == (str(error.value),)
     assert os.listdir(tmp_path) == ["input.txt"]
 
 
