@@ -93,7 +93,7 @@ class Pair:
 def shared(config: Config, ranks: int, zero: int) -> Config:
     """Return the configuration in which each of several GPUs has the same work as one alone."""
     tokens = ranks * config.total_batch_tokens
-    return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero}).with_gpus(ranks)
+    return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero})
 
 
 def trace(pair: Pair) -> list[Kernel]:
@@ -106,7 +106,7 @@ def trace(pair: Pair) -> list[Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return one_step(json.loads(path.read_text())["traceEvents"], pair.together.config.accumulation)
+        return one_step(json.loads(path.read_text())["traceEvents"], pair.together.shape.accumulation)
 
 
 def one_step(events: Iterable[dict[str, Any]], micro_steps: int = 1) -> list[Kernel]:

@@ -27,12 +27,12 @@ def run_steps(
 
     A step is read when the next one has been launched, so that the device never waits for the host.
     """
-    config, in_flight = model.config, None
+    config, accumulation, in_flight = model.config, model.shape.accumulation, None
     inputs = step_inputs(0, config, 1.0 / config.total_batch_tokens)
     for number in numbers:
         model.begin_step(inputs, number, config.train.seed)
-        for i in range(config.accumulation):
-            model.micro_step(packed, first=i == 0, last=i == config.accumulation - 1)
+        for i in range(accumulation):
+            model.micro_step(packed, first=i == 0, last=i == accumulation - 1)
         launched = model.end_step()
         between()
         if in_flight is not None:

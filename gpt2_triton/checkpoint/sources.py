@@ -72,9 +72,8 @@ def _foreign_weights(source: str) -> Weights | None:
 
 def _config_and_tensors(step_dir: Path) -> tuple[Config, dict[str, Tensor]]:
     state, tensors = load_checkpoint(step_dir)
-    ranks = len([*step_dir.glob("rank_*")])  # a batch that divides among these ranks need not be valid for one
     try:
-        return Config.model_validate(state["config"], context=dict(gpus=ranks)), tensors
+        return Config.model_validate(state["config"]), tensors
     except ValidationError as error:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton"
         raise CheckpointError(wrong) from error

@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from gpt2_triton.commands.app import make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 
@@ -71,7 +72,7 @@ def train(
         return _start(config, overrides, run_dir, resume)
     settings = load_config(config, overrides, gpus or 1)
     if plan:
-        print(_plan(settings if gpus is None else settings.with_gpus(gpus), gpu))
+        print(_plan(settings, StepShape.of(settings, gpus), gpu))
     else:
         print(settings.to_yaml().rstrip())
     return 0
@@ -83,7 +84,8 @@ def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume
 
     set_env_from_slurm()
     rank, ranks = rank_and_size()
-    settings = load_config(config, overrides, ranks).with_gpus(ranks)
+    settings = load_config(config, overrides, ranks)
+    StepShape.of(settings, ranks)  # refuses another parallel.gpus before the run has a directory
     if rank == 0:
         run_dir = choose_run_dir(config, run_dir, resume)
         for split in (settings.data.train, settings.data.val):
@@ -149,7 +151,7 @@ def creating_run_dir(run_dir: Path) -> Iterator[None]:
                 run_dir.rmdir()
 
 
-def _plan(config: Config, gpu: str | None) -> str:
+def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
     from gpt2_triton import device
 
     if gpu is not None and gpu.lower() not in device.GPUS:
@@ -157,4 +159,4 @@ def _plan(config: Config, gpu: str | None) -> str:
     import gpt2_triton.kernels as kernels
     from gpt2_triton.model.memory_plan import plan_report
 
-    return plan_report(config, kernels, device.memory_bytes(gpu.lower() if gpu else None))
+    return plan_report(config, kernels, device.memory_bytes(gpu.lower() if gpu else None), shape)

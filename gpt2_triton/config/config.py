@@ -1,18 +1,19 @@
 """The configuration of a run: a frozen tree of the sections of schema.py, and the sizes derived from it.
 
-load.py reads it from YAML and the command line; rules.py has the rules between keys.
+load.py reads it from YAML and the command line; rules.py has the rules between keys; step_shape.py has what depends on
+the number of GPUs.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from gpt2_triton.config import schema
 from gpt2_triton.config.rules import conflicts
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.config.step_shape import step_conflicts
 
 
 class Config(schema.ConfigSection):
@@ -50,28 +51,6 @@ class Config(schema.ConfigSection):
     def total_batch_tokens(self) -> int:
         return self.train.total_batch_tokens or self.train.batch_size * self.train.seq_len
 
-    # processes of this run, one per GPU; not a key, so that a run can be resumed on another number of GPUs
-    _started: int = PrivateAttr(1)
-
-    @property
-    def gpus(self) -> int:
-        return self.parallel.gpus or self._started
-
-    @property
-    def zero(self) -> int:
-        """The ZeRO stage in use; 0 on one GPU."""
-        return self.parallel.zero if self.gpus > 1 else 0
-
-    @property
-    def micro_batch(self) -> int:
-        """Sequences of one forward and backward pass: batch_size, or all sequences of a GPU per step if fewer."""
-        return min(self.train.batch_size, self.total_batch_tokens // self.train.seq_len // self.gpus)
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-steps per step."""
-        return self.total_batch_tokens // (self.gpus * self.micro_batch * self.train.seq_len)
-
     @property
     def n_params(self) -> int:
         """Number of parameters as llm.c counts: with the padded vocabulary and wpe; the head is wte and counts once."""
@@ -92,21 +71,6 @@ class Config(schema.ConfigSection):
         copies = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
         return self.model_copy(update=copies)
 
-    def with_gpus(self, gpus: int) -> "Config":
-        """Return the configuration of a run on this many GPUs.
-
-        ConfigError if parallel.gpus is another number, or if the batch does not divide.
-        """
-        if self.parallel.gpus not in (None, gpus):
-            raise ConfigError(
-                f"parallel.gpus: {self.parallel.gpus}, but {gpus} started; start as many, or leave it out"
-            )
-        out = self.model_copy()
-        out._started = gpus
-        if problems := list(conflicts(out)):
-            raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
-        return out
-
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
 
@@ -115,10 +79,11 @@ class Config(schema.ConfigSection):
 
     @model_validator(mode="after")
     def _fields_agree(self, info: ValidationInfo) -> "Config":
-        """Check the rules between keys; the context holds the number of GPUs, on which the batch must divide."""
+        """Check the rules between keys, and those about the number of GPUs if the context holds one."""
+        problems = list(conflicts(self))
         if info.context:
-            self._started = info.context["gpus"]
-        if problems := list(conflicts(self)):
+            problems += step_conflicts(self.train, self.parallel.gpus or info.context["gpus"])
+        if problems:
             raise schema.ConflictError(problems)
         return self
 

@@ -21,7 +21,7 @@ from gpt2_triton.errors import ConfigError
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> Config:
     """Return the configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top.
 
-    `gpus` is the number of GPUs where parallel.gpus is null.
+    The step must divide among parallel.gpus GPUs, or among `gpus` where that is null.
     """
     tree, lines = _read_yaml(Path(path))
     given = dict(overrides or {})

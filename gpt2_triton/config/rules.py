@@ -1,9 +1,10 @@
-"""Rules between keys of the configuration: values that are each valid but contradict each other."""
+"""Rules between keys of the configuration: values that are each valid but contradict each other.
+
+step_shape.py has the rules about the number of GPUs.
+"""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-from gpt2_triton.config import schema
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpt2_triton.config.config import Config
@@ -16,10 +17,9 @@ INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanog
 
 
 def conflicts(config: "Config") -> Iterator[Problem]:
-    """Yield every rule that this configuration breaks."""
+    """Yield every rule that this configuration breaks on any number of GPUs."""
     yield from _model_conflicts(config)
     yield from _schedule_conflicts(config)
-    yield from _batch_conflicts(config.train, config.gpus)
 
 
 def _model_conflicts(config: "Config") -> Iterator[Problem]:
@@ -61,40 +61,6 @@ def _schedule_conflicts(config: "Config") -> Iterator[Problem]:
         yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
     elif t.rewind_after > saved:
         yield "train.rewind_after", f"{t.rewind_after} is more than checkpoint.every {saved}; lower it"
-
-
-def _batch_conflicts(t: schema.TrainConfig, gpus: int) -> Iterator[Problem]:
-    """Yield the problem of a step whose sequences do not divide among the GPUs, or those of a GPU into batches."""
-    total, several = t.total_batch_tokens or t.batch_size * t.seq_len, f"{gpus} GPUs" if gpus > 1 else ""
-    rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
-    if rest:
-        fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
-        unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
-        todo = table = ""
-        if gpus > 1 and total % t.seq_len == 0:
-            near, table = _fitting_gpus(t, total // t.seq_len, gpus)
-            todo = f"start {near} GPUs, or, in a new run, "
-        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}{table}"
-    elif rows % min(t.batch_size, rows):
-        best = max(b for b in range(1, t.batch_size) if rows % b == 0)
-        below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
-        step = f"a step of {rows * gpus} sequences{several and ' on '}{several} (total_batch_tokens {total})"
-        wrong = f"{step} does not divide into batches of {t.batch_size}"
-        yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"
-
-
-def _fitting_gpus(t: schema.TrainConfig, sequences: int, gpus: int) -> tuple[str, str]:
-    """Return the nearest numbers of GPUs that divide the sequences of a step, and a table of up to three below and
-    three above with what each would do.  A resumed run can change its GPUs but not the tokens of a step.
-    """
-    each = {n: sequences // n for n in range(1, sequences + 1) if sequences % n == 0}
-    batch = {n: min(t.batch_size, rows) for n, rows in each.items()}
-    fits = [n for n in each if each[n] % batch[n] == 0]
-    below, above = [n for n in fits if n < gpus][-3:], [n for n in fits if n > gpus][:3]
-    table: list[tuple[Any, ...]] = [("GPUs", "sequences each", "at once", "micro-steps")]
-    table += [(n, each[n], batch[n], each[n] // batch[n]) for n in below + above]
-    lines = ["".join(f"{cell:>{len(title) + 2}}" for cell, title in zip(row, table[0], strict=True)) for row in table]
-    return " or ".join(str(n) for n in below[-1:] + above[:1]), "".join(f"\n{line}" for line in lines)
 
 
 def _fitting_heads(n_embd: int) -> str:

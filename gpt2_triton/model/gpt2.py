@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ReplicaMismatchError
@@ -45,15 +46,20 @@ class GPT2:
     ):
         """Plan and allocate the arena.
 
-        batch       the micro-batch, by default that of the configuration
+        batch       sequences at once of a model that only runs forward; None: the micro-batch of its StepShape
         sequences   how many are decoded at once
         group       the ranks that train the model together; None: a single rank, whatever started the process
         """
         self.config, self.K = config, K
-        self.B, self.T = batch or config.micro_batch, config.train.seq_len
-        self.plan, self.dims = plan_memory(config, K, self.B, self.T, training, dtypes, sequences)
+        assert training == (batch is None), "the batch of a model that trains follows from its configuration"
+        if batch is None:
+            self.shape = StepShape.of(config, group.size if group else None)
+        else:
+            self.shape = StepShape(gpus=1, micro_batch=batch, accumulation=1, zero=0)
+        self.B, self.T = self.shape.micro_batch, config.train.seq_len
+        self.plan, self.dims = plan_memory(config, K, self.B, self.T, training, dtypes, sequences, self.shape)
         self.recompute = [Recompute.at(level) for level in recompute_levels(config, training)]
-        require_fits(self.plan, config, K, device, sequences)
+        require_fits(self.plan, config, K, self.shape, device, sequences)
         if group:
             self.arena, arenas = group.allocate_shared(self.plan.total)
         else:

@@ -3,6 +3,7 @@
 The plan needs no GPU; only the functions that return free or used bytes query one.
 """
 
+import dataclasses
 import math
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS, ModelConfig
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, MemoryPlan, place_buffers, resolve_buffers
@@ -31,7 +33,9 @@ def model_dimensions(m: ModelConfig) -> dict[str, int]:
     return dict(C=m.n_embd, L=L, S=2 * L + 1, V=m.vocab_size, Vp=m.padded_vocab, Tmax=m.block_size)
 
 
-def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, sequences: int = 0) -> dict[str, int]:
+def dimensions(
+    config: Config, K: Any, B: int, T: int, training: bool = True, sequences: int = 0, shape: StepShape | None = None
+) -> dict[str, int]:
     """Return every symbol that buffers.py uses, in numbers."""
     d = dict(B=B, T=T, R=B * T, NH=config.model.n_head) | model_dimensions(config.model)
     d["Rc"] = min(d["R"], config.head_rows)
@@ -41,7 +45,10 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, se
     d["Bd"] = sequences or int(training and config.sample.every > 0)
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
-    d["ranks"], d["zero"] = (config.gpus, config.zero) if training else (1, 0)
+    d["ranks"], d["zero"] = 1, 0
+    if training:
+        shape = shape or StepShape.of(config)
+        d["ranks"], d["zero"] = shape.gpus, shape.zero
     d |= flat_buffer_sizes(d, training, master)
     d["Sa"] = d["Sp"] = d["P"] = 0
     if training and config.log.stats_every:
@@ -52,13 +59,14 @@ def dimensions(config: Config, K: Any, B: int, T: int, training: bool = True, se
 
 def plan_memory(
     config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None,
-    sequences: int = 0,
+    sequences: int = 0, shape: StepShape | None = None,
 ) -> tuple[MemoryPlan, dict[str, int]]:  # fmt: skip
     """Return the exact memory plan of a run with micro-batch B, and its dimensions.
 
     sequences   how many are decoded at once; 0: one if this is a training run that prints samples, else none
+    shape       of a training step, by default StepShape.of(config)
     """
-    dims = dimensions(config, K, B, T, training, sequences)
+    dims = dimensions(config, K, B, T, training, sequences, shape)
     dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
     levels = recompute_levels(config, training)
     buffers = [
@@ -74,14 +82,14 @@ def recompute_levels(config: Config, training: bool) -> list[str]:
     return layer_levels(level, config.model.n_layer)
 
 
-def _plan_bytes(config: Config, K: Any, B: int | None = None) -> int:
-    """Return the bytes of the plan with micro-batch B, by default the configured one."""
-    return plan_memory(config, K, B or config.micro_batch, config.train.seq_len)[0].total
+def _plan_bytes(config: Config, K: Any, shape: StepShape, B: int | None = None) -> int:
+    """Return the bytes of the plan with micro-batch B, by default that of the shape."""
+    return plan_memory(config, K, B or shape.micro_batch, config.train.seq_len, shape=shape)[0].total
 
 
-def _largest_batch(config: Config, K: Any, budget: int) -> int:
+def _largest_batch(config: Config, K: Any, shape: StepShape, budget: int) -> int:
     """Return the largest micro-batch whose plan fits `budget` bytes, 0 if none does."""
-    return largest_batch(lambda B: _plan_bytes(config, K, B), budget)
+    return largest_batch(lambda B: _plan_bytes(config, K, shape, B), budget)
 
 
 def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
@@ -95,15 +103,16 @@ def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
     return low
 
 
-def choose_recompute(config: Config, K: Any, budget: int) -> Config:
+def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape | None = None) -> Config:
     """Return the configuration with memory.recompute `auto` replaced by the first level, which is the fastest, whose
     plan fits `budget` bytes, in as few layers as necessary; by the last level if none fits.
     """
     if config.memory.recompute != "auto":
         return config
+    step = shape or StepShape.of(config)
 
     def fits(level: str) -> bool:
-        return _plan_bytes(config.replace(memory={"recompute": level}), K) <= budget
+        return _plan_bytes(config.replace(memory={"recompute": level}), K, step) <= budget
 
     level = next(filter(fits, RECOMPUTE_LEVELS), RECOMPUTE_LEVELS[-1])
     if level != RECOMPUTE_LEVELS[0]:
@@ -134,26 +143,26 @@ def memory_in_use_report(plan: MemoryPlan, before: int) -> str:
     return f"memory: {use}, before the run {before / GIB:.3f} GiB (CUDA context, other processes)"
 
 
-def plan_report(config: Config, K: Any, gpu_bytes: int) -> str:
+def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> str:
     """Return as text the plan, the bytes of each recompute level and the largest micro-batch with which it fits a GPU
     of this size; needs no GPU.
     """
     budget = gpu_bytes - CONTEXT_BYTES - MODULE_BYTES
-    chosen = choose_recompute(config, K, budget)
-    plan, dims = plan_memory(chosen, K, config.micro_batch, config.train.seq_len)
+    chosen = choose_recompute(config, K, budget, shape)
+    plan, dims = plan_memory(chosen, K, shape.micro_batch, config.train.seq_len, shape=shape)
     fits = "fits" if plan.total <= budget else "does not fit"
     return "\n".join(
         [
             format_plan(plan),
             "shapes in the letters of gpt2_triton/model/buffers.py, live in the phases of a step that need the buffer",
             f"parameters {dims['N']:,}",
-            f"micro-batch {config.micro_batch} x {config.train.seq_len} tokens, {config.accumulation} in a step, "
+            f"micro-batch {shape.micro_batch} x {config.train.seq_len} tokens, {shape.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
             f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB, of which "
             f"{(CONTEXT_BYTES + MODULE_BYTES) / GIB:.2f} GiB are for the CUDA context, kernels and graphs",
             "",
-            *_recompute_table(chosen, K, budget),
-            *_zero_table(chosen, K),
+            *_recompute_table(chosen, K, shape, budget),
+            *_zero_table(chosen, K, shape),
         ]
     )
 
@@ -174,29 +183,29 @@ def format_plan(plan: MemoryPlan) -> str:
     return "\n".join(lines)
 
 
-def _recompute_table(config: Config, K: Any, budget: int) -> list[str]:
+def _recompute_table(config: Config, K: Any, shape: StepShape, budget: int) -> list[str]:
     lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
     taken = config.memory.recompute
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
     for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
         at_level = config.replace(memory={"recompute": level})
         mark = "  <-" if level == taken else ""
-        largest = _largest_batch(at_level, K, budget)
-        lines.append(f"{level:<16}{_plan_bytes(at_level, K) / GIB:>8.2f}{largest:>28}{mark}")
+        largest = _largest_batch(at_level, K, shape, budget)
+        lines.append(f"{level:<16}{_plan_bytes(at_level, K, shape) / GIB:>8.2f}{largest:>28}{mark}")
     return lines
 
 
-def _zero_table(config: Config, K: Any) -> list[str]:
-    if config.gpus == 1:
+def _zero_table(config: Config, K: Any, shape: StepShape) -> list[str]:
+    if shape.gpus == 1:
         return []
-    lines = ["", f"{'parallel.zero':<16}{'GiB':>8}   on each of {config.gpus} GPUs"]
+    lines = ["", f"{'parallel.zero':<16}{'GiB':>8}   on each of {shape.gpus} GPUs"]
     for stage in (0, 1, 2):
-        total = _plan_bytes(config.replace(parallel={"zero": stage}), K)
-        lines.append(f"{stage:<16}{total / GIB:>8.2f}{'  <-' if stage == config.zero else ''}")
+        total = _plan_bytes(config, K, dataclasses.replace(shape, zero=stage))
+        lines.append(f"{stage:<16}{total / GIB:>8.2f}{'  <-' if stage == shape.zero else ''}")
     return lines
 
 
-def require_fits(plan: MemoryPlan, config: Config, K: Any, device: str, sequences: int = 0) -> None:
+def require_fits(plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, sequences: int = 0) -> None:
     """Raise OutOfMemoryError, with the largest batch that would fit, if the plan exceeds the free memory."""
     if device == "cpu":
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -211,12 +220,12 @@ def require_fits(plan: MemoryPlan, config: Config, K: Any, device: str, sequence
             f"to decode {sequences} texts at once takes {plan.total / GIB:.2f} GiB, {has}: "
             f"set --batch below {sequences}"
         )
-    rows = config.total_batch_tokens // config.train.seq_len // config.gpus  # of a step: a multiple of the batch
-    best = max((B for B in range(1, _largest_batch(config, K, free) + 1) if rows % B == 0), default=0)
+    rows = config.total_batch_tokens // config.train.seq_len // shape.gpus  # of a step: a multiple of the batch
+    best = max((B for B in range(1, _largest_batch(config, K, shape, free) + 1) if rows % B == 0), default=0)
     advice = "set"
     if best:
         advice += f" train.batch_size to {best} and train.total_batch_tokens to {config.total_batch_tokens}, or"
     raise OutOfMemoryError(
         f"the plan needs {plan.total / GIB:.2f} GiB, {has}: {advice} a deeper memory.recompute "
-        f"(now batch {config.micro_batch}, {config.memory.recompute}); --plan shows the buffers"
+        f"(now batch {shape.micro_batch}, {config.memory.recompute}); --plan shows the buffers"
     )

@@ -36,6 +36,7 @@ class Logger:
     resume_step: 0 for a new run; else records of later steps are dropped
     wandb_id: id of the run in checkpoints of earlier versions; the one in run.json comes first
     about: this start, from run_info.describe_start
+    gpus: those of the run, whose peak the MFU is a fraction of
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class Logger:
         resume_step: int = 0,
         wandb_id: str | None = None,
         about: dict[str, Any] | None = None,
+        gpus: int = 1,
     ):
         self.config, self.steps = config, config.train.steps
         self._is_first_step = True
         self._mean_seconds: float | None = None
         peak = device.peak_flops() if config.train.dtype == "bf16" else None  # device.py has the peaks of bf16
-        self._mfu_per_tok_s = config.flops_per_token / (peak * config.gpus) if peak else None
+        self._mfu_per_tok_s = config.flops_per_token / (peak * gpus) if peak else None
         self._run_dir, self._about = run_dir, about
         try:
             self._open(resume_step, wandb_id)

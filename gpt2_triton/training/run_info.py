@@ -14,13 +14,14 @@ from typing import Any
 
 from gpt2_triton import __version__
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.files import write_atomic
 
 RUN = "run.json"
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tiktoken")
 
 
-def describe_start(config: Config, arena_bytes: int, device: str, after_step: int) -> dict[str, Any]:
+def describe_start(config: Config, shape: StepShape, arena_bytes: int, device: str, after_step: int) -> dict[str, Any]:
     """Return the entry of a start; `config` has the recompute level that was chosen, `device` is the GPU's name."""
     o, tokens = config.optim, config.total_batch_tokens
     return {
@@ -30,15 +31,15 @@ def describe_start(config: Config, arena_bytes: int, device: str, after_step: in
         "git": git_state(Path(__file__).parent),
         "packages": {"python": sys.version.split()[0], "gpt2_triton": __version__, **_versions()},
         "device": device,
-        "gpus": config.gpus,
-        "zero": config.zero,
+        "gpus": shape.gpus,
+        "zero": shape.zero,
         "plan": {"arena_bytes": arena_bytes, "recompute": config.memory.recompute, "parameters": config.n_params},
         "schedule": {
             "steps": config.train.steps,
             "tokens": config.train.steps * tokens,
             "tokens_per_step": tokens,
-            "micro_batch": config.micro_batch,
-            "accumulation": config.accumulation,
+            "micro_batch": shape.micro_batch,
+            "accumulation": shape.accumulation,
             "learning_rate": o.schedule,
             "peak_lr": o.lr,
             "warmup": o.warmup,

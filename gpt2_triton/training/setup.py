@@ -13,6 +13,7 @@ from gpt2_triton.checkpoint.load import load_checkpoint
 from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import builtin_shards
@@ -97,7 +98,8 @@ def build_model(
 
     On a GPU the kernels are compiled.  Raise CheckpointError if the disk has no space for a checkpoint of it.
     """
-    fitting = choose_recompute(config, K, min(control.all_gather(free_bytes(group.device))))
+    budget = min(control.all_gather(free_bytes(group.device)))
+    fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
     if fitting is not config:
         start.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
     model = GPT2(fitting, K, group.device, group=group)
@@ -138,8 +140,9 @@ def open_log(
         return NullLogger()
     where = torch.cuda.get_device_name() if group.device == "cuda" else "the CPU, through Triton's interpreter"
     state, planned, t = start.state, model.plan.total, config.train
-    log = Logger(run_dir, config, state.step, state.wandb_id, describe_start(model.config, planned, where, state.step))
-    each = f" each on {group.size} ranks, ZeRO-{config.zero}," if group.size > 1 else ""
+    about = describe_start(model.config, model.shape, planned, where, state.step)
+    log = Logger(run_dir, config, state.step, state.wandb_id, about, group.size)
+    each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     size = f"{model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB"
     sequences = data.train.windows.n
     epochs = t.steps * config.total_batch_tokens / t.seq_len / sequences

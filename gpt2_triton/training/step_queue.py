@@ -21,12 +21,12 @@ class StepQueue:
 
     def launch(self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool) -> None:
         """Launch a step, which takes its micro-batches from `batches`; `inputs` is the row of step_inputs."""
-        config = self._model.config
-        self._model.begin_step(inputs, step, config.train.seed, with_stats)
-        for micro in range(config.accumulation):
+        accumulation = self._model.shape.accumulation
+        self._model.begin_step(inputs, step, self._model.config.train.seed, with_stats)
+        for micro in range(accumulation):
             packed = next(batches)
             self._watchdog.heartbeat(step + 1)
-            self._model.micro_step(packed, first=micro == 0, last=micro == config.accumulation - 1)
+            self._model.micro_step(packed, first=micro == 0, last=micro == accumulation - 1)
         self._in_flight.append(self._model.end_step())
 
     def finish(self, running: int = 0) -> StepResult | None:

@@ -109,9 +109,10 @@ class Trainer:
         self.batches = self._prefetch()
 
     def _prefetch(self) -> Prefetcher:
-        c, first, pinned = self.config, self.state.sample, self.group.device != "cpu"
+        shape, vocab_size = self.model.shape, self.config.model.vocab_size
+        first, pinned = self.state.sample, self.group.device != "cpu"
         ranks = dict(rank=self.group.rank, ranks=self.group.size)
-        return Prefetcher(self.data.train, c.micro_batch, c.accumulation, c.model.vocab_size, first, pinned, **ranks)
+        return Prefetcher(self.data.train, shape.micro_batch, shape.accumulation, vocab_size, first, pinned, **ranks)
 
     # ---- the loop ----
 
@@ -187,7 +188,7 @@ class Trainer:
         step, watch, every = self.state.step, self.model.stats_recorder, self.config.log.stats_every
         self.log.step(step, result, cause)
         if watch and self._due(step, every):
-            record = watch.read(self.queue.statistics, self.config.accumulation, self.control)
+            record = watch.read(self.queue.statistics, self.model.shape.accumulation, self.control)
             self.log.statistics(step, record, tensor_stats.format_summary(record))
 
     def _finish_step(self) -> bool:

@@ -13,6 +13,7 @@ from benchmarks.multi_gpu import Kernel
 from benchmarks.scaling import Link
 from benchmarks.sizes import config_of
 from gpt2_triton import device
+from gpt2_triton.config.step_shape import StepShape
 
 ROOT = Path(__file__).parents[2]
 MEASURED = {  # ms on 4 H200s, docs/scaling.md: (size, width): reduce_scatter (4) or all_gather (2) of a layer's bucket
@@ -171,10 +172,10 @@ def test_speed_table_compares_together_with_in_step_and_alone():
 def test_shared_gives_each_gpu_the_work_of_one():
     config = config_of("d12", 64, "gelu")
     four = multi_gpu.shared(config, 4, 2)
-    assert (four.gpus, four.parallel.zero, four.micro_batch, four.accumulation) == (4, 2, 64, 1)
+    assert StepShape.of(four, 4) == StepShape(gpus=4, micro_batch=64, accumulation=1, zero=2)
     assert four.total_batch_tokens == 4 * config.total_batch_tokens
     twice = config.replace(train={"total_batch_tokens": 2 * config.total_batch_tokens})
-    assert multi_gpu.shared(twice, 4, 1).accumulation == twice.accumulation == 2
+    assert StepShape.of(multi_gpu.shared(twice, 4, 1), 4).accumulation == StepShape.of(twice).accumulation == 2
 
 
 def test_draw_reads_steps_from_json(tmp_path):

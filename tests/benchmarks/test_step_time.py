@@ -18,7 +18,7 @@ def test_two_micro_steps_equal_one_step_of_the_same_batch():
     for micro_steps in (1, 2):
         model, config = tiny_model(train=dict(total_batch_tokens=micro_steps * 32))
         results = list(run_steps(model, packed_batch(config), range(2)))
-        assert config.accumulation == micro_steps and len(results) == 2
+        assert model.shape.accumulation == micro_steps and len(results) == 2
         losses += [[(result.loss, result.norm) for result in results]]
     assert losses[1] == [pytest.approx(step, rel=1e-5) for step in losses[0]]  # other roundings of the same sums
 

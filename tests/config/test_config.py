@@ -8,6 +8,7 @@ from gpt2_triton.config import load
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config
 from gpt2_triton.config.schema import SIZES
+from gpt2_triton.config.step_shape import StepShape
 
 KEYS = """
 model.n_layer model.n_head model.n_embd model.vocab_size model.block_size
@@ -30,7 +31,7 @@ def test_rules_suggest_batches_that_pass():
     """The values that the message about batches offers both pass."""
     train = dict(total_batch_tokens=524_288, batch_size=48)
     for fix in (dict(batch_size=32), dict(total_batch_tokens=491_520)):
-        assert Config.model_validate(dict(train=train | fix)).accumulation in (16, 10)
+        assert StepShape.of(Config.model_validate(dict(train=train | fix))).accumulation in (16, 10)
 
 
 def test_config_keys_are_unchanged():
@@ -57,9 +58,11 @@ def test_config_derived_sizes():
     config = Config.model_validate(dict(train=dict(total_batch_tokens=524_288)))
     assert config.n_params == 124_475_904  # what llm.c prints for 124M
     assert (config.model.padded_vocab, config.head_rows) == (50304, 11264)
-    assert (config.micro_batch, config.accumulation, config.total_batch_tokens) == (64, 8, 524_288)
+    assert StepShape.of(config) == StepShape(gpus=1, micro_batch=64, accumulation=8, zero=0)
+    assert config.total_batch_tokens == 524_288
     small = Config.model_validate(dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20)))
-    assert (small.micro_batch, small.accumulation, small.head_rows) == (4, 1, 10112)
+    assert StepShape.of(small) == StepShape(gpus=1, micro_batch=4, accumulation=1, zero=0)
+    assert small.head_rows == 10112
     assert Config().total_batch_tokens == 64 * 1024
 
 
@@ -76,7 +79,7 @@ def test_shipped_configurations_load(name, request):
     assert path.read_text().startswith("# ")
     tree, _ = load._read_yaml(path)
     assert {"n_layer", "n_head", "n_embd"} <= set(tree["model"])
-    assert load_config(path).accumulation == (1 if name == "quickstart" else 8)
+    assert StepShape.of(load_config(path)).accumulation == (1 if name == "quickstart" else 8)
 
 
 @pytest.mark.parametrize("size", sorted(SIZES))

@@ -4,6 +4,7 @@ import pytest
 
 from gpt2_triton.config.load import load_config
 from gpt2_triton.config.schema import MemoryConfig
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import ConfigError
 
 MISTAKES = [  # YAML, overrides, what the message says
@@ -150,7 +151,7 @@ def test_batch_must_divide_on_the_gpus_of_the_run(tmp_path):
     (tmp_path / "x.yaml").write_text("train: {batch_size: 64, seq_len: 128, total_batch_tokens: 12288}\n")
     with pytest.raises(ConfigError, match="a step of 96 sequences"):
         load_config(tmp_path / "x.yaml")
-    config = load_config(tmp_path / "x.yaml", gpus=8).with_gpus(8)
-    assert (config.micro_batch, config.accumulation) == (12, 1)
+    shape = StepShape.of(load_config(tmp_path / "x.yaml", gpus=8), 8)
+    assert (shape.micro_batch, shape.accumulation) == (12, 1)
     with pytest.raises(ConfigError, match="5 GPUs"):
         load_config(tmp_path / "x.yaml", gpus=5)

@@ -8,6 +8,7 @@ import pytest
 import gpt2_triton.kernels as kernels
 from gpt2_triton import device
 from gpt2_triton.config.load import load_config
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -24,7 +25,7 @@ def test_recipe_fits_an_h200(path):
     config = load_config(path, {})
     budget = device.memory_bytes("h200") - CONTEXT_BYTES - MODULE_BYTES
     config = choose_recompute(config, kernels, budget)
-    plan, _ = plan_memory(config, kernels, config.micro_batch, config.train.seq_len)
+    plan, _ = plan_memory(config, kernels, StepShape.of(config).micro_batch, config.train.seq_len)
     assert plan.total <= budget
 
 

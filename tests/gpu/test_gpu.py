@@ -59,7 +59,7 @@ def late_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
     config, waiting, history = model.config, [], []
     packed = [
         [pack_batch(None, i.numpy(), t.numpy(), config.model.vocab_size).pin_memory() for i, t in step]
-        for step in (batches(config, config.accumulation, seed=seed) for seed in range(n))
+        for step in (batches(config, model.shape.accumulation, seed=seed) for seed in range(n))
     ]
     for step in range(n):
         model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1)

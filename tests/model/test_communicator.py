@@ -79,7 +79,7 @@ def model_of(log: Log, zero: int, micro_steps: int = 1) -> GPT2:
     config = tiny_config(
         model=dict(n_layer=LAYERS), parallel=dict(zero=zero), train=dict(total_batch_tokens=tokens, batch_size=2)
     )
-    log.model = GPT2(config.with_gpus(log.size), log, "cpu", group=log)
+    log.model = GPT2(config, log, "cpu", group=log)
     return log.model
 
 

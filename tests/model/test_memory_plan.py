@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, place_buffers
 from gpt2_triton.model.gpt2 import GPT2
@@ -25,7 +26,7 @@ from tests.support.tiny import tiny_config
 
 
 def plan_of(config: Config, B: int | None = None, **options):
-    return plan_memory(config, reference, B or config.micro_batch, config.train.seq_len, **options)[0]
+    return plan_memory(config, reference, B or StepShape.of(config).micro_batch, config.train.seq_len, **options)[0]
 
 
 def total_at(config: Config, level: str) -> int:
@@ -72,21 +73,23 @@ def test_require_fits_names_the_largest_batch_that_would_fit(monkeypatch):
 
 def test_require_fits_names_a_batch_that_divides_the_step(monkeypatch):
     """With 12 sequences per step on 4 GPUs a batch of 2 would fit, but does not divide the 3 of each GPU."""
-    config = tiny_config(train=dict(batch_size=3, total_batch_tokens=192)).with_gpus(4)
-    fits, too_large = plan_of(config, 2), plan_of(config, 3)
+    config = tiny_config(train=dict(batch_size=3, total_batch_tokens=192))
+    shape = StepShape.of(config, 4)
+    fits, too_large = plan_of(config, 2, shape=shape), plan_of(config, 3, shape=shape)
     assert too_large.total > fits.total
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (fits.total, 2 * GIB))
     with pytest.raises(OutOfMemoryError, match="set train.batch_size to 1 and train.total_batch_tokens to 192"):
-        require_fits(too_large, config, reference, "cuda")
+        require_fits(too_large, config, reference, shape, "cuda")
 
 
 def test_plan_report_lists_levels_and_stages_and_marks_the_chosen():
-    config = tiny_config(memory=dict(recompute="gelu:1")).with_gpus(2)
-    lines = plan_report(config, reference, 8 * GIB).splitlines()
+    config = tiny_config(memory=dict(recompute="gelu:1"))
+    shape = StepShape.of(config, 2)
+    lines = plan_report(config, reference, 8 * GIB, shape).splitlines()
     table = lines[lines.index(next(line for line in lines if line.startswith("recompute "))) + 1 :]
     levels = [line.split()[0] for line in table[: len(RECOMPUTE_LEVELS) + 1]]
     assert levels == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]]
-    assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(config.zero)]
+    assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(shape.zero)]
     assert f"parameters {config.n_params:,}" in lines
 
 

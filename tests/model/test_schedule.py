@@ -26,7 +26,7 @@ def autograd_step() -> tuple[float, Params, dict[str, int]]:
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_loss_and_gradients_equal_autograd(level):
     model = exact_model(level)
-    assert [r.stop - r.start for r in model.train_view.head_chunks()] == [6, 6, 4] and model.config.accumulation == 2
+    assert [r.stop - r.start for r in model.train_view.head_chunks()] == [6, 6, 4] and model.shape.accumulation == 2
     train_steps(model, 1)
     want, params, dims = autograd_step()
     # float64 costs 1e-16 per operation; sums here have up to 512 terms, and 40 operations follow one another

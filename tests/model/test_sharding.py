@@ -4,6 +4,7 @@ import pytest
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton.checkpoint.load import covered_length
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.model import sharding
 from gpt2_triton.model.buffers import param_entries
 from gpt2_triton.model.memory_plan import plan_memory, plan_report
@@ -75,10 +76,11 @@ def test_tile_refuses_spans_that_overlap_or_leave_gaps():
 
 
 def test_memory_plan_shrinks_with_the_stage_and_the_report_lists_stages():
-    config = tiny_config(model=dict(n_layer=8), train=dict(batch_size=4, total_batch_tokens=64)).with_gpus(2)
-    assert (config.micro_batch, config.accumulation, config.zero) == (2, 1, 1)
-    totals = [plan_memory(config.replace(parallel={"zero": zero}), kernels, 2, 16)[0].total for zero in (0, 1, 2)]
+    config = tiny_config(model=dict(n_layer=8), train=dict(batch_size=4, total_batch_tokens=64))
+    shapes = [StepShape.of(config.replace(parallel={"zero": zero}), 2) for zero in (0, 1, 2)]
+    assert shapes[1] == StepShape.of(config, 2) == StepShape(gpus=2, micro_batch=2, accumulation=1, zero=1)
+    totals = [plan_memory(config, kernels, 2, 16, shape=shape)[0].total for shape in shapes]
     assert totals[0] > totals[1] > totals[2]
-    report = plan_report(config, kernels, 2**30)
+    report = plan_report(config, kernels, 2**30, shapes[1])
     assert "on each of 2 GPUs" in report
     assert sum(line.startswith(("0 ", "1 ", "2 ")) for line in report.splitlines()) == 3

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import Buffer, MemoryPlan
 from gpt2_triton.model.gpt2 import GPT2
@@ -54,7 +55,8 @@ def randomise(model: GPT2) -> None:
 def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     """Return n batches of random ids and targets [B, T], a fifth of the targets ignored."""
     t, rng = config.train, np.random.default_rng(seed)
-    ids, targets = rng.integers(0, config.model.vocab_size, (2, n, config.micro_batch, t.seq_len), dtype=np.int32)
+    size = (2, n, StepShape.of(config).micro_batch, t.seq_len)
+    ids, targets = rng.integers(0, config.model.vocab_size, size, dtype=np.int32)
     targets[rng.random(targets.shape) < 0.2] = -1
     return [(torch.from_numpy(i), torch.from_numpy(j)) for i, j in zip(ids, targets, strict=True)]
 
@@ -64,7 +66,7 @@ def train_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
     config, history = model.config, []
     for step in range(n):
         model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1)
-        for micro, (ids, targets) in enumerate(batches(config, config.accumulation, seed=step)):
+        for micro, (ids, targets) in enumerate(batches(config, model.shape.accumulation, seed=step)):
             model.micro_step(pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size), first=micro == 0)
         history.append(model.end_step().result()[:3])
     return history

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
@@ -38,5 +39,5 @@ def tiny_model(K=None, **sections):
 def packed_batch(config: Config, seed: int = 0) -> torch.Tensor:
     """Return one micro-batch of random tokens, packed as by the loader."""
     t, rng = config.train, np.random.default_rng(seed)
-    tokens = rng.integers(0, config.model.vocab_size, (config.micro_batch, t.seq_len + 1), dtype=np.int32)
+    tokens = rng.integers(0, config.model.vocab_size, (StepShape.of(config).micro_batch, t.seq_len + 1), dtype=np.int32)
     return pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size)

@@ -22,6 +22,7 @@ from gpt2_triton.checkpoint import save
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed import consistency
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model import peer_copies, sharding
@@ -50,7 +51,7 @@ def config_of(zero=1, **sections):
 
 def job(config, run, resume=False):
     """Train as train.py does on each rank."""
-    return train(config.with_gpus(int(os.environ.get("WORLD_SIZE", "1"))), run, resume)
+    return train(config, run, resume)
 
 
 def run_job(n, config, run, resume=False):
@@ -143,7 +144,7 @@ def test_both_transports_and_any_grouping_give_the_same_bytes(tmp_path, zero):
         assert ranks.run(2, runs[way] / "stderr", way, config, runs[way]) == [0, 0]
     for run in runs.values():
         assert_equal(tensors(run), tensors(runs[job]))
-    dims = plan_memory(config.with_gpus(2), kernels, 1, config.train.seq_len)[1]
+    dims = plan_memory(config, kernels, 1, config.train.seq_len, shape=StepShape.of(config, 2))[1]
     parts = [b.padded // 2 for b in sharding.buckets(dims)]
     assert 2 * parts[1] <= dims["Nx"] == parts[0]  # so that what is sent together takes several rounds
 
@@ -238,21 +239,21 @@ def test_checkpoint_resumes_on_any_number_of_ranks(stopped, unbroken, tmp_path, 
 def test_number_of_ranks_must_divide_the_step():
     todo = "start 3 or 6 GPUs, or, in a new run, set it to 160 or 240"  # a resumed run keeps the tokens of a step
     with pytest.raises(ConfigError, match=f"192 is no multiple of train.seq_len 16 times 5 GPUs; {todo}") as refused:
-        config_of(train=dict(batch_size=2)).with_gpus(5)
+        StepShape.of(config_of(train=dict(batch_size=2)), 5)
     table = [line.split() for line in str(refused.value).splitlines()[1:]]
     assert table[0] == ["GPUs", "sequences", "each", "at", "once", "micro-steps"]  # up to three below and above
     assert table[1:] == [list(row.split()) for row in ("1 12 2 6", "2 6 2 3", "3 4 2 2", "6 2 2 1", "12 1 1 1")]
     with pytest.raises(ConfigError, match="192 is no multiple of train.seq_len 16 times 16 GPUs; start 12 GPUs, or"):
-        config_of().with_gpus(16)
+        StepShape.of(config_of(), 16)
     with pytest.raises(ConfigError, match="parallel.gpus: 2, but 3 started"):
-        config_of(parallel=dict(gpus=2)).with_gpus(3)
+        StepShape.of(config_of(parallel=dict(gpus=2)), 3)
 
 
 def test_batch_size_of_more_ranks_is_accepted_by_later_readers(tmp_path, monkeypatch):
     """Three ranks take 4 of a step's 12 sequences each, at most 5 at a time; on one rank 12 is no multiple of 5."""
     tree = config_of(train=dict(steps=1)).to_dict()
     tree["train"]["batch_size"] = 5
-    assert run_job(3, Config.model_validate(tree, context=dict(gpus=3)), tmp_path) == 0
+    assert run_job(3, Config.model_validate(tree), tmp_path) == 0
     assert load_weights(str(tmp_path))[0].train.batch_size == 5
     sent: list = []
     there = SimpleNamespace(starting_step=0, url="", finish=lambda: None, log=lambda record, step: sent.append(record))

@@ -2,6 +2,7 @@
 
 import subprocess
 
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.training.run_info import describe_start, git_state
 from tests.support.tiny import tiny_config
 
@@ -26,7 +27,7 @@ def test_git_state_is_the_commit_and_whether_tracked_files_differ(tmp_path):
 
 def test_describe_start_has_plan_packages_and_schedule():
     config = tiny_config(train=dict(steps=10, total_batch_tokens=64), optim=dict(schedule="cosine", final_frac=0.1))
-    about = describe_start(config, arena_bytes=1234, device="a GPU", after_step=5)
+    about = describe_start(config, StepShape.of(config), arena_bytes=1234, device="a GPU", after_step=5)
     assert about["plan"] == {"arena_bytes": 1234, "recompute": "gelu", "parameters": config.n_params}
     assert {"torch", "triton", "numpy", "python", "gpt2_triton"} <= about["packages"].keys()
     assert (about["device"], about["gpus"], about["zero"], about["after_step"]) == ("a GPU", 1, 0, 5)

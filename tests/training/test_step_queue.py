@@ -12,7 +12,8 @@ class FakeModel:
 
     def __init__(self):
         self.calls = []
-        self.config = SimpleNamespace(accumulation=2, train=SimpleNamespace(seed=7))
+        self.config = SimpleNamespace(train=SimpleNamespace(seed=7))
+        self.shape = SimpleNamespace(accumulation=2)
 
     def begin_step(self, inputs, step, seed, with_stats):
         self.step = step

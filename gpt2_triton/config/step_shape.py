@@ -1,0 +1,75 @@
+"""The shape of a step: how the sequences of a step divide among GPUs and micro-batches.
+
+It is no part of the configuration, so that a run can be resumed on another number of GPUs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpt2_triton.config.schema import TrainConfig
+from gpt2_triton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpt2_triton.config.config import Config
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A configuration's step on a number of GPUs."""
+
+    gpus: int  # processes, one per GPU
+    micro_batch: int  # sequences of one forward and backward pass: batch_size, or all of a GPU per step if fewer
+    accumulation: int  # micro-steps per step
+    zero: int  # the ZeRO stage in use; 0 on one GPU
+
+    @staticmethod
+    def of(config: "Config", world_size: int | None = None) -> "StepShape":
+        """Return the shape on `world_size` GPUs, by default parallel.gpus, else 1.
+
+        ConfigError if parallel.gpus is another number, or if the batch does not divide.
+        """
+        t, gpus = config.train, world_size or config.parallel.gpus or 1
+        if config.parallel.gpus not in (None, gpus):
+            raise ConfigError(
+                f"parallel.gpus: {config.parallel.gpus}, but {gpus} started; start as many, or leave it out"
+            )
+        if problems := list(step_conflicts(t, gpus)):
+            raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
+        rows = config.total_batch_tokens // (t.seq_len * gpus)  # of each GPU
+        micro_batch = min(t.batch_size, rows)
+        return StepShape(gpus, micro_batch, rows // micro_batch, config.parallel.zero if gpus > 1 else 0)
+
+
+def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
+    """Yield key and problem of a step whose sequences do not divide among the GPUs, or those of a GPU into batches."""
+    total, several = t.total_batch_tokens or t.batch_size * t.seq_len, f"{gpus} GPUs" if gpus > 1 else ""
+    rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
+    if rest:
+        fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
+        unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
+        todo = table = ""
+        if gpus > 1 and total % t.seq_len == 0:
+            near, table = _fitting_gpus(t, total // t.seq_len, gpus)
+            todo = f"start {near} GPUs, or, in a new run, "
+        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}{table}"
+    elif rows % min(t.batch_size, rows):
+        best = max(b for b in range(1, t.batch_size) if rows % b == 0)
+        below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
+        step = f"a step of {rows * gpus} sequences{several and ' on '}{several} (total_batch_tokens {total})"
+        wrong = f"{step} does not divide into batches of {t.batch_size}"
+        yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"
+
+
+def _fitting_gpus(t: TrainConfig, sequences: int, gpus: int) -> tuple[str, str]:
+    """Return the nearest numbers of GPUs that divide the sequences of a step, and a table of up to three below and
+    three above with what each would do.  A resumed run can change its GPUs but not the tokens of a step.
+    """
+    each = {n: sequences // n for n in range(1, sequences + 1) if sequences % n == 0}
+    batch = {n: min(t.batch_size, rows) for n, rows in each.items()}
+    fits = [n for n in each if each[n] % batch[n] == 0]
+    below, above = [n for n in fits if n < gpus][-3:], [n for n in fits if n > gpus][:3]
+    table: list[tuple[Any, ...]] = [("GPUs", "sequences each", "at once", "micro-steps")]
+    table += [(n, each[n], batch[n], each[n] // batch[n]) for n in below + above]
+    lines = ["".join(f"{cell:>{len(title) + 2}}" for cell, title in zip(row, table[0], strict=True)) for row in table]
+    return " or ".join(str(n) for n in below[-1:] + above[:1]), "".join(f"\n{line}" for line in lines)
