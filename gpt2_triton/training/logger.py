@@ -63,7 +63,8 @@ class Logger:
         run_dir, config, about = self._run_dir, self.config, self._about
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        recorded = next_row(read_metrics(run_dir / METRICS)) if (run_dir / METRICS).exists() else 0
+        offline = config.log.wandb == "offline" and (run_dir / METRICS).exists()
+        recorded = next_row(read_metrics(run_dir / METRICS)) if offline else 0
         history = self._open_files(resume_step)
         found = read_run(run_dir) if resume_step else {}
         self._wandb = WandbLogger(run_dir, config, found.get("wandb_id") or wandb_id, about, history, recorded)
