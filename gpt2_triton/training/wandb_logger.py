@@ -2,8 +2,9 @@
 
 Each record becomes one row.  Its number, wandb's `_step`, is ROWS_PER_STEP * step + (earlier records of that step), so
 it follows from metrics.jsonl alone.  One rule decides which rows are sent: those from the first unsent row on.  Online
-that is the server's step, offline the number in a marker file.  So no row is sent twice, whether a run resumes after a
-crash or its rows are sent after an outage.  Charts have our `step` as their axis.
+that is the server's step, offline the number in a marker file; without the file, what was recorded counts as sent.  So
+no row is sent twice, whether a run resumes after a crash or its rows are sent after an outage.  Charts have our `step`
+as their axis.
 """
 
 import contextlib
