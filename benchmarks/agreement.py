@@ -78,7 +78,7 @@ def make_config(a: argparse.Namespace) -> Config:
     """Return the configuration: GPT-2 124M, one micro-batch per step, a learning rate that rises to 2e-5.
 
     At a small rate the loss falls smoothly and a difference is an error.  At larger rates runs that differ in the last
-    bit drift apart, two runs of PyTorch as well, and a difference means little (docs/numerics.md).
+    bit drift apart, two runs of PyTorch as well, and a difference means little (docs/engineering/numerics.md).
     """
     return Config.model_validate(
         dict(

@@ -1,6 +1,6 @@
 """Rewinds: the model returns to an earlier checkpoint, and later checkpoints are deleted.
 
-run_state.py decides when; docs/stability.md describes the whole.
+run_state.py decides when; docs/engineering/stability.md describes the whole.
 """
 
 from pathlib import Path

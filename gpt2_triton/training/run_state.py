@@ -1,7 +1,7 @@
 """The progress of a run: the numbers that a checkpoint keeps next to the tensors.
 
 A step is skipped on the device if its loss or gradient norm is not finite or is an outlier (kernels/outlier.py).  The
-host reads of it one step later and counts it here.  docs/stability.md describes the whole.
+host reads of it one step later and counts it here.  docs/engineering/stability.md describes the whole.
 """
 
 import math

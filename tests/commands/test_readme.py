@@ -1,4 +1,4 @@
-"""Runs every command of README.md, docs/interop.md and docs/scaling.md: to its end where that takes seconds on a CPU,
+"""Runs every command of README.md, interop.md and scaling.md: to its end where that takes seconds on a CPU,
 else as far as it gets without a GPU.
 
 Other tests cover what is left out here: steps of training (tests/training/test_quickstart.py), wandb-export
@@ -31,8 +31,8 @@ from tests.support.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", "")
-INTEROP = (ROOT / "docs" / "interop.md").read_text()
-SCALING = (ROOT / "docs" / "scaling.md").read_text()
+INTEROP = (ROOT / "docs" / "guide" / "interop.md").read_text()
+SCALING = (ROOT / "docs" / "engineering" / "scaling.md").read_text()
 SPANS = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", TEXT)
 COMMANDS = [
     line.split(" # ")[0].strip()

@@ -44,7 +44,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"model.vocab_size": "65537"}, "shards hold 16-bit tokens"),
     ("", {"train.steps": "many"}, "--train.steps: must be a valid integer, got 'many' (optimizer steps)"),
     ("optimizer: {lr: 1}", {}, "x.yaml:1: optimizer: unknown key; did you mean optim?"),
-    ("dropout: 0.1", {}, "x.yaml:1: dropout: unknown key; docs/config.md lists them"),
+    ("dropout: 0.1", {}, "x.yaml:1: dropout: unknown key; docs/guide/config.md lists them"),
     ("", {"model.size": "d13"}, "--model.size: unknown size d13; known are d6"),
     ("model: {n_head: 7}", {}, "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or"),
     ("", {"model.n_head": "24"}, "--model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set"),
