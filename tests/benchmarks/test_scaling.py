@@ -1,4 +1,4 @@
-"""The model of docs/engineering/scaling.md against measured figures; the evaluation of steps in benchmarks.multi_gpu."""
+"""The model of docs/engineering/scaling.md against measured figures; how benchmarks.multi_gpu reads its steps."""
 
 import json
 import re

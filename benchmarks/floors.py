@@ -1,4 +1,4 @@
-"""Measures limits of this GPU: the bandwidth of a copy, cuBLAS at a product's shape, cuDNN's attention."""
+"""Measures floors on this GPU: the bandwidth of a copy, cuBLAS at a product's shape, cuDNN's attention."""
 
 import functools
 import statistics
