@@ -44,7 +44,7 @@ WITHIN = {
     "kernels.contract": "",
     "kernels.tuning": "errors",
     "kernels.tiles": "",
-    "data.shards": "errors files",
+    "data.shards": "errors console files",
     "data.loader": "data.shards data.packing errors",
     "data.packing": "",
     "data.tokenizer": "errors files",

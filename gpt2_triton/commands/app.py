@@ -31,11 +31,10 @@ def make_app(name: str, help: str) -> App:
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
     try:
-        app.suppress_keyboard_interrupt = False
         if not argv or argv[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
-        code = app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
+        code = call(app, _underscores(argv))
         _flush()
         return code
     except CycloptsError as error:
@@ -52,6 +51,12 @@ def main(app: App, argv: list[str]) -> int:
             raise
         traceback.print_exc()
         return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
+
+
+def call(app: App, words: Iterable[str]) -> int:
+    """Run a command and return its exit code; mistakes and interrupts are raised."""
+    app.suppress_keyboard_interrupt = False
+    return app([*words], exit_on_error=False, print_error=False, result_action="return_value") or 0
 
 
 def _flush() -> None:
