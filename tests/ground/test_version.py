@@ -1,8 +1,10 @@
 """--version and the code's commit in run.json: of a checkout, of a wheel, of neither."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +54,8 @@ def test_version_imports_no_other_package():
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "{'gpt2_triton'}\n"
+
+
+def test_changelog_begins_with_this_version():
+    text = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+)", text, re.M)[0] == __version__
