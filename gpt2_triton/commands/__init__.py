@@ -12,6 +12,7 @@ from gpt2_triton.console import command_line
 tools = make_app(command_line(""), "Train GPT-2: prepare data, train, sample, evaluate, export.")
 for name, path in {
     "train": "train:command",
+    "configs": "configs:configs",
     "prepare": "prepare:app",
     "sample": "sample:sample",
     "export": "export:export",

@@ -17,15 +17,18 @@ from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from gpt2_triton import __version__
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError, UserError
+from gpt2_triton.version import version_text
 
 
-def make_app(name: str, help: str) -> App:
-    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant."""
+def make_app(name: str, help: str | None = None) -> App:
+    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant.
+
+    Without `help`, the docstring of its default command is shown.
+    """
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
-    return App(name=name, help=help, help_format="plaintext", version=__version__, default_parameter=plain_names)
+    return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
 
 
 def main(app: App, argv: list[str]) -> int:

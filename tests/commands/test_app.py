@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpt2_triton import console, device, errors
+from gpt2_triton import __version__, console, device, errors
 from gpt2_triton.commands import app
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main, make_app
@@ -235,6 +235,15 @@ def test_help_lists_each_command_with_its_summary(capsys, argv):
     lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("perplexity    Print a model's loss") for line in lines)
     assert any(line.startswith("train         Train a GPT-2 from a recipe or a YAML file") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("app", "argv"), [(tools_app, ["--version"]), (tools_app, ["train", "--version"]), (train_app, ["--version"])]
+)
+def test_version_has_the_packages_below(capsys, app, argv):
+    assert main(app, argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"gpt2_triton {__version__}" and {"torch", "triton", "python"} <= {x.split()[0] for x in lines}
 
 
 @pytest.mark.parametrize(
