@@ -188,12 +188,12 @@ def plot(runs: dict[str, History], out: Path) -> None:
         steps, losses, norms = range(1, len(run.losses) + 1), np.array(run.losses), np.array(run.norms)
         left.plot(steps, ours.losses - losses, style, ms=3, lw=1.2, label=name)
         right.plot(steps, 100 * (ours.norms / norms - 1), style, ms=3, lw=1.2, label=name)
-    left.set(xlabel="step", title="our loss minus that of")
-    right.set(xlabel="step", title="our gradient norm, % above that of")
+    left.set(xlabel="step", title="our loss minus PyTorch's")
+    right.set(xlabel="step", title="our gradient norm, % above PyTorch's")
     for axes in (left, right):
         axes.axhline(0, color="0.6", lw=0.8)
-        axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(out, dpi=120)
 
 

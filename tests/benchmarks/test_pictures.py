@@ -57,6 +57,20 @@ def test_figures_of_the_comparison_are_those_of_the_pages():
         assert "| " + " | ".join(f"{value:.4f}" for value in values) + " |" in numerics
 
 
+def test_percentages_in_the_readme_are_those_of_the_picture():
+    figures, readme = figures_of("comparison"), (ROOT / "README.md").read_text()
+    rates, gib = figures["tokens_per_second"], figures["memory_gib"]
+
+    def percent(ours, theirs, sign):
+        found = [sign * (100 * a / b - 100) for a, b in zip(ours, theirs, strict=True)]
+        return f"{int(min(found))} to {int(max(found))}%"  # rounded down
+
+    more = [percent(rates["gpt2_triton"], rates[other], 1) for other in ("PyTorch", "llm.c")]
+    less = percent(gib["gpt2_triton"], gib["PyTorch"], -1)
+    expected = "{} more tokens per second than PyTorch, {} more than llm.c; {} less memory than PyTorch."
+    assert expected.format(*more, less) in readme
+
+
 def test_figures_of_operations_are_those_of_the_pages():
     figures, page = figures_of("ops_d12"), (ENGINEERING / "performance.md").read_text()
     assert f"| d12, B 64 | {figures['step_ms']} | {figures['floors_ms']} |" in page
