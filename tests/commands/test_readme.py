@@ -309,3 +309,14 @@ def test_make_targets_run_commands_that_exist(target, capsys):
             assert main(tools_app, [*shlex.split(line)[3:], "--help"]) == 0
         elif "-m benchmarks " in line:
             assert main(benchmarks_app, [*shlex.split(line)[3:], "--help"]) == 0
+
+
+def test_python_in_the_readme_runs(workplace, monkeypatch, capsys):
+    """`train` returns a run of the workplace here: the quickstart takes minutes, and has a test of its own."""
+    import gpt2_triton
+
+    (block,) = blocks(text_of(README), "python")
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(gpt2_triton, "train", lambda config, run_dir: "runs/mine")
+    exec(block.replace("tokens=48", "tokens=2"), {})
+    assert capsys.readouterr().out
