@@ -33,6 +33,7 @@ from tests.support.pages import (
     ROOT,
     Command,
     anchors,
+    blocks,
     command_of,
     commands,
     links,
