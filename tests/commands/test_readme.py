@@ -169,7 +169,7 @@ def test_benchmark_commands_parse(command, capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", [c for program in sorted(SHELL) for c in of(program)])
 def test_shell_commands_name_what_exists(command):
-    """What these install, make or start exists; they are not run: they need a network, root or a cluster."""
+    """Files, extras and targets in them exist; they are not run: they need a network, root or a cluster."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extras in re.findall(r"\[(\w+)\]", command.line.replace("lm-eval[hf]", "")):
         assert extras in project["optional-dependencies"]
@@ -205,7 +205,7 @@ def test_options_in_the_text_are_accepted(option, capsys):
 
 @pytest.fixture(scope="module")
 def help_of_all_tools():
-    """What `--help` prints for every command that the pages name, of tools and of benchmarks."""
+    """Return what `--help` prints for every command that the pages name, of tools and of benchmarks."""
     words = {tuple(c.words[: 2 if c.words[0] == "prepare" else 1]) for c in FOUND if c.program == "tools"}
     words = {word for word in words if word[0] != "--version" and "..." not in word}
     calls = [["-m", "gpt2_triton", *word] for word in sorted(words)]
