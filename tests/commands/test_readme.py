@@ -232,6 +232,16 @@ def test_keys_in_the_text_exist(page):
     assert named - files <= KEYS
 
 
+def test_sweep_of_the_guide_is_accepted(capsys):
+    """wandb's agent replaces ${args} by --key=value for each parameter."""
+    (block,) = blocks(text_of(ROOT / "docs" / "guide" / "logging.md"), "yaml")
+    sweep = yaml.safe_load(block)
+    words = sweep["command"][2:-1] + [f"--{key}={found['values'][0]}" for key, found in sweep["parameters"].items()]
+    assert sweep["command"][:2] == ["gpt2-triton", "train"] and sweep["command"][-1] == "${args}"
+    assert main(train_app, [*words, "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["optim"]["lr"] == 3e-4
+
+
 def test_options_of_other_projects_map_to_known_keys():
     page = text_of(ROOT / "docs" / "guide" / "interop.md")
     cells = [line.split("|")[-2] for line in page.partition("## Options")[2].splitlines() if line.startswith("| ")]
@@ -261,8 +271,8 @@ def test_links_and_anchors_exist(page):
 
 
 def test_anchors_are_github_s():
-    assert anchors("# Options of llm.c and nanoGPT\n## A `key`, or two\n") == {
-        "options-of-llmc-and-nanogpt",
+    assert anchors("# Start from GPT-2's weights\n## A `key`, or two\n") == {
+        "start-from-gpt-2s-weights",
         "a-key-or-two",
     }
 
