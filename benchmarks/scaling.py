@@ -2,7 +2,7 @@
 
 python -m benchmarks.scaling [--link GB/s] [--start MICROSECONDS] [--hop MICROSECONDS]
 
-It prints the tables of docs/engineering/scaling.md.
+docs/engineering/scaling.md has the last two columns of its tables.
 
 N GPUs exchange buckets of b bytes, fp32 gradients and bf16 parameters.  Up to 8 GPUs of one host use peer copies:
     (N - 1) * (b / N / copy + copy_start)    per bucket

@@ -189,7 +189,7 @@ def _of_training(option):
 def test_options_in_the_text_are_accepted(option, capsys):
     """`--key a|b` names each of its values; one without a value names the key."""
     name, _, values = option.partition(" ")
-    if not values or values in ("RUN", "FILE"):
+    if not values or values in ("RUN", "FILE") or name in ("--data", "--run_dir"):
         assert name[2:].partition("=")[0] in KEYS | {*FLAGS}
         return
     for value in values.split("|"):
