@@ -27,6 +27,7 @@ from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import options
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
 from tests.support.pages import (
+    FENCE,
     GUIDE,
     PAGES,
     README,
@@ -282,6 +283,16 @@ def test_files_in_the_text_exist(page):
     pattern = r"(?:tests|docs|benchmarks|configs|eval|gpt2_triton)/[\w/.]*"
     named = {span for span in spans(text_of(page)) if re.fullmatch(pattern, span) and "NAME" not in span}
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_a_table_have_equal_numbers_of_cells(page):
+    """A | in inline code divides a cell too, unless it is written as \\|."""
+    wrong = []
+    for table in re.findall(r"(?:^\|.*\|$\n?)+", FENCE.sub("", text_of(page)), re.M):
+        rows = table.splitlines()
+        wrong += [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != rows[0].count("|")]
+    assert not wrong
 
 
 def test_every_page_is_in_the_index():
