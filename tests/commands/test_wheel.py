@@ -31,7 +31,7 @@ SMALL = (
 ).split()
 QUESTION = dict(activity_label="a", ctx_a="To be", ctx_b="or", ctx="To be or", endings=[*"abcd"], label=1)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a minute of CPU time, longer on a busy machine
 
 
 @pytest.fixture(scope="module")
