@@ -53,6 +53,7 @@ RUN = {  # tools that run to their end on tiny data
 PARSED = {"wandb-export", "stats"}
 OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})
 OF_OTHERS = {"--max-restarts", "--section.key"}  # torchrun's, and no option
+SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")
 SHELL = {"python3", "pip", "make", "docker", "wandb", "sbatch", "torchrun", "eval/lm_eval.sh"}
 
 
@@ -293,6 +294,14 @@ def test_rows_of_a_table_have_equal_numbers_of_cells(page):
         rows = table.splitlines()
         wrong += [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != rows[0].count("|")]
     assert not wrong
+
+
+def test_pages_that_sources_name_exist():
+    """Comments, docstrings and messages name pages as docs/.../NAME.md."""
+    sources = [path for top in SOURCES for path in (ROOT / top).rglob("*") if path.suffix in (".py", ".yaml", ".sbatch")]
+    named = {(path, page) for path in sources for page in re.findall(r"docs/[\w/]+\.md", path.read_text())}
+    assert len(named) >= 10
+    assert not {f"{path.relative_to(ROOT)}: {page}" for path, page in named if not (ROOT / page).exists()}
 
 
 def test_every_page_is_in_the_index():
