@@ -298,7 +298,8 @@ def test_rows_of_a_table_have_equal_numbers_of_cells(page):
 
 def test_pages_that_sources_name_exist():
     """Comments, docstrings and messages name pages as docs/.../NAME.md."""
-    sources = [path for top in SOURCES for path in (ROOT / top).rglob("*") if path.suffix in (".py", ".yaml", ".sbatch")]
+    files = [path for top in SOURCES for path in (ROOT / top).rglob("*")]
+    sources = [path for path in files if path.suffix in (".py", ".yaml", ".sbatch")]
     named = {(path, page) for path in sources for page in re.findall(r"docs/[\w/]+\.md", path.read_text())}
     assert len(named) >= 10
     assert not {f"{path.relative_to(ROOT)}: {page}" for path, page in named if not (ROOT / page).exists()}
