@@ -191,7 +191,7 @@ def _of_training(option):
 def test_options_in_the_text_are_accepted(option, capsys):
     """`--key a|b` names each of its values; one without a value names the key."""
     name, _, values = option.partition(" ")
-    if not values or values in ("RUN", "FILE") or name in ("--data", "--run_dir"):
+    if not values or values in ("RUN", "FILE") or name in ("--data", "--run_dir", "--resume"):
         assert name[2:].partition("=")[0] in KEYS | {*FLAGS}
         return
     for value in values.split("|"):
@@ -225,7 +225,7 @@ def test_options_of_tools_in_the_text_are_known(option, help_of_all_tools):
     assert re.search(rf"{option.split()[0]}\b", help_of_all_tools)
 
 
-@pytest.mark.parametrize("page", USED, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in USED if p.name != "api.md"], ids=lambda page: page.name)
 def test_keys_in_the_text_exist(page):
     named = {
         s.split()[0] for s in spans(text_of(page)) if re.match(r"(\w+)\.\w", s) and s.partition(".")[0] in SECTIONS
