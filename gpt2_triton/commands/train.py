@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from gpt2_triton.commands.app import make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
+from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
@@ -33,7 +34,7 @@ def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> 
 
 @app.default
 def train(
-    config: Path,
+    config: Annotated[Path, Parameter(allow_leading_hyphen=True)],
     /,
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     plan: bool = False,
@@ -63,6 +64,8 @@ def train(
     resume: bool
         Resume from the newest checkpoint in --run_dir that verifies; start a new run if there is none.
     """
+    if str(config).startswith("-"):
+        raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if gpus is not None:
         require_at_least(gpus=(gpus, 1))
     if (gpu or gpus) and not plan:
@@ -104,7 +107,8 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     known, given, rest = [key for key, _ in options()], {}, iter(words)
     for word in rest:
         if not word.startswith("--"):
-            raise ConfigError(f"{word}: unexpected; options are --section.key value, as in --optim.lr 3e-4")
+            usual = "; options are --section.key value, as in --optim.lr 3e-4"
+            raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")
         key, equals, value = word[2:].partition("=")
         if key not in known:
             near = suggestion(key, [*FLAGS, *known], "--") or "; see --help"
