@@ -18,7 +18,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import __version__
-from gpt2_triton.console import print_line
+from gpt2_triton.console import print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
 
 
@@ -94,7 +94,7 @@ def _fail(message: str, code: int) -> int:
         time.sleep(2)
         return code
     name = f"rank {rank}: " if _is_distributed() and code != 2 else ""
-    print_line("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
+    print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
     return code
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 from cyclopts import Parameter
 
+from gpt2_triton.console import printable
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
@@ -247,4 +248,4 @@ def plot(
     if not runs:
         raise ConfigError("plot: expected one or more run directories")
     draw_runs(runs, out, openai)
-    print(f"wrote {out}")
+    print(printable(f"wrote {out}"))

@@ -52,6 +52,10 @@ def sample(
     )
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top_p: must be above 0 and at most 1, got {top_p}; 1 keeps every token")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("--prompt: not UTF-8; give it in the encoding of the terminal's locale") from None
     select_device()
     from gpt2_triton.inference import sample as sampling
 

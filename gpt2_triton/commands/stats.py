@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from gpt2_triton.console import printable
 from gpt2_triton.errors import ConfigError
 
 
@@ -31,4 +32,4 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     if chosen not in records:
         having = f"{len(records)} steps from {min(records)} to {max(records)} have them"
         raise ConfigError(f"--step: no statistics of step {step}; {having}")
-    print(f"step {chosen}\n{format_table(records[chosen])}")
+    print(printable(f"step {chosen}\n{format_table(records[chosen])}"))

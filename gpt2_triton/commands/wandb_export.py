@@ -5,6 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from gpt2_triton.console import printable
+
 
 def wandb_export(
     run: Path, /, *, project: str | None = None, new_run: Annotated[bool, Parameter(name="new")] = False
@@ -23,4 +25,4 @@ def wandb_export(
     from gpt2_triton.training import wandb_logger
 
     sent, records, address = wandb_logger.send_missing(run, project, new_run)
-    print(f"sent {sent:,} of {records:,} records, the others were there: {address}")
+    print(printable(f"sent {sent:,} of {records:,} records, the others were there: {address}"))

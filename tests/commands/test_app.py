@@ -94,6 +94,13 @@ def test_train_reports_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv
     assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("error: ")
 
 
+@pytest.mark.parametrize("argv", [["\x1b[2J.yaml"], ["x.yaml", "--\x9b2J=1"], ["x.yaml", "--data.val", "\udcff\x07"]])
+def test_errors_escape_control_characters(here, capsys, argv):
+    assert main(train_app, argv) in (2, 3)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "\\x" in err and not set(err) & set("\x1b\x9b\x07\udcff")
+
+
 def test_mistake_is_printed_by_rank_0_only(here, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", lambda code: None)
     monkeypatch.setattr(app.time, "sleep", lambda seconds: None)
