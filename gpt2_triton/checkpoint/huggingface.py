@@ -118,11 +118,12 @@ def _files_by_tensor(directory: Path) -> dict[str, tuple[Path, str]]:
     The files are model.safetensors, else those that its index names.  CheckpointError for a tensor that is not in
     exactly one place.
     """
-    listed = None if (directory / MODEL).is_file() else _read_index(directory)
-    if missing := [file for file in sorted(set((listed or {}).values())) if not (directory / file).is_file()]:
+    listed = {} if (directory / MODEL).is_file() else _read_index(directory)
+    files = sorted(set(listed.values())) or [MODEL]
+    if missing := [file for file in files if not (directory / file).is_file()]:
         raise CheckpointError(f"{directory}: has no {missing[0]}, which {INDEX} names; copy or download it again")
-    names = {file: _names(directory / file) for file in dict.fromkeys(listed.values() if listed else (MODEL,))}
-    if listed is not None:
+    names = {file: _names(directory / file) for file in files}
+    if listed:
         _check_index(directory, listed, names)
     found: dict[str, tuple[Path, str]] = {}
     for file, stored_names in names.items():
@@ -140,13 +141,11 @@ def _read_index(directory: Path) -> dict[str, str]:
     if not path.is_file():
         raise CheckpointError(f"{directory}: has no {MODEL} and no {INDEX}; other formats are pickles and are not read")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-        listed = content["weight_map"]
+        listed = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
         for name, file in listed.items():
             if Path(file).name != file or not file.endswith(".safetensors"):  # a path could point anywhere
-                raise CheckpointError(
-                    f"{path}: {name} is in {file!r}, expected the name of a .safetensors file beside it"
-                )
+                expected = "the name of a .safetensors file beside it"
+                raise CheckpointError(f"{path}: {name} is in {file!r}, expected {expected}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error!r}); expected an object with a weight_map") from None
     return listed
