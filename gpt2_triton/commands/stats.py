@@ -15,9 +15,9 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     Parameters
     ----------
     run: Path
-        A run directory whose log.stats_every was not 0.
+        Run directory, of a run with log.stats_every above 0.
     step: int
-        The step; default the last one with statistics.
+        Step to print; by default the last one with statistics.
     """
     from gpt2_triton.model.tensor_stats import format_table
     from gpt2_triton.training.metrics import STATS, read_metrics

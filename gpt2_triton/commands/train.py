@@ -22,7 +22,8 @@ FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 config_app = make_app("train.py", "Train a GPT-2 from a YAML file; every key below can be overridden.")
 app = config_app.meta
-app.group_parameters = Group("Run", sort_key=0)
+config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
+app.group_parameters = Group("Run", sort_key=1)
 
 
 @config_app.default
@@ -53,14 +54,13 @@ def train(
     plan: bool
         Print the memory plan and stop; needs neither a GPU nor data.
     gpu: str
-        GPU that --plan is for: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s;
-        default the present one, else h200.
+        GPU of --plan: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s; by default the present one, or h200.
     gpus: int
-        Number of GPUs that --plan is for; default parallel.gpus, else 1.
+        Number of GPUs of --plan; by default parallel.gpus, or 1.
     print_config: bool
         Print the whole configuration as YAML and stop.
     run_dir: Path
-        Directory of the run; default runs/<config>-<time>.
+        Directory of the run; by default runs/<config>-<time>.
     resume: bool
         Resume from the newest checkpoint in --run_dir that verifies; start a new run if there is none.
     """

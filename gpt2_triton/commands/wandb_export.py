@@ -16,9 +16,9 @@ def wandb_export(
     Parameters
     ----------
     run: Path
-        Run directory.  After an interruption the command continues where it stopped.
+        Run directory; after an interruption the same command continues where it stopped.
     project: str
-        Project; default the run's log.wandb_project.
+        Project at Weights & Biases; by default the run's log.wandb_project.
     new_run: bool
         Send everything to a new run, for example when the old one was deleted there.
     """
