@@ -8,6 +8,7 @@ as their axis.
 """
 
 import contextlib
+import os
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -134,7 +135,9 @@ def _read_marker(marker: Path, run_id: str, recorded: int) -> int:
 
 
 def new_id() -> str:
-    return secrets.token_hex(4)
+    """Return a random id of a run; in a sweep the one that its agent has chosen, since wandb.init takes no other."""
+    chosen = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return chosen or secrets.token_hex(4)
 
 
 def connect(

@@ -121,6 +121,20 @@ def test_train_passes_config_run_dir_and_resume(here, trained):
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
 
 
+def test_train_takes_the_arguments_of_a_wandb_sweep(here, trained):
+    """An agent writes --key=value for ${args}, --key value for ${args_no_equals}, with Python's str of each value."""
+    values = {"optim.lr": 0.0003, "optim.weight_decay": 1e-05, "train.steps": 20, "optim.schedule": "linear"}
+    fixed = ["x.yaml", "--log.wandb=online"]
+    for words in (
+        [f"--{key}={value}" for key, value in values.items()],
+        [word for key, value in values.items() for word in (f"--{key}", str(value))],
+    ):
+        assert main(train_app, [*fixed, *words]) == 0
+        config = trained.pop()[0]
+        assert (config.optim.lr, config.optim.weight_decay, config.train.steps) == (0.0003, 1e-05, 20)
+        assert (config.optim.schedule, config.log.wandb) == ("linear", "online")
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_train_refuses_shards_of_another_tokenizer(here, trained, capsys, split):
     keys = {"train": "a.bin", "val": "a.bin", split: "others/a.bin"}

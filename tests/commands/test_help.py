@@ -26,7 +26,11 @@ def test_every_parameter_is_explained(words, monkeypatch, capsys):
     text = page(tools, words, monkeypatch, capsys)
     assert max(map(len, text.splitlines())) <= 80
     app = functools.reduce(operator.getitem, words, tools)
-    shown = [a.parameter for a in app.assemble_argument_collection(parse_docstring=True) if a.show] if app.default_command else []
+    shown = (
+        [a.parameter for a in app.assemble_argument_collection(parse_docstring=True) if a.show]
+        if app.default_command
+        else []
+    )
     for parameter in shown:
         assert parameter.help, parameter.name
         assert " ".join(parameter.help.split()[:3]) in " ".join(re.sub("[│╰─╯]", "", text).split())
