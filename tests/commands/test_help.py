@@ -26,12 +26,8 @@ def test_every_parameter_is_explained(words, monkeypatch, capsys):
     text = page(tools, words, monkeypatch, capsys)
     assert max(map(len, text.splitlines())) <= 80
     app = functools.reduce(operator.getitem, words, tools)
-    shown = (
-        [a.parameter for a in app.assemble_argument_collection(parse_docstring=True) if a.show]
-        if app.default_command
-        else []
-    )
-    for parameter in shown:
+    arguments = app.assemble_argument_collection(parse_docstring=True) if app.default_command else []
+    for parameter in (argument.parameter for argument in arguments if argument.show):
         assert parameter.help, parameter.name
         assert " ".join(parameter.help.split()[:3]) in " ".join(re.sub("[│╰─╯]", "", text).split())
 
