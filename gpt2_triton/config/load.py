@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.schema import SIZE_KEYS, ConflictError
@@ -22,9 +23,11 @@ from gpt2_triton.errors import ConfigError
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> Config:
     """Return the configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top.
 
-    The step must divide among parallel.gpus GPUs, or among `gpus` where that is null.
+    `path` may be the name of a recipe, such as "gpt2_124m".  The step must divide among parallel.gpus GPUs, or among
+    `gpus` where that is null.
     """
-    tree, lines = _read_yaml(Path(path))
+    path = recipes.find(path)
+    tree, lines = _read_yaml(path)
     given = dict(overrides or {})
     if "model.size" in given and isinstance(tree.get("model"), dict):
         tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}
