@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from gpt2_triton.console import print_line
+from gpt2_triton.console import print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
@@ -102,7 +102,7 @@ def _fail(message: str, code: int) -> int:
         time.sleep(2)
         return code
     name = f"rank {rank}: " if _is_distributed() and code != 2 else ""
-    print_line("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
+    print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
     return code
 
 

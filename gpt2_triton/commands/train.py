@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from gpt2_triton.commands.app import call, make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
+from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import command_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
@@ -23,7 +24,8 @@ FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
 config_app = make_app(NAME, "Train a GPT-2 from a YAML file; every key below can be overridden.")
 app = config_app.meta
-app.group_parameters = Group("Run", sort_key=0)
+config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
+app.group_parameters = Group("Run", sort_key=1)
 
 
 @config_app.default
@@ -35,7 +37,7 @@ def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> 
 
 @app.default
 def train(
-    config: Path,
+    config: Annotated[Path, Parameter(allow_leading_hyphen=True)],
     /,
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     plan: bool = False,
@@ -54,17 +56,18 @@ def train(
     plan: bool
         Print the memory plan and stop; needs neither a GPU nor data.
     gpu: str
-        GPU that --plan is for: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s;
-        default the present one, else h200.
+        GPU of --plan: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s; by default the present one, or h200.
     gpus: int
-        Number of GPUs that --plan is for; default parallel.gpus, else 1.
+        Number of GPUs of --plan; by default parallel.gpus, or 1.
     print_config: bool
         Print the whole configuration as YAML and stop.
     run_dir: Path
-        Directory of the run; default runs/<config>-<time>.
+        Directory of the run; by default runs/<config>-<time>.
     resume: bool
         Resume from the newest checkpoint in --run_dir that verifies; start a new run if there is none.
     """
+    if str(config).startswith("-"):
+        raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if gpus is not None:
         require_at_least(gpus=(gpus, 1))
     if (gpu or gpus) and not plan:
@@ -116,7 +119,8 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     known, given, rest = [key for key, _ in options()], {}, iter(words)
     for word in rest:
         if not word.startswith("--"):
-            raise ConfigError(f"{word}: unexpected; options are --section.key value, as in --optim.lr 3e-4")
+            usual = "; options are --section.key value, as in --optim.lr 3e-4"
+            raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")
         key, equals, value = word[2:].partition("=")
         if key not in known:
             near = suggestion(key, [*FLAGS, *known], "--") or "; see --help"

@@ -71,7 +71,9 @@ def map_tokens(path: Path) -> np.memmap:
         raise bad_data(path, "no header", f"{size:,} bytes", f"more than {HEADER_BYTES:,}", todo)
     magic, version, ntok = header[:3].tolist()
     if magic != MAGIC:
-        raise bad_data(path, "wrong magic number", magic, f"{MAGIC} (llm.c's uint16 shards)", PREPARE)
+        raise bad_data(
+            path, "wrong magic number", magic, f"{MAGIC} (llm.c's uint16 shards; nanoGPT's have no header)", PREPARE
+        )
     if version != VERSION:
         raise bad_data(path, "wrong version", version, VERSION, PREPARE)
     if ntok < 1:

@@ -29,7 +29,11 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
     (["x.yaml", "--optim.lrr", "1"], "--optim.lrr: unknown option; did you mean --optim.lr?"),
     (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
-    (["x.yaml", "--learning_rate=1"], "--learning_rate: unknown option; see --help"),
+    (["x.yaml", "--learning_rate=1"], "--learning_rate: unknown option; for nanoGPT's learning_rate use optim.lr"),
+    (["x.yaml", "--epochs=1"], "--epochs: unknown option; see --help"),
+    (["x.yaml", "-d", "524288"], "-d: unexpected; for llm.c's -d use train.total_batch_tokens"),
+    (["-i", "train.bin", "-b", "4"], "-i: unexpected; for llm.c's -i use data.train; the YAML file comes before all"),
+    (["--optim.lr=0.0003", "x.yaml"], "--optim.lr=0.0003: unexpected; the YAML file comes before all keys"),
     (["x.yaml", "--paln"], "--paln: unknown option; did you mean --plan?"),
     (["x.yaml", "--optim.lr"], "--optim.lr: expected a value after it"),
     (["x.yaml", "--optim.lr", "--train.steps", "3"], "--optim.lr: expected a value after it"),
@@ -92,6 +96,13 @@ def test_train_reports_a_mistake_in_one_line_with_exit_code_2(here, capsys, word
     assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("error: ")
 
 
+@pytest.mark.parametrize("argv", [["\x1b[2J.yaml"], ["x.yaml", "--\x9b2J=1"], ["x.yaml", "--data.val", "\udcff\x07"]])
+def test_errors_escape_control_characters(here, capsys, argv):
+    assert main(train_app, argv) in (2, 3)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "\\x" in err and not set(err) & set("\x1b\x9b\x07\udcff")
+
+
 def test_mistake_is_printed_by_rank_0_only(here, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", lambda code: None)
     monkeypatch.setattr(app.time, "sleep", lambda seconds: None)
@@ -110,6 +121,20 @@ def test_train_passes_config_run_dir_and_resume(here, trained):
     assert main(train_app, ["x.yaml"]) == 0
     [(_, run_dir, resume)] = trained
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
+
+
+def test_train_takes_the_arguments_of_a_wandb_sweep(here, trained):
+    """An agent writes --key=value for ${args}, --key value for ${args_no_equals}, with Python's str of each value."""
+    values = {"optim.lr": 0.0003, "optim.weight_decay": 1e-05, "train.steps": 20, "optim.schedule": "linear"}
+    fixed = ["x.yaml", "--log.wandb=online"]
+    for words in (
+        [f"--{key}={value}" for key, value in values.items()],
+        [word for key, value in values.items() for word in (f"--{key}", str(value))],
+    ):
+        assert main(train_app, [*fixed, *words]) == 0
+        config = trained.pop()[0]
+        assert (config.optim.lr, config.optim.weight_decay, config.train.steps) == (0.0003, 1e-05, 20)
+        assert (config.optim.schedule, config.log.wandb) == ("linear", "online")
 
 
 def test_train_takes_a_recipe_by_name(here, trained):
@@ -327,7 +352,7 @@ def test_prepare_passes_its_options(monkeypatch):
         (["sample", "a", "--num_samples", "2"], "Unknown option: --num_samples; see --help"),
         (["smaple", "a"], 'Unknown command "smaple"'),
         (["plot"], "plot: expected one or more run directories"),
-        (["plot", "old", "-o", "loss.pdf"], "plot: loss.pdf does not end in .png; choose another -o"),
+        (["plot", "old", "-o", "loss.gif"], "-o: loss.gif does not end in .png, .svg, .pdf; choose one of them"),
         (["plot", "nowhere"], "nowhere: no metrics.jsonl there"),
         (["prepare", "text", "a.txt", "--workers", "0"], "--workers: must be at least 1, got 0"),
         (["prepare", "text", "a.txt", "--val_fraction", "1"], "--val_fraction: must be above 0 and below 1, got 1.0"),
