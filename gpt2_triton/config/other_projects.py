@@ -1,4 +1,4 @@
-"""The options of nanoGPT's train.py and llm.c's train_gpt2cu, and what to use here, as in the table of docs/interop.md.
+"""The options of nanoGPT's train.py and llm.c's train_gpt2cu, and what to use here: the table of docs/guide/interop.md.
 
 A text names keys, options or commands of this project first and the difference in units or values after a comma or a
 colon; "none: ..." says why there is no counterpart.

@@ -1,4 +1,4 @@
-"""nanoGPT's and llm.c's options: what is said about them are keys of ours, and docs/interop.md says the same."""
+"""nanoGPT's and llm.c's options: what is said about them are keys of ours, and docs/guide/interop.md says the same."""
 
 import re
 
@@ -18,7 +18,7 @@ def keys_in(text):
 @pytest.fixture(scope="module")
 def rows(request):
     """The rows of the table: (llm.c's options, nanoGPT's, keys here)."""
-    page = (request.config.rootpath / "docs" / "interop.md").read_text(encoding="utf-8")
+    page = (request.config.rootpath / "docs" / "guide" / "interop.md").read_text(encoding="utf-8")
     table = page.partition("## Options of llm.c and nanoGPT")[2].partition("\n## ")[0]
     cells = [line.split("|")[2:5] for line in table.splitlines() if line.startswith("| ")][1:]
     return [

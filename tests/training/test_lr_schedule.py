@@ -56,7 +56,7 @@ def nanogpt_rate(it, warmup, end, low):
 
 
 def test_learning_rates_of_nanogpt_are_had_with_a_step_more_of_warmup_and_in_all():
-    """nanoGPT's steps are 0 to max_iters.  Its warmup comes out exactly, its decay one step later: docs/interop.md."""
+    """Its steps are 0 to max_iters.  Its warmup comes out exactly, its decay one step later: docs/guide/interop.md."""
     warmup, end, low = 100, 1000, 0.1 * LR
     optim = OptimConfig(lr=LR, warmup=warmup + 1, final_frac=0.1)
     ours = [learning_rate(step, optim, end + 1) for step in range(end + 1)]
