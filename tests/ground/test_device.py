@@ -47,7 +47,7 @@ def test_host_memory_is_what_the_machine_has_available(root):
     ],
 )
 def test_host_memory_is_within_the_limit_of_each_control_group(root, names, line, place):
-    """2,000 KiB are allowed, 1,500 in use, 700 of those page cache.  A group above that of the process limits it too."""
+    """2,000 KiB are allowed, 1,500 in use, 700 of those page cache.  A group above it limits the process too."""
     (root / "proc/self/cgroup").write_text(f"1:cpu:/other\n{line}\n")
     group(root, place, names, 2000 * 1024, 1500 * 1024, 700 * 1024)
     assert kib(root) == (1200, 2000)
