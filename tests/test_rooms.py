@@ -19,12 +19,13 @@ PACKAGE = ROOT / "gpt2_triton"
 MODULES = sorted(path.relative_to(ROOT) for path in PACKAGE.rglob("*.py"))
 OUTSIDE = {"benchmarks", "eval", "tests", "train"}
 
-GROUND = "errors console device files"
+GROUND = "errors console device files version"
 ROOMS = {
     "errors": "",
     "console": "errors",
     "device": "",
     "files": "errors",
+    "version": "__init__",
     "kernels": "kernels",
     "config": "errors config",
     "data": "errors console files data",
@@ -44,7 +45,7 @@ WITHIN = {
     "kernels.contract": "",
     "kernels.tuning": "errors",
     "kernels.tiles": "",
-    "data.shards": "errors files",
+    "data.shards": "errors console files",
     "data.loader": "data.shards data.packing errors",
     "data.packing": "",
     "data.tokenizer": "errors files",

@@ -33,14 +33,18 @@ def find(given: str | Path) -> Path:
     if path.name == str(path) and path.suffix not in (".yaml", ".yml"):
         if path.name in known:
             return directory() / f"{path}.yaml"
-        raise ConfigError(f"{path}: neither a file nor a recipe; {_near(path.name, known)}recipes: {', '.join(known)}")
+        raise ConfigError(f"{path}: neither a file nor a recipe; {known_recipes(path.name)}")
     if path.stem in known and not path.exists():
         raise ConfigError(f"{path}: no such file; the recipe is called {path.stem}, without directory and ending")
     return path
 
 
-def _near(name: str, known: list[str]) -> str:
-    """Return a suggestion if one recipe's name contains `name` or differs from it in a letter or two."""
-    name = name.lower().replace("-", "_")
+def known_recipes(name: str) -> str:
+    """Return the end of an error about an unknown name: the recipe that it is near to, if there is one, and the list.
+
+    Near means that one recipe's name contains `name`, or differs from it in a letter or two.
+    """
+    name, known = name.lower().replace("-", "_"), names()
     near = [one for one in known if name in one] or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    return f"did you mean {near[0]}? " if len(near) == 1 else ""
+    suggestion = f"did you mean {near[0]}? " if len(near) == 1 else ""
+    return f"{suggestion}recipes: {', '.join(known)}"
