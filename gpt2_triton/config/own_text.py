@@ -26,7 +26,7 @@ CHARACTERS = {"bytes": 1, "gpt2": 4}  # of a token, about; bytes of other alphab
 
 
 class Row(NamedTuple):
-    """What a text of at least `characters` characters gets."""
+    """The keys of a text of at least `characters` characters."""
 
     characters: int
     tokenizer: str

@@ -75,7 +75,7 @@ def prepare_measured(
     shard_tokens: int = SHARD_TOKENS,
     log: Log = print_line,
 ) -> Path:
-    """Do the same with files that have been measured."""
+    """Tokenise text that has been measured, as `prepare_text` does."""
     files = measured.files
     rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, measured.digests, strict=True)]
     recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
