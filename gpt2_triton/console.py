@@ -14,8 +14,8 @@ from typing import TextIO
 from tqdm import tqdm
 
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
-REPORT_SECONDS = 5.0  # between two lines where stderr is not a terminal
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # C0 and C1 but tab and newline; surrogates
+INTERVAL = 0.2  # seconds between two displays
 
 
 class LogFile:
@@ -82,9 +82,9 @@ def format_bytes(count: float) -> str:
 
 
 class Progress:
-    """Shows how much of some work is done, its rate and the time left, on stderr of rank 0, from DELAY seconds on.
+    """Shows how much of some work is done, its rate and the time left, as tqdm's bar, from DELAY seconds on.
 
-    On a terminal it is tqdm's bar; elsewhere tqdm's figures as a line every REPORT_SECONDS.
+    Only rank 0 shows it, and only if stderr is a terminal: a log file gets no lines.
 
         with Progress("perplexity", total, "tokens") as progress:
             progress.advance(count)
@@ -99,13 +99,13 @@ class Progress:
             unit_scale=True,
             initial=done,
             delay=DELAY,
-            mininterval=0.2 if is_terminal() else REPORT_SECONDS,
+            mininterval=INTERVAL,
             miniters=0,
             smoothing=0,  # the mean rate since the beginning
             dynamic_ncols=True,
             leave=False,
             file=sys.stderr,
-            disable=os.environ.get("RANK", "0") != "0",
+            disable=os.environ.get("RANK", "0") != "0" or not is_terminal(),
         )
 
     def __enter__(self) -> "Progress":
@@ -125,12 +125,6 @@ class Progress:
 class _Bar(tqdm):
     _lock = threading.RLock()  # tqdm's own is a semaphore of the system, for bars of several processes
     monitor_interval = 0  # no thread
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        if is_terminal():
-            super().display(msg, pos)
-        elif msg is None:  # "" clears a bar
-            print_line(tqdm.format_meter(**self.format_dict | {"ncols": 0}), error=True)
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:

@@ -215,7 +215,8 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     eot = {} if tokenizer is None else {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
     _write_json(directory / "config.json", _config(weights.model, dtype) | eot)
     _write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
-    tensors = {f"transformer.{name}": _tensor(weights.read(name), name, dtype) for name in weights.shapes}
+    read = weights.read_all("exporting")
+    tensors = {f"transformer.{name}": _tensor(values, name, dtype) for name, values in read}
     save_file(tensors, directory / MODEL, metadata={"format": "pt"})
     shutil.copymode(directory / "config.json", directory / MODEL)  # safetensors makes it private
     if tokenizer is not None:

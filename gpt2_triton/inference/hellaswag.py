@@ -65,8 +65,10 @@ def ending_losses(model: GPT2, questions: Questions, style: str = "", shard: tup
     """
     lengths = _lengths(model, questions)
     losses = np.zeros(len(lengths), np.float64)
-    with Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens") as progress:
-        for chosen, T in itertools.islice(_batches(model, lengths), shard[0], None, shard[1]):
+    own = list(itertools.islice(_batches(model, lengths), shard[0], None, shard[1]))
+    total = sum(int(lengths[chosen].sum()) for chosen, _ in own)
+    with Progress(f"hellaswag {style}".rstrip(), total, "tokens") as progress:
+        for chosen, T in own:
             losses[chosen] = _batch_losses(model, questions, lengths, chosen, T)
             progress.advance(int(lengths[chosen].sum()))
     return losses.reshape(-1, ENDINGS)

@@ -107,19 +107,18 @@ def work(monkeypatch, stderr, seconds, total=4000, done=0):
     return stderr.text
 
 
-def test_progress_of_long_work_is_a_line_every_few_seconds(monkeypatch):
-    lines = work(monkeypatch, Stderr(terminal=False), [2.0, 10.0, 11.0, 20.0]).splitlines()
-    assert lines == [
-        "work:  25% 1.00k/4.00k [00:10<00:30, 100 tokens/s, loss 3.1]",
-        "work:  50% 2.00k/4.00k [00:20<00:20, 100 tokens/s, loss 3.1]",
-    ]
-    [line] = work(monkeypatch, Stderr(terminal=False), [10.0], total=None).splitlines()
-    assert line == "work: 500 tokens [00:10, 50.0 tokens/s, loss 3.1]"
+def test_progress_that_is_not_on_a_terminal_shows_nothing(monkeypatch):
+    assert work(monkeypatch, Stderr(terminal=False), [2.0, 10.0, 20.0]) == ""
 
 
 def test_progress_rate_leaves_out_earlier_work(monkeypatch):
-    [line] = work(monkeypatch, Stderr(terminal=False), [10.0], done=2000).splitlines()
-    assert line == "work:  62% 2.50k/4.00k [00:10<00:30, 50.0 tokens/s, loss 3.1]"
+    text = work(monkeypatch, Stderr(terminal=True), [10.0], done=2000)
+    assert re.match(r"\rwork:  62%\|.*2.50k/4.00k \[00:10<00:30, 50.0 tokens/s, loss 3.1\]", text)
+
+
+def test_progress_without_a_total_has_no_time_left(monkeypatch):
+    text = work(monkeypatch, Stderr(terminal=True), [10.0], total=None)
+    assert text.startswith("\rwork: 500 tokens [00:10, 50.0 tokens/s, loss 3.1]")
 
 
 def test_progress_of_short_work_shows_nothing(monkeypatch):
@@ -134,7 +133,7 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
 
 def test_progress_of_other_ranks_shows_nothing(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert work(monkeypatch, Stderr(terminal=False), [10.0, 20.0]) == ""
+    assert work(monkeypatch, Stderr(terminal=True), [10.0, 20.0]) == ""
 
 
 @pytest.mark.parametrize("terminal", [False, True])
