@@ -23,7 +23,7 @@ GROUND = "errors console device files"
 ROOMS = {
     "errors": "",
     "console": "errors",
-    "device": "",
+    "device": "errors",
     "files": "errors",
     "kernels": "kernels",
     "config": "errors config",

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -227,6 +228,7 @@ def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch
 def test_select_device_selects_the_interpreter_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delitem(sys.modules, "triton.language", raising=False)
     app.select_device()
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert "Triton's interpreter on the CPU" in capsys.readouterr().out
@@ -239,13 +241,27 @@ def test_select_device_does_nothing_with_a_gpu(monkeypatch, capsys):
     assert "TRITON_INTERPRET" not in os.environ and capsys.readouterr().out == ""
 
 
+def test_select_device_refuses_triton_that_was_imported_to_compile(monkeypatch):
+    class JITFunction:
+        """As triton.language.sum is without TRITON_INTERPRET."""
+
+    monkeypatch.setattr(device, "present", lambda: False)
+    monkeypatch.setattr(device, "version", dict(triton="3.10.0", numpy="2.4.6").__getitem__)
+    monkeypatch.setitem(sys.modules, "triton.language", SimpleNamespace(sum=JITFunction()))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(app.ConfigError, match="^TRITON_INTERPRET: no GPU, and triton was imported without it"):
+        app.select_device()
+    assert "TRITON_INTERPRET" not in os.environ
+
+
 @pytest.mark.parametrize(
     ("triton", "numpy", "runs"), [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.10.0", "2.4.6", True)]
 )
 def test_select_device_refuses_numpy_that_triton_cannot_use(monkeypatch, capsys, triton, numpy, runs):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(app, "version", dict(triton=triton, numpy=numpy).__getitem__)
+    monkeypatch.delitem(sys.modules, "triton.language", raising=False)
+    monkeypatch.setattr(device, "version", dict(triton=triton, numpy=numpy).__getitem__)
     if runs:
         return app.select_device()
     with pytest.raises(app.ConfigError, match=r'pip install "numpy<2.4"'):
