@@ -123,6 +123,22 @@ def test_cache_takes_no_memory_where_the_backward_pass_needs_more():
     assert model.plan.total - without.plan.total < 4096
 
 
+def test_logits_equal_a_product_on_the_host_and_stay_in_small_chunks():
+    """All positions of a sequence of 40 tokens, in chunks of 16 rows; then the last position alone."""
+    model = decoder(train=dict(seq_len=40), model=dict(block_size=40, vocab_size=300))
+    ids = np.random.default_rng(0).integers(0, 300, (1, 40), dtype=np.int32)
+    v = model.view(1, 40)
+    v.ids.copy_(torch.from_numpy(ids))
+    for phase in (schedule.embed, schedule.block, schedule.final_norm):
+        phase(K, v)
+    want = (v.a.lnf.double() @ v.w.wte.double().T)[None, :, : v.V].cpu().numpy()
+    got = model.logits(ids, 0, 40)
+    assert got.shape == (1, 40, 300) and got.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())  # fp32 sums of 64 products
+    assert np.array_equal(model.logits(ids, 39, 40), got[:, 39:])  # also in a chunk of one row
+    assert model.plan.buffers["logits"].shape == (16, 384) and "p" not in model.plan.buffers
+
+
 # ---- text ----
 
 
