@@ -1,18 +1,34 @@
 """Lines for the console and for log files, and the progress of long work.
 
-A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.
+A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.  Programs that
+import the package make the console silent: its warnings then go through Python's `warnings`.
 """
 
 import contextlib
 import os
 import sys
 import threading
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
 REPORT_SECONDS = 5.0  # between two lines where stderr is not a terminal
+
+_is_silent = False
+
+
+@contextlib.contextmanager
+def silent(is_silent: bool = True) -> Iterator[None]:
+    """Print neither lines nor progress in the context, in all threads; warnings are issued as UserWarning."""
+    global _is_silent
+    before, _is_silent = _is_silent, is_silent
+    try:
+        yield
+    finally:
+        _is_silent = before
 
 
 class LogFile:
@@ -52,6 +68,10 @@ def print_line(text: str, error: bool = False) -> None:
 
     If the console cannot be written (full disk, closed terminal, broken pipe), drop the line and continue.
     """
+    if _is_silent:
+        if error:
+            warnings.warn(text.removeprefix("warning: "), stacklevel=2)
+        return
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
@@ -80,7 +100,7 @@ class Progress:
             dynamic_ncols=True,
             leave=False,
             file=sys.stderr,
-            disable=os.environ.get("RANK", "0") != "0",
+            disable=_is_silent or os.environ.get("RANK", "0") != "0",
         )
 
     def __enter__(self) -> "Progress":

@@ -5,7 +5,6 @@ in a file is followed: a checkpoint may come from somebody else.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from gpt2_triton.checkpoint.format import (
     step_path,
     tensors_name,
 )
+from gpt2_triton.console import print_line
 from gpt2_triton.errors import CheckpointError
 
 SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
@@ -101,7 +101,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
         problems = verify(path)
         if not problems:
             return path
-        print(f"warning: skipping damaged {path}: {problems[0]}", file=sys.stderr, flush=True)
+        print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
     if steps:  # None would start a new run over checkpoints that can perhaps be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another --run_dir")
     return None

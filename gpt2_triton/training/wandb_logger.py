@@ -9,13 +9,13 @@ as their axis.
 
 import contextlib
 import secrets
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
+from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, Record, read_metrics
 from gpt2_triton.training.run_info import read_run, write_run
@@ -98,11 +98,10 @@ class WandbLogger:
         except Exception as error:
             self._run = None
             reason = (str(error).splitlines() or [""])[0]
-            print(
+            print_line(
                 f"warning: no Weights & Biases from here on ({type(error).__name__}: {reason}); {METRICS} has "
                 f"everything, `python -m gpt2_triton wandb-export {self._run_dir}` sends what is missing",
-                file=sys.stderr,
-                flush=True,
+                error=True,
             )
 
 
