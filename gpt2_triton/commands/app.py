@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from gpt2_triton import __version__
+from gpt2_triton import __version__, errors
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError, UserError
 
@@ -122,10 +122,4 @@ def require_directory(option: str, file: Path | None) -> None:
 
 def require_at_least(**options: tuple[float, float]) -> None:
     """Refuse each option=(value, least) whose value is smaller, one line for each."""
-    wrong = [
-        f"--{name}: must be at least {least}, got {value}"
-        for name, (value, least) in options.items()
-        if not value >= least
-    ]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+    errors.require_at_least("--", **options)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gpt2_triton import device, errors
-from gpt2_triton.commands import app
+from gpt2_triton.commands import app, sample
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import FLAGS
@@ -20,7 +20,6 @@ from gpt2_triton.config.config import options
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.prepare import builtin
 from gpt2_triton.data.prepare import text as prepare_text
-from gpt2_triton.inference import sample
 from gpt2_triton.model import memory_plan
 from gpt2_triton.training import trainer
 
@@ -270,10 +269,10 @@ def test_select_device_refuses_numpy_that_triton_cannot_use(monkeypatch, capsys,
 
 def test_sample_passes_its_options(monkeypatch):
     calls = []
-    monkeypatch.setattr(sample, "sample_text", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(sample, "print_texts", lambda *arguments: calls.append(arguments))
     words = "--prompt Once --tokens=5 --temperature 0.5 --top-k 3 --top-p 0.9 --seed 7 --num 2 --batch 4"
     assert main(tools_app, ["sample", "runs/a", *words.split()]) == 0
-    assert calls == [(Path("runs/a"), "Once", 5, 0.5, 3, 0.9, 7, 2, 4)]
+    assert calls == [(Path("runs/a"), "Once", 5, (0.5, 3, 0.9), 7, 2, 4)]
 
 
 def test_prepare_passes_its_options(monkeypatch):

@@ -11,8 +11,10 @@ import torch
 
 import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.commands.sample import print_texts
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.inference import generate, sample
+from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model import schedule
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
@@ -20,7 +22,7 @@ from tests.kernels.test_sampling import kept, scores
 from tests.support.tiny import tiny_config, tiny_model
 
 PROMPT = [72, 101, 108, 108, 111]
-GREEDY, PLAIN, CUT = (0.0, 0, 1.0), (1.0, 0, 1.0), (0.8, 20, 0.9)  # temperature, top_k, top_p
+GREEDY, PLAIN, CUT = Sampling(0.0), Sampling(), Sampling(0.8, 20, 0.9)
 
 
 def randomised(model: GPT2) -> GPT2:
@@ -166,7 +168,7 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
     monkeypatch.setattr(sys.stdout, "write", lambda s: written.append((len(launched), s)))
     launch = GPT2.decode
     monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
-    sample.sample_text(step_dir, "Hello", 12, *GREEDY, seed=3, num=1, batch=64)
+    print_texts(step_dir, "Hello", 12, GREEDY, seed=3, num=1, batch=64)
     pieces = [(at, s) for at, s in written if s]
     assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.STEPS_IN_FLIGHT + 3 and pieces[-1][1] == "\n"
     assert len(pieces) > 4
@@ -175,9 +177,9 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
 @pytest.mark.slow
 def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
     """5 texts, 2 at once: text i is that of seed + i alone; the rate is on stderr."""
-    sample.sample_text(step_dir, "Hello", 3, *PLAIN, seed=3, num=5, batch=2)
+    print_texts(step_dir, "Hello", 3, PLAIN, seed=3, num=5, batch=2)
     out, err = capsys.readouterr()
     assert err.startswith("15 tokens in ")
     for seed in range(3, 8):
-        sample.sample_text(step_dir, "Hello", 3, *PLAIN, seed=seed, num=1, batch=64)
+        print_texts(step_dir, "Hello", 3, PLAIN, seed=seed, num=1, batch=64)
     assert out == capsys.readouterr().out
