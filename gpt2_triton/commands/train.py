@@ -1,10 +1,9 @@
 """train.py: train a GPT-2 from a YAML file."""
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from gpt2_triton.config.load import load_config, suggestion
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.training.start import starting
 
 FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
@@ -80,19 +80,14 @@ def train(
 
 def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool) -> int:
     """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
-    from gpt2_triton.data.shards import require_tokenizer
-
     set_env_from_slurm()
     rank, ranks = rank_and_size()
     settings = load_config(config, overrides, ranks)
-    StepShape.of(settings, ranks)  # refuses another parallel.gpus before the run has a directory
     if rank == 0:
-        run_dir = choose_run_dir(config, run_dir, resume)
-        for split in (settings.data.train, settings.data.val):
-            require_tokenizer(split, settings.data.tokenizer)
+        run_dir = name_run_dir(config, run_dir, resume)
     else:
         run_dir, sys.stdout = None, open(os.devnull, "w")
-    with creating_run_dir(run_dir) if run_dir else contextlib.nullcontext():
+    with starting(settings, run_dir, resume):
         select_device()
         from gpt2_triton.training import trainer
 
@@ -119,36 +114,11 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     return given
 
 
-def choose_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
-    """Return the run's directory; raise ConfigError for one with checkpoints unless `resume`."""
-    if run_dir is None:
-        if resume:
-            raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")
-        return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
-    found = sorted((run_dir / "checkpoints").glob("step_*"))
-    if found and not resume:
-        raise ConfigError(
-            f"--run_dir: {run_dir} has checkpoints up to {found[-1].name}; add --resume, or choose another"
-        )
-    return run_dir
-
-
-@contextlib.contextmanager
-def creating_run_dir(run_dir: Path) -> Iterator[None]:
-    """Make the run's directory, and remove it at the end if it is new and still empty, as after a refused start."""
-    try:
-        new = not run_dir.exists()
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--run_dir: cannot make {run_dir}: {error.strerror}; choose another") from error
-    try:
-        yield
-    finally:
-        if new:
-            with contextlib.suppress(OSError):  # not empty
-                run_dir.rmdir()
+def name_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
+    """Return the run's directory; raise ConfigError for a resume that names none."""
+    if run_dir is None and resume:
+        raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")
+    return run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:

@@ -7,6 +7,7 @@ its next step's loss, so that all ranks stop after the same step.
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -20,12 +21,14 @@ class ShutdownSignals:
         self.received = 0  # number of the signal that this rank received last
         self.all_ranks_agree = False  # some rank had received one before the last finished step began
         self._ranks, self._received_at = ranks, 0.0
+        self._replaced: dict[int, Any] = {}  # the handlers before, by signal
 
     def listen(self) -> None:
-        """Install the handlers.  SIGHUP stays ignored if it is, as under nohup."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
+        """Install the handlers, which only the main thread can.  SIGHUP stays ignored if it is, as under nohup."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._replaced.setdefault(number, signal.signal(number, self._handle))
 
     def _handle(self, number: int, _frame: Any) -> None:
         if self.received and (self._ranks == 1 or time.monotonic() - self._received_at > REPEAT_WINDOW):
@@ -40,3 +43,30 @@ class ShutdownSignals:
     @property
     def exit_code(self) -> int:
         return 128 + (self.received or signal.SIGTERM)
+
+
+class BorrowedSignals(ShutdownSignals):
+    """The signals of a program that trains by a call.  When its `with` block ends, the program's own handlers are put
+    back, and one receives the signal: KeyboardInterrupt for SIGINT, unless the program handles it.  A second signal
+    goes to them at once.
+    """
+
+    def __enter__(self) -> "BorrowedSignals":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._put_back()
+        if self.received and kind is None:
+            signal.raise_signal(self.received)
+
+    def _put_back(self) -> None:
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+        self._replaced.clear()
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.received:
+            self._put_back()
+            signal.raise_signal(number)
+        else:
+            super()._handle(number, frame)

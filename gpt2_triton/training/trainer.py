@@ -38,7 +38,7 @@ from gpt2_triton.training.step_queue import StepQueue
 PREEMPTED = "PREEMPTED"  # a file in the run directory of a run that a signal stopped: launchers hide exit codes
 
 
-def train(config: Config, run_dir: Path | None, resume: bool) -> int:
+def train(config: Config, run_dir: Path | None, resume: bool, signals: ShutdownSignals | None = None) -> int:
     """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped; the checkpoint of
     the last finished step is saved).  Every rank calls it; all take rank 0's run_dir.
     """
@@ -48,14 +48,18 @@ def train(config: Config, run_dir: Path | None, resume: bool) -> int:
         run_dir = Path(control.from_rank0(lambda: str(run_dir)))
         consistency.require_shared_run_dir(run_dir, control)
         found = control.from_rank0(lambda: str(latest_checkpoint(run_dir / "checkpoints") or "")) if resume else ""
-    with make_trainer(config, run_dir, Path(found) if found else None, watchdog) as trainer:
+    with make_trainer(config, run_dir, Path(found) if found else None, watchdog, signals) as trainer:
         code = trainer.run()
     group.close()
     return code
 
 
 def make_trainer(
-    config: Config, run_dir: Path, found: Path | None = None, watchdog: Watchdog | None = None
+    config: Config,
+    run_dir: Path,
+    found: Path | None = None,
+    watchdog: Watchdog | None = None,
+    signals: ShutdownSignals | None = None,
 ) -> "Trainer":
     """Return a Trainer that continues after the checkpoint `found`, or starts a new run.
 
@@ -78,6 +82,7 @@ def make_trainer(
         start.state,
         checkpointer=open_checkpointer(config, run_dir, group),
         log=open_log(config, run_dir, group, data, model, start),
+        signals=signals or ShutdownSignals(group.size),
         bytes_before=bytes_before,
     )
 
@@ -96,15 +101,16 @@ class Trainer:
         state: RunState,
         checkpointer: AsyncCheckpointer,
         log: Logger | NullLogger,
+        signals: ShutdownSignals,
         bytes_before: int = 0,
     ):
         """`bytes_before`: used on this GPU before the model was built."""
         self.config, self.run_dir, self.watchdog, self.control = config, run_dir, watchdog, control
         self.data, self.model, self.state = data, model, state
         self.checkpointer, self.log, self.bytes_before = checkpointer, log, bytes_before
+        self.signals = signals
         self.group = watchdog.group
         self.is_first_rank = self.group.rank == 0
-        self.signals = ShutdownSignals(self.group.size)
         self.queue = StepQueue(model, watchdog)
         self.batches = self._prefetch()
 
