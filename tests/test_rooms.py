@@ -34,8 +34,9 @@ ROOMS = {
     "checkpoint",
     "inference": "errors console device kernels config data distributed.control model checkpoint inference",
     "training": f"__init__ {GROUND} kernels config data distributed model checkpoint inference training",
+    "api": f"{GROUND} config data distributed model checkpoint inference training",
     "commands": f"__init__ {GROUND} kernels config data distributed model checkpoint inference training commands",
-    "__init__": "",
+    "__init__": "errors api",
     "__main__": "commands",
 }
 WITHIN = {

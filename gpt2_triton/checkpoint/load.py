@@ -132,10 +132,18 @@ def find_checkpoint(path: Path) -> Path:
 
 def _find_best(path: Path) -> Path:
     run_dir = path.parent
-    step = best_step(_read_json(find_checkpoint(run_dir) / STATE))
-    if step is None:
+    best = best_checkpoint(find_checkpoint(run_dir))
+    if best is None:
         raise CheckpointError(f"{path}: {run_dir} keeps no best checkpoint; train with --checkpoint.best val_loss")
-    return find_checkpoint(step_path(run_dir / "checkpoints", step))
+    return find_checkpoint(best)
+
+
+def best_checkpoint(newest: Path) -> Path | None:
+    """Return the checkpoint of the lowest validation loss of the run whose newest one is given; None if it keeps none.
+    It is not verified.
+    """
+    step = best_step(_read_json(newest / STATE))
+    return None if step is None else step_path(newest.parent, step)
 
 
 # ---- loading ----

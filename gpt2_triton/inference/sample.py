@@ -4,7 +4,7 @@ Tokens are sampled on the device with random numbers keyed by the seed of a text
 text depends on the weights, the prompt and the seed alone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
@@ -13,7 +13,9 @@ from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model.gpt2 import GPT2
 
 
-def stream(model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int) -> Iterator[str]:
+def stream(
+    model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int
+) -> Generator[str, None, None]:
     """Yield the continuation of `prompt` by `tokens` tokens in pieces, each as soon as its characters are complete."""
     steps = generate(model, encode_prompt(tokenizer, prompt), tokens, [seed], *how)
     return stream_text(tokenizer, (token for [token] in steps))
@@ -30,7 +32,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return tokenizer.encode(prompt).tolist() or [tokenizer.eot]
 
 
-def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, None, None]:
     """Yield the text of `tokens` as soon as it is complete: an incomplete character waits for its other bytes."""
     waiting: list[int] = []
     for token in tokens:
