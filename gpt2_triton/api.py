@@ -256,7 +256,8 @@ class Model:
 
         Raise ConfigError for values out of range.
         """
-        return "".join(self.stream(prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
+        with _exclusive():
+            return "".join(self.stream(prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
 
     def stream(
         self,
