@@ -20,7 +20,7 @@ from gpt2_triton.errors import (
 if TYPE_CHECKING:
     from gpt2_triton.api import Config, Model, Run, load, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CheckpointError",
     "Config",

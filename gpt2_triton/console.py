@@ -1,4 +1,4 @@
-"""Lines for the console and for log files, and the progress of long work.
+"""Lines for the console and for log files, the progress of long work, and the names of commands in messages.
 
 A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.  Programs that
 import the package make the console silent: its warnings then go through Python's `warnings`.
@@ -61,6 +61,14 @@ class LogFile:
         if self._waiting:
             print_line(f"warning: {self._path}: its last {len(self._waiting):,} bytes could not be written", error=True)
         self._file.close()
+
+
+def command_line(command: str) -> str:
+    """Return how to call a command of this package here: "gpt2-triton plot" if the user has called gpt2-triton, else
+    "python -m gpt2_triton plot", which needs no script on the path.
+    """
+    program = "gpt2-triton" if Path(sys.argv[0]).stem == "gpt2-triton" else "python -m gpt2_triton"
+    return f"{program} {command}".rstrip()
 
 
 def print_line(text: str, error: bool = False) -> None:

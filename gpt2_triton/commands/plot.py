@@ -78,7 +78,7 @@ def read_run(path: Path) -> Run:
     """Read a run directory, or its metrics.jsonl alone; ConfigError if it has no losses."""
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{path}: no {METRICS} there; expected a run directory, which train.py makes")
+        raise ConfigError(f"{path}: no {METRICS} there; expected a run directory")
     records = read_metrics(file)
     if not any(r.get(key) is not None for r in records for key in ("loss", "val_loss")):
         raise ConfigError(f"{file}: holds no losses yet; plot it after a step")

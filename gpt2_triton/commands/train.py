@@ -1,4 +1,4 @@
-"""train.py: train a GPT-2 from a YAML file."""
+"""`train`, also as train.py: train a GPT-2 from a YAML file."""
 
 import os
 import sys
@@ -9,17 +9,19 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from gpt2_triton.commands.app import make_app, require_at_least, select_device
+from gpt2_triton.commands.app import call, make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import command_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.start import starting
 
 FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
-config_app = make_app("train.py", "Train a GPT-2 from a YAML file; every key below can be overridden.")
+NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
+config_app = make_app(NAME, "Train a GPT-2 from a YAML file; every key below can be overridden.")
 app = config_app.meta
 app.group_parameters = Group("Run", sort_key=0)
 
@@ -48,7 +50,7 @@ def train(
     Parameters
     ----------
     config: Path
-        YAML file, for example configs/quickstart.yaml.
+        Name of a recipe, for example quickstart (`gpt2-triton configs` lists them), or a YAML file.
     plan: bool
         Print the memory plan and stop; needs neither a GPU nor data.
     gpu: str
@@ -76,6 +78,16 @@ def train(
     else:
         print(settings.to_yaml().rstrip())
     return 0
+
+
+command = make_app("train", "Train a GPT-2 from a recipe or a YAML file.")
+command.help_flags = command.version_flags = ()  # --help goes to `app`, which lists the keys
+
+
+@command.default
+def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> int:
+    """Run `app`: a meta app that is itself a sub-command would not list the keys."""
+    return call(app, words)
 
 
 def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.schema import SIZE_KEYS, ConflictError
 from gpt2_triton.errors import ConfigError
@@ -24,13 +25,15 @@ def load_config(
     """Return the configuration in a YAML file, or a dictionary like its content, with `overrides` (dotted key -> value,
     usually a string) on top.
 
-    The step must divide among parallel.gpus GPUs, or among `gpus` where that is null.
+    `path` may be the name of a recipe, such as "gpt2_124m".  The step must divide among parallel.gpus GPUs, or among
+    `gpus` where that is null.
     """
     if isinstance(path, Mapping):
         tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in path.items()}
         lines, path = dict[str, int](), "config"
     else:
-        tree, lines = _read_yaml(Path(path))
+        path = recipes.find(path)
+        tree, lines = _read_yaml(path)
     given = dict(overrides or {})
     if "model.size" in given and isinstance(tree.get("model"), dict):
         tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}
