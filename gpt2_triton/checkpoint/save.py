@@ -27,7 +27,8 @@ from gpt2_triton.checkpoint.format import (
     step_path,
     tensors_name,
 )
-from gpt2_triton.checkpoint.load import verify
+from gpt2_triton.checkpoint.load import saved_step, verify
+from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import fsync, remove_abandoned
@@ -52,28 +53,34 @@ def save_checkpoint(
     (0: none), to which a rewind may return, and the step of state["best"].
 
     All ranks of `control` call it.  `tensors` is each rank's shard; with several ranks state["shares"] holds the
-    shard's spans.  If the checkpoint exists and verifies, nothing is written.  If any rank fails, all ranks raise
-    OSError or SafetensorError.
+    shard's spans.  Nothing is written if this checkpoint, with this state, exists and verifies; any other directory of
+    its name is replaced.  If any rank fails, all ranks raise OSError or SafetensorError.
     """
-    target = step_path(directory, step)
-    temporary = control.from_rank0(lambda: _begin(directory, target, tensors, control.size))
+    target, state = step_path(directory, step), {"format": FORMAT, "step": step} | state
+    temporary = control.from_rank0(lambda: _begin(directory, target, tensors, state, control.size))
     if temporary:
         _write(target, Path(temporary), tensors, state, control)
         control.from_rank0(lambda: _prune(directory, step, keep, keep_every, rewind_every, best_step(state)))
     return target
 
 
-def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], ranks: int) -> str | None:
+def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], state: dict[str, Any], ranks: int) -> str | None:
     """Create the directory to write into and return it; None if the checkpoint exists and verifies."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_abandoned(directory, HIDDEN_NAME, own=True)  # a process writes one checkpoint at a time
-    if target.exists() and not verify(target):
+    if target.exists() and not verify(target) and _has_state(target, state):
         return None
     if missing := missing_space(directory, tensors, ranks):
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing}")
     temporary = _hidden(target, "tmp")
     temporary.mkdir()
     return str(temporary)
+
+
+def _has_state(target: Path, state: dict[str, Any]) -> bool:
+    """Return whether a checkpoint that verifies has this state, but for the spans of its ranks."""
+    saved = json.loads((target / STATE).read_text(encoding="utf-8"))
+    return saved | {"shares": None} == json.loads(json.dumps(state)) | {"shares": None}
 
 
 def _write(
@@ -102,7 +109,7 @@ def _write(
 def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list[dict[str, Any]]) -> None:
     """Write state and manifest, sync, and rename `temporary` to `target`."""
     spans = [entry.pop("spans") for entry in entries]
-    state = {"format": FORMAT} | state | ({"shares": spans} if len(spans) > 1 else {})
+    state = state | ({"shares": spans} if len(spans) > 1 else {})
     (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     manifest = {tensors_name(rank): entry for rank, entry in enumerate(entries)}
     manifest[STATE] = fingerprint(temporary / STATE)
@@ -110,7 +117,8 @@ def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
         fsync(path)
     if target.exists():
-        _discard(target)  # it does not verify
+        print_line(f"warning: {target}: not this run's step, or damaged: it is replaced", error=True)
+        _discard(target)
     os.rename(temporary, target)
     fsync(target.parent)
     fsync(target.parent.parent)  # the first save of a run creates target.parent
@@ -145,9 +153,14 @@ def discard_after(directory: Path, step: int) -> None:
 
 def _prune(directory: Path, newest: int, keep: int, keep_every: int, rewind_every: int, best: int | None) -> None:
     """Delete the steps up to `newest` that `save_checkpoint` need not keep.  A later step is a damaged one, which the
-    run did not resume from: it does not count.
+    run did not resume from: it does not count, nor does one whose state is of another step.
     """
-    steps = [(step, path) for step, path in list_steps(directory) if step <= newest]
+    steps = []
+    for step, path in list_steps(directory):
+        if step <= newest and saved_step(path) == step:
+            steps.append((step, path))
+        elif step <= newest:
+            print_line(f"warning: {path}: its state is not of this step: it does not count", error=True)
     kept = {best}
     if rewind_every:
         last = newest // rewind_every * rewind_every

@@ -29,6 +29,37 @@ def test_save_rewrites_a_step_only_if_it_is_damaged(newest, damaged):
     assert verify(newest) == [] and names(newest.parent) == [STEP_10, STEP_20]
 
 
+def test_copy_of_another_step_is_replaced_with_a_warning(newest, capsys):
+    """Its files agree with its manifest, so that it verified under any name."""
+    copy = newest.parent / STEP_30
+    shutil.copytree(newest, copy)
+    assert verify(copy) == ["state.json: step is 20, expected 30 as in the name of the directory"]
+    assert find_checkpoint(newest.parent) == newest
+    with pytest.raises(CheckpointError, match="step is 20, expected 30 .* choose another step"):
+        find_checkpoint(copy)
+    capsys.readouterr()
+    assert write(newest.parent, 30) == copy and verify(copy) == []
+    assert capsys.readouterr().err == f"warning: {copy}: not this run's step, or damaged: it is replaced\n"
+
+
+def test_step_of_another_run_is_replaced(newest, capsys):
+    """It has the right name and verifies, but another state."""
+    save.save_checkpoint(newest.parent, 20, example(21), {"step": 20, "data": "other"}, 0)
+    assert load.load_checkpoint(newest)[0]["data"] == "other" and "replaced" in capsys.readouterr().err
+
+
+def test_pruning_does_not_count_a_copy_of_another_step(tmp_path, capsys):
+    for step in (10, 20):
+        write(tmp_path, step)
+    shutil.copytree(tmp_path / STEP_10, tmp_path / "step_00000025")
+    write(tmp_path, 30, keep=2)
+    assert names(tmp_path) == [STEP_20, "step_00000025", STEP_30]
+    assert (
+        capsys.readouterr().err == f"warning: {tmp_path}/step_00000025: its state is not of this step: "
+        "it does not count\n"
+    )
+
+
 @pytest.mark.parametrize("call", ["rename", "fsync"])
 def test_failed_save_leaves_nothing_and_older_checkpoints_intact(newest, monkeypatch, call):
     def fail(*_):
