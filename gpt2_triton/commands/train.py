@@ -1,21 +1,24 @@
 """train.py: train a GPT-2 from a YAML file."""
 
 import contextlib
+import itertools
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from gpt2_triton.checkpoint.format import enclosing_run, list_steps
 from gpt2_triton.commands.app import make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.training.preemption import ShutdownSignals
 
 FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
@@ -41,7 +44,7 @@ def train(
     gpus: int | None = None,
     print_config: bool = False,
     run_dir: Path | None = None,
-    resume: bool = False,
+    resume: bool | Literal["must"] = False,
 ) -> int:
     """Train a GPT-2 from a YAML file; every key below can be overridden.
 
@@ -60,8 +63,9 @@ def train(
         Print the whole configuration as YAML and stop.
     run_dir: Path
         Directory of the run; default runs/<config>-<time>.
-    resume: bool
-        Resume from the newest checkpoint in --run_dir that verifies; start a new run if there is none.
+    resume: bool | Literal["must"]
+        Resume from the newest checkpoint in --run_dir that verifies; if there is none, start a new run, or end with
+        exit code 4 for `--resume must`.
     """
     if gpus is not None:
         require_at_least(gpus=(gpus, 1))
@@ -78,25 +82,29 @@ def train(
     return 0
 
 
-def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool) -> int:
+def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool | Literal["must"]) -> int:
     """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
-    from gpt2_triton.data.shards import require_tokenizer
-
     set_env_from_slurm()
     rank, ranks = rank_and_size()
-    settings = load_config(config, overrides, ranks)
-    StepShape.of(settings, ranks)  # refuses another parallel.gpus before the run has a directory
-    if rank == 0:
-        run_dir = choose_run_dir(config, run_dir, resume)
-        for split in (settings.data.train, settings.data.val):
-            require_tokenizer(split, settings.data.tokenizer)
-    else:
-        run_dir, sys.stdout = None, open(os.devnull, "w")
-    with creating_run_dir(run_dir) if run_dir else contextlib.nullcontext():
+    signals = ShutdownSignals(ranks)
+    signals.run_dir = run_dir
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals.leaving_at_once())
+        from gpt2_triton.data.shards import require_tokenizer
+
+        settings = load_config(config, overrides, ranks)
+        StepShape.of(settings, ranks)  # refuses another parallel.gpus before the run has a directory
+        if rank == 0:
+            check_run_dir(run_dir, resume)
+            for split in (settings.data.train, settings.data.val):
+                require_tokenizer(split, settings.data.tokenizer)
+            signals.run_dir = run_dir = stack.enter_context(creating_run_dir(config, run_dir))
+        else:
+            sys.stdout = open(os.devnull, "w")
         select_device()
         from gpt2_triton.training import trainer
 
-        return trainer.train(settings, run_dir, resume)
+        return trainer.train(settings, run_dir, resume, signals)
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
@@ -119,36 +127,44 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     return given
 
 
-def choose_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
-    """Return the run's directory; raise ConfigError for one with checkpoints unless `resume`."""
+def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
+    """Raise ConfigError for a --run_dir that no run can have, or with checkpoints unless `resume`."""
     if run_dir is None:
         if resume:
             raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")
-        return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
-    found = sorted((run_dir / "checkpoints").glob("step_*"))
+    if run := enclosing_run(run_dir):
+        raise ConfigError(f"--run_dir: {run_dir} holds checkpoints of the run {run}; give that, or choose another")
+    found = list_steps(run_dir / "checkpoints")
     if found and not resume:
         raise ConfigError(
-            f"--run_dir: {run_dir} has checkpoints up to {found[-1].name}; add --resume, or choose another"
+            f"--run_dir: {run_dir} has checkpoints up to {found[-1][1].name}; add --resume, or choose another"
         )
-    return run_dir
 
 
 @contextlib.contextmanager
-def creating_run_dir(run_dir: Path) -> Iterator[None]:
-    """Make the run's directory, and remove it at the end if it is new and still empty, as after a refused start."""
+def creating_run_dir(config: Path, run_dir: Path | None) -> Iterator[Path]:
+    """Make the run's directory, by default runs/<config>-<time> or the first of -2, -3, ... that is new; yield it.
+    Remove it at the end if it is new and still empty, as after a refused start.
+    """
+    named = run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([named], (named.with_name(f"{named.name}-{n}") for n in itertools.count(2)))
     try:
-        new = not run_dir.exists()
-        run_dir.mkdir(parents=True, exist_ok=True)
+        for path in names:
+            new = not path.exists()
+            with contextlib.suppress(FileExistsError):  # another start in the same second
+                path.mkdir(parents=True, exist_ok=run_dir is not None)
+                break
     except OSError as error:
-        raise ConfigError(f"--run_dir: cannot make {run_dir}: {error.strerror}; choose another") from error
+        raise ConfigError(f"--run_dir: cannot make {named}: {error.strerror}; choose another") from error
     try:
-        yield
+        yield path
     finally:
         if new:
             with contextlib.suppress(OSError):  # not empty
-                run_dir.rmdir()
+                path.rmdir()
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:

@@ -66,7 +66,9 @@ class Watchdog:
             self._signals, write_end = os.pipe()
             os.set_blocking(self._signals, False)
             os.set_blocking(write_end, False)
-            signal.set_wakeup_fd(write_end)
+            self._next_pipe = -1
+            if threading.current_thread() is threading.main_thread():
+                self._next_pipe = signal.set_wakeup_fd(write_end)
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def heartbeat(self, step: int) -> None:
@@ -122,7 +124,10 @@ class Watchdog:
 
     def _received_signal(self) -> bool:
         with contextlib.suppress(BlockingIOError):
-            self._signalled = self._signalled or bool(os.read(self._signals, 1))
+            numbers = os.read(self._signals, 64)
+            self._signalled = True
+            if self._next_pipe >= 0:
+                os.write(self._next_pipe, numbers)
         return self._signalled
 
     def _exit_if_a_rank_died(self) -> None:
