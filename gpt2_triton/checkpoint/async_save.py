@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.checkpoint.tensor_file import Progress
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
@@ -30,9 +30,10 @@ class AsyncCheckpointer:
         keep_every: int = 0,
         rewind_every: int = 0,
         control: ControlGroup = SINGLE_PROCESS,
+        progress: Progress = lambda what, nbytes: None,
     ):
         """Take what `save_checkpoint` takes."""
-        self._directory, self._control = directory, control
+        self._directory, self._control, self._progress = directory, control, progress
         self._slowest = 0.0  # seconds of the slowest save so far
         self._kept = keep, keep_every, rewind_every
         self._host: dict[str, Tensor] = {}
@@ -79,7 +80,7 @@ class AsyncCheckpointer:
 
     def _write(self, step: int, state: dict[str, Any], began: float) -> None:
         try:
-            save_checkpoint(self._directory, step, self._host, state, *self._kept, self._control)
+            save_checkpoint(self._directory, step, self._host, state, *self._kept, self._control, self._progress)
             self._slowest = max(self._slowest, time.monotonic() - began)
         except Exception as error:  # raised or reported by the thread that waits
             self._error = error
@@ -92,9 +93,9 @@ class AsyncCheckpointer:
         error, self._error = self._error, None
         if error is None:
             return
-        if not isinstance(error, (OSError, SafetensorError)):
+        if not isinstance(error, OSError):
             raise error  # a bug
-        # recognised by its text: errors of safetensors and of other ranks have no number
+        # recognised by its text: errors of other ranks have no number
         full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
         older = "; older ones stay" if any(self._directory.glob("step_*")) else ""
         todo = "free some space" if full else "make it writable"

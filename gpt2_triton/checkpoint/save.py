@@ -12,8 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt2_triton import files
@@ -28,11 +26,13 @@ from gpt2_triton.checkpoint.format import (
     tensors_name,
 )
 from gpt2_triton.checkpoint.load import saved_step, verify
+from gpt2_triton.checkpoint.tensor_file import Progress, write_tensors
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import fsync, remove_abandoned
 
+WAITING = "waiting for the files of other ranks"
 FILES_BYTES = 1 << 20  # more than state, manifest and the header of the tensors take
 HIDDEN_NAME = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # ends with the id of the process
 
@@ -46,6 +46,7 @@ def save_checkpoint(
     keep_every: int = 0,
     rewind_every: int = 0,
     control: ControlGroup = SINGLE_PROCESS,
+    progress: Progress = lambda what, nbytes: None,
 ) -> Path:
     """Write the checkpoint of `step` under `directory`, prune older ones, return its path.
 
@@ -54,12 +55,12 @@ def save_checkpoint(
 
     All ranks of `control` call it.  `tensors` is each rank's shard; with several ranks state["shares"] holds the
     shard's spans.  Nothing is written if this checkpoint, with this state, exists and verifies; any other directory of
-    its name is replaced.  If any rank fails, all ranks raise OSError or SafetensorError.
+    its name is replaced.  If any rank fails, all ranks raise OSError.  `progress` is told what this rank does.
     """
     target, state = step_path(directory, step), {"format": FORMAT, "step": step} | state
     temporary = control.from_rank0(lambda: _begin(directory, target, tensors, state, control.size))
     if temporary:
-        _write(target, Path(temporary), tensors, state, control)
+        _write(target, Path(temporary), tensors, state, control, progress)
         control.from_rank0(lambda: _prune(directory, step, keep, keep_every, rewind_every, best_step(state)))
     return target
 
@@ -84,21 +85,28 @@ def _has_state(target: Path, state: dict[str, Any]) -> bool:
 
 
 def _write(
-    target: Path, temporary: Path, tensors: dict[str, Tensor], state: dict[str, Any], control: ControlGroup
+    target: Path,
+    temporary: Path,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    control: ControlGroup,
+    progress: Progress,
 ) -> None:
     """Write this rank's file; rank 0 writes the others and renames once all ranks have succeeded."""
     try:
         path, error = temporary / tensors_name(control.rank), None
         entry: dict[str, Any] = {"spans": state.get("shares")}
         try:
-            save_file(tensors, path)
-            fsync(path)
-            entry |= fingerprint(path)
-        except (OSError, SafetensorError) as raised:
+            progress(f"writing {path.name}", 0)
+            entry |= write_tensors(path, tensors, progress)
+        except OSError as raised:
             error, entry["error"] = raised, f"rank {control.rank}: {raised}"
+        progress(WAITING, 0)
         entries = control.all_gather(entry)
         if errors := [entry["error"] for entry in entries if "error" in entry]:
             raise error or OSError(errors[0])
+        if control.rank == 0:
+            progress(f"publishing {target.name}", 0)
         control.from_rank0(lambda: _publish(target, temporary, state, entries))
     except BaseException:
         if control.rank == 0:

@@ -16,7 +16,7 @@ from gpt2_triton.device import device_name
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.distributed.watchdog import Watchdog
+from gpt2_triton.distributed.watchdog import SAVING, Watchdog
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import validation_loss
@@ -79,7 +79,7 @@ def make_trainer(
         data,
         model,
         start.state,
-        checkpointer=open_checkpointer(config, run_dir, group),
+        checkpointer=open_checkpointer(config, run_dir, watchdog),
         log=open_log(config, run_dir, group, data, model, start),
         signals=signals or ShutdownSignals(group.size),
         bytes_before=bytes_before,
@@ -147,7 +147,7 @@ class Trainer:
         stopping = self.signals.stop
         if stopping and step > 0 and not self._read_step():  # if it needs a rewind, the resumed run does it
             self._save(step)
-        with self.watchdog.phase("saving"):
+        with self.watchdog.phase(SAVING):
             self.checkpointer.wait(raise_errors=True)
         if not stopping or step >= self.config.train.steps:
             return 0
@@ -269,7 +269,7 @@ class Trainer:
         if self._due(step, self.config.checkpoint.every):
             self.state.rewinds = 0
         about = {"config": saved_config(self.config), "data": self.data.fingerprint}
-        with self.watchdog.phase("saving"):
+        with self.watchdog.phase(SAVING):
             state = self.state.as_dict() | about | self.model.shard_spans()
             self.checkpointer.save(step, self.model.local_shards(), state)
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt2_triton.checkpoint import format, load, save
+from gpt2_triton.checkpoint import format, load, save, tensor_file
 from gpt2_triton.checkpoint.format import STATE
 from gpt2_triton.checkpoint.load import find_checkpoint, verify
 from gpt2_triton.checkpoint.save import FILES_BYTES, require_space
@@ -82,7 +82,7 @@ def test_save_syncs_files_before_the_rename_and_directories_after_it(tmp_path, m
     assert events[3:] == [temporary, "rename", f"{run}/checkpoints", str(run)]
 
 
-TRACED = {module.__file__ for module in (save, load, format, shutil)}
+TRACED = {module.__file__ for module in (save, load, format, tensor_file, shutil)}
 
 
 def killed_at_line(n, directory):
