@@ -30,11 +30,11 @@ from gpt2_triton.checkpoint.tensor_file import Progress, write_tensors
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import fsync, remove_abandoned
+from gpt2_triton.files import MARK, fsync, process_mark, remove_abandoned
 
 WAITING = "waiting for the files of other ranks"
 FILES_BYTES = 1 << 20  # more than state, manifest and the header of the tensors take
-HIDDEN_NAME = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # ends with the id of the process
+HIDDEN_NAME = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-" + MARK)
 
 
 def save_checkpoint(
@@ -134,7 +134,7 @@ def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list
 
 def _hidden(step_dir: Path, kind: Literal["tmp", "old"]) -> Path:
     """Return the path at which this process writes ("tmp") or deletes ("old") a checkpoint."""
-    return step_dir.with_name(f".{step_dir.name}.{kind}-{os.getpid()}")
+    return step_dir.with_name(f".{step_dir.name}.{kind}-{process_mark()}")
 
 
 def require_space(directory: Path, tensors: dict[str, Tensor]) -> None:

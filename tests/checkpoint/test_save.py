@@ -16,6 +16,7 @@ from gpt2_triton.checkpoint.format import STATE
 from gpt2_triton.checkpoint.load import find_checkpoint, verify
 from gpt2_triton.checkpoint.save import FILES_BYTES, require_space
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import process_mark
 from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, TENSORS, example, names, write
 
 
@@ -77,7 +78,7 @@ def test_save_syncs_files_before_the_rename_and_directories_after_it(tmp_path, m
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
     write(run / "checkpoints", 10)
-    temporary = f"{run}/checkpoints/.{STEP_10}.tmp-{os.getpid()}"
+    temporary = f"{run}/checkpoints/.{STEP_10}.tmp-{process_mark()}"
     assert sorted(events[:3]) == sorted(f"{temporary}/{name}" for name in FILES)
     assert events[3:] == [temporary, "rename", f"{run}/checkpoints", str(run)]
 
@@ -137,11 +138,13 @@ def test_save_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_pa
 def test_save_removes_hidden_directories_of_dead_processes_only(newest):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    hidden = {p: [f".{STEP_30}.{kind}-{p}" for kind in ("tmp", "old")] for p in (dead.pid, os.getpid(), os.getppid())}
+    parent = process_mark(os.getppid())
+    marks = f"{dead.pid}-1", f"{os.getppid()}-1", process_mark(), parent
+    hidden = {mark: [f".{STEP_30}.{kind}-{mark}" for kind in ("tmp", "old")] for mark in marks}
     for name in [*sum(hidden.values(), []), "notes", ".step_x.tmp-1"]:
         (newest.parent / name).mkdir()
     write(newest.parent, 30)
-    assert names(newest.parent) == sorted([*hidden[os.getppid()], "notes", ".step_x.tmp-1", STEP_10, STEP_20, STEP_30])
+    assert names(newest.parent) == sorted([*hidden[parent], "notes", ".step_x.tmp-1", STEP_10, STEP_20, STEP_30])
 
 
 PRUNED = {(0, 0): [10, 20, 30, 40], (1, 0): [40], (2, 0): [30, 40], (9, 0): [10, 20, 30, 40]}
