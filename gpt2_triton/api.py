@@ -115,19 +115,21 @@ def train(
     config: Config | str | Path | Mapping[str, Any],
     run_dir: str | Path,
     *,
-    resume: bool = False,
+    resume: bool | Literal["must"] = False,
     console: bool = False,
 ) -> Run:
     """Train to the last step and return the run; its files are those that train.py writes.
 
     config      a Config, or what Config.load takes
     run_dir     the run's directory, which is made
-    resume      continue after the newest checkpoint in run_dir that verifies; False refuses a directory that has any
+    resume      continue after the newest checkpoint in run_dir that verifies; without one True starts a new run, "must"
+                raises CheckpointError.  False refuses a directory that has any
     console     print what train.py prints; the files are the same
 
     In the main thread, the first SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM or SIGHUP lets the run finish its
     step and save; then the program's own handler receives the signal, which raises KeyboardInterrupt for SIGINT.  A
-    second signal reaches that handler at once.  Raise UserError: see errors.py for its classes.
+    second signal reaches that handler at once, as does one before the first step.  A run that ends by its time limit,
+    train.max_minutes, is returned with state "stopped".  Raise UserError: see errors.py for its classes.
     """
     from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
     from gpt2_triton.training.preemption import BorrowedSignals
@@ -136,7 +138,7 @@ def train(
     settings, directory = config if isinstance(config, Config) else Config.load(config), Path(run_dir)
     set_env_from_slurm()
     rank, ranks = rank_and_size()
-    with _exclusive(console and rank == 0), starting(settings, directory if rank == 0 else None, resume):
+    with _exclusive(console and rank == 0), starting(settings, directory, resume):
         from gpt2_triton import device
 
         device.select_interpreter()
@@ -145,7 +147,7 @@ def train(
         _free_unused_memory()
         try:
             with BorrowedSignals(ranks) as signals:
-                trainer.train(settings, directory if rank == 0 else None, resume, signals)
+                trainer.train(settings, directory, resume, signals)
         finally:
             _free_unused_memory()
     return Run(directory)

@@ -66,6 +66,7 @@ def _problems(step_dir: Path) -> Iterator[str]:
     yield from (f"{name}: is missing or not a regular file" for name in irregular)
     if not irregular:
         yield from _differences_from_manifest(step_dir, files, manifest)
+        yield from _other_step(step_dir)
 
 
 def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[str, Any]) -> Iterator[str]:
@@ -76,6 +77,21 @@ def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[
         for key, found in fingerprint(step_dir / name).items():
             if found != manifest[name].get(key):
                 yield f"{name}: {key} is {found!r}, expected {manifest[name].get(key)!r} as in {MANIFEST}"
+
+
+def _other_step(step_dir: Path) -> Iterator[str]:
+    """Yield a problem if the directory was written as another step than its name says."""
+    named, saved = STEP_NAME.fullmatch(step_dir.absolute().name), saved_step(step_dir)
+    if named and saved != int(named[1]):
+        yield f"{STATE}: step is {saved!r}, expected {int(named[1])} as in the name of the directory"
+
+
+def saved_step(step_dir: Path) -> Any:
+    """Return the step in a checkpoint's state; None if there is none that can be read."""
+    try:
+        return _read_json(step_dir / STATE).get("step")
+    except (OSError, CheckpointError):
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

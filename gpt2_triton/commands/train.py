@@ -1,11 +1,11 @@
 """`train`, also as train.py: train a GPT-2 from a YAML file."""
 
+import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -16,6 +16,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import command_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.training.preemption import ShutdownSignals
 from gpt2_triton.training.start import starting
 
 FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
@@ -43,7 +44,7 @@ def train(
     gpus: int | None = None,
     print_config: bool = False,
     run_dir: Path | None = None,
-    resume: bool = False,
+    resume: bool | Literal["must"] = False,
 ) -> int:
     """Train a GPT-2 from a YAML file; every key below can be overridden.
 
@@ -62,8 +63,9 @@ def train(
         Print the whole configuration as YAML and stop.
     run_dir: Path
         Directory of the run; default runs/<config>-<time>.
-    resume: bool
-        Resume from the newest checkpoint in --run_dir that verifies; start a new run if there is none.
+    resume: bool | Literal["must"]
+        Resume from the newest checkpoint in --run_dir that verifies; if there is none, start a new run, or end with
+        exit code 4 for `--resume must`.
     """
     if gpus is not None:
         require_at_least(gpus=(gpus, 1))
@@ -90,20 +92,22 @@ def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=Tru
     return call(app, words)
 
 
-def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool) -> int:
+def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool | Literal["must"]) -> int:
     """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
     set_env_from_slurm()
     rank, ranks = rank_and_size()
-    settings = load_config(config, overrides, ranks)
-    if rank == 0:
-        run_dir = name_run_dir(config, run_dir, resume)
-    else:
-        run_dir, sys.stdout = None, open(os.devnull, "w")
-    with starting(settings, run_dir, resume):
+    signals = ShutdownSignals(ranks)
+    signals.run_dir = run_dir
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals.leaving_at_once())
+        settings = load_config(config, overrides, ranks)
+        if rank:
+            sys.stdout = open(os.devnull, "w")
+        signals.run_dir = run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
         select_device()
         from gpt2_triton.training import trainer
 
-        return trainer.train(settings, run_dir, resume)
+        return trainer.train(settings, run_dir, resume, signals)
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
@@ -124,13 +128,6 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
                 raise ConfigError(f"--{key}: expected a value after it; one that starts with -- goes as --{key}=VALUE")
         given[key] = value
     return given
-
-
-def name_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
-    """Return the run's directory; raise ConfigError for a resume that names none."""
-    if run_dir is None and resume:
-        raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")
-    return run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:

@@ -105,17 +105,17 @@ def test_mistake_is_printed_by_rank_0_only(here, monkeypatch, capsys):
 
 def test_train_passes_config_run_dir_and_resume(here, trained):
     assert main(train_app, ["x.yaml", "--optim.lr=2e-4", "--run-dir", "old", "--resume", "--sample.prompt", "a-b"]) == 0
-    config, run_dir, resume = trained.pop()
+    config, run_dir, resume, _ = trained.pop()
     assert (config.optim.lr, config.sample.prompt, run_dir, resume) == (2e-4, "a-b", Path("old"), True)
     assert main(train_app, ["x.yaml"]) == 0
-    [(_, run_dir, resume)] = trained
+    [(_, run_dir, resume, _)] = trained
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
 
 
 def test_train_takes_a_recipe_by_name(here, trained):
     assert main(tools_app, ["train", "quickstart", "--train.steps=9", "--run-dir", "new"]) == 0
     assert main(train_app, ["quickstart"]) == 0
-    (config, run_dir, _), (_, default_dir, _) = trained
+    (config, run_dir, *_), (_, default_dir, *_) = trained
     assert (config.train.steps, config.model.n_embd, run_dir) == (9, 128, Path("new"))
     assert default_dir.name.startswith("quickstart-")
 
@@ -128,6 +128,36 @@ def test_train_as_a_subcommand_has_the_exit_codes_of_errors(here, monkeypatch, c
     monkeypatch.setattr(trainer, "train", train)
     assert main(tools_app, ["train", "x.yaml", "--run_dir", "new"]) == code
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["x.yaml", "--resume", "must"], ["--resume", "must", "x.yaml", "--optim.lr", "1"]])
+def test_train_passes_resume_must(here, trained, words):
+    assert main(train_app, [*words, "--run_dir", "old"]) == 0
+    [(_, _, resume, _)] = trained
+    assert resume == "must"
+
+
+def test_two_starts_in_one_second_have_a_directory_each(here, monkeypatch):
+    """The first has not written anything when the second starts, and the third."""
+    used = []
+
+    def train(_, run_dir, *__):
+        used.append(run_dir.name)
+        return main(train_app, ["x.yaml"]) if len(used) < 3 else 0
+
+    monkeypatch.setattr(trainer, "train", train)
+    monkeypatch.setattr(app.time, "strftime", lambda _: "20261122-150000")
+    assert main(train_app, ["x.yaml"]) == 0
+    assert used == ["x-20261122-150000", "x-20261122-150000-2", "x-20261122-150000-3"]
+    assert os.listdir("runs") == []
+
+
+@pytest.mark.parametrize("given", ["run/checkpoints", "run/checkpoints/step_00000010"])
+def test_train_refuses_a_run_dir_inside_checkpoints(here, trained, capsys, given):
+    (here / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
+    assert main(train_app, ["x.yaml", "--run_dir", given, "--resume"]) == 2 and not trained
+    want = f"error: --run_dir: {given} holds checkpoints of the run {here / 'run'}; give that, or choose another\n"
+    assert capsys.readouterr().err == want
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -145,7 +175,7 @@ def test_train_refuses_shards_of_another_tokenizer(here, trained, capsys, split)
 
 @pytest.mark.parametrize(("run_dir", "holds", "stays"), [("new", [], False), ("new", ["a"], True), ("own", [], True)])
 def test_failed_start_removes_its_empty_run_dir(here, monkeypatch, run_dir, holds, stays):
-    def train(_, run_dir, __):
+    def train(_, run_dir, *__):
         assert run_dir.is_dir()
         for name in holds:
             (run_dir / name).touch()
