@@ -30,11 +30,13 @@ def configs(name: str | None = None, /) -> None:
 def table() -> str:
     """Return a line for each recipe: parameters and tokens from its keys, time and title from its first line."""
     rows = [("recipe", "parameters", "tokens", "one H200", "")]
-    by_size = sorted(((load_config(name), name) for name in recipes.names()), key=lambda pair: pair[0].n_params)
-    for config, name in by_size:
+    configs = {name: load_config(name) for name in recipes.names()}
+    for name in sorted(configs, key=lambda name: (name != recipes.OWN, configs[name].n_params)):
+        config = configs[name]
         title, time = describe(recipes.find(name).read_text(encoding="utf-8").partition("\n")[0])
         tokens = config.train.steps * config.total_batch_tokens
-        rows.append((name, _short(config.n_params), _short(tokens), time, title))
+        sizes = ("by text", "by text") if name == recipes.OWN else (_short(config.n_params), _short(tokens))
+        rows.append((name, *sizes, time, title))
     widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
     lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
     note = f"Times are those of the recipes' first lines.  `{command_line('configs')} NAME` prints a recipe."

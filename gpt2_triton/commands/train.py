@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from gpt2_triton.commands import own
 from gpt2_triton.commands.app import call, make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
@@ -17,9 +18,9 @@ from gpt2_triton.console import command_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.preemption import ShutdownSignals
-from gpt2_triton.training.start import starting
+from gpt2_triton.training.start import check_run_dir, starting
 
-FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
+FLAGS = ("data", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
 config_app = make_app(NAME, "Train a GPT-2 from a YAML file; every key below can be overridden.")
@@ -39,6 +40,7 @@ def train(
     config: Path,
     /,
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    data: Annotated[list[Path], Parameter(consume_multiple=True)] | None = None,
     plan: bool = False,
     gpu: str | None = None,
     gpus: int | None = None,
@@ -52,6 +54,8 @@ def train(
     ----------
     config: Path
         Name of a recipe, for example quickstart (`gpt2-triton configs` lists them), or a YAML file.
+    data: Path
+        With the recipe own: text files, folders or quoted globs to train on, .txt or .jsonl, also .gz.
     plan: bool
         Print the memory plan and stop; needs neither a GPU nor data.
     gpu: str
@@ -72,9 +76,14 @@ def train(
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
     overrides = parse_overrides(keys)
+    own.require_data(config, data)
     if not (plan or print_config):
-        return _start(config, overrides, run_dir, resume)
-    settings = load_config(config, overrides, gpus or 1)
+        return _start(config, overrides, run_dir, resume, data)
+    gpu = _known_gpu(gpu)
+    if data:
+        settings = own.settings(config, data, overrides, gpus or 1, gpu, run_dir if resume else None)
+    else:
+        settings = load_config(config, overrides, gpus or 1)
     if plan:
         print(_plan(settings, StepShape.of(settings, gpus), gpu))
     else:
@@ -92,7 +101,13 @@ def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=Tru
     return call(app, words)
 
 
-def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool | Literal["must"]) -> int:
+def _start(
+    config: Path,
+    overrides: dict[str, str],
+    run_dir: Path | None,
+    resume: bool | Literal["must"],
+    data: list[Path] | None,
+) -> int:
     """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
     set_env_from_slurm()
     rank, ranks = rank_and_size()
@@ -100,11 +115,17 @@ def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume
     signals.run_dir = run_dir
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals.leaving_at_once())
-        settings = load_config(config, overrides, ranks)
-        if rank:
+        if not data:
+            settings = load_config(config, overrides, ranks)
+            StepShape.of(settings, ranks)  # refuses another parallel.gpus before torch is imported
+        if rank == 0:
+            check_run_dir(run_dir, resume)  # before the data is prepared
+        else:
             sys.stdout = open(os.devnull, "w")
+        select_device()  # before numpy is imported
+        if data:
+            settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
         signals.run_dir = run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
-        select_device()
         from gpt2_triton.training import trainer
 
         return trainer.train(settings, run_dir, resume, signals)
@@ -130,12 +151,20 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     return given
 
 
-def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
+def _known_gpu(gpu: str | None) -> str | None:
+    """Return the name in lower case; ConfigError unless the table of device.py has it."""
+    if gpu is None:
+        return None
     from gpt2_triton import device
 
-    if gpu is not None and gpu.lower() not in device.GPUS:
+    if gpu.lower() not in device.GPUS:
         raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
+    return gpu.lower()
+
+
+def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
     import gpt2_triton.kernels as kernels
+    from gpt2_triton import device
     from gpt2_triton.model.memory_plan import plan_report
 
-    return plan_report(config, kernels, device.memory_bytes(gpu.lower() if gpu else None), shape)
+    return plan_report(config, kernels, device.memory_bytes(gpu), shape)

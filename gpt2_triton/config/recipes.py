@@ -9,6 +9,7 @@ from pathlib import Path
 from gpt2_triton.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
+OWN = "own"  # of a user's own text: own_text.py picks its sizes
 
 
 def directory() -> Path:

@@ -15,17 +15,14 @@ def load_for_losses(
 ) -> GPT2:
     """Return a model with the weights tensors["params"] whose batches hold up to `tokens` tokens, kernels compiled.
 
-    The batch is a whole number of sequences of train.seq_len.  It is smaller if the GPU has less memory, but holds at
-    least one sequence of block_size.  The model computes in `dtype`, "bf16" or "fp32"; None is the configuration's.
+    The batch is a whole number of sequences of train.seq_len.  It is smaller if memory is short, but holds at least one
+    sequence of block_size.  The model computes in `dtype`, "bf16" or "fp32"; None is the configuration's.
     It also decodes `sequences` sequences at once; 0: none.
     """
     if dtype:
         config = config.replace(train={"dtype": dtype}, optim={"master": "none"})
     device, T = device_name(), config.train.seq_len
-    batch = tokens // T
-    if device == "cuda":
-        free = free_bytes(device)
-        batch = min(batch, largest_batch(lambda B: _plan_bytes(config, B, sequences), free))
+    batch = min(tokens // T, largest_batch(lambda B: _plan_bytes(config, B, sequences), free_bytes(device)))
     model = _load(config, tensors, max(batch, -(-config.model.block_size // T)), sequences)
     if device == "cuda":
         with K.compiling():

@@ -1,21 +1,20 @@
 """Memory plan of a run: sizes from the configuration, the plan, its report, and the recompute level that fits.
 
-The plan needs no GPU; only the functions that return free or used bytes query one.
+The plan needs no GPU; only the functions about free or used bytes query one.
 """
 
 import dataclasses
 import math
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS, ModelConfig
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS, SIZES, ModelConfig
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import packed_size, scatter_bounds
+from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.buffers import WINDOW, Acts, Decoding, State, layer_levels, param_entries, tracked_activations
@@ -23,7 +22,8 @@ from gpt2_triton.model.sharding import flat_buffer_sizes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
-MODULE_BYTES = int(0.25 * GIB)  # the kernels' code and the CUDA graphs: 0.16 GiB at 12 layers
+# the kernels' code and the CUDA graphs, 0.16 GiB at 12 layers; on a CPU the interpreter's arrays
+MODULE_BYTES = int(0.25 * GIB)
 LOGITS_ROWS = 16  # of a text, at once: the most that a decode step takes whose results do not depend on their number
 FORWARD_ONLY = "block"  # the level at which layers share all buffers that only a backward pass would read
 
@@ -124,8 +124,8 @@ def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape | Non
 
 
 def free_bytes(device: str) -> int:
-    """Return the bytes that a plan may use on this GPU; on a CPU there is no limit."""
-    return sys.maxsize if device == "cpu" else torch.cuda.mem_get_info()[0] - MODULE_BYTES
+    """Return the bytes that a plan may use on this GPU, or for "cpu" on this machine."""
+    return free_and_total_bytes(device)[0] - MODULE_BYTES
 
 
 def used_bytes(device: str) -> int:
@@ -208,27 +208,55 @@ def _zero_table(config: Config, K: Any, shape: StepShape) -> list[str]:
     return lines
 
 
-def require_fits(plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, sequences: int = 0) -> None:
-    """Raise OutOfMemoryError, with the largest batch that would fit, if the plan exceeds the free memory."""
-    if device == "cpu":
-        free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        has = f"the machine has {total / GIB:.2f} GiB"
-    else:
-        free, total = torch.cuda.mem_get_info()
-        has = f"the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free"
-    if plan.total <= free:
-        return
-    if sequences:
-        raise OutOfMemoryError(
-            f"to decode {sequences} texts at once takes {plan.total / GIB:.2f} GiB, {has}: "
-            f"set --batch below {sequences}"
+def require_fits(
+    plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool = True, sequences: int = 0
+) -> None:
+    """Raise OutOfMemoryError, with what would fit, if the plan exceeds the free memory."""
+    if plan.total > free_and_total_bytes(device)[0]:
+        raise out_of_memory(plan, config, K, shape, device, training, sequences)
+
+
+def out_of_memory(
+    plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool, sequences: int
+) -> OutOfMemoryError:
+    """Return the error for a plan that the device has no room for: what it has, and what would fit."""
+    free, total = free_and_total_bytes(device)
+    owner = "machine" if device == "cpu" else "GPU"
+    has = f"{plan.total / GIB:.2f} GiB, the {owner} has {free / GIB:.2f} of {total / GIB:.2f} GiB free"
+    if training:
+        now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
+        return OutOfMemoryError(
+            f"the plan needs {has}: {_that_fits(config, K, shape, free)} ({now}); --plan shows the buffers"
         )
+
+    def forward_bytes(decoded: int) -> int:
+        return plan_memory(config, K, shape.micro_batch, config.train.seq_len, False, sequences=decoded)[0].total
+
+    if sequences > 1 and (most := largest_batch(forward_bytes, free)):
+        return OutOfMemoryError(f"to decode {sequences} texts at once takes {has}: set --batch to {most}")
+    return OutOfMemoryError(f"the model needs {has}: free some memory, or use a machine with more")
+
+
+def _that_fits(config: Config, K: Any, shape: StepShape, free: int) -> str:
+    """Return the changes of a training run that would fit: another batch, a deeper recompute level, a smaller model."""
     rows = config.total_batch_tokens // config.train.seq_len // shape.gpus  # of a step: a multiple of the batch
-    best = max((B for B in range(1, _largest_batch(config, K, shape, free) + 1) if rows % B == 0), default=0)
-    advice = "set"
-    if best:
-        advice += f" train.batch_size to {best} and train.total_batch_tokens to {config.total_batch_tokens}, or"
-    raise OutOfMemoryError(
-        f"the plan needs {plan.total / GIB:.2f} GiB, {has}: {advice} a deeper memory.recompute "
-        f"(now batch {shape.micro_batch}, {config.memory.recompute}); --plan shows the buffers"
-    )
+
+    def batch(level: str) -> int:
+        most = _largest_batch(config.replace(memory={"recompute": level}), K, shape, free)
+        return max((B for B in range(1, min(most, rows) + 1) if rows % B == 0), default=0)
+
+    step = f"train.total_batch_tokens to {config.total_batch_tokens}"
+    if best := batch(config.memory.recompute):
+        return f"set train.batch_size to {best} and {step}, or a deeper memory.recompute"
+    deepest = RECOMPUTE_LEVELS[-1]
+    if best := batch(deepest):
+        return f"set memory.recompute to {deepest}, train.batch_size to {best} and {step}"
+    sizes = {name: SIZES[name] for name in SIZES if name.startswith("d")}
+    for name, (layers, width, heads, _) in reversed(sizes.items()):
+        model = dict(n_layer=layers, n_embd=width, n_head=heads)
+        smaller = config.replace(model=model, memory={"recompute": deepest})
+        if smaller.n_params < config.n_params and _plan_bytes(smaller, K, shape, 1) <= free:
+            return (
+                f"take a smaller model: model.size {name} with memory.recompute {deepest} and train.batch_size 1 fits"
+            )
+    return "take a smaller model (model.n_layer, model.n_embd, train.seq_len), or a machine with more memory"
