@@ -1,6 +1,7 @@
 """Lines for the console and for log files, the progress of long work, and the names of commands in messages.
 
-A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.
+A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.  Programs that
+import the package make the console silent: its warnings then go through Python's `warnings`.
 """
 
 import contextlib
@@ -8,6 +9,8 @@ import os
 import re
 import sys
 import threading
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +19,19 @@ from tqdm import tqdm
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # C0 and C1 but tab and newline; surrogates
 INTERVAL = 0.2  # seconds between two displays
+
+_is_silent = False
+
+
+@contextlib.contextmanager
+def silent(is_silent: bool = True) -> Iterator[None]:
+    """Print neither lines nor progress in the context, in all threads; warnings are issued as UserWarning."""
+    global _is_silent
+    before, _is_silent = _is_silent, is_silent
+    try:
+        yield
+    finally:
+        _is_silent = before
 
 
 class LogFile:
@@ -72,6 +88,10 @@ def print_line(text: str, error: bool = False) -> None:
 
     If the console cannot be written (full disk, closed terminal, broken pipe), drop the line and continue.
     """
+    if _is_silent:
+        if error:
+            warnings.warn(text.removeprefix("warning: "), stacklevel=2)
+        return
     with contextlib.suppress(OSError):
         print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
 
@@ -105,7 +125,7 @@ class Progress:
             dynamic_ncols=True,
             leave=False,
             file=sys.stderr,
-            disable=os.environ.get("RANK", "0") != "0" or not is_terminal(),
+            disable=_is_silent or os.environ.get("RANK", "0") != "0" or not is_terminal(),
         )
 
     def __enter__(self) -> "Progress":

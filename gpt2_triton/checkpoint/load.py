@@ -66,6 +66,7 @@ def _problems(step_dir: Path) -> Iterator[str]:
     yield from (f"{name}: is missing or not a regular file" for name in irregular)
     if not irregular:
         yield from _differences_from_manifest(step_dir, files, manifest)
+        yield from _other_step(step_dir)
 
 
 def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[str, Any]) -> Iterator[str]:
@@ -78,6 +79,21 @@ def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[
             for key, found in fingerprint(step_dir / name, progress.advance).items():
                 if found != manifest[name].get(key):
                     yield f"{name}: {key} is {found!r}, expected {manifest[name].get(key)!r} as in {MANIFEST}"
+
+
+def _other_step(step_dir: Path) -> Iterator[str]:
+    """Yield a problem if the directory was written as another step than its name says."""
+    named, saved = STEP_NAME.fullmatch(step_dir.absolute().name), saved_step(step_dir)
+    if named and saved != int(named[1]):
+        yield f"{STATE}: step is {saved!r}, expected {int(named[1])} as in the name of the directory"
+
+
+def saved_step(step_dir: Path) -> Any:
+    """Return the step in a checkpoint's state; None if there is none that can be read."""
+    try:
+        return _read_json(step_dir / STATE).get("step")
+    except (OSError, CheckpointError):
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -134,10 +150,18 @@ def find_checkpoint(path: Path) -> Path:
 
 def _find_best(path: Path) -> Path:
     run_dir = path.parent
-    step = best_step(_read_json(find_checkpoint(run_dir) / STATE))
-    if step is None:
+    best = best_checkpoint(find_checkpoint(run_dir))
+    if best is None:
         raise CheckpointError(f"{path}: {run_dir} keeps no best checkpoint; train with --checkpoint.best val_loss")
-    return find_checkpoint(step_path(run_dir / "checkpoints", step))
+    return find_checkpoint(best)
+
+
+def best_checkpoint(newest: Path) -> Path | None:
+    """Return the checkpoint of the lowest validation loss of the run whose newest one is given; None if it keeps none.
+    It is not verified.
+    """
+    step = best_step(_read_json(newest / STATE))
+    return None if step is None else step_path(newest.parent, step)
 
 
 # ---- loading ----

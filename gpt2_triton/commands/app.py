@@ -12,11 +12,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
+from gpt2_triton import errors
 from gpt2_triton.console import print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
@@ -119,19 +119,8 @@ def select_device() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
     from gpt2_triton import device
 
-    if device.present():
-        return
-    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
-        found = f"triton {version('triton')} with numpy {version('numpy')}"
-        raise ConfigError(
-            f'no GPU, and {found}: the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
-    print("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU", flush=True)
-
-
-def _release(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version(package).split(".")[:2])
+    if device.select_interpreter():
+        print("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU", flush=True)
 
 
 def require_directory(option: str, file: Path | None) -> None:
@@ -142,10 +131,4 @@ def require_directory(option: str, file: Path | None) -> None:
 
 def require_at_least(**options: tuple[float, float]) -> None:
     """Refuse each option=(value, least) whose value is smaller, one line for each."""
-    wrong = [
-        f"--{name}: must be at least {least}, got {value}"
-        for name, (value, least) in options.items()
-        if not value >= least
-    ]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+    errors.require_at_least("--", **options)

@@ -239,14 +239,14 @@ def test_two_torchrun_agents_are_two_nodes(tmp_path):
 @pytest.fixture
 def batch(tmp_path, monkeypatch):
     """Start the batch script with stand-ins for scontrol, srun and torchrun that write down their arguments; torchrun
-    "saves" on SIGTERM, and otherwise never ends.
+    "saves" on SIGTERM or when `time_is_up` exists, and otherwise never ends.
     """
     programs = {
         "scontrol": 'echo "$@" >> calls; echo node1',
         "srun": '[ $1 = --kill-on-bad-exit=1 ] && shift; exec "$@"',
         "torchrun": "trap 'mkdir -p runs/7; [ -e finished ] || touch runs/7/PREEMPTED; exit 1' TERM\n"
         'echo "$@" > started\n'
-        "while :; do sleep 0.1; done",
+        "while :; do sleep 0.1; [ ! -e time_is_up ] || { mkdir -p runs/7; touch runs/7/PREEMPTED; exit 0; }; done",
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -273,6 +273,13 @@ def test_batch_script_forwards_the_signal_and_requeues_an_unfinished_job(batch, 
     words = (tmp_path / "started").read_text()
     assert "--rdzv_endpoint node1:20007 --rdzv_id 7 " in words  # a port of this job's
     assert words.endswith(" -m gpt2_triton train x.yaml --run_dir runs/7 --resume\n")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_batch_script_requeues_after_the_time_limit(batch, tmp_path):
+    (tmp_path / "time_is_up").touch()
+    assert batch.wait() == 0
+    assert "requeue 7" in (tmp_path / "calls").read_text()
 
 
 @pytest.mark.gpu

@@ -52,6 +52,20 @@ def test_log_file_reports_lost_lines_when_closed(tmp_path, capsys):
     assert capsys.readouterr().err.endswith("x.jsonl: its last 4 bytes could not be written\n")
 
 
+def test_silent_console_prints_nothing_and_issues_warnings(capsys, monkeypatch):
+    monkeypatch.setattr(console, "DELAY", 0)
+    with console.silent():
+        print_line("a step")
+        with pytest.warns(UserWarning, match="^a.jsonl: damaged$"):
+            print_line("warning: a.jsonl: damaged", error=True)
+        with Progress("work", 2, "tokens") as progress:
+            progress.advance(2)
+        with console.silent(False):
+            print_line("asked for")
+    print_line("later")
+    assert capsys.readouterr() == ("asked for\nlater\n", "")
+
+
 class Console:
     """A terminal or file that fails with error `number` when it is flushed."""
 

@@ -263,14 +263,14 @@ def test_batch_size_of_more_ranks_is_accepted_by_later_readers(tmp_path, monkeyp
 
 def full_disk_on_rank_1(config, run):
     """Train; the first file that rank 1 writes does not fit on the disk."""
-    original, left = save.save_file, [OSError(28, "No space left on device")]
+    original, left = save.write_tensors, [OSError(28, "No space left on device")]
 
-    def save_file(tensors, path):
+    def write_tensors(path, tensors, progress):
         if left and os.environ["RANK"] == "1":
             raise left.pop()
-        original(tensors, path)
+        return original(path, tensors, progress)
 
-    save.save_file = save_file
+    save.write_tensors = write_tensors
     return job(config, run)
 
 

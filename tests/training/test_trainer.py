@@ -16,6 +16,7 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import trainer
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
+from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
 from gpt2_triton.training.trainer import Trainer, make_trainer, train
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
@@ -78,6 +79,19 @@ def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp
         assert train(run_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
     assert final_bytes(tmp_path)[0] == f"step_{k:08d}"
     assert train(run_config(), tmp_path, resume=True) == 0
+    assert final_bytes(tmp_path) == final_bytes(unbroken)
+    assert metrics(tmp_path) == metrics(unbroken)
+
+
+def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(unbroken, tmp_path, monkeypatch):
+    """Within the second step the limit comes near."""
+    calls = iter([False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(TimeLimit, "is_near", lambda self, saving: next(calls))
+        assert train(run_config(train=dict(max_minutes=1)), tmp_path, resume=False) == 0
+    assert final_bytes(tmp_path)[0] == "step_00000002" and (tmp_path / PREEMPTED).exists()
+    assert train(run_config(), tmp_path, resume=True) == 0
+    assert not (tmp_path / PREEMPTED).exists()
     assert final_bytes(tmp_path) == final_bytes(unbroken)
     assert metrics(tmp_path) == metrics(unbroken)
 
