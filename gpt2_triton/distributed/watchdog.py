@@ -151,7 +151,7 @@ class Watchdog:
         return [State(*json.loads(store.get(k))) if store.check([k]) else State(0, 0, 0, STARTING) for k in keys]
 
     def _received_signal(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing to read
             numbers = os.read(self._signals, 64)
             self._signalled = True
             if self._next_pipe >= 0:

@@ -215,7 +215,8 @@ class Trainer:
     def _rewind(self) -> int:
         """Return to an earlier step, and continue from there with the data after the present step."""
         self.queue.discard()
-        self.checkpointer.wait()
+        with self.watchdog.phase(SAVING):
+            self.checkpointer.wait()
         failed, target = self.state.step, self.state.rewind_target(self.config)
         recovery.restore_model(target, self.run_dir / "checkpoints", self.model, self.checkpointer, self.control)
         self.state.rewind_to(target)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -85,6 +86,18 @@ def test_signal_before_the_loop_marks_and_ends_the_process(tmp_path, request, nu
     out, _ = process.communicate()
     assert process.returncode == 128 + number and (tmp_path / "run" / PREEMPTED).exists()
     assert out == f"stopped before the first step; the same command with --run_dir {tmp_path}/run --resume continues\n"
+
+
+def test_train_that_is_signalled_while_it_imports_leaves_the_marker(tmp_path, request):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "train.py", "configs/quickstart.yaml", "--run_dir", str(run_dir)]
+    with subprocess.Popen(command, cwd=request.config.rootpath, stdout=subprocess.PIPE, text=True) as process:
+        while not run_dir.exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+        assert process.stdout.read().endswith(f" with --run_dir {run_dir} --resume continues\n")
+    assert (run_dir / PREEMPTED).exists()
 
 
 def test_leaving_at_once_restores_the_handlers():

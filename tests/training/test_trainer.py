@@ -13,7 +13,8 @@ import torch
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.errors import CheckpointError, NonFiniteError
+from gpt2_triton.distributed.run_lock import RunLock
+from gpt2_triton.errors import CheckpointError, ConfigError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, trainer
 from gpt2_triton.training.logger import Logger
@@ -158,6 +159,12 @@ def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, mo
         train(config, tmp_path, resume=False)
     assert re.search(r"losses of 4 of its 4 sequences .* first on rank 0 at \S+train_\d+\.bin:\d+; ", str(raised.value))
     assert [r["skipped"] for r in metrics(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [True, True]
+
+
+def test_second_start_in_a_directory_is_refused_before_it_writes(tmp_path):
+    with RunLock(tmp_path), pytest.raises(ConfigError, match="is writing to .*; wait for its end, or choose another"):
+        train(run_config(), tmp_path, resume=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
