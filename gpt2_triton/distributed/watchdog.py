@@ -75,10 +75,9 @@ class Watchdog:
         self._tick, self._beats, self._step, self._phase = 0, 0, 0, STARTING
         self._save, self._saved = "", 0
         self._last_progress, self._signalled, self._closed = time.monotonic(), False, False
-        self._seen: list[
-            tuple[State, float]
-        ] = []  # of each rank since this one stands still, with the time of its tick
-        self._progress_elsewhere = 0.0  # time of the last progress of another rank since then
+        # while this rank stands still: each rank's last state and when it was published; when one made progress
+        self._seen: list[tuple[State, float]] = []
+        self._progress_elsewhere = 0.0
         if group.size > 1:
             self._signals, write_end = os.pipe()
             os.set_blocking(self._signals, False)

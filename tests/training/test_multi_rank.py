@@ -240,7 +240,7 @@ def test_time_limit_of_one_rank_stops_all_with_one_checkpoint(tmp_path):
 def test_locked_directory_is_refused_on_all_ranks(tmp_path):
     with RunLock(tmp_path):
         assert ranks.exit_codes(2, tmp_path / "stderr", job, config_of(), tmp_path) == [1, 1]
-    assert (tmp_path / "stderr").read_text().count("ConfigError: --run_dir: process") == 2
+    assert (tmp_path / "stderr").read_text().count("ConfigError: --run_dir: pid") == 2
 
 
 @pytest.fixture(scope="module")

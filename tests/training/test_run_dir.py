@@ -47,7 +47,7 @@ def test_names_with_the_characters_of_patterns_are_names(tmp_path, held, name):
 
 def test_locked_directory_is_not_touched(tmp_path, held):
     (tmp_path / PREEMPTED).touch()
-    with RunLock(tmp_path), pytest.raises(ConfigError, match="is writing to"):
+    with RunLock(tmp_path), pytest.raises(ConfigError, match="writes to"):
         open_run_dir(tmp_path, True, held)
     assert os.listdir(tmp_path) == [PREEMPTED]
 

@@ -162,7 +162,7 @@ def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, mo
 
 
 def test_second_start_in_a_directory_is_refused_before_it_writes(tmp_path):
-    with RunLock(tmp_path), pytest.raises(ConfigError, match="is writing to .*; wait for its end, or choose another"):
+    with RunLock(tmp_path), pytest.raises(ConfigError, match="writes to .*; wait for its end, or choose another"):
         train(run_config(), tmp_path, resume=True)
     assert list(tmp_path.iterdir()) == []
 
