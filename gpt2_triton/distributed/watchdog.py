@@ -4,7 +4,7 @@ with a message that names the rank at fault.
     main thread   heartbeat(step) when a step is done; `with phase(name)` around work that takes longer
     saver         saving(what, bytes) while it writes a checkpoint: progress of a rank that waits for it
     watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase, ...) in the store
-                  no progress of this rank for the timeout: read all states; and go on if
+                  no progress of this rank for the timeout: read all states; nothing more unless
                       no rank has made progress for the timeout times the factor of the slowest phase of all ranks
                       or a rank has published nothing for the timeout, whatever the phase
                   wait 5 intervals, read all states again; ranks whose tick stands still are silent

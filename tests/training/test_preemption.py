@@ -28,14 +28,15 @@ def exit_codes(monkeypatch):
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_signals_on_one_rank_first_stops_second_exits(exit_codes, number):
+def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, number):
     signals = ShutdownSignals(1)
+    signals.run_dir = tmp_path
     signals.listen()
     assert not signals.stop
     signal.raise_signal(number)
-    assert signals.stop and signals.received == number and not exit_codes
+    assert signals.stop and signals.received == number and not exit_codes and not os.listdir(tmp_path)
     signal.raise_signal(signal.SIGINT)
-    assert exit_codes == [130]
+    assert exit_codes == [130] and os.listdir(tmp_path) == [PREEMPTED]
 
 
 def test_signals_ignore_sighup_under_nohup(exit_codes):
