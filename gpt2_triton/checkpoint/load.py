@@ -5,7 +5,6 @@ in a file is followed: a checkpoint may come from somebody else.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from gpt2_triton.checkpoint.format import (
     step_path,
     tensors_name,
 )
+from gpt2_triton.console import print_line
 from gpt2_triton.errors import CheckpointError
 
 ATTEMPTS = 100  # to read from a run that deletes steps
@@ -121,7 +121,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
                 return path
             if gone := not path.exists():
                 break
-            print(f"warning: skipping damaged {path}: {problems[0]}", file=sys.stderr, flush=True)
+            print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
         if not gone:
             break
     if steps:  # None would start a new run over checkpoints that can perhaps be restored

@@ -105,6 +105,15 @@ def tokenizer_of(model: ModelConfig) -> str | None:
 # ---- to and from our buffers ----
 
 
+def no_tokenizer(weights: Weights) -> CheckpointError:
+    """Return the error about weights whose vocabulary belongs to neither tokenizer."""
+    known = " and ".join(f"{name} has {size}" for name, size in TOKENIZER_SIZES.items())
+    wrong = f"{weights.where}: no tokenizer is known for {weights.model.vocab_size} tokens ({known})"
+    todo = "they can be exported, not trained or sampled from; prepare your text with --tokenizer bytes for a new run"
+    pickled = "; nanoGPT's characters are in its meta.pkl, and pickles are not read"
+    return CheckpointError(f"{wrong}{pickled if weights.where.startswith('nanogpt:') else ''}: {todo}")
+
+
 def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     """Return `params`, and `low` if the run keeps fp32 masters, flat as in a checkpoint.
 
@@ -129,6 +138,8 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
 
 
 def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
+    if weights.model.vocab_size < min(TOKENIZER_SIZES.values()):  # and so no run can have these sizes
+        raise no_tokenizer(weights)
     theirs, now = weights.model.model_dump(), ours.model_dump()
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
     if wrong:

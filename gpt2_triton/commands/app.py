@@ -17,25 +17,27 @@ from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from gpt2_triton import __version__
-from gpt2_triton.console import print_line
+from gpt2_triton.console import print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
+from gpt2_triton.version import version_text
 
 
-def make_app(name: str, help: str) -> App:
-    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant."""
+def make_app(name: str, help: str | None = None) -> App:
+    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant.
+
+    Without `help`, the docstring of its default command is shown.
+    """
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
-    return App(name=name, help=help, help_format="plaintext", version=__version__, default_parameter=plain_names)
+    return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
 
 
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
     try:
-        app.suppress_keyboard_interrupt = False
         if not argv or argv[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
-        code = app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
+        code = call(app, _spelled_out(argv))
         _flush()
         return code
     except CycloptsError as error:
@@ -52,6 +54,12 @@ def main(app: App, argv: list[str]) -> int:
             raise
         traceback.print_exc()
         return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
+
+
+def call(app: App, words: Iterable[str]) -> int:
+    """Run a command and return its exit code; mistakes and interrupts are raised."""
+    app.suppress_keyboard_interrupt = False
+    return app([*words], exit_on_error=False, print_error=False, result_action="return_value") or 0
 
 
 def _flush() -> None:
@@ -94,13 +102,20 @@ def _fail(message: str, code: int) -> int:
         time.sleep(2)
         return code
     name = f"rank {rank}: " if _is_distributed() and code != 2 else ""
-    print_line("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
+    print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
     return code
 
 
-def _underscores(argv: Iterable[str]) -> list[str]:
-    """Replace hyphens in option names by underscores: --run-dir becomes --run_dir."""
-    return [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+def _spelled_out(argv: Iterable[str]) -> list[str]:
+    """Replace hyphens in option names by underscores: --run-dir becomes --run_dir.  And write --resume with its value,
+    since cyclopts takes any word after a flag that can have one: --resume=must, else --resume=true.
+    """
+    words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+    for at in reversed(range(len(words))):
+        if words[at] == "--resume":
+            must = words[at + 1 : at + 2] == ["must"]
+            words[at : at + 1 + must] = ["--resume=must" if must else "--resume=true"]
+    return words
 
 
 def select_device() -> None:

@@ -1,4 +1,4 @@
-"""train.py: train a GPT-2 from a YAML file."""
+"""`train`, also as train.py: train a GPT-2 from a YAML file."""
 
 import contextlib
 import itertools
@@ -12,19 +12,23 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from gpt2_triton.checkpoint.format import enclosing_run, list_steps
-from gpt2_triton.commands.app import make_app, require_at_least, select_device
+from gpt2_triton.commands.app import call, make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
+from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import command_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.preemption import ShutdownSignals
 
 FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
-config_app = make_app("train.py", "Train a GPT-2 from a YAML file; every key below can be overridden.")
+NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
+config_app = make_app(NAME, "Train a GPT-2 from a YAML file; every key below can be overridden.")
 app = config_app.meta
-app.group_parameters = Group("Run", sort_key=0)
+config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
+app.group_parameters = Group("Run", sort_key=1)
 
 
 @config_app.default
@@ -36,7 +40,7 @@ def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> 
 
 @app.default
 def train(
-    config: Path,
+    config: Annotated[Path, Parameter(allow_leading_hyphen=True)],
     /,
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     plan: bool = False,
@@ -51,22 +55,23 @@ def train(
     Parameters
     ----------
     config: Path
-        YAML file, for example configs/quickstart.yaml.
+        Name of a recipe, for example quickstart (`gpt2-triton configs` lists them), or a YAML file.
     plan: bool
         Print the memory plan and stop; needs neither a GPU nor data.
     gpu: str
-        GPU that --plan is for: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s;
-        default the present one, else h200.
+        GPU of --plan: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s; by default the present one, or h200.
     gpus: int
-        Number of GPUs that --plan is for; default parallel.gpus, else 1.
+        Number of GPUs of --plan; by default parallel.gpus, or 1.
     print_config: bool
         Print the whole configuration as YAML and stop.
     run_dir: Path
-        Directory of the run; default runs/<config>-<time>.
+        Directory of the run; by default runs/<config>-<time>.
     resume: bool | Literal["must"]
         Resume from the newest checkpoint in --run_dir that verifies; if there is none, start a new run, or end with
         exit code 4 for `--resume must`.
     """
+    if str(config).startswith("-"):
+        raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if gpus is not None:
         require_at_least(gpus=(gpus, 1))
     if (gpu or gpus) and not plan:
@@ -80,6 +85,16 @@ def train(
     else:
         print(settings.to_yaml().rstrip())
     return 0
+
+
+command = make_app("train", "Train a GPT-2 from a recipe or a YAML file.")
+command.help_flags = command.version_flags = ()  # --help goes to `app`, which lists the keys
+
+
+@command.default
+def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> int:
+    """Run `app`: a meta app that is itself a sub-command would not list the keys."""
+    return call(app, words)
 
 
 def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool | Literal["must"]) -> int:
@@ -112,7 +127,8 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     known, given, rest = [key for key, _ in options()], {}, iter(words)
     for word in rest:
         if not word.startswith("--"):
-            raise ConfigError(f"{word}: unexpected; options are --section.key value, as in --optim.lr 3e-4")
+            usual = "; options are --section.key value, as in --optim.lr 3e-4"
+            raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")
         key, equals, value = word[2:].partition("=")
         if key not in known:
             near = suggestion(key, [*FLAGS, *known], "--") or "; see --help"

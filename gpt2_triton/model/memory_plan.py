@@ -15,6 +15,7 @@ import torch
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS, ModelConfig
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import format_bytes
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, MemoryPlan, place_buffers, resolve_buffers
@@ -139,8 +140,8 @@ def memory_in_use_report(plan: MemoryPlan, before: int) -> str:
     """Return one line that compares the plan with the memory in use on this GPU; `before` bytes were in use before the
     run.
     """
-    use = f"planned {plan.total / GIB:.3f} GiB, in use {(used_bytes('cuda') - before) / GIB:.3f} GiB"
-    return f"memory: {use}, before the run {before / GIB:.3f} GiB (CUDA context, other processes)"
+    use = f"planned {format_bytes(plan.total)}, in use {format_bytes(used_bytes('cuda') - before)}"
+    return f"memory: {use}, before the run {format_bytes(before)} (CUDA context, other processes)"
 
 
 def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> str:
@@ -158,8 +159,8 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> str
             f"parameters {dims['N']:,}",
             f"micro-batch {shape.micro_batch} x {config.train.seq_len} tokens, {shape.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
-            f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB, of which "
-            f"{(CONTEXT_BYTES + MODULE_BYTES) / GIB:.2f} GiB are for the CUDA context, kernels and graphs",
+            f"{fits} a GPU of {format_bytes(gpu_bytes)}, of which "
+            f"{format_bytes(CONTEXT_BYTES + MODULE_BYTES)} are for the CUDA context, kernels and graphs",
             "",
             *_recompute_table(chosen, K, shape, budget),
             *_zero_table(chosen, K, shape),
@@ -177,31 +178,29 @@ def format_plan(plan: MemoryPlan) -> str:
     lines += ["", f"{'class':<16}{'MiB':>11}"]
     lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in plan.by_kind().items()]
     shared = sum(plan.by_kind().values()) - plan.total
-    lines.append(
-        f"arena {plan.total / 2**20:,.1f} MiB = {plan.total / GIB:.2f} GiB ({shared / 2**20:,.1f} MiB saved by sharing)"
-    )
+    lines.append(f"arena {format_bytes(plan.total)} ({format_bytes(shared)} saved by sharing)")
     return "\n".join(lines)
 
 
 def _recompute_table(config: Config, K: Any, shape: StepShape, budget: int) -> list[str]:
-    lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
+    lines = [f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
     taken = config.memory.recompute
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
     for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
         at_level = config.replace(memory={"recompute": level})
         mark = "  <-" if level == taken else ""
         largest = _largest_batch(at_level, K, shape, budget)
-        lines.append(f"{level:<16}{_plan_bytes(at_level, K, shape) / GIB:>8.2f}{largest:>28}{mark}")
+        lines.append(f"{level:<16}{format_bytes(_plan_bytes(at_level, K, shape)):>12}{largest:>28}{mark}")
     return lines
 
 
 def _zero_table(config: Config, K: Any, shape: StepShape) -> list[str]:
     if shape.gpus == 1:
         return []
-    lines = ["", f"{'parallel.zero':<16}{'GiB':>8}   on each of {shape.gpus} GPUs"]
+    lines = ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
     for stage in (0, 1, 2):
         total = _plan_bytes(config, K, dataclasses.replace(shape, zero=stage))
-        lines.append(f"{stage:<16}{total / GIB:>8.2f}{'  <-' if stage == shape.zero else ''}")
+        lines.append(f"{stage:<16}{format_bytes(total):>12}{'  <-' if stage == shape.zero else ''}")
     return lines
 
 
@@ -209,15 +208,15 @@ def require_fits(plan: MemoryPlan, config: Config, K: Any, shape: StepShape, dev
     """Raise OutOfMemoryError, with the largest batch that would fit, if the plan exceeds the free memory."""
     if device == "cpu":
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        has = f"the machine has {total / GIB:.2f} GiB"
+        has = f"the machine has {format_bytes(total)}"
     else:
         free, total = torch.cuda.mem_get_info()
-        has = f"the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free"
+        has = f"the GPU has {format_bytes(free)} of {format_bytes(total)} free"
     if plan.total <= free:
         return
     if sequences:
         raise OutOfMemoryError(
-            f"to decode {sequences} texts at once takes {plan.total / GIB:.2f} GiB, {has}: "
+            f"to decode {sequences} texts at once takes {format_bytes(plan.total)}, {has}: "
             f"set --batch below {sequences}"
         )
     rows = config.total_batch_tokens // config.train.seq_len // shape.gpus  # of a step: a multiple of the batch
@@ -226,6 +225,6 @@ def require_fits(plan: MemoryPlan, config: Config, K: Any, shape: StepShape, dev
     if best:
         advice += f" train.batch_size to {best} and train.total_batch_tokens to {config.total_batch_tokens}, or"
     raise OutOfMemoryError(
-        f"the plan needs {plan.total / GIB:.2f} GiB, {has}: {advice} a deeper memory.recompute "
+        f"the plan needs {format_bytes(plan.total)}, {has}: {advice} a deeper memory.recompute "
         f"(now batch {shape.micro_batch}, {config.memory.recompute}); --plan shows the buffers"
     )

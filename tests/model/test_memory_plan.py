@@ -67,7 +67,7 @@ def test_require_fits_names_the_largest_batch_that_would_fit(monkeypatch):
     with pytest.raises(OutOfMemoryError, match=r"900 texts at once .* GiB free: set --batch below 900$"):
         GPT2(config, reference, "cuda", batch=57, training=False, sequences=900)
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": total}.__getitem__)
-    with pytest.raises(OutOfMemoryError, match=r"the machine has .* GiB: set train.batch_size to 1 and "):
+    with pytest.raises(OutOfMemoryError, match=r"needs .* MiB, the machine has .* MiB: set train.batch_size to 1 and "):
         GPT2(config, reference, "cpu")
 
 
@@ -91,6 +91,8 @@ def test_plan_report_lists_levels_and_stages_and_marks_the_chosen():
     assert levels == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]]
     assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(shape.zero)]
     assert f"parameters {config.n_params:,}" in lines
+    assert not any("0.00" in line or " 0.01" in line for line in lines)  # a small model's sizes are in MiB
+    assert all(" MiB " in line for line in table[: len(levels)])
 
 
 def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():

@@ -132,7 +132,7 @@ def test_text_refuses_files_that_are_not_text(tmp_path):
     for name, message in (
         ("missing.txt", "cannot read: got No such file"),
         ("empty.txt", "empty: got 0 characters, expected text"),
-        ("latin.txt", "line 2: not UTF-8: got byte 0xe9, expected text in UTF-8; convert it with `iconv"),
+        ("latin.txt", "line 2: not UTF-8: got byte 0xe9, expected text in UTF-8; it is likely CP1252: prepare"),
     ):
         with pytest.raises(DataError, match=f"{name}[:,] {message}"):
             prepare_text([tmp_path / name], tmp_path / "out", "bytes")
