@@ -399,7 +399,7 @@ def test_prepare_passes_its_options(monkeypatch):
         (["sample", "a", "--num_samples", "2"], "Unknown option: --num_samples; see --help"),
         (["smaple", "a"], 'Unknown command "smaple"'),
         (["plot"], "plot: expected one or more run directories"),
-        (["plot", "old", "-o", "loss.pdf"], "plot: loss.pdf does not end in .png; choose another -o"),
+        (["plot", "old", "-o", "loss.gif"], "-o: loss.gif does not end in .png, .svg, .pdf; choose one of them"),
         (["plot", "nowhere"], "nowhere: no metrics.jsonl there"),
         (["prepare", "text", "a.txt", "--workers", "0"], "--workers: must be at least 1, got 0"),
         (["prepare", "text", "a.txt", "--val_fraction", "1"], "--val_fraction: must be above 0 and below 1, got 1.0"),
