@@ -119,7 +119,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
             problems = verify(path)
             if not problems:
                 return path
-            if gone := not path.exists():
+            if gone := not (path.exists() or path.is_symlink()):
                 break
             print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
         if not gone:

@@ -45,10 +45,13 @@ class ShutdownSignals:
 
     @contextlib.contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Install the handlers inside; until `begin_loop`, a signal ends the process.  For the main thread.
+        """Install the handlers inside; until `begin_loop`, a signal ends the process.  Only the main thread can.
 
         Another thread ends it, because the main thread runs no handler while it waits in C, for ranks or a compiler.
         """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {number: signal.getsignal(number) for number in NUMBERS}
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)

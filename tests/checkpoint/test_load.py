@@ -240,6 +240,12 @@ def test_step_that_is_deleted_while_it_is_read_is_replaced_by_the_newest(newest,
     assert capsys.readouterr().err == ""
 
 
+def test_dangling_link_is_damage_and_no_deleted_step(newest, capsys):
+    newest.with_name(STEP_30).symlink_to("nowhere")
+    assert latest_checkpoint(newest.parent) == newest
+    assert capsys.readouterr().err.count("skipping damaged") == 1
+
+
 def test_named_step_that_is_deleted_while_it_is_read_is_an_error(newest, monkeypatch):
     original = load.load_checkpoint
 

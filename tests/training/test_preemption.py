@@ -109,11 +109,17 @@ def test_leaving_at_once_restores_the_handlers():
 
 
 def test_signals_are_not_installed_outside_the_main_thread(exit_codes):
-    before, signals = signal.getsignal(signal.SIGTERM), ShutdownSignals(1)
-    thread = threading.Thread(target=signals.begin_loop)
+    before, signals, seen = signal.getsignal(signal.SIGTERM), ShutdownSignals(1), []
+
+    def train():
+        with signals.leaving_at_once():
+            signals.begin_loop()
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=train)
     thread.start()
     thread.join()
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert seen == [before]
 
 
 def test_time_limit_leaves_time_for_two_steps_and_two_saves(monkeypatch):
