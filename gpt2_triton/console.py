@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -38,15 +38,24 @@ class LogFile:
     """A file that lines are appended to, each at once.
 
     Lines that the disk refuses wait in memory, after one warning; they are written before the next line it accepts.
+    A file that was removed or moved is made again, after a warning.
     """
 
-    def __init__(self, path: Path):
-        self._path, self._file, self._waiting, self._refused = path, open(path, "ab", buffering=0), b"", False
+    def __init__(self, path: Path, made_again: Callable[[], None] = lambda: None):
+        """`made_again` is called when the file was made again, in a new directory if that was removed too."""
+        self._path, self._waiting, self._refused, self._made_again = path, b"", False, made_again
+        self._open()
+
+    def _open(self) -> None:
+        self._file = open(self._path, "ab", buffering=0)
+        self._stat = os.fstat(self._file.fileno())
 
     def write(self, text: str) -> None:
         """Append `text`, and before it whatever is waiting."""
         self._waiting += text.encode()
         try:
+            if self._is_gone():
+                self._make_again()
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
             self._refused = False
@@ -57,6 +66,20 @@ class LogFile:
                     error=True,
                 )
             self._refused = True
+
+    def _is_gone(self) -> bool:
+        try:
+            return not os.path.samestat(self._stat, os.stat(self._path))
+        except FileNotFoundError:
+            return True
+
+    def _make_again(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        before = self._file
+        self._open()
+        before.close()
+        print_line(f"warning: {self._path}: was removed or moved while running; it is written again", error=True)
+        self._made_again()
 
     def close(self) -> None:
         """Try once more to write what is waiting; print a warning if that fails."""

@@ -31,6 +31,7 @@ from gpt2_triton.checkpoint.format import (
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
 
+ATTEMPTS = 100  # to read from a run that deletes steps
 SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
 # by dtype: integers of the same size, and the bits of the exponent, which are all set in NaN and infinity alone
 EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F800000)}
@@ -114,15 +115,28 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
     Print a warning for each newer one, which is damaged.  Raise CheckpointError if all are damaged.
     """
-    steps = list_steps(directory)
-    for _, path in reversed(steps):
-        problems = verify(path)
-        if not problems:
-            return path
-        print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
+    for _ in _attempts(directory):
+        steps, gone = list_steps(directory), False
+        for _, path in reversed(steps):
+            problems = verify(path)
+            if not problems:
+                return path
+            if gone := not (path.exists() or path.is_symlink()):
+                break
+            print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
+        if not gone:
+            break
     if steps:  # None would start a new run over checkpoints that can perhaps be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another --run_dir")
     return None
+
+
+def _attempts(path: Path) -> Iterator[int]:
+    """Yield the numbers of attempts to read from a run that deletes a step meanwhile, which then has a newer one.
+    CheckpointError at the end.
+    """
+    yield from range(ATTEMPTS)
+    raise CheckpointError(f"{path}: its run deletes steps faster than they can be read; raise checkpoint.keep, or wait")
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -149,11 +163,19 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _find_best(path: Path) -> Path:
-    run_dir = path.parent
-    best = best_checkpoint(find_checkpoint(run_dir))
-    if best is None:
-        raise CheckpointError(f"{path}: {run_dir} keeps no best checkpoint; train with --checkpoint.best val_loss")
-    return find_checkpoint(best)
+    run_dir, before = path.parent, None
+    for _ in _attempts(path):
+        newest = find_checkpoint(run_dir)
+        try:
+            found = best_checkpoint(newest)
+        except OSError:
+            continue  # deleted meanwhile
+        if found is None:
+            raise CheckpointError(f"{path}: {run_dir} keeps no best checkpoint; train with --checkpoint.best val_loss")
+        if found.exists() or newest == before:
+            return find_checkpoint(found)
+        before = newest  # while it was read, a newer one may have replaced the best one
+    raise AssertionError
 
 
 def best_checkpoint(newest: Path) -> Path | None:
@@ -165,6 +187,23 @@ def best_checkpoint(newest: Path) -> Path | None:
 
 
 # ---- loading ----
+
+
+def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """Return (step directory, state, host tensors by name) for what `find_checkpoint` takes, also while the run writes
+    and deletes steps.
+    """
+    named = STEP_NAME.fullmatch(path.absolute().name)
+    for _ in _attempts(path):
+        found = find_checkpoint(path)
+        try:
+            return found, *load_checkpoint(found)
+        except (OSError, CheckpointError, SafetensorError) as error:
+            if found.exists():
+                raise
+            if named:
+                raise CheckpointError(f"{path}: was deleted while it was read; choose another step") from error
+    raise AssertionError
 
 
 def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

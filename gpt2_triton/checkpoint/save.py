@@ -26,6 +26,7 @@ from gpt2_triton.checkpoint.format import (
     tensors_name,
 )
 from gpt2_triton.checkpoint.load import saved_step, verify
+from gpt2_triton.checkpoint.resume import config_differences
 from gpt2_triton.checkpoint.tensor_file import Progress, write_tensors
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
@@ -79,9 +80,13 @@ def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], state: dic
 
 
 def _has_state(target: Path, state: dict[str, Any]) -> bool:
-    """Return whether a checkpoint that verifies has this state, but for the spans of its ranks."""
-    saved = json.loads((target / STATE).read_text(encoding="utf-8"))
-    return saved | {"shares": None} == json.loads(json.dumps(state)) | {"shares": None}
+    """Return whether a checkpoint that verifies has this state.  The number of ranks and free keys of the configuration
+    may be others: the tensors do not depend on them.
+    """
+    saved, now = json.loads((target / STATE).read_text(encoding="utf-8")), json.loads(json.dumps(state))
+    same_run = not config_differences(saved.get("config", {}), now.get("config", {}))[0]
+    varying = {"shares": None, "config": None}
+    return same_run and saved | varying == now | varying
 
 
 def _write(
@@ -125,7 +130,7 @@ def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
         fsync(path)
     if target.exists():
-        print_line(f"warning: {target}: not this run's step, or damaged: it is replaced", error=True)
+        print_line(f"warning: {target}: damaged, or not this step of this run: it is replaced", error=True)
         _discard(target)
     os.rename(temporary, target)
     fsync(target.parent)

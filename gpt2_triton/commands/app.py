@@ -37,7 +37,7 @@ def main(app: App, argv: list[str]) -> int:
         if not argv or argv[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
-        code = call(app, _underscores(argv))
+        code = call(app, _spelled_out(argv))
         _flush()
         return code
     except CycloptsError as error:
@@ -106,9 +106,16 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _underscores(argv: Iterable[str]) -> list[str]:
-    """Replace hyphens in option names by underscores: --run-dir becomes --run_dir."""
-    return [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+def _spelled_out(argv: Iterable[str]) -> list[str]:
+    """Replace hyphens in option names by underscores: --run-dir becomes --run_dir.  And write --resume with its value,
+    since cyclopts takes any word after a flag that can have one: --resume=must, else --resume=true.
+    """
+    words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+    for at in reversed(range(len(words))):
+        if words[at] == "--resume":
+            must = words[at + 1 : at + 2] == ["must"]
+            words[at : at + 1 + must] = ["--resume=must" if must else "--resume=true"]
+    return words
 
 
 def select_device() -> None:

@@ -59,10 +59,20 @@ class ControlGroup:
                 error, result["class"], result["error"] = raised, type(raised).__name__, str(raised)
         found = self.all_gather(result)[0]
         if "class" in found:
+            self.leave()
             raise error or getattr(errors, found["class"])(found["error"])
         if "error" in found:
             raise error or OSError(found["errno"], found["error"])
         return found["value"]
+
+    def leave(self) -> None:
+        """Return on rank 0, whose process may hold the store, once every other rank has called this.  To be called
+        before all ranks exit with an error, as their last call.
+        """
+        if self.rank > 0:
+            self._store.set(f"{self._name}/left/{self.rank}", "null")
+        for rank in range(1, self.size if self.rank == 0 else 0):
+            self._take(f"{self._name}/left/{rank}")
 
     def _wait(self, key: str) -> Any:
         while not self._store.check([key]):

@@ -124,7 +124,7 @@ class RunLock:
         holder = _read(self._path)
         if holder is None or has_flock and holder["boot"] == self._record["boot"]:
             return
-        print_line(f"waiting up to {LEASE:.0f} s: {_describe(holder)} may be writing to {self._run_dir}")
+        print_line(f"waiting up to {LEASE:.0f} s: {_describe(holder)} may write to {self._run_dir}")
         end = time.monotonic() + LEASE
         while time.monotonic() < end:
             time.sleep(LEASE / 40)
@@ -135,9 +135,8 @@ class RunLock:
     def _refuse_unless(self, free: bool) -> None:
         if not free:
             holder = _read(self._path)
-            who = _describe(holder) if holder else "another process"
-            todo = "wait for its end, or choose another"
-            raise ConfigError(f"--run_dir: {who} is writing to {self._run_dir}; {todo}")
+            who = f"{_describe(holder)} writes" if holder else "another process writes"
+            raise ConfigError(f"--run_dir: {who} to {self._run_dir}; wait for its end, or choose another")
 
     # ---- holding it ----
 
@@ -195,7 +194,7 @@ def _read(path: Path) -> Record | None:
 
 
 def _describe(holder: Record) -> str:
-    return f"process {holder['pid']} on {holder['host']}, started {holder['started']},"
+    return f"pid {holder['pid']} on {holder['host']}, started {holder['started']},"
 
 
 def _boot() -> str:

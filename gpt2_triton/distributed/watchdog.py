@@ -4,7 +4,7 @@ with a message that names the rank at fault.
     main thread   heartbeat(step) when a step is done; `with phase(name)` around work that takes longer
     saver         saving(what, bytes) while it writes a checkpoint: progress of a rank that waits for it
     watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase, ...) in the store
-                  no progress of this rank for the timeout: read all states; and go on if
+                  no progress of this rank for the timeout: read all states; nothing more unless
                       no rank has made progress for the timeout times the factor of the slowest phase of all ranks
                       or a rank has published nothing for the timeout, whatever the phase
                   wait 5 intervals, read all states again; ranks whose tick stands still are silent
@@ -75,10 +75,9 @@ class Watchdog:
         self._tick, self._beats, self._step, self._phase = 0, 0, 0, STARTING
         self._save, self._saved = "", 0
         self._last_progress, self._signalled, self._closed = time.monotonic(), False, False
-        self._seen: list[
-            tuple[State, float]
-        ] = []  # of each rank since this one stands still, with the time of its tick
-        self._progress_elsewhere = 0.0  # time of the last progress of another rank since then
+        # while this rank stands still: each rank's last state and when it was published; when one made progress
+        self._seen: list[tuple[State, float]] = []
+        self._progress_elsewhere = 0.0
         if group.size > 1:
             self._signals, write_end = os.pipe()
             os.set_blocking(self._signals, False)
@@ -151,7 +150,7 @@ class Watchdog:
         return [State(*json.loads(store.get(k))) if store.check([k]) else State(0, 0, 0, STARTING) for k in keys]
 
     def _received_signal(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing to read
             numbers = os.read(self._signals, 64)
             self._signalled = True
             if self._next_pipe >= 0:

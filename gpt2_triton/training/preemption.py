@@ -46,10 +46,13 @@ class ShutdownSignals:
 
     @contextlib.contextmanager
     def leaving_at_once(self) -> Iterator[None]:
-        """Install the handlers inside; until `begin_loop`, a signal ends the process.  For the main thread.
+        """Install the handlers inside; until `begin_loop`, a signal ends the process.  Only the main thread can.
 
         Another thread ends it, because the main thread runs no handler while it waits in C, for ranks or a compiler.
         """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {number: signal.getsignal(number) for number in NUMBERS}
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -75,15 +78,19 @@ class ShutdownSignals:
         while number := os.read(pipe, 1):
             if self._leaves_at_once and number[0] in NUMBERS:
                 if self.run_dir:
-                    mark_preempted(self.run_dir)
                     print_line(f"stopped before the first step; {how_to_continue(self.run_dir)}")
-                os._exit(128 + number[0])
+                self._leave(number[0])
         os.close(pipe)
 
     def _handle(self, number: int, _frame: Any) -> None:
         if self.received and (self._ranks == 1 or time.monotonic() - self._received_at > REPEAT_WINDOW):
-            os._exit(128 + number)  # a half-written checkpoint stays hidden
+            self._leave(number)  # a half-written checkpoint stays hidden
         self.received, self._received_at = number, time.monotonic()
+
+    def _leave(self, number: int) -> None:
+        if self.run_dir:
+            mark_preempted(self.run_dir)
+        os._exit(128 + number)
 
     @property
     def requested(self) -> bool:

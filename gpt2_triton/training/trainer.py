@@ -185,7 +185,7 @@ class Trainer:
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
         self._log_step(result, cause)
-        self.state.raise_if_unstable(self.config)
+        self.state.raise_if_unstable(self.config, self._find_non_finite_losses)
         return self.state.needs_rewind(self.config)
 
     def _first_non_finite(self) -> str:
@@ -193,6 +193,13 @@ class Trainer:
         with self.watchdog.phase("searching for non-finite numbers"):
             batches = self.batches.step(self.state.sample)
             return self.model.first_non_finite(batches, self.control) or "nothing when computed again"
+
+    def _find_non_finite_losses(self) -> str:
+        """Return which losses of the last finished step are not finite when computed again, in words."""
+        with self.watchdog.phase("searching for non-finite numbers"):
+            self.model.comm.gather_params()
+            first = self.state.sample - self.config.total_batch_tokens // self.config.train.seq_len
+            return recovery.find_non_finite_losses(self.model, self.data.train, self.batches, first, self.control)
 
     def _log_step(self, result: StepResult, cause: str) -> None:
         step, watch, every = self.state.step, self.model.stats_recorder, self.config.log.stats_every
@@ -211,7 +218,8 @@ class Trainer:
     def _rewind(self) -> int:
         """Return to an earlier step, and continue from there with the data after the present step."""
         self.queue.discard()
-        self.checkpointer.wait()
+        with self.watchdog.phase(SAVING):
+            self.checkpointer.wait()
         failed, target = self.state.step, self.state.rewind_target(self.config)
         recovery.restore_model(target, self.run_dir / "checkpoints", self.model, self.checkpointer, self.control)
         self.state.rewind_to(target)

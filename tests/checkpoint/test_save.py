@@ -40,7 +40,16 @@ def test_copy_of_another_step_is_replaced_with_a_warning(newest, capsys):
         find_checkpoint(copy)
     capsys.readouterr()
     assert write(newest.parent, 30) == copy and verify(copy) == []
-    assert capsys.readouterr().err == f"warning: {copy}: not this run's step, or damaged: it is replaced\n"
+    assert capsys.readouterr().err == f"warning: {copy}: damaged, or not this step of this run: it is replaced\n"
+
+
+@pytest.mark.parametrize("key, replaced", [("model.n_layer", True), ("train.steps", False)])
+def test_step_is_replaced_if_its_configuration_could_not_resume(tmp_path, key, replaced):
+    section, _, name = key.partition(".")
+    for value in (1, 2):
+        state = {"step": 20, "config": {section: {name: value}}}
+        save.save_checkpoint(tmp_path, 20, example(20), state, 0)
+    assert load.load_checkpoint(tmp_path / STEP_20)[0]["config"][section][name] == (2 if replaced else 1)
 
 
 def test_step_of_another_run_is_replaced(newest, capsys):

@@ -162,6 +162,30 @@ def test_train_passes_resume_must(here, trained, words):
     assert resume == "must"
 
 
+RESUME = [
+    ["x.yaml", "--resume", "must"],
+    ["--resume", "must", "x.yaml", "--optim.lr", "1"],
+    ["x.yaml", "--resume=must"],
+    ["x.yaml", "--resume"],
+    ["--resume", "x.yaml"],
+    ["x.yaml", "--resume", "--optim.lr", "1"],
+]
+
+
+@pytest.mark.parametrize("words", RESUME)
+def test_train_takes_resume_as_a_flag_or_with_must(here, trained, words):
+    for one in (train_app, tools_app):
+        assert main(one, [*(["train"] if one is tools_app else []), *words, "--run_dir", "old"]) == 0
+        [(_, _, resume, _)] = trained
+        assert resume == ("must" if "must" in " ".join(words) else True)
+        trained.clear()
+
+
+def test_train_refuses_another_word_for_resume(here, trained, capsys):
+    assert main(train_app, ["x.yaml", "--run_dir", "old", "--resume=may"]) == 2 and not trained
+    assert 'Invalid value "may" for --resume' in capsys.readouterr().err
+
+
 def test_two_starts_in_one_second_have_a_directory_each(here, monkeypatch):
     """The first has not written anything when the second starts, and the third."""
     used = []

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
 from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_size, set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.errors import ConfigError, PeerLostError
+from gpt2_triton.errors import CheckpointError, ConfigError, PeerLostError
 from gpt2_triton.training.metrics import read_metrics
 from tests.support.ranks import free_port
 
@@ -134,6 +135,32 @@ def test_from_rank0_raises_the_error_on_all_ranks():
         with pytest.raises(OSError, match="disk full") as raised:
             ControlGroup("talk", rank, 2, store).from_rank0(fail)
         assert raised.value.errno == 28
+
+
+def test_from_rank0_raises_a_users_error_on_all_ranks_before_rank_0_ends():
+    """Rank 0's process may hold the store: it waits for rank 2, which is slow."""
+    ended, rank_2 = [], threading.Event()
+
+    class SlowStore(Store):
+        def set(self, key, value):
+            assert key != "talk/left/2" or rank_2.wait(60)
+            self[key] = value
+
+    def fail():
+        raise CheckpointError("none verifies")
+
+    def run(rank):
+        with pytest.raises(CheckpointError, match="none verifies"):
+            ControlGroup("talk", rank, 3, store).from_rank0(fail)
+        ended.append(rank)
+
+    store = SlowStore()
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(run, rank) for rank in range(3)]
+        running[1].result()
+        assert ended == [1]
+        rank_2.set()
+    assert [each.result() for each in running] == [None] * 3 and sorted(ended) == [0, 1, 2]
 
 
 def test_all_gather_keeps_numbers_exact():

@@ -52,8 +52,8 @@ def written(run_dir):
 
 def test_second_writer_is_refused_with_host_process_and_start_of_the_first(tmp_path, holder):
     record = written(tmp_path)
-    who = f"process {holder.pid} on {record['host']}, started {record['started']},"
-    with pytest.raises(ConfigError, match=f"^--run_dir: {who} is writing to {tmp_path}; [^\n]*$"):
+    who = f"pid {holder.pid} on {record['host']}, started {record['started']},"
+    with pytest.raises(ConfigError, match=f"^--run_dir: {who} writes to {tmp_path}; [^\n]*$"):
         RunLock(tmp_path)
     assert written(tmp_path)["token"] == record["token"]
 
@@ -69,7 +69,7 @@ def test_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, holder, capsys, 
 
 def test_stopped_holder_keeps_the_lock(tmp_path, holder):
     holder.send_signal(signal.SIGSTOP)
-    with pytest.raises(ConfigError, match="is writing to"):
+    with pytest.raises(ConfigError, match="writes to"):
         RunLock(tmp_path)
 
 
@@ -85,9 +85,9 @@ def test_living_holder_on_another_host_is_seen_by_its_beats(tmp_path, monkeypatc
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     if not flock:
         without_flock(monkeypatch)
-    with pytest.raises(ConfigError, match=f"process {holder.pid} on"):
+    with pytest.raises(ConfigError, match=f"pid {holder.pid} on"):
         RunLock(tmp_path)
-    assert capsys.readouterr().out.startswith(f"waiting up to 40 s: process {holder.pid} on ")
+    assert capsys.readouterr().out.startswith(f"waiting up to 40 s: pid {holder.pid} on ")
 
 
 @pytest.mark.parametrize("flock", [True, False], ids=["flock per host", "no flock"])
@@ -106,7 +106,7 @@ def test_without_flock_the_last_of_two_records_written_together_counts(tmp_path,
     without_flock(monkeypatch)
     other = {"host": "b", "pid": 7, "started": "now", "boot": "", "token": "theirs", "beats": 1}
     monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / NAME).write_text(json.dumps(other)))
-    with pytest.raises(ConfigError, match="process 7 on b, started now, is writing"):
+    with pytest.raises(ConfigError, match="pid 7 on b, started now, writes"):
         RunLock(tmp_path)
     assert written(tmp_path) == other
 
@@ -132,7 +132,7 @@ def test_holder_locks_the_directory_that_replaces_a_removed_one(tmp_path, monkey
             run.rmdir()
         while not (run / NAME).exists() or not (run / NAME).read_text():
             time.sleep(0.01)
-        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+        with pytest.raises(ConfigError, match=f"pid {os.getpid()} on"):
             RunLock(run)
 
 

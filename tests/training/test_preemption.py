@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -27,14 +28,15 @@ def exit_codes(monkeypatch):
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_signals_on_one_rank_first_stops_second_exits(exit_codes, number):
+def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, number):
     signals = ShutdownSignals(1)
+    signals.run_dir = tmp_path
     signals.listen()
     assert not signals.stop
     signal.raise_signal(number)
-    assert signals.stop and signals.received == number and not exit_codes
+    assert signals.stop and signals.received == number and not exit_codes and not os.listdir(tmp_path)
     signal.raise_signal(signal.SIGINT)
-    assert exit_codes == [130]
+    assert exit_codes == [130] and os.listdir(tmp_path) == [PREEMPTED]
 
 
 def test_signals_ignore_sighup_under_nohup(exit_codes):
@@ -87,6 +89,18 @@ def test_signal_before_the_loop_marks_and_ends_the_process(tmp_path, request, nu
     assert out == f"stopped before the first step; the same command with --run_dir {tmp_path}/run --resume continues\n"
 
 
+def test_train_that_is_signalled_while_it_imports_leaves_the_marker(tmp_path, request):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "train.py", "configs/quickstart.yaml", "--run_dir", str(run_dir)]
+    with subprocess.Popen(command, cwd=request.config.rootpath, stdout=subprocess.PIPE, text=True) as process:
+        while not run_dir.exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+        assert process.stdout.read().endswith(f" with --run_dir {run_dir} --resume continues\n")
+    assert (run_dir / PREEMPTED).exists()
+
+
 def test_leaving_at_once_restores_the_handlers():
     before = [signal.getsignal(number) for number in STOPPING]
     with ShutdownSignals(1).leaving_at_once():
@@ -95,11 +109,17 @@ def test_leaving_at_once_restores_the_handlers():
 
 
 def test_signals_are_not_installed_outside_the_main_thread(exit_codes):
-    before, signals = signal.getsignal(signal.SIGTERM), ShutdownSignals(1)
-    thread = threading.Thread(target=signals.begin_loop)
+    before, signals, seen = signal.getsignal(signal.SIGTERM), ShutdownSignals(1), []
+
+    def train():
+        with signals.leaving_at_once():
+            signals.begin_loop()
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=train)
     thread.start()
     thread.join()
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert seen == [before]
 
 
 def test_time_limit_leaves_time_for_two_steps_and_two_saves(monkeypatch):

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from gpt2_triton.checkpoint.format import enclosing_run
+from gpt2_triton.checkpoint.load import read_checkpoint
 from gpt2_triton.distributed.run_lock import RunLock
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training.preemption import PREEMPTED
@@ -33,9 +34,20 @@ def test_newest_checkpoint_is_found_and_the_marker_of_the_start_before_removed(t
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("name", ["a[1]", "*", "?", "[!x]", "a b", "ü", "{a,b}"])
+def test_names_with_the_characters_of_patterns_are_names(tmp_path, held, name):
+    for other in ("a1", "x", "ab"):
+        write(tmp_path / other / "checkpoints", 30)
+    step_dir = write(tmp_path / name / "checkpoints", 10)
+    assert open_run_dir(tmp_path / name, True, held) == step_dir
+    assert read_checkpoint(tmp_path / name)[0] == read_checkpoint(step_dir)[0] == step_dir
+    write(tmp_path / name / "checkpoints", 20, keep=1)
+    assert os.listdir(tmp_path / name / "checkpoints") == [STEP_20]
+
+
 def test_locked_directory_is_not_touched(tmp_path, held):
     (tmp_path / PREEMPTED).touch()
-    with RunLock(tmp_path), pytest.raises(ConfigError, match="is writing to"):
+    with RunLock(tmp_path), pytest.raises(ConfigError, match="writes to"):
         open_run_dir(tmp_path, True, held)
     assert os.listdir(tmp_path) == [PREEMPTED]
 
