@@ -1,6 +1,7 @@
 """Lines for the console and for log files, the progress of long work, and the names of commands in messages.
 
-A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.
+A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.  Programs that
+import the package make the console silent: its warnings then go through Python's `warnings`.
 """
 
 import contextlib
@@ -8,6 +9,8 @@ import os
 import re
 import sys
 import threading
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -17,20 +20,42 @@ DELAY = 5.0  # seconds before the first display of progress: shorter work shows 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # C0 and C1 but tab and newline; surrogates
 INTERVAL = 0.2  # seconds between two displays
 
+_is_silent = False
+
+
+@contextlib.contextmanager
+def silent(is_silent: bool = True) -> Iterator[None]:
+    """Print neither lines nor progress in the context, in all threads; warnings are issued as UserWarning."""
+    global _is_silent
+    before, _is_silent = _is_silent, is_silent
+    try:
+        yield
+    finally:
+        _is_silent = before
+
 
 class LogFile:
     """A file that lines are appended to, each at once.
 
     Lines that the disk refuses wait in memory, after one warning; they are written before the next line it accepts.
+    A file that was removed or moved is made again, after a warning.
     """
 
-    def __init__(self, path: Path):
-        self._path, self._file, self._waiting, self._refused = path, open(path, "ab", buffering=0), b"", False
+    def __init__(self, path: Path, made_again: Callable[[], None] = lambda: None):
+        """`made_again` is called when the file was made again, in a new directory if that was removed too."""
+        self._path, self._waiting, self._refused, self._made_again = path, b"", False, made_again
+        self._open()
+
+    def _open(self) -> None:
+        self._file = open(self._path, "ab", buffering=0)
+        self._stat = os.fstat(self._file.fileno())
 
     def write(self, text: str) -> None:
         """Append `text`, and before it whatever is waiting."""
         self._waiting += text.encode()
         try:
+            if self._is_gone():
+                self._make_again()
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
             self._refused = False
@@ -41,6 +66,20 @@ class LogFile:
                     error=True,
                 )
             self._refused = True
+
+    def _is_gone(self) -> bool:
+        try:
+            return not os.path.samestat(self._stat, os.stat(self._path))
+        except FileNotFoundError:
+            return True
+
+    def _make_again(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        before = self._file
+        self._open()
+        before.close()
+        print_line(f"warning: {self._path}: was removed or moved while running; it is written again", error=True)
+        self._made_again()
 
     def close(self) -> None:
         """Try once more to write what is waiting; print a warning if that fails."""
@@ -72,6 +111,10 @@ def print_line(text: str, error: bool = False) -> None:
 
     If the console cannot be written (full disk, closed terminal, broken pipe), drop the line and continue.
     """
+    if _is_silent:
+        if error:
+            warnings.warn(text.removeprefix("warning: "), stacklevel=2)
+        return
     with contextlib.suppress(OSError):
         print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
 
@@ -105,7 +148,7 @@ class Progress:
             dynamic_ncols=True,
             leave=False,
             file=sys.stderr,
-            disable=os.environ.get("RANK", "0") != "0" or not is_terminal(),
+            disable=_is_silent or os.environ.get("RANK", "0") != "0" or not is_terminal(),
         )
 
     def __enter__(self) -> "Progress":

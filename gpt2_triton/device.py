@@ -1,12 +1,17 @@
-"""The known GPUs: peak speed for the model flops utilisation (MFU), memory for `--plan --gpu NAME`.  The memory that is
-free, of a GPU or of the machine.
+"""The device of a process, its GPU or Triton's interpreter, and what is free of its memory; the known GPUs' peak speed,
+for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
 """
 
+import os
+import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from gpt2_triton.errors import ConfigError
 
 
 class Gpu(NamedTuple):
@@ -29,6 +34,33 @@ GPUS = {
 
 def present() -> bool:
     return torch.cuda.is_available()
+
+
+def select_interpreter() -> bool:
+    """Select Triton's interpreter if there is no GPU; return True if it is selected.  Must run before a kernel is
+    imported.
+
+    ConfigError if it is too late, since triton.language was imported to compile, or if numpy is too new for it.
+    """
+    if present():
+        return False
+    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
+        found = f"triton {version('triton')} with numpy {version('numpy')}"
+        raise ConfigError(
+            f'no GPU, and {found}: the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
+        )
+    language = sys.modules.get("triton.language")
+    if language and type(language.sum).__name__ == "JITFunction":  # its functions were decorated when it was imported
+        raise ConfigError(
+            "TRITON_INTERPRET: no GPU, and triton was imported without it; restart Python, and import triton after the "
+            "first call of gpt2_triton, or set TRITON_INTERPRET=1 before"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    return True
+
+
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version(package).split(".")[:2])
 
 
 def device_name() -> str:

@@ -20,7 +20,7 @@ GROUND = "errors console device files version"
 ROOMS = {
     "errors": "",
     "console": "errors",
-    "device": "",
+    "device": "errors",
     "files": "errors",
     "version": "__init__",
     "kernels": "kernels",
@@ -32,8 +32,9 @@ ROOMS = {
     "checkpoint",
     "inference": "errors console device kernels config data distributed.control model checkpoint inference",
     "training": f"__init__ {GROUND} kernels config data distributed model checkpoint inference training",
+    "api": f"{GROUND} config data distributed model checkpoint inference training",
     "commands": f"__init__ {GROUND} kernels config data distributed model checkpoint inference training commands",
-    "__init__": "",
+    "__init__": "errors api",
     "__main__": "commands",
 }
 WITHIN = {

@@ -3,10 +3,9 @@
 import contextlib
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -19,6 +18,8 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import command_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.training.preemption import ShutdownSignals
+from gpt2_triton.training.start import check_run_dir, starting
 
 FLAGS = ("data", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
@@ -47,7 +48,7 @@ def train(
     gpus: int | None = None,
     print_config: bool = False,
     run_dir: Path | None = None,
-    resume: bool = False,
+    resume: bool | Literal["must"] = False,
 ) -> int:
     """Train a GPT-2 from a YAML file; every key below can be overridden.
 
@@ -67,8 +68,9 @@ def train(
         Print the whole configuration as YAML and stop.
     run_dir: Path
         Directory of the run; by default runs/<config>-<time>.
-    resume: bool
-        Resume from the newest checkpoint in --run_dir that verifies; start a new run if there is none.
+    resume: bool | Literal["must"]
+        Resume from the newest checkpoint in --run_dir that verifies; if there is none, start a new run, or end with
+        exit code 4 for `--resume must`.
     """
     if str(config).startswith("-"):
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
@@ -102,31 +104,34 @@ def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=Tru
     return call(app, words)
 
 
-def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool, data: list[Path] | None) -> int:
+def _start(
+    config: Path,
+    overrides: dict[str, str],
+    run_dir: Path | None,
+    resume: bool | Literal["must"],
+    data: list[Path] | None,
+) -> int:
     """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
     set_env_from_slurm()
     rank, ranks = rank_and_size()
-    if not data:
-        settings = load_config(config, overrides, ranks)
-        StepShape.of(settings, ranks)  # refuses another parallel.gpus before the run has a directory
-    resumed = run_dir if resume else None
-    if rank == 0:
-        run_dir = choose_run_dir(config, run_dir, resume)
-    else:
-        run_dir, sys.stdout = None, open(os.devnull, "w")
-    select_device()  # before numpy is imported
-    from gpt2_triton.data.shards import require_tokenizer
-
-    if data:
-        settings = own.settings(config, data, overrides, ranks, run_dir=resumed, prepare=True)
-        StepShape.of(settings, ranks)
-    if rank == 0:
-        for split in (settings.data.train, settings.data.val):
-            require_tokenizer(split, settings.data.tokenizer)
-    with creating_run_dir(run_dir) if run_dir else contextlib.nullcontext():
+    signals = ShutdownSignals(ranks)
+    signals.run_dir = run_dir
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals.leaving_at_once())
+        if not data:
+            settings = load_config(config, overrides, ranks)
+            StepShape.of(settings, ranks)  # refuses another parallel.gpus before torch is imported
+        if rank == 0:
+            check_run_dir(run_dir, resume)  # before the data is prepared
+        else:
+            sys.stdout = open(os.devnull, "w")
+        select_device()  # before numpy is imported
+        if data:
+            settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
+        signals.run_dir = run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
         from gpt2_triton.training import trainer
 
-        return trainer.train(settings, run_dir, resume)
+        return trainer.train(settings, run_dir, resume, signals)
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
@@ -148,38 +153,6 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
                 raise ConfigError(f"--{key}: expected a value after it; one that starts with -- goes as --{key}=VALUE")
         given[key] = value
     return given
-
-
-def choose_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
-    """Return the run's directory; raise ConfigError for one with checkpoints unless `resume`."""
-    if run_dir is None:
-        if resume:
-            raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")
-        return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
-    found = sorted((run_dir / "checkpoints").glob("step_*"))
-    if found and not resume:
-        raise ConfigError(
-            f"--run_dir: {run_dir} has checkpoints up to {found[-1].name}; add --resume, or choose another"
-        )
-    return run_dir
-
-
-@contextlib.contextmanager
-def creating_run_dir(run_dir: Path) -> Iterator[None]:
-    """Make the run's directory, and remove it at the end if it is new and still empty, as after a refused start."""
-    try:
-        new = not run_dir.exists()
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--run_dir: cannot make {run_dir}: {error.strerror}; choose another") from error
-    try:
-        yield
-    finally:
-        if new:
-            with contextlib.suppress(OSError):  # not empty
-                run_dir.rmdir()
 
 
 def _known_gpu(gpu: str | None) -> str | None:

@@ -20,14 +20,21 @@ from gpt2_triton.config.schema import SIZE_KEYS, ConflictError
 from gpt2_triton.errors import ConfigError
 
 
-def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> Config:
-    """Return the configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top.
+def load_config(
+    path: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, gpus: int = 1
+) -> Config:
+    """Return the configuration in a YAML file, or a dictionary like its content, with `overrides` (dotted key -> value,
+    usually a string) on top.
 
     `path` may be the name of a recipe, such as "gpt2_124m".  The step must divide among parallel.gpus GPUs, or among
     `gpus` where that is null.
     """
-    path = recipes.find(path)
-    tree, lines = _read_yaml(path)
+    if isinstance(path, Mapping):
+        tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in path.items()}
+        lines, path = dict[str, int](), "config"
+    else:
+        path = recipes.find(path)
+        tree, lines = _read_yaml(path)
     given = dict(overrides or {})
     if "model.size" in given and isinstance(tree.get("model"), dict):
         tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}

@@ -116,6 +116,13 @@ class TrainConfig(ConfigSection):
     total_batch_tokens: OptionalInt = Field(None, ge=1, description="tokens of a step; null is batch_size * seq_len")
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
+    max_minutes: float = Field(
+        0,
+        ge=0,
+        description="minutes from the start of the program until it has saved and ended, with exit code 0 and "
+        "PREEMPTED in the run directory; 0 no limit",
+        json_schema_extra=FREE,
+    )
     skip_limit: int = Field(
         10,
         ge=0,

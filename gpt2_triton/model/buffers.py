@@ -2,7 +2,8 @@
 
 Symbols of shapes:
 
-B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows, of which the head takes Rc at a time
+B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows, of which the head takes Rc at a time;
+           Rp is Rc, or 0 in a model that only runs forward
 C, NH, HS  channels, heads, head size = C / NH
 L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L]
            is the last.  ln[i] is the layernorm of x[i] with the weights lnw[i], lnb[i], the final one included
@@ -13,7 +14,7 @@ N          parameters.  Nf parameters, Nt moments, Nm low halves of the fp32 mas
 Np, W      elements of the packed batch (data/packing.py), of the scratch
 Nw         WINDOW + 1 in training
 Sa, Sp, P  activations and parameters that have statistics, partial results of each
-Bd         sequences that are decoded at once, 0 without decoding
+Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logits
 """
 
 import dataclasses
@@ -128,10 +129,10 @@ class Acts:
     fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu", again="block")  # after
     lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final layernorm, that of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
-    p:       Tensor  = buf("Rc Vp",      "act", "head",             "head")  # exp(logit - target logit)
+    p:       Tensor  = buf("Rp Vp",      "act", "head",             "head")  # exp(logit - target logit)
     rs:      Tensor  = buf("R",          "f32", "head",             "head")  # factor of p in dlogits
     ks:      Tensor  = buf("R",          "f32", "head..block_bwd",  "head")  # dlogits of the target
-    lns:     Tensor  = buf("Rc C",       "act", "head",             "head")  # rs * lnf
+    lns:     Tensor  = buf("Rp C",       "act", "head",             "head")  # rs * lnf
     losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")  # of each token, summed over micro-steps
     dx:      Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")  # gradient of the residual stream
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
@@ -149,7 +150,7 @@ class Decoding:
     """
 
     cache:  Tensors = buf("L | Bd T 2 C", "act", "embed block head between", "decoding")  # keys, values
-    logits: Tensor  = buf("Bd Vp",        "f32", "embed block head between", "decoding")
+    logits: Tensor  = buf("Bl Vp",        "f32", "embed block head between", "decoding")
     seq:    Tensor  = buf("Bd 5",         "i32", "embed block head between", "decoding")  # see kernels/decode.py
 # fmt: on
 

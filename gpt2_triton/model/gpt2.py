@@ -174,6 +174,23 @@ class GPT2:
         schedule.head_loss(self.K, v)
         return v.a.losses.cpu()
 
+    def logits(self, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Return the logits of positions start to stop of each sequence, fp32 [B, stop - start, V]; ids int32 [B, T].
+        The device holds a few rows of them at once.  Only for a model that decodes.
+        """
+        v, (B, T) = self.view(*ids.shape), ids.shape
+        v.ids.copy_(torch.from_numpy(ids))
+        schedule.embed(self.K, v)
+        schedule.block(self.K, v)
+        schedule.final_norm(self.K, v)
+        out, most = np.empty((B, stop - start, v.V), np.float32), len(self.decoding.logits)
+        for b, t in itertools.product(range(B), range(start, stop, most)):
+            n = min(most, stop - t)
+            chunk = self.decoding.logits[:n]
+            self.K.decode_matmul(chunk, v.a.lnf[b * T + t : b * T + t + n], v.w.wte, None, None, None, None)
+            out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
+        return out
+
     def prefill(self, window: Sequence[int], sequences: slice) -> None:
         """Write keys and values of up to T tokens into the cache of each of `sequences`."""
         v = self.view(1, self.T)

@@ -23,9 +23,9 @@ from gpt2_triton.model.sharding import flat_buffer_sizes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
-MODULE_BYTES = int(
-    0.25 * GIB
-)  # the kernels' code and the CUDA graphs, 0.16 GiB at 12 layers; on a CPU the interpreter's arrays
+# the kernels' code and the CUDA graphs, 0.16 GiB at 12 layers; on a CPU the interpreter's arrays
+MODULE_BYTES = int(0.25 * GIB)
+LOGITS_ROWS = 16  # of a text, at once: the most that a decode step takes whose results do not depend on their number
 FORWARD_ONLY = "block"  # the level at which layers share all buffers that only a backward pass would read
 
 
@@ -45,6 +45,8 @@ def dimensions(
     d["Np"] = packed_size(d["R"], d["V"])
     d["N"] = sum(math.prod(e.shape) for e in param_entries(d))
     d["Bd"] = sequences or int(training and config.sample.every > 0)
+    d["Rp"] = d["Rc"] if training else 0
+    d["Bl"] = d["Bd"] if training or not sequences else max(sequences, LOGITS_ROWS)
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
     d["ranks"], d["zero"] = 1, 0

@@ -19,13 +19,13 @@ def after_training(run_dir: Path, step: int, best: tuple[int, float] | None) -> 
     ]
 
 
-def after_signal(run_dir: Path, step: int) -> list[str]:
-    """Return the lines for a run that a signal has stopped; it has no checkpoint if it did no step."""
+def after_interruption(run_dir: Path, step: int, why: str = "") -> list[str]:
+    """Return the lines for a run that a signal or the time limit has stopped; it has no checkpoint without a step."""
     run = shlex.quote(str(run_dir))
     if not step:
-        return ["stopped before the first step: nothing is saved"]
+        return [f"stopped before the first step{why}: nothing is saved"]
     return [
         f"checkpoint {step_path(run_dir / 'checkpoints', step)}",
         f"  sample   {command_line('sample')} {run}",
-        f"stopped after step {step}; the same command with --run_dir {run} --resume continues",
+        f"stopped after step {step}{why}; the same command with --run_dir {run} --resume continues",
     ]

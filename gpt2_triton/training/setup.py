@@ -23,6 +23,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
+from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
@@ -126,10 +127,11 @@ def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, dat
     return made or model.compile(evaluated)
 
 
-def open_checkpointer(config: Config, run_dir: Path, group: ProcessGroup) -> AsyncCheckpointer:
+def open_checkpointer(config: Config, run_dir: Path, watchdog: Watchdog) -> AsyncCheckpointer:
     c = config.checkpoint
     back = c.every if config.train.rewind_after else 0
-    return AsyncCheckpointer(run_dir / "checkpoints", c.keep, c.major, back, group.control("saver"))
+    control = watchdog.group.control("saver")
+    return AsyncCheckpointer(run_dir / "checkpoints", c.keep, c.major, back, control, watchdog.saving)
 
 
 def open_log(

@@ -5,12 +5,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from gpt2_triton import __version__, console, device, errors
-from gpt2_triton.commands import app
+from gpt2_triton.commands import app, sample
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import FLAGS
@@ -19,7 +20,6 @@ from gpt2_triton.config.config import options
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.prepare import builtin
 from gpt2_triton.data.prepare import text as prepare_text
-from gpt2_triton.inference import sample
 from gpt2_triton.model import memory_plan
 from gpt2_triton.training import trainer
 
@@ -116,10 +116,10 @@ def test_mistake_is_printed_by_rank_0_only(here, monkeypatch, capsys):
 
 def test_train_passes_config_run_dir_and_resume(here, trained):
     assert main(train_app, ["x.yaml", "--optim.lr=2e-4", "--run-dir", "old", "--resume", "--sample.prompt", "a-b"]) == 0
-    config, run_dir, resume = trained.pop()
+    config, run_dir, resume, _ = trained.pop()
     assert (config.optim.lr, config.sample.prompt, run_dir, resume) == (2e-4, "a-b", Path("old"), True)
     assert main(train_app, ["x.yaml"]) == 0
-    [(_, run_dir, resume)] = trained
+    [(_, run_dir, resume, _)] = trained
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
 
 
@@ -140,7 +140,7 @@ def test_train_takes_the_arguments_of_a_wandb_sweep(here, trained):
 def test_train_takes_a_recipe_by_name(here, trained):
     assert main(tools_app, ["train", "quickstart", "--train.steps=9", "--run-dir", "new"]) == 0
     assert main(train_app, ["quickstart"]) == 0
-    (config, run_dir, _), (_, default_dir, _) = trained
+    (config, run_dir, *_), (_, default_dir, *_) = trained
     assert (config.train.steps, config.model.n_embd, run_dir) == (9, 128, Path("new"))
     assert default_dir.name.startswith("quickstart-")
 
@@ -153,6 +153,60 @@ def test_train_as_a_subcommand_has_the_exit_codes_of_errors(here, monkeypatch, c
     monkeypatch.setattr(trainer, "train", train)
     assert main(tools_app, ["train", "x.yaml", "--run_dir", "new"]) == code
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["x.yaml", "--resume", "must"], ["--resume", "must", "x.yaml", "--optim.lr", "1"]])
+def test_train_passes_resume_must(here, trained, words):
+    assert main(train_app, [*words, "--run_dir", "old"]) == 0
+    [(_, _, resume, _)] = trained
+    assert resume == "must"
+
+
+RESUME = [
+    ["x.yaml", "--resume", "must"],
+    ["--resume", "must", "x.yaml", "--optim.lr", "1"],
+    ["x.yaml", "--resume=must"],
+    ["x.yaml", "--resume"],
+    ["--resume", "x.yaml"],
+    ["x.yaml", "--resume", "--optim.lr", "1"],
+]
+
+
+@pytest.mark.parametrize("words", RESUME)
+def test_train_takes_resume_as_a_flag_or_with_must(here, trained, words):
+    for one in (train_app, tools_app):
+        assert main(one, [*(["train"] if one is tools_app else []), *words, "--run_dir", "old"]) == 0
+        [(_, _, resume, _)] = trained
+        assert resume == ("must" if "must" in " ".join(words) else True)
+        trained.clear()
+
+
+def test_train_refuses_another_word_for_resume(here, trained, capsys):
+    assert main(train_app, ["x.yaml", "--run_dir", "old", "--resume=may"]) == 2 and not trained
+    assert 'Invalid value "may" for --resume' in capsys.readouterr().err
+
+
+def test_two_starts_in_one_second_have_a_directory_each(here, monkeypatch):
+    """The first has not written anything when the second starts, and the third."""
+    used = []
+
+    def train(_, run_dir, *__):
+        used.append(run_dir.name)
+        return main(train_app, ["x.yaml"]) if len(used) < 3 else 0
+
+    monkeypatch.setattr(trainer, "train", train)
+    monkeypatch.setattr(app.time, "strftime", lambda _: "20261122-150000")
+    assert main(train_app, ["x.yaml"]) == 0
+    assert used == ["x-20261122-150000", "x-20261122-150000-2", "x-20261122-150000-3"]
+    assert os.listdir("runs") == []
+
+
+@pytest.mark.parametrize("given", ["run/checkpoints", "run/checkpoints/step_00000010"])
+def test_train_refuses_a_run_dir_inside_checkpoints(here, trained, capsys, given):
+    (here / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
+    assert main(train_app, ["x.yaml", "--run_dir", given, "--resume"]) == 2 and not trained
+    want = f"error: --run_dir: {given} holds checkpoints of the run {here / 'run'}; give that, or choose another\n"
+    assert capsys.readouterr().err == want
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -170,7 +224,7 @@ def test_train_refuses_shards_of_another_tokenizer(here, trained, capsys, split)
 
 @pytest.mark.parametrize(("run_dir", "holds", "stays"), [("new", [], False), ("new", ["a"], True), ("own", [], True)])
 def test_failed_start_removes_its_empty_run_dir(here, monkeypatch, run_dir, holds, stays):
-    def train(_, run_dir, __):
+    def train(_, run_dir, *__):
         assert run_dir.is_dir()
         for name in holds:
             (run_dir / name).touch()
@@ -298,6 +352,7 @@ def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch
 def test_select_device_selects_the_interpreter_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delitem(sys.modules, "triton.language", raising=False)
     app.select_device()
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert "Triton's interpreter on the CPU" in capsys.readouterr().out
@@ -310,13 +365,27 @@ def test_select_device_does_nothing_with_a_gpu(monkeypatch, capsys):
     assert "TRITON_INTERPRET" not in os.environ and capsys.readouterr().out == ""
 
 
+def test_select_device_refuses_triton_that_was_imported_to_compile(monkeypatch):
+    class JITFunction:
+        """As triton.language.sum is without TRITON_INTERPRET."""
+
+    monkeypatch.setattr(device, "present", lambda: False)
+    monkeypatch.setattr(device, "version", dict(triton="3.10.0", numpy="2.4.6").__getitem__)
+    monkeypatch.setitem(sys.modules, "triton.language", SimpleNamespace(sum=JITFunction()))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(app.ConfigError, match="^TRITON_INTERPRET: no GPU, and triton was imported without it"):
+        app.select_device()
+    assert "TRITON_INTERPRET" not in os.environ
+
+
 @pytest.mark.parametrize(
     ("triton", "numpy", "runs"), [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.10.0", "2.4.6", True)]
 )
 def test_select_device_refuses_numpy_that_triton_cannot_use(monkeypatch, capsys, triton, numpy, runs):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(app, "version", dict(triton=triton, numpy=numpy).__getitem__)
+    monkeypatch.delitem(sys.modules, "triton.language", raising=False)
+    monkeypatch.setattr(device, "version", dict(triton=triton, numpy=numpy).__getitem__)
     if runs:
         return app.select_device()
     with pytest.raises(app.ConfigError, match=r'pip install "numpy<2.4"'):
@@ -325,10 +394,10 @@ def test_select_device_refuses_numpy_that_triton_cannot_use(monkeypatch, capsys,
 
 def test_sample_passes_its_options(monkeypatch):
     calls = []
-    monkeypatch.setattr(sample, "sample_text", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(sample, "print_texts", lambda *arguments: calls.append(arguments))
     words = "--prompt Once --tokens=5 --temperature 0.5 --top-k 3 --top-p 0.9 --seed 7 --num 2 --batch 4"
     assert main(tools_app, ["sample", "runs/a", *words.split()]) == 0
-    assert calls == [(Path("runs/a"), "Once", 5, 0.5, 3, 0.9, 7, 2, 4)]
+    assert calls == [(Path("runs/a"), "Once", 5, (0.5, 3, 0.9), 7, 2, 4)]
 
 
 def test_prepare_passes_its_options(monkeypatch):

@@ -32,7 +32,7 @@ def trained(monkeypatch):
     """The configuration of each call of trainer.train, which writes it as a run does."""
     configs = []
 
-    def train(config, run_dir, resume):
+    def train(config, run_dir, *_):
         configs.append(config)
         (run_dir / "config.yaml").write_text(config.to_yaml())
         return 0

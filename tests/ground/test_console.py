@@ -10,6 +10,25 @@ from gpt2_triton import console
 from gpt2_triton.console import LogFile, Progress, format_bytes, print_line, printable
 
 
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_log_file_that_is_gone_is_made_again_with_a_warning(tmp_path, capsys, how):
+    path, made = tmp_path / "run" / "x.jsonl", []
+    path.parent.mkdir()
+    lines = LogFile(path, made_again=lambda: made.append(path.exists()))
+    lines.write("1\n")
+    if how == "moved":
+        path.parent.rename(tmp_path / "elsewhere")
+    else:
+        path.unlink()
+        path.write_text("") if how == "replaced" else path.parent.rmdir()
+    lines.write("2\n")
+    lines.write("3\n")
+    lines.close()
+    assert path.read_text() == "2\n3\n" and made == [True]
+    warning = f"warning: {path}: was removed or moved while running; it is written again\n"
+    assert capsys.readouterr().err == warning
+
+
 class SmallDisk:
     """A raw file that takes `room` bytes."""
 
@@ -50,6 +69,20 @@ def test_log_file_reports_lost_lines_when_closed(tmp_path, capsys):
     lines.write("second\n")
     lines.close()
     assert capsys.readouterr().err.endswith("x.jsonl: its last 4 bytes could not be written\n")
+
+
+def test_silent_console_prints_nothing_and_issues_warnings(capsys, monkeypatch):
+    monkeypatch.setattr(console, "DELAY", 0)
+    with console.silent():
+        print_line("a step")
+        with pytest.warns(UserWarning, match="^a.jsonl: damaged$"):
+            print_line("warning: a.jsonl: damaged", error=True)
+        with Progress("work", 2, "tokens") as progress:
+            progress.advance(2)
+        with console.silent(False):
+            print_line("asked for")
+    print_line("later")
+    assert capsys.readouterr() == ("asked for\nlater\n", "")
 
 
 class Console:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_triton.training.next_steps import after_signal, after_training
+from gpt2_triton.training.next_steps import after_interruption, after_training
 
 RUN = Path("runs/my first run")
 
@@ -30,7 +30,7 @@ def test_finished_run_with_a_best_checkpoint_samples_it():
 
 
 def test_stopped_run_tells_how_it_continues():
-    checkpoint, sample, resume = after_signal(RUN, 7)
+    checkpoint, sample, resume = after_interruption(RUN, 7)
     assert checkpoint.endswith("checkpoints/step_00000007") and shlex.split(sample)[-1] == str(RUN)
     assert resume == "stopped after step 7; the same command with --run_dir 'runs/my first run' --resume continues"
-    assert after_signal(RUN, 0) == ["stopped before the first step: nothing is saved"]
+    assert after_interruption(RUN, 0) == ["stopped before the first step: nothing is saved"]
