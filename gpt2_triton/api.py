@@ -75,7 +75,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of metrics.jsonl in their order: {"step": 12, "loss": ...}, {"step": 250, "val_loss": ...}; see
-        docs/logging.md for their keys.
+        docs/guide/logging.md for their keys.
         """
         from gpt2_triton.training.metrics import METRICS, read_metrics
 
