@@ -1,5 +1,6 @@
 """File writes that a crash cannot leave half done, and what goes with them: fsync, sha256, free space."""
 
+import glob
 import hashlib
 import os
 import re
@@ -74,6 +75,20 @@ def remove_abandoned(directory: Path, hidden: re.Pattern[str], own: bool = False
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def expand_glob(pattern: str) -> list[str]:
+    """Return the paths that match a glob, sorted.
+
+    A path, or a directory at its beginning, that exists by that very name stands for itself: [1] in it is no pattern.
+    """
+    if os.path.lexists(pattern):
+        return [pattern]
+    rest = Path(pattern)
+    while not os.path.isdir(rest) and rest != rest.parent:
+        rest = rest.parent
+    inner = Path(pattern).relative_to(rest)
+    return sorted(glob.glob(os.path.join(glob.escape(str(rest)), str(inner)), recursive=True))
 
 
 def missing_space(directory: Path, needed: int) -> tuple[int, int] | None:

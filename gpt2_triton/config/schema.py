@@ -7,7 +7,16 @@ be another run.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.config import JsonDict
 
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
@@ -18,14 +27,15 @@ OptionalInt = Annotated[int | None, BeforeValidator(lambda value: None if value 
 
 
 class ConfigSection(BaseModel):
-    """Base class of the sections: frozen, without unknown keys, infinities or booleans."""
+    """Base class of the sections: frozen, without unknown keys or infinities, booleans only where declared."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_booleans(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # pydantic would take true as 1, and YAML reads off as false
+    def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        declared = cls.model_fields[info.field_name].annotation if info.field_name else None
+        if isinstance(value, bool) and declared is not bool:  # pydantic takes true as 1, and YAML reads off as false
             raise ValueError("must not be a boolean (YAML reads yes, no, on and off as booleans; quote the word)")
         return value
 
@@ -101,6 +111,16 @@ class DataConfig(ConfigSection):
     )
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
+    allow_changed: bool = Field(
+        False,
+        description="resume on other data than the checkpoint's, and record what differs",
+        json_schema_extra=FREE,
+    )
+    verify: bool = Field(
+        False,
+        description="at the start compare the sha256 of every shard with shards.json next to it",
+        json_schema_extra=FREE,
+    )
 
 
 class TrainConfig(ConfigSection):

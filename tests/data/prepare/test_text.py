@@ -20,7 +20,7 @@ from gpt2_triton.data import tokenizer
 from gpt2_triton.data.prepare import pipeline, shard_writer
 from gpt2_triton.data.prepare import text as text_module
 from gpt2_triton.data.prepare.text import prepare_text
-from gpt2_triton.data.shards import open_shards
+from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
 from gpt2_triton.errors import DataError
 
@@ -41,7 +41,7 @@ def text_file(tmp_path):
 
 
 def tokens_of(directory, split):
-    return np.concatenate([s.tokens for s in open_shards(str(directory / f"{split}_*.bin"), 50257, 4)])
+    return np.concatenate([map_tokens(s.path) for s in open_shards(str(directory / f"{split}_*.bin"), 50257, 4)])
 
 
 def contents(directory):
@@ -85,7 +85,7 @@ def test_text_shards_are_neither_too_long_nor_too_short(tmp_path, text_file, sha
     monkeypatch.setattr(shard_writer, "BATCH_CHARS", 50)  # many parts, none of which ends with a shard
     out = prepare_text([text_file], tmp_path / "out", "bytes", shard_tokens=shard_tokens)
     whole = prepare_text([text_file], tmp_path / "whole", "bytes")
-    *full, last, end = [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)]
+    *full, last, end = [s.count for s in open_shards(str(out / "train_*.bin"), 256, 4)]
     assert len(full) > 1 and set(full) == {shard_tokens}
     assert shard_tokens >= last >= end >= shard_tokens // 2
     for split in ("train", "val"):
@@ -95,7 +95,7 @@ def test_text_shards_are_neither_too_long_nor_too_short(tmp_path, text_file, sha
 def test_text_full_last_shard_is_not_balanced(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 40)
     out = prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes", val_fraction=0.5, shard_tokens=5)
-    assert [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)] == [5, 5, 5, 5]
+    assert [s.count for s in open_shards(str(out / "train_*.bin"), 256, 4)] == [5, 5, 5, 5]
 
 
 def test_text_prepared_already_is_left_alone(tmp_path, text_file):
