@@ -4,15 +4,50 @@ A full disk delays a log's lines; a console that cannot be written loses them.  
 """
 
 import contextlib
+import io
 import os
+import re
 import sys
 import threading
 from pathlib import Path
 
 from tqdm import tqdm
 
+SURROGATES = re.compile("[\ud800-\udfff]")
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
 REPORT_SECONDS = 5.0  # between two lines where stderr is not a terminal
+
+
+def prepare_streams() -> None:
+    """Make stdin, stdout and stderr exist and take any text; to be called first.
+
+    A number that a shell has closed (`>&-`) would go to the next file that is opened, and a console in ASCII or Latin-1
+    would refuse other characters.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_unwritten() -> None:
+    """Drop what stdout and stderr do not take, or the interpreter's flush at its exit fails with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def valid_unicode(text: str) -> str:
+    """Return the text with U+FFFD for bytes of a command line or a path that are not UTF-8."""
+    return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class LogFile:
@@ -26,7 +61,7 @@ class LogFile:
 
     def write(self, text: str) -> None:
         """Append `text`, and before it whatever is waiting."""
-        self._waiting += text.encode()
+        self._waiting += text.encode(errors="backslashreplace")
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
@@ -52,7 +87,7 @@ def print_line(text: str, error: bool = False) -> None:
 
     If the console cannot be written (full disk, closed terminal, broken pipe), drop the line and continue.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: closed, or another encoding
         print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 

@@ -91,6 +91,19 @@ def expand_glob(pattern: str) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(str(rest)), str(inner)), recursive=True))
 
 
+@contextmanager
+def utf8_path(path: Path) -> Iterator[Path]:
+    """Yield the path, or, if it is not UTF-8, another to the same file that is, since safetensors takes no other."""
+    if str(path).isascii() or os.fsencode(path) == str(path).encode(errors="replace"):
+        yield path
+        return
+    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{handle}") / path.name
+    finally:
+        os.close(handle)
+
+
 def missing_space(directory: Path, needed: int) -> tuple[int, int] | None:
     """Return (needed, free) in bytes if `needed` bytes do not fit under `directory`, which may not exist yet."""
     there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())

@@ -5,7 +5,6 @@ in a file is followed: a checkpoint may come from somebody else.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,9 @@ from gpt2_triton.checkpoint.format import (
     step_path,
     tensors_name,
 )
+from gpt2_triton.console import print_line
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import utf8_path
 
 SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
 # by dtype: integers of the same size, and the bits of the exponent, which are all set in NaN and infinity alone
@@ -101,7 +102,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
         problems = verify(path)
         if not problems:
             return path
-        print(f"warning: skipping damaged {path}: {problems[0]}", file=sys.stderr, flush=True)
+        print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
     if steps:  # None would start a new run over checkpoints that can perhaps be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another --run_dir")
     return None
@@ -161,7 +162,8 @@ def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        tensors = load_file(path)
+        with utf8_path(path) as named:
+            tensors = load_file(named)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not safetensors ({error}); choose another step") from error
     if found := first_non_finite(tensors):

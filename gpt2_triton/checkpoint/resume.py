@@ -64,7 +64,8 @@ def _describe_files(rows: Rows) -> dict[str, Any]:
         name, n = row["name"], 2
         while name in described:
             name, n = f"{row['name']} ({n})", n + 1
-        described[name] = f"{row['bytes']:,} bytes, {row.get('blocks', row.get('sha256', ''))[:8]}"
+        digest = str(row.get("blocks") or row.get("sha256"))
+        described[name] = f"{row['bytes']:,} bytes, {digest[:8]}"
     return described
 
 

@@ -84,7 +84,8 @@ def _write(
         path, error = temporary / tensors_name(control.rank), None
         entry: dict[str, Any] = {"spans": state.get("shares")}
         try:
-            save_file(tensors, path)
+            with files.utf8_path(path) as named:
+                save_file(tensors, named)
             fsync(path)
             entry |= fingerprint(path)
         except (OSError, SafetensorError) as raised:

@@ -18,7 +18,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import __version__
-from gpt2_triton.console import print_line
+from gpt2_triton.console import discard_unwritten, prepare_streams, print_line
 from gpt2_triton.errors import ConfigError, UserError
 
 
@@ -30,36 +30,37 @@ def make_app(name: str, help: str) -> App:
 
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
+    prepare_streams()
     try:
         app.suppress_keyboard_interrupt = False
         if not argv or argv[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
         code = app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
-        _flush()
+        sys.stdout.flush()  # while errors are still caught
         return code
     except CycloptsError as error:
         return _fail(_wrong_call(error), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at the interpreter's exit fails again
-        return _exit_if_distributed(_fail("stdout was closed before all output was written", 141))
     except UserError as error:
         return _exit_if_distributed(_fail(str(error), error.exit_code))
     except Exception as error:
+        if isinstance(error, OSError) and not _stdout_is_writable():
+            return _exit_if_distributed(_fail("stdout was closed or full before all output was written", 141))
         if not _is_distributed():
             raise
         traceback.print_exc()
         return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
 
 
-def _flush() -> None:
-    """Flush stdout while errors are still caught.  A closed terminal raises OSError, a closed pipe BrokenPipeError."""
+def _stdout_is_writable() -> bool:
+    """Return whether stdout takes what is still to be written.  A closed pipe or terminal and a full disk do not."""
     try:
         sys.stdout.flush()
-    except OSError as error:
-        raise BrokenPipeError from error
+    except OSError:
+        return False
+    return True
 
 
 def _wrong_call(error: CycloptsError) -> str:
@@ -81,7 +82,6 @@ def _exit_if_distributed(code: int) -> int:
     the code.
     """
     if _is_distributed():
-        sys.stdout.flush()
         os._exit(code)
     return code
 
@@ -95,6 +95,7 @@ def _fail(message: str, code: int) -> int:
         return code
     name = f"rank {rank}: " if _is_distributed() and code != 2 else ""
     print_line("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
+    discard_unwritten()
     return code
 
 
@@ -119,7 +120,7 @@ def select_device() -> None:
             f'no GPU, and {found}: the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
         )
     os.environ["TRITON_INTERPRET"] = "1"
-    print("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU", flush=True)
+    print_line("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU")
 
 
 def _release(package: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from gpt2_triton.commands.app import make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import discard_unwritten
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 
@@ -96,7 +97,9 @@ def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume
         select_device()
         from gpt2_triton.training import trainer
 
-        return trainer.train(settings, run_dir, resume)
+        code = trainer.train(settings, run_dir, resume)
+        discard_unwritten()  # a console that is gone does not change the result of a run
+        return code
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:

@@ -88,7 +88,7 @@ class Shard:
 
         The caller checks them by `require_known`, many windows at once.
         """
-        self._fill(memoryview(out).cast("B"), HEADER_BYTES + 2 * first)
+        self._fill(out.data.cast("B"), HEADER_BYTES + 2 * first)
 
     def _fill(self, buffer: memoryview, start: int) -> None:
         expected, todo = f"the file of {self._state.st_size:,} bytes as opened", "restore it and resume"

@@ -57,6 +57,15 @@ class ControlGroup:
             raise error or OSError(found["errno"], found["error"])
         return found["value"]
 
+    def leave(self) -> None:
+        """Let rank 0 wait until every other rank has called this: its process may hold the store.  To be called last,
+        before all ranks exit with an error.
+        """
+        if self.rank != 0:
+            self._store.set(f"{self._name}/left/{self.rank}", "null")
+        for rank in range(1, self.size if self.rank == 0 else 0):
+            self._take(f"{self._name}/left/{rank}")
+
     def _wait(self, key: str) -> Any:
         while not self._store.check([key]):
             time.sleep(POLL_SECONDS)

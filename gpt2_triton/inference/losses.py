@@ -1,14 +1,13 @@
 """Losses over token shards: the validation loss of a run, the perplexity of a checkpoint."""
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import Progress
+from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
@@ -78,7 +77,7 @@ def _byte_lengths(config: Config) -> np.ndarray | None:
     try:
         tokenizer = get_tokenizer(config.data.tokenizer)
     except DataError as error:
-        print(f"warning: no bits per byte: {error}", file=sys.stderr, flush=True)
+        print_line(f"warning: no bits per byte: {error}", error=True)
         return None
     lengths = np.zeros(config.model.vocab_size, np.int64)
     lengths[: tokenizer.vocab_size] = [len(token) for token in tokenizer.token_bytes()]

@@ -4,13 +4,13 @@ Tokens are sampled on the device with random numbers keyed by the seed of a text
 text depends on the weights, the prompt and the seed alone.
 """
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import print_line, valid_unicode
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
 from gpt2_triton.inference.generate import generate
 from gpt2_triton.inference.load import load_for_decoding
@@ -40,7 +40,7 @@ def sample_text(
         for text in continuations(model, tokenizer, prompt, tokens, temperature, top_k, top_p, seed, num):
             print(text, flush=True)
     seconds = time.perf_counter() - start
-    print(f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} per second", file=sys.stderr)
+    print_line(f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} per second", error=True)
 
 
 def sample_in_training(model: GPT2, config: Config) -> str:
@@ -51,7 +51,7 @@ def sample_in_training(model: GPT2, config: Config) -> str:
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the tokens of a prompt; the end-of-text token if it is empty."""
-    return tokenizer.encode(prompt).tolist() or [tokenizer.eot]
+    return tokenizer.encode(valid_unicode(prompt)).tolist() or [tokenizer.eot]
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:

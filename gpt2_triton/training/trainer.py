@@ -131,6 +131,7 @@ class Trainer:
                 self._save(self.state.step)
                 with self.watchdog.phase("saving"):
                     self.checkpointer.wait()
+            self.control.leave()
             raise
 
     def _loop(self) -> int:

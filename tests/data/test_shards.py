@@ -208,7 +208,9 @@ def test_verify_compares_with_the_record(shard):
     shard.with_name("shards.json").write_text(json.dumps({"shards": {shard.name: {"sha256": digest}}}))
     assert opened.verify()
     patched(shard, 1024 + 150, 1)
-    with pytest.raises(DataError, match=f"train_000000.bin: damaged: got sha256 .*, expected {digest} as in shards.json"):
+    with pytest.raises(
+        DataError, match=f"train_000000.bin: damaged: got sha256 .*, expected {digest} as in shards.json"
+    ):
         opened.verify()
 
 

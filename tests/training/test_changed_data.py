@@ -84,7 +84,7 @@ def test_run_saves_and_ends_where_training_data_is_damaged(data, tmp_path, monke
         patch.setattr(Trainer, "_train_step", changing)
         train(run_config(data), tmp_path / "run", resume=False)
     saved = load_checkpoint(find_checkpoint(tmp_path / "run"))[0]
-    assert 2 <= saved["step"] < STEPS and saved["sample"] == 8 * saved["step"] and saved["skipped"] == 0
+    assert 2 <= saved["step"] < STEPS and saved["sample"] == 4 * saved["step"] and saved["skipped"] == 0
     assert steps(tmp_path / "run") == list(range(1, saved["step"] + 1))
 
     shutil.copy(tmp_path / "kept" / "train_1.bin", data)
@@ -131,11 +131,11 @@ def job(config, run, reads):
 
 
 @needs_fork
-@pytest.mark.parametrize("reads", [0, 13])  # before the first step; in the middle of a later one
+@pytest.mark.parametrize("reads", [0, 7])  # before the first step; in the middle of a later one
 @pytest.mark.parametrize("zero", [0, 2])
 def test_all_ranks_save_and_end_where_one_cannot_read(data, tmp_path, zero, reads):
     """Rank 1 takes 2 windows of each of 2 micro-batches of a step."""
-    config = run_config(data, parallel=dict(zero=zero), debug=dict(hash_state=1))
+    config = run_config(data, train=dict(total_batch_tokens=128), parallel=dict(zero=zero), debug=dict(hash_state=1))
     run = tmp_path / "run"
     run.mkdir()
     assert ranks.exit_codes(2, tmp_path / "stderr", job, config, run, reads) == [3, 3]
@@ -148,7 +148,7 @@ def test_all_ranks_save_and_end_where_one_cannot_read(data, tmp_path, zero, read
         return
     state, tensors = load_checkpoint(find_checkpoint(run))
     assert state["step"] == finished and state["skipped"] == 0
-    undisturbed = run_config(data, train=dict(steps=finished), parallel=dict(zero=zero))
+    undisturbed = run_config(data, train=dict(total_batch_tokens=128, steps=finished), parallel=dict(zero=zero))
     other = tmp_path / "other"
     other.mkdir()
     assert ranks.run(2, tmp_path / "stderr", train, undisturbed, other, False) == [0, 0]
@@ -158,9 +158,9 @@ def test_all_ranks_save_and_end_where_one_cannot_read(data, tmp_path, zero, read
 
 @needs_fork
 def test_all_ranks_save_and_end_where_one_cannot_validate(data, tmp_path):
-    config, run = run_config(data, eval=dict(every=3, tokens=160), train=dict(total_batch_tokens=64)), tmp_path / "run"
+    config, run = run_config(data, eval=dict(every=3, tokens=160)), tmp_path / "run"
     run.mkdir()
-    reads = 5 + 3 * 3 * 2  # the first validation, then those of the steps that are prepared ahead
+    reads = 4 + 3 * 2  # 2 of 5 validation batches are of rank 1; a step takes 2 windows, and 3 steps are read ahead
     assert ranks.exit_codes(2, tmp_path / "stderr", job, config, run, reads) == [3, 3]
     assert find_checkpoint(run).name in ("step_00000003", "step_00000004", "step_00000005")
 
