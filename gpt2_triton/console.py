@@ -9,9 +9,12 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
+
+from gpt2_triton.errors import ClosedOutputError
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
@@ -34,6 +37,30 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if type(old := sys.stdout) is io.TextIOWrapper:
+        encoding, line_buffering = old.encoding, old.line_buffering
+        sys.stdout = _Stdout(old.detach(), encoding, "backslashreplace", line_buffering=line_buffering)
+        sys.__stdout__ = sys.stdout  # type: ignore[misc]
+
+
+class _Stdout(io.TextIOWrapper):
+    """Stdout, whose errors differ from those of other files."""
+
+    def write(self, text: str) -> int:
+        with _as_closed_output():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with _as_closed_output():
+            super().flush()
+
+
+@contextlib.contextmanager
+def _as_closed_output() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ClosedOutputError("stdout was closed or full before all output was written") from error
 
 
 def discard_unwritten() -> None:

@@ -46,21 +46,10 @@ def main(app: App, argv: list[str]) -> int:
     except UserError as error:
         return _exit_if_distributed(_fail(str(error), error.exit_code))
     except Exception as error:
-        if isinstance(error, OSError) and not _stdout_is_writable():
-            return _exit_if_distributed(_fail("stdout was closed or full before all output was written", 141))
         if not _is_distributed():
             raise
         traceback.print_exc()
         return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
-
-
-def _stdout_is_writable() -> bool:
-    """Return whether stdout takes what is still to be written.  A closed pipe or terminal and a full disk do not."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return False
-    return True
 
 
 def _wrong_call(error: CycloptsError) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.batch_size 1 --train.seq_len 16
-    --train.total_batch_tokens null --train.steps 2 --eval.every 0 --sample.every 2 --sample.tokens 2""".split()
+    --optim.warmup 0 --train.total_batch_tokens null --train.steps 2
+    --eval.every 0 --sample.every 2 --sample.tokens 2""".split()
 
 
 def environment(**variables):
