@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import yaml
 from cyclopts import Parameter
 
+from gpt2_triton.config.load import read_yaml
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
@@ -84,8 +84,8 @@ def read_run(path: Path) -> Run:
         raise ConfigError(f"{file}: holds no losses yet; plot it after a step")
     tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens")), None)
     config = file.with_name("config.yaml")
-    tree = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return Run(file.resolve().parent.name, records, tree if isinstance(tree, dict) else {}, tokens)
+    tree = read_yaml(config)[0] if config.is_file() else {}
+    return Run(file.resolve().parent.name, records, tree, tokens)
 
 
 def smoothed(points: np.ndarray) -> np.ndarray:

@@ -254,6 +254,6 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return the record of a preparation; empty if there is none that can be read."""
     try:
         record = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or of another encoding: a run ends as it would, a command with exit code 141."""
+"""Standard streams that are closed, full or of another encoding: a run ends as it would, a command with code 141."""
 
 import json
 import os
