@@ -6,7 +6,6 @@ expected, the fix.
 """
 
 import difflib
-import itertools
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -129,21 +128,22 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _require_flat(path: Path, text: str) -> None:
-    """ConfigError for more nesting or nodes than a configuration has, or for an alias of more than one value: such a
+    """ConfigError for more nesting or nodes than a configuration has, counted as if aliases were written out: such a
     file takes PyYAML minutes, or all memory.
     """
-    depth, collections, parser = 0, set(), yaml.SafeLoader(text)
-    for nodes in itertools.count():
-        if (event := parser.get_event()) is None:
-            return
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        place = f"{path}:{event.start_mark.line + 1}"
-        if depth > MOST_LEVELS or nodes > MOST_NODES:
-            raise ConfigError(f"{place}: too {'deep' if depth > MOST_LEVELS else 'long'}; expected keys in sections")
-        if isinstance(event, yaml.CollectionStartEvent) and event.anchor:
-            collections.add(event.anchor)
-        if isinstance(event, yaml.AliasEvent) and event.anchor in collections:
-            raise ConfigError(f"{place}: *{event.anchor} stands for several values; write them out")
+    parser, nodes, sizes = yaml.SafeLoader(text), 0, dict[str, int]()  # sizes: the nodes below each anchor
+    inside: list[tuple[str, int]] = []  # anchor and number of each collection that has not ended
+    while (event := parser.get_event()) is not None:
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, first = inside.pop()
+            sizes[anchor] = nodes - first
+        elif isinstance(event, yaml.NodeEvent):
+            nodes += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            inside.append((event.anchor, nodes - 1))
+        if len(inside) > MOST_LEVELS or nodes > MOST_NODES:
+            wrong = "nested too deeply" if len(inside) > MOST_LEVELS else "too many values"
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}: {wrong}; expected keys in sections")
 
 
 def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:

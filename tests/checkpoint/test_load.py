@@ -18,6 +18,7 @@ from gpt2_triton.checkpoint.load import find_checkpoint, latest_checkpoint, load
 from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.errors import CheckpointError
 from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, TENSORS, content, example, names, reseal, write
+from tests.support.checkpoints import state as made_state
 
 
 def assert_refused(newest, problem, capsys):
@@ -33,7 +34,7 @@ def assert_refused(newest, problem, capsys):
 def test_load_gives_the_saved_bytes_in_private_memory(newest):
     state, tensors = load_checkpoint(newest)
     assert newest.name == STEP_20 and names(newest) == sorted(FILES)
-    assert state == {"format": FORMAT, "step": 20, "data": None}
+    assert state == {"format": FORMAT} | made_state(20)
     assert content(tensors) == content(example(20))
     for tensor in tensors.values():  # mapped from the file, but privately
         tensor.view(torch.uint8).fill_(255)
@@ -204,9 +205,9 @@ def test_load_refuses_nan_and_infinity(tmp_path, monkeypatch, name, value):
     for at in (0, 9, 10, 32):
         tensors = example(10)
         tensors[name][at] = torch.finfo(tensors[name].dtype).max
-        path = save_checkpoint(tmp_path / f"good{at}", 10, tensors, {}, 0, 0)
+        path = save_checkpoint(tmp_path / f"good{at}", 10, tensors, made_state(10), 0, 0)
         load_checkpoint(find_checkpoint(path))
         tensors[name][at] = value
-        path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, {}, 0, 0)
+        path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, made_state(10), 0, 0)
         with pytest.raises(CheckpointError, match=f"{name}: a NaN or an infinity at element {at}; remove this step"):
             load_checkpoint(find_checkpoint(path))

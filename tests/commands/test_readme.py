@@ -26,6 +26,7 @@ from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import options
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.shards import open_shards
+from tests.support import checkpoints
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
 from tests.support.tiny import tiny_model
 
@@ -75,7 +76,7 @@ def workplace(tmp_path_factory):
     (directory / "questions.jsonl").write_text(json.dumps(question) + "\n")
     model, config = tiny_model(model=dict(vocab_size=50257), data=dict(tokenizer="gpt2"))
     for run in ("mine", "124m"):
-        state = {"step": 1, "config": config.to_dict()}
+        state = checkpoints.state(1, config=config.to_dict())
         save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, keep=1)
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))

@@ -77,7 +77,7 @@ def test_head_rows_fill_the_waves_of_an_h200(C, width):
 def test_shipped_configurations_load(name, request):
     path = request.config.rootpath / "configs" / f"{name}.yaml"
     assert path.read_text().startswith("# ")
-    tree, _ = load._read_yaml(path)
+    tree, _ = load.read_yaml(path)
     assert {"n_layer", "n_head", "n_embd"} <= set(tree["model"])
     assert StepShape.of(load_config(path)).accumulation == (1 if name == "quickstart" else 8)
 

@@ -1,6 +1,7 @@
 """A data directory is there whole or not at all, records its sources, and holds the tokens of the whole text."""
 
 import errno
+import fcntl
 import functools
 import gzip
 import hashlib
@@ -10,6 +11,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -381,3 +384,38 @@ def test_text_shows_its_progress(tmp_path, text_file, monkeypatch, capsys):
     assert any(line.startswith("measuring: 100% 1.00/1.00") for line in shown)
     assert any(re.match(r"tokenising text: +[1-9]\d% [\d.]+k/[\d.]+k \[.*characters/s\]", line) for line in shown)
     assert len(shown) > 10 and lines == [f"prepared {tmp_path}/out: 2 shards"]
+
+
+# ---- leftovers ----
+
+
+def ended_process():
+    """The number of a process that has ended."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return child.pid
+
+
+def test_leftovers_of_killed_preparations_are_removed(tmp_path):
+    """With a lock they are resumed; those of processes without one, and those of a directory that is there, go."""
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    out, host = tmp_path / "out", socket.gethostname()
+    unlocked, living = f".out.{host}-{ended_process()}.partial", f".out.{host}-{os.getppid()}.partial"
+    for again in (False, True):  # prepared now, and before
+        for name in (unlocked, living, ".out.partial"):
+            (tmp_path / name).mkdir(exist_ok=True)
+        if again:
+            (tmp_path / ".out.partial" / "train_000000.bin").write_bytes(b"left")
+        prepare_text([tmp_path / "a.txt"], out, "bytes")
+        assert sorted(os.listdir(tmp_path)) == [living, "a.txt", "out"]
+
+
+def test_leftovers_that_a_process_has_locked_stay(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes")
+    (tmp_path / ".out.partial").mkdir()
+    handle = os.open(tmp_path / ".out.partial", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes")
+    os.close(handle)
+    assert (tmp_path / ".out.partial").is_dir()
