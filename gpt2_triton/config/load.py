@@ -131,8 +131,8 @@ def _require_flat(path: Path, text: str) -> None:
     """ConfigError for more nesting or nodes than a configuration has, counted as if aliases were written out: such a
     file takes PyYAML minutes, or all memory.
     """
-    parser, nodes, sizes = yaml.SafeLoader(text), 0, dict[str, int]()  # sizes: the nodes below each anchor
-    inside: list[tuple[str, int]] = []  # anchor and number of each collection that has not ended
+    parser, nodes, sizes = yaml.SafeLoader(text), 0, dict[str | None, int]()  # sizes: the nodes below each anchor
+    inside: list[tuple[str | None, int]] = []  # anchor and number of each collection that has not ended
     while (event := parser.get_event()) is not None:
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, first = inside.pop()
