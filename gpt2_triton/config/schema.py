@@ -68,7 +68,7 @@ class ModelConfig(ConfigSection):
         exclude=True,
         description="llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, for layers, heads, channels, block_size",
     )
-    n_layer: int = Field(12, ge=1, le=512, description="transformer layers")
+    n_layer: int = Field(12, ge=1, le=256, description="transformer layers")
     n_head: int = Field(12, ge=1, le=4096, description="attention heads; n_embd / n_head is 64, 80, 96 or 128")
     n_embd: int = Field(768, ge=1, le=1 << 17, multiple_of=16, description="channels of the residual stream")
     vocab_size: int = Field(50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens")

@@ -62,6 +62,8 @@ def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: 
     try:
         if path is None:
             _download(where)
+        if where.exists() and not where.is_file():  # to read a pipe would wait for its writer
+            raise bad_data(where, "not a regular file", "something else", "HellaSwag's rows", CORRECT)
         if where.suffix == ".bin":
             return {"completion": _read_bin(where, tokenizer, limit)}
         rows = _read_jsonl(where, limit)
