@@ -128,8 +128,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _require_flat(path: Path, text: str) -> None:
-    """ConfigError for more nesting or nodes than a configuration has, counted as if aliases were written out: such a
-    file takes PyYAML minutes, or all memory.
+    """ConfigError for tags, and for more nesting or nodes than a configuration has, counted as if aliases were written
+    out: such a file takes PyYAML minutes, or all memory.
     """
     parser, nodes, sizes = yaml.SafeLoader(text), 0, dict[str | None, int]()  # sizes: the nodes below each anchor
     inside: list[tuple[str | None, int]] = []  # anchor and number of each collection that has not ended
@@ -141,6 +141,8 @@ def _require_flat(path: Path, text: str) -> None:
             nodes += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
         if isinstance(event, yaml.CollectionStartEvent):
             inside.append((event.anchor, nodes - 1))
+        if tag := getattr(event, "tag", None):  # for which PyYAML has constructors that fail in many ways
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}: {tag[:40]}: unexpected; remove the tag")
         if len(inside) > MOST_LEVELS or nodes > MOST_NODES:
             wrong = "nested too deeply" if len(inside) > MOST_LEVELS else "too many values"
             raise ConfigError(f"{path}:{event.start_mark.line + 1}: {wrong}; expected keys in sections")
