@@ -47,7 +47,7 @@ class Data(NamedTuple):
         return {"data": self.train.windows.shards} | validation
 
     def fingerprints(self) -> dict[str, Any]:
-        """The part of a checkpoint's state.json that identifies the data."""
+        """Return the part of a checkpoint's state.json that identifies the data."""
         return {key: [shard.fingerprint for shard in shards] for key, shards in self.shards.items()}
 
 
