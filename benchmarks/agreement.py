@@ -18,7 +18,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ import gpt2_triton.kernels as K
 from benchmarks import torch_reference
 from benchmarks.accuracy import master
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import REPORT_SECONDS
+from gpt2_triton.console import Progress
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.data.shards import open_shards
@@ -53,11 +52,11 @@ class History(NamedTuple):
 
 
 class Pace:
-    """The progress of a run that ends after `steps` or `minutes`, whichever is first; a line on stderr every 5 s."""
+    """The time of a run that ends after `steps` or `minutes`, whichever is first, and its progress on a terminal."""
 
     def __init__(self, what: str, steps: int, minutes: float = math.inf):
-        self.what, self.steps, self.most, self.done = what, steps, 60 * minutes, 0
-        self.begin = self.reported = time.perf_counter()
+        self.most, self.begin = 60 * minutes, time.perf_counter()
+        self._progress = Progress(what, steps, "steps")
 
     def seconds(self) -> float:
         return time.perf_counter() - self.begin
@@ -67,11 +66,12 @@ class Pace:
 
     def advance(self, loss: float) -> None:
         """Count one more step, which had this loss."""
-        self.done, now = self.done + 1, time.perf_counter()
-        if now - self.reported >= REPORT_SECONDS:
-            self.reported, seconds = now, self.seconds()
-            left = timedelta(seconds=round(min(seconds * (self.steps / self.done - 1), self.most - seconds)))
-            print(f"{self.what}: step {self.done:,}, loss {loss:.4f}, {left} left", file=sys.stderr, flush=True)
+        self._progress.advance(1, f"loss {loss:.4f}")
+
+    def end(self) -> float:
+        """Remove the display; return the seconds of the run."""
+        with self._progress:
+            return self.seconds()
 
 
 def make_config(a: argparse.Namespace) -> Config:
@@ -136,7 +136,7 @@ def train_ours(config: Config, minutes: float = math.inf) -> tuple[History, Tens
         norms.append(result.norm)
         assert result.applied, f"step {len(losses)}: loss {result.loss}, gradient norm {result.norm}"
         pace.advance(result.loss)
-    return History(losses, norms, pace.seconds()), initial, model.dims
+    return History(losses, norms, pace.end()), initial, model.dims
 
 
 def train_torch(
@@ -154,7 +154,7 @@ def train_torch(
         betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip, autocast=autocast,
         compiled=compiled, report=pace.advance,
     )  # fmt: skip
-    return History(losses, norms, pace.seconds())
+    return History(losses, norms, pace.end())
 
 
 def differences(ours: History, torchs: History) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Lines for the console and for log files, and the progress of long work.
+"""Lines for the console and for log files, the progress of long work, and the names of commands in messages.
 
 A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.
 """
@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -18,7 +19,8 @@ from gpt2_triton.errors import ClosedOutputError
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
-REPORT_SECONDS = 5.0  # between two lines where stderr is not a terminal
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # C0 and C1 but tab and newline; surrogates
+INTERVAL = 0.2  # seconds between two displays
 
 
 def prepare_streams() -> None:
@@ -109,19 +111,41 @@ class LogFile:
         self._file.close()
 
 
+def printable(text: str) -> str:
+    """Return text that cannot command a terminal: control characters but tab and newline as \\x1b, as in Python.
+
+    Messages about a file's name or content go through here, since anything may be in them; so does sampled text that
+    goes to a terminal.  Surrogates, which stand for bytes in file names that are not UTF-8, could not be printed.
+    """
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def command_line(command: str) -> str:
+    """Return how to call a command of this package here: "gpt2-triton plot" if the user has called gpt2-triton, else
+    "python -m gpt2_triton plot", which needs no script on the path.
+    """
+    program = "gpt2-triton" if Path(sys.argv[0]).stem == "gpt2-triton" else "python -m gpt2_triton"
+    return f"{program} {command}".rstrip()
+
+
 def print_line(text: str, error: bool = False) -> None:
-    """Print a line at once, to stderr if it is an error.
+    """Print a line at once, to stderr if it is an error, with control characters escaped.
 
     If the console cannot be written (full disk, closed terminal, broken pipe), drop the line and continue.
     """
     with contextlib.suppress(OSError, ValueError):  # ValueError: closed, or another encoding
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+        print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def format_bytes(count: float) -> str:
+    """Return a size in GiB with two digits after the point, or below 1 GiB in MiB with one."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 class Progress:
-    """Shows how much of some work is done, its rate and the time left, on stderr of rank 0, from DELAY seconds on.
+    """Shows how much of some work is done, its rate and the time left, as tqdm's bar, from DELAY seconds on.
 
-    On a terminal it is tqdm's bar; elsewhere tqdm's figures as a line every REPORT_SECONDS.
+    Only rank 0 shows it, and only if stderr is a terminal: a log file gets no lines.
 
         with Progress("perplexity", total, "tokens") as progress:
             progress.advance(count)
@@ -136,13 +160,13 @@ class Progress:
             unit_scale=True,
             initial=done,
             delay=DELAY,
-            mininterval=0.2 if _is_terminal() else REPORT_SECONDS,
+            mininterval=INTERVAL,
             miniters=0,
             smoothing=0,  # the mean rate since the beginning
             dynamic_ncols=True,
             leave=False,
             file=sys.stderr,
-            disable=os.environ.get("RANK", "0") != "0",
+            disable=os.environ.get("RANK", "0") != "0" or not is_terminal(),
         )
 
     def __enter__(self) -> "Progress":
@@ -163,15 +187,10 @@ class _Bar(tqdm):
     _lock = threading.RLock()  # tqdm's own is a semaphore of the system, for bars of several processes
     monitor_interval = 0  # no thread
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        if _is_terminal():
-            super().display(msg, pos)
-        elif msg is None:  # "" clears a bar
-            print_line(tqdm.format_meter(**self.format_dict | {"ncols": 0}), error=True)
 
-
-def _is_terminal() -> bool:
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Return whether the stream, by default stderr, is a terminal."""
     try:
-        return sys.stderr.isatty()
+        return (stream or sys.stderr).isatty()
     except ValueError:  # closed
         return False

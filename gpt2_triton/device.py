@@ -1,5 +1,9 @@
-"""The known GPUs: peak speed for the model flops utilisation (MFU), memory for `--plan --gpu NAME`."""
+"""The known GPUs: peak speed for the model flops utilisation (MFU), memory for `--plan --gpu NAME`.  The memory that is
+free, of a GPU or of the machine.
+"""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -45,3 +49,49 @@ def memory_bytes(name: str | None) -> int:
     if name is None and present():
         return torch.cuda.mem_get_info()[1]
     return int(GPUS[name or "h200"].memory * 2**30)
+
+
+def free_and_total_bytes(device: str) -> tuple[int, int]:
+    """Return (free, total) bytes of the memory of tensors: of this machine's GPU, or for "cpu" of the machine."""
+    return _host_memory() if device == "cpu" else torch.cuda.mem_get_info()
+
+
+def _host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Return (available, total) bytes of this machine, within the limits of this process's control groups.
+
+    Page cache counts as available, since the kernel drops it when memory is short.
+    """
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
+    free, total = 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]
+    for limit, used in _group_limits(root):
+        free, total = min(free, max(0, limit - used)), min(total, limit)
+    return free, total
+
+
+def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, bytes in use) of each control group that holds this process and limits its memory.
+
+    In a container the path may be the host's: groups that are not mounted are left out, and the mount itself is the
+    container's own group.
+    """
+    mounted = root / "sys/fs/cgroup"
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = version1 if controllers else ("memory.max", "memory.current", "inactive_file")
+        inside = Path(path.lstrip("/"))
+        for group in (inside, *inside.parents):
+            yield from _limit(mounted / ("memory" if controllers else "") / group, *names)
+
+
+def _limit(group: Path, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
+    """Yield (limit, bytes in use without page cache) of a control group, if it exists and has a limit."""
+    try:
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        in_use = int((group / used).read_text()) - int(statistics[cached])
+        yield int((group / limit).read_text()), in_use
+    except (OSError, LookupError, ValueError):  # "max" is no limit
+        return

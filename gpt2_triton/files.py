@@ -5,11 +5,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gpt2_triton.errors import ConfigError
+
+HASH_BYTES = 1 << 22
 
 
 def fsync(path: Path) -> None:
@@ -21,10 +23,14 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def sha256(path: Path) -> str:
-    """Return the hex digest of a file's content."""
+def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """Return the hex digest of a file's content; `advance` is called with the bytes of each part of it."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(HASH_BYTES):
+            digest.update(part)
+            advance(len(part))
+    return digest.hexdigest()
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:

@@ -14,7 +14,7 @@ SOURCES = [
     path.relative_to(ROOT)
     for top in ("gpt2_triton", "benchmarks", "eval", "tests")
     for path in sorted((ROOT / top).rglob("*.py"))
-] + [Path("train.py")]
+] + [Path("train.py"), Path("hatch_build.py")]
 PAGES = [path.relative_to(ROOT) for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))]
 
 # a first line that is a question, or a clause that has no verb of its own

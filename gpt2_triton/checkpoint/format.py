@@ -10,6 +10,7 @@ ranks can read what any other number wrote.  File names follow the rules below a
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,6 +94,6 @@ def best_step(state: dict[str, Any]) -> int | None:
     return state["best"][0] if state.get("best") else None
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Return a file's entry in the manifest: its size and sha256."""
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+def fingerprint(path: Path, advance: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+    """Return a file's entry in the manifest: its size and sha256; `advance` counts the bytes that are read."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path, advance)}

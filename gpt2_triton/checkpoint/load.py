@@ -29,7 +29,7 @@ from gpt2_triton.checkpoint.format import (
     step_path,
     tensors_name,
 )
-from gpt2_triton.console import print_line
+from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import utf8_path
 
@@ -90,10 +90,12 @@ def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[
     if manifest.keys() != set(files) or not all(isinstance(entry, dict) for entry in manifest.values()):
         yield f"{MANIFEST}: expected a JSON object with exactly the keys {', '.join(files)}"
         return
-    for name in files:
-        for key, found in fingerprint(step_dir / name).items():
-            if found != manifest[name].get(key):
-                yield f"{name}: {key} is {found!r}, expected {manifest[name].get(key)!r} as in {MANIFEST}"
+    total = sum((step_dir / name).stat().st_size for name in files)
+    with Progress(f"verifying {step_dir.name}", total, "bytes") as progress:
+        for name in files:
+            for key, found in fingerprint(step_dir / name, progress.advance).items():
+                if found != manifest[name].get(key):
+                    yield f"{name}: {key} is {found!r}, expected {manifest[name].get(key)!r} as in {MANIFEST}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

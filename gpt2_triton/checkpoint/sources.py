@@ -10,7 +10,14 @@ from torch import Tensor
 
 from gpt2_triton.checkpoint import huggingface, llmc, nanogpt
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.checkpoint.weights import Weights, first_problem, flat_length, from_checkpoint, to_flat_buffers
+from gpt2_triton.checkpoint.weights import (
+    Weights,
+    first_problem,
+    flat_length,
+    from_checkpoint,
+    no_tokenizer,
+    to_flat_buffers,
+)
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
 
@@ -88,7 +95,7 @@ def _config_for(weights: Weights) -> Config:
     """Return a configuration that evaluates another project's model in fp32."""
     model = weights.model
     if weights.tokenizer is None:
-        raise CheckpointError(f"{weights.where}: no tokenizer is known for {model.vocab_size} tokens")
+        raise no_tokenizer(weights)
     sections = {
         "model": model.model_dump(),
         "data": {"tokenizer": weights.tokenizer},

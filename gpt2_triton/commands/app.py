@@ -17,26 +17,28 @@ from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from gpt2_triton import __version__
-from gpt2_triton.console import discard_unwritten, prepare_streams, print_line
+from gpt2_triton.console import discard_unwritten, prepare_streams, print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
+from gpt2_triton.version import version_text
 
 
-def make_app(name: str, help: str) -> App:
-    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant."""
+def make_app(name: str, help: str | None = None) -> App:
+    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant.
+
+    Without `help`, the docstring of its default command is shown.
+    """
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
-    return App(name=name, help=help, help_format="plaintext", version=__version__, default_parameter=plain_names)
+    return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
 
 
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
     prepare_streams()
     try:
-        app.suppress_keyboard_interrupt = False
         if not argv or argv[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
-        code = app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
+        code = call(app, _underscores(argv))
         sys.stdout.flush()  # while errors are still caught
         return code
     except CycloptsError as error:
@@ -50,6 +52,12 @@ def main(app: App, argv: list[str]) -> int:
             raise
         traceback.print_exc()
         return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
+
+
+def call(app: App, words: Iterable[str]) -> int:
+    """Run a command and return its exit code; mistakes and interrupts are raised."""
+    app.suppress_keyboard_interrupt = False
+    return app([*words], exit_on_error=False, print_error=False, result_action="return_value") or 0
 
 
 def _wrong_call(error: CycloptsError) -> str:
@@ -83,7 +91,7 @@ def _fail(message: str, code: int) -> int:
         time.sleep(2)
         return code
     name = f"rank {rank}: " if _is_distributed() and code != 2 else ""
-    print_line("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
+    print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
     discard_unwritten()
     return code
 

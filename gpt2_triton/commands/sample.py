@@ -28,7 +28,7 @@ def sample(
     prompt: str
         Text to continue; empty starts at the end-of-text token.
     tokens: int
-        Tokens of each text.
+        Number of tokens to sample for each text.
     temperature: float
         Softmax temperature; 0 takes the most likely token.
     top_k: int
@@ -38,9 +38,9 @@ def sample(
     seed: int
         Seed of the first text; each next text adds 1.
     num: int
-        Texts to write; a single one is printed while it is decoded, several one after the other.
+        Number of texts; a single one is printed while it is decoded, several one after the other.
     batch: int
-        Texts decoded at once, at most.  It changes the speed, not the random numbers of a text.
+        Largest number of texts decoded at once; it changes the speed, not the random numbers of a text.
     """
     require_at_least(
         tokens=(tokens, 1),
@@ -52,6 +52,10 @@ def sample(
     )
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top_p: must be above 0 and at most 1, got {top_p}; 1 keeps every token")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("--prompt: not UTF-8; give it in the encoding of the terminal's locale") from None
     select_device()
     from gpt2_triton.inference import sample as sampling
 

@@ -1,4 +1,4 @@
-"""train.py: train a GPT-2 from a YAML file."""
+"""`train`, also as train.py: train a GPT-2 from a YAML file."""
 
 import contextlib
 import os
@@ -10,19 +10,23 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from gpt2_triton.commands.app import make_app, require_at_least, select_device
+from gpt2_triton.commands import own
+from gpt2_triton.commands.app import call, make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
+from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import discard_unwritten
+from gpt2_triton.console import command_line, discard_unwritten
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 
-FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
+FLAGS = ("data", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
-config_app = make_app("train.py", "Train a GPT-2 from a YAML file; every key below can be overridden.")
+NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
+config_app = make_app(NAME, "Train a GPT-2 from a YAML file; every key below can be overridden.")
 app = config_app.meta
-app.group_parameters = Group("Run", sort_key=0)
+config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
+app.group_parameters = Group("Run", sort_key=1)
 
 
 @config_app.default
@@ -34,9 +38,10 @@ def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> 
 
 @app.default
 def train(
-    config: Path,
+    config: Annotated[Path, Parameter(allow_leading_hyphen=True)],
     /,
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    data: Annotated[list[Path], Parameter(consume_multiple=True)] | None = None,
     plan: bool = False,
     gpu: str | None = None,
     gpus: int | None = None,
@@ -49,29 +54,37 @@ def train(
     Parameters
     ----------
     config: Path
-        YAML file, for example configs/quickstart.yaml.
+        Name of a recipe, for example quickstart (`gpt2-triton configs` lists them), or a YAML file.
+    data: Path
+        With the recipe own: text files, folders or quoted globs to train on, .txt or .jsonl, also .gz.
     plan: bool
         Print the memory plan and stop; needs neither a GPU nor data.
     gpu: str
-        GPU that --plan is for: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s;
-        default the present one, else h200.
+        GPU of --plan: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s; by default the present one, or h200.
     gpus: int
-        Number of GPUs that --plan is for; default parallel.gpus, else 1.
+        Number of GPUs of --plan; by default parallel.gpus, or 1.
     print_config: bool
         Print the whole configuration as YAML and stop.
     run_dir: Path
-        Directory of the run; default runs/<config>-<time>.
+        Directory of the run; by default runs/<config>-<time>.
     resume: bool
         Resume from the newest checkpoint in --run_dir that verifies; start a new run if there is none.
     """
+    if str(config).startswith("-"):
+        raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if gpus is not None:
         require_at_least(gpus=(gpus, 1))
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
     overrides = parse_overrides(keys)
+    own.require_data(config, data)
     if not (plan or print_config):
-        return _start(config, overrides, run_dir, resume)
-    settings = load_config(config, overrides, gpus or 1)
+        return _start(config, overrides, run_dir, resume, data)
+    gpu = _known_gpu(gpu)
+    if data:
+        settings = own.settings(config, data, overrides, gpus or 1, gpu, run_dir if resume else None)
+    else:
+        settings = load_config(config, overrides, gpus or 1)
     if plan:
         print(_plan(settings, StepShape.of(settings, gpus), gpu))
     else:
@@ -79,22 +92,38 @@ def train(
     return 0
 
 
-def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool) -> int:
-    """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
-    from gpt2_triton.data.shards import require_tokenizer
+command = make_app("train", "Train a GPT-2 from a recipe or a YAML file.")
+command.help_flags = command.version_flags = ()  # --help goes to `app`, which lists the keys
 
+
+@command.default
+def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> int:
+    """Run `app`: a meta app that is itself a sub-command would not list the keys."""
+    return call(app, words)
+
+
+def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool, data: list[Path] | None) -> int:
+    """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
     set_env_from_slurm()
     rank, ranks = rank_and_size()
-    settings = load_config(config, overrides, ranks)
-    StepShape.of(settings, ranks)  # refuses another parallel.gpus before the run has a directory
+    if not data:
+        settings = load_config(config, overrides, ranks)
+        StepShape.of(settings, ranks)  # refuses another parallel.gpus before the run has a directory
+    resumed = run_dir if resume else None
     if rank == 0:
         run_dir = choose_run_dir(config, run_dir, resume)
-        for split in (settings.data.train, settings.data.val):
-            require_tokenizer(split, settings.data.tokenizer)
     else:
         run_dir, sys.stdout = None, open(os.devnull, "w")
+    select_device()  # before numpy is imported
+    from gpt2_triton.data.shards import require_tokenizer
+
+    if data:
+        settings = own.settings(config, data, overrides, ranks, run_dir=resumed, prepare=True)
+        StepShape.of(settings, ranks)
+    if rank == 0:
+        for split in (settings.data.train, settings.data.val):
+            require_tokenizer(split, settings.data.tokenizer)
     with creating_run_dir(run_dir) if run_dir else contextlib.nullcontext():
-        select_device()
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume)
@@ -107,7 +136,8 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     known, given, rest = [key for key, _ in options()], {}, iter(words)
     for word in rest:
         if not word.startswith("--"):
-            raise ConfigError(f"{word}: unexpected; options are --section.key value, as in --optim.lr 3e-4")
+            usual = "; options are --section.key value, as in --optim.lr 3e-4"
+            raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")
         key, equals, value = word[2:].partition("=")
         if key not in known:
             near = suggestion(key, [*FLAGS, *known], "--") or "; see --help"
@@ -154,12 +184,20 @@ def creating_run_dir(run_dir: Path) -> Iterator[None]:
                 run_dir.rmdir()
 
 
-def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
+def _known_gpu(gpu: str | None) -> str | None:
+    """Return the name in lower case; ConfigError unless the table of device.py has it."""
+    if gpu is None:
+        return None
     from gpt2_triton import device
 
-    if gpu is not None and gpu.lower() not in device.GPUS:
+    if gpu.lower() not in device.GPUS:
         raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
+    return gpu.lower()
+
+
+def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
     import gpt2_triton.kernels as kernels
+    from gpt2_triton import device
     from gpt2_triton.model.memory_plan import plan_report
 
-    return plan_report(config, kernels, device.memory_bytes(gpu.lower() if gpu else None), shape)
+    return plan_report(config, kernels, device.memory_bytes(gpu), shape)

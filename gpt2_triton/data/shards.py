@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2_triton.console import command_line
 from gpt2_triton.errors import bad_data
 from gpt2_triton.files import expand_glob, sha256, write_atomic
 
@@ -26,7 +27,7 @@ HEADER_BYTES = 1024
 EDGE_BYTES = 1 << 16  # of each end of a shard that the fingerprint of earlier versions covers
 BLOCKS, BLOCK_TOKENS = 32, 512  # that a fingerprint covers
 RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes and sha256
-PREPARE = "make shards with `python -m gpt2_triton prepare`"
+PREPARE = f"make shards with `{command_line('prepare')}`"
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -202,7 +203,9 @@ def read_header(path: Path) -> tuple[int, os.stat_result]:
         raise bad_data(path, "no header", f"{state.st_size:,} bytes", f"more than {HEADER_BYTES:,}", todo)
     magic, version, count = struct.unpack_from("<3i", header)
     if magic != MAGIC:
-        raise bad_data(path, "wrong magic number", magic, f"{MAGIC} (llm.c's uint16 shards)", PREPARE)
+        raise bad_data(
+            path, "wrong magic number", magic, f"{MAGIC} (llm.c's uint16 shards; nanoGPT's have no header)", PREPARE
+        )
     if version != VERSION:
         raise bad_data(path, "wrong version", version, VERSION, PREPARE)
     if count < 1:

@@ -4,13 +4,14 @@ Tokens are sampled on the device with random numbers keyed by the seed of a text
 text depends on the weights, the prompt and the seed alone.
 """
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import print_line, valid_unicode
+from gpt2_triton.console import is_terminal, print_line, printable, valid_unicode
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
 from gpt2_triton.inference.generate import generate
 from gpt2_triton.inference.load import load_for_decoding
@@ -23,7 +24,9 @@ def sample_text(
     """Print `num` continuations of `prompt` by the weights at `path` (a source of sources.py).
 
     Up to `batch` texts are decoded at once.  A single text is printed while it is decoded.  The rate goes to stderr.
+    Control characters are escaped on a terminal only: a file or a pipe gets the text as it is.
     """
+    shown = printable if is_terminal(sys.stdout) else str
     config, tensors = load_weights(str(path))
     model = load_for_decoding(config, tensors, min(num, batch))
     tokenizer = get_tokenizer(config.data.tokenizer)
@@ -31,14 +34,14 @@ def sample_text(
         model.compile_decoding(temperature, top_k, top_p)
     start = time.perf_counter()
     if num == 1:
-        print(prompt, end="", flush=True)
+        print(shown(prompt), end="", flush=True)
         steps = generate(model, encode_prompt(tokenizer, prompt), tokens, [seed], temperature, top_k, top_p)
         for piece in stream_text(tokenizer, (token for [token] in steps)):
-            print(piece, end="", flush=True)
+            print(shown(piece), end="", flush=True)
         print(flush=True)
     else:
         for text in continuations(model, tokenizer, prompt, tokens, temperature, top_k, top_p, seed, num):
-            print(text, flush=True)
+            print(shown(text), flush=True)
     seconds = time.perf_counter() - start
     print_line(f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} per second", error=True)
 

@@ -23,7 +23,7 @@ from gpt2_triton.model.buffers import Decoding, Recompute, State
 from gpt2_triton.model.communicator import Communicator, make_communicator
 from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.init_weights import init_weights
-from gpt2_triton.model.memory_plan import plan_memory, recompute_levels, require_fits
+from gpt2_triton.model.memory_plan import out_of_memory, plan_memory, recompute_levels, require_fits
 from gpt2_triton.model.step import STEPS, InFlightStep
 from gpt2_triton.model.tensor_stats import StatsRecorder, first_non_finite
 from gpt2_triton.model.view import ModelView, make_view
@@ -59,11 +59,16 @@ class GPT2:
         self.B, self.T = self.shape.micro_batch, config.train.seq_len
         self.plan, self.dims = plan_memory(config, K, self.B, self.T, training, dtypes, sequences, self.shape)
         self.recompute = [Recompute.at(level) for level in recompute_levels(config, training)]
-        require_fits(self.plan, config, K, self.shape, device, sequences)
-        if group:
-            self.arena, arenas = group.allocate_shared(self.plan.total)
-        else:
-            self.arena, arenas = torch.empty(self.plan.total, dtype=torch.uint8, device=device), []
+        require_fits(self.plan, config, K, self.shape, device, training, sequences)
+        try:
+            if group:
+                self.arena, arenas = group.allocate_shared(self.plan.total)
+            else:
+                self.arena, arenas = torch.empty(self.plan.total, dtype=torch.uint8, device=device), []
+        except RuntimeError:  # on a CPU: a limit of the process, or a system that overcommits nothing
+            if device != "cpu":
+                raise
+            raise out_of_memory(self.plan, config, K, self.shape, device, training, sequences) from None
         self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it

@@ -15,7 +15,7 @@ from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import Progress, print_line
+from gpt2_triton.console import Progress, format_bytes, print_line
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import builtin_shards
@@ -25,7 +25,6 @@ from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.inference import hellaswag
-from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.training.logger import Logger, NullLogger
@@ -198,7 +197,7 @@ def open_log(
     about |= {"changed_data": start.changed_data} if start.changed_data else {}
     log = Logger(run_dir, config, state.step, state.wandb_id, about, group.size)
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
-    size = f"{model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB"
+    size = f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}"
     sequences = data.train.windows.n
     epochs = t.steps * config.total_batch_tokens / t.seq_len / sequences
     seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"

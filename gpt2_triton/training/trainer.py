@@ -30,6 +30,7 @@ from gpt2_triton.model.step import StepResult
 from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import step_inputs
+from gpt2_triton.training.next_steps import after_signal, after_training
 from gpt2_triton.training.preemption import ShutdownSignals
 from gpt2_triton.training.run_state import RunState
 from gpt2_triton.training.setup import Data, build_model, open_checkpointer, open_data, open_log, restore, saved_config
@@ -152,20 +153,23 @@ class Trainer:
                 self.log.info(memory_in_use_report(self.model.plan, self.bytes_before))
             if rewind or self._between_steps(step):
                 step = self._rewind()
-        return self._end(step)
+        return self._end(step, trained=first < last)
 
-    def _end(self, step: int) -> int:
+    def _end(self, step: int, trained: bool) -> int:
         """Save what a signal interrupted; return the exit code when all checkpoints are written."""
         stopping = self.signals.stop
         if stopping and step > 0 and not self._read_step():  # if it needs a rewind, the resumed run does it
             self._save(step)
         with self.watchdog.phase("saving"):
             self.checkpointer.wait(raise_errors=True)
-        if not stopping or step >= self.config.train.steps:
+        done = not stopping or step >= self.config.train.steps
+        if done and trained:
+            self.log.info("\n".join(after_training(self.run_dir, step, self.state.best)))
+        if done:
             return 0
         if self.is_first_rank:
             (self.run_dir / PREEMPTED).touch()
-        self.log.info(f"stopped after step {step}; the same command with --run_dir {self.run_dir} --resume continues")
+        self.log.info("\n".join(after_signal(self.run_dir, step)))
         return self.signals.exit_code
 
     def _train_step(self, step: int) -> None:

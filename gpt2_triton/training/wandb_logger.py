@@ -9,6 +9,7 @@ as their axis.
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
-from gpt2_triton.console import print_line, valid_unicode
+from gpt2_triton.console import command_line, print_line, valid_unicode
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, Record, read_metrics
 from gpt2_triton.training.run_info import read_run, write_run
@@ -109,7 +110,7 @@ class WandbLogger:
             reason = (str(error).splitlines() or [""])[0]
             print_line(
                 f"warning: no Weights & Biases from here on ({type(error).__name__}: {reason}); {METRICS} has "
-                f"everything, `python -m gpt2_triton wandb-export {self._run_dir}` sends what is missing",
+                f"everything, `{command_line('wandb-export')} {self._run_dir}` sends what is missing",
                 error=True,
             )
 
@@ -162,7 +163,9 @@ def _read_marker(marker: Path, run_id: str, recorded: int) -> int:
 
 
 def new_id() -> str:
-    return secrets.token_hex(4)
+    """Return a random id of a run; in a sweep the one that its agent has chosen, since wandb.init takes no other."""
+    chosen = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return chosen or secrets.token_hex(4)
 
 
 def connect(
@@ -207,7 +210,7 @@ def send_missing(run_dir: Path, project: str | None = None, new_run: bool = Fals
     """
     path = run_dir / METRICS
     if not path.is_file() or not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir}: no {METRICS} and config.yaml there; expected a run directory, as train.py makes")
+        raise ConfigError(f"{run_dir}: no {METRICS} and config.yaml there; expected a run directory")
     records, found = read_metrics(path), read_run(run_dir)
     starts, run_id = found.get("starts") or [], found.get("wandb_id")
     about = starts[-1] if starts else None

@@ -17,7 +17,7 @@ SECONDS = {"minutes": 60, "hours": 3600, "days": 86400}
 
 
 def test_recipes_exist():
-    assert {path.stem for path in RECIPES} == {*SIZES, "quickstart", "overfit", "finetune_shakespeare"}
+    assert {path.stem for path in RECIPES} == {*SIZES, "own", "quickstart", "overfit", "finetune_shakespeare"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -270,7 +270,9 @@ def test_batch_script_forwards_the_signal_and_requeues_an_unfinished_job(batch, 
     batch.send_signal(signal.SIGTERM)
     assert batch.wait() == (1 if finished else 0)
     assert ("requeue 7" in (tmp_path / "calls").read_text()) is not finished
-    assert "--rdzv_endpoint node1:20007 --rdzv_id 7 " in (tmp_path / "started").read_text()  # a port of this job's
+    words = (tmp_path / "started").read_text()
+    assert "--rdzv_endpoint node1:20007 --rdzv_id 7 " in words  # a port of this job's
+    assert words.endswith(" -m gpt2_triton train x.yaml --run_dir runs/7 --resume\n")
 
 
 @pytest.mark.gpu

@@ -11,6 +11,8 @@ import torch
 
 import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.inference import generate, sample
 from gpt2_triton.model import schedule
@@ -166,3 +168,19 @@ def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
     for seed in range(3, 8):
         sample.sample_text(step_dir, "Hello", 3, *PLAIN, seed=seed, num=1, batch=64)
     assert out == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("num", "terminal"), [(1, False), (1, True), (2, True)])
+def test_control_characters_are_escaped_on_a_terminal_only(step_dir, capsys, monkeypatch, num, terminal):
+    """A file gets the text as it is."""
+    prompt = "\x1b[2J\x9b\a"
+    monkeypatch.setattr(sample, "is_terminal", lambda stream: terminal)
+    sample.sample_text(step_dir, prompt, 1, *PLAIN, seed=3, num=num, batch=64)
+    out = capsys.readouterr().out
+    assert out.count(sample.printable(prompt) if terminal else prompt) == num
+    assert terminal == (sample.printable(out) == out)
+
+
+def test_prompt_that_is_not_utf8_is_refused_in_one_line(step_dir, capsys):
+    assert main(tools, ["sample", str(step_dir), "--prompt", "\udcff"]) == 2
+    assert capsys.readouterr().err == "error: --prompt: not UTF-8; give it in the encoding of the terminal's locale\n"
