@@ -211,3 +211,23 @@ def test_load_refuses_nan_and_infinity(tmp_path, monkeypatch, name, value):
         path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, made_state(10), 0, 0)
         with pytest.raises(CheckpointError, match=f"{name}: a NaN or an infinity at element {at}; remove this step"):
             load_checkpoint(find_checkpoint(path))
+
+
+@pytest.mark.parametrize("value", ["missing", "x", -1, [], {"a": {"b": {}}}, 2.5, True], ids=str)
+@pytest.mark.parametrize("key", sorted(made_state(20).keys()))
+def test_state_of_another_shape_counts_as_damaged(tmp_path, capsys, key, value):
+    """A resume takes the step before; the step itself is refused with exit code 4."""
+    write(tmp_path, 10)
+    newest = write(tmp_path, 20)
+    state = json.loads((newest / STATE).read_text())
+    state[key] = value
+    if value == "missing":
+        del state[key]
+    if (key, value) in [("wandb_id", "x"), ("data", [])]:  # good values
+        return
+    (newest / STATE).write_text(json.dumps(state))
+    reseal(newest)
+    assert latest_checkpoint(tmp_path).name == STEP_10
+    assert f"skipping damaged {newest}: state.json: {key}" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=f"state.json: {key}"):
+        find_checkpoint(newest)

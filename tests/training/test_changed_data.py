@@ -130,6 +130,7 @@ def job(config, run, reads):
         os._exit(error.exit_code)
 
 
+@pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize("reads", [0, 7])  # before the first step; in the middle of a later one
 @pytest.mark.parametrize("zero", [0, 2])
@@ -156,6 +157,7 @@ def test_all_ranks_save_and_end_where_one_cannot_read(data, tmp_path, zero, read
         assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)), name
 
 
+@pytest.mark.slow
 @needs_fork
 def test_all_ranks_save_and_end_where_one_cannot_validate(data, tmp_path):
     config, run = run_config(data, eval=dict(every=3, tokens=160)), tmp_path / "run"
