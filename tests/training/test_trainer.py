@@ -14,7 +14,7 @@ import torch
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.distributed.run_lock import RunLock
-from gpt2_triton.errors import CheckpointError, ConfigError, NonFiniteError
+from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, trainer
 from gpt2_triton.training.logger import Logger
@@ -191,9 +191,16 @@ def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
 
         monkeypatch.setattr(model, "evaluate", with_nan_in_the_last_row)
         found = recovery.find_non_finite_losses(model, loader, made.batches, first, made.control)
+        monkeypatch.setattr(loader, "batch", lambda *_: raise_data_error())
+        unread = recovery.find_non_finite_losses(model, loader, made.batches, first, made.control)
     finally:
         made.close()
     assert found == f"the losses of 1 of its 4 sequences are not finite, the first on rank 0 at {loader.place(11)}"
+    assert unread == "the losses cannot be computed again (cut off)"  # and other ranks do not wait
+
+
+def raise_data_error():
+    raise DataError("cut off")
 
 
 def test_run_goes_on_in_a_directory_that_was_removed(tmp_path, monkeypatch, capsys):
