@@ -93,7 +93,7 @@ def test_verify_names_each_missing_rank(newest, capsys, missing):
 
 
 def test_verify_takes_a_read_error_for_damage(newest, capsys, monkeypatch):
-    def fail(path):
+    def fail(path, *_):
         if path.parent == newest:
             raise OSError(errno.EIO, "Input/output error", str(path))
         return fingerprint(path)
@@ -261,7 +261,7 @@ def test_named_step_that_is_deleted_while_it_is_read_is_an_error(newest, monkeyp
 
 def test_best_step_that_is_replaced_while_it_is_looked_up_is_found(tmp_path, monkeypatch):
     def save_best(step):
-        save_checkpoint(tmp_path / "checkpoints", step, example(step), {"step": step, "best": [step, 1.0]}, 1)
+        save_checkpoint(tmp_path / "checkpoints", step, example(step), made_state(step, best=[step, 1.0]), 1)
 
     save_best(10)
     original, calls = load.find_checkpoint, []
