@@ -140,6 +140,9 @@ def test_train_refuses_what_the_command_refuses(run, tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="expected the directory of a run"):
         api.Run(tmp_path)
+    (tmp_path / "config.yaml").write_text("model: 1\n")
+    with pytest.raises(ConfigError, match="config.yaml:1: model: must be a section of keys, got 1"):
+        api.Run(tmp_path).config  # noqa: B018
 
 
 @pytest.mark.slow
@@ -330,7 +333,7 @@ def test_export_writes_the_files_of_the_command(run, model, tmp_path):
         (lambda m: m.generate("a", 0), ConfigError, "tokens: must be at least 1, got 0"),
         (lambda m: m.stream("a", temperature=-1), ConfigError, "temperature: must be at least 0, got -1"),
         (lambda m: m.generate("a", top_p=0), ConfigError, "top_p: must be above 0 and at most 1, got 0"),
-        (lambda m: m.export(".", format="gguf"), ConfigError, "--format: expected hf or llmc, got gguf"),
+        (lambda m: m.export(".", format="gguf"), ConfigError, "format: expected hf or llmc, got gguf"),
         (lambda m: m.export("."), ConfigError, "is there already"),
         (lambda m: gpt2_triton.load("nowhere"), CheckpointError, "nowhere: no checkpoint found"),
         (lambda m: gpt2_triton.load("nowhere", dtype="fp16"), ConfigError, "dtype: expected bf16, fp32 or None"),
