@@ -147,7 +147,7 @@ def _hidden_directory(out_dir: Path, log: Log) -> Iterator[Path]:
     """
     shared = out_dir.absolute().with_name(f".{out_dir.name}.partial")
     with pipeline.locked(shared, log) as held:
-        own = shared.with_name(f".{out_dir.name}.{socket.gethostname()}-{process_mark()}.partial")
+        own = shared.with_name(f".{out_dir.name}.{socket.gethostname()}-{process_mark()}-{os.urandom(4).hex()}.partial")
         _remove_abandoned(out_dir)
         try:
             if not held:
@@ -162,7 +162,7 @@ def _hidden_directory(out_dir: Path, log: Log) -> Iterator[Path]:
 def _remove_abandoned(out_dir: Path) -> None:
     """Remove the directories that processes of this host built in without a lock and did not finish."""
     name, host = re.escape(out_dir.name), re.escape(socket.gethostname())
-    remove_abandoned(out_dir.absolute().parent, re.compile(rf"\.{name}\.{host}-{MARK}\.partial"), own=True)
+    remove_abandoned(out_dir.absolute().parent, re.compile(rf"\.{name}\.{host}-{MARK}-[0-9a-f]{{8}}\.partial"))
 
 
 def _remove_leftovers(out_dir: Path) -> None:

@@ -402,7 +402,7 @@ def test_leftovers_of_killed_preparations_are_removed(tmp_path):
     """With a lock they are resumed; those of processes without one, and those of a directory that is there, go."""
     (tmp_path / "a.txt").write_text("some text " * 50)
     out, host = tmp_path / "out", socket.gethostname()
-    unlocked, living = f".out.{host}-{ended_process()}.partial", f".out.{host}-{os.getppid()}.partial"
+    unlocked, living = f".out.{host}-{ended_process()}-0123abcd.partial", f".out.{host}-{os.getppid()}-0123abcd.partial"
     for again in (False, True):  # prepared now, and before
         for name in (unlocked, living, ".out.partial"):
             (tmp_path / name).mkdir(exist_ok=True)
