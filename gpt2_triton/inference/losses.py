@@ -18,11 +18,15 @@ from gpt2_triton.errors import DataError, bad_data
 from gpt2_triton.model.gpt2 import GPT2
 
 
-def validation_loss(model: GPT2, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS) -> float:
-    """Return the mean loss of a run's validation tokens.  Rank r of `control` computes every size-th batch from r."""
+def validation_loss(
+    model: GPT2, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS, fp8: bool = False
+) -> float:
+    """Return the mean loss of a run's validation tokens, with `fp8` that of the forward pass of an fp8 step.  Rank r of
+    `control` computes every size-th batch from r.
+    """
     total, batches = 0.0, loader.batches(model.B)
     for ids, targets in itertools.islice(batches, control.rank, None, control.size):
-        total += float(model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
+        total += float(model.evaluate(ids, targets, fp8).numpy().sum(dtype=np.float64))
     return sum(control.all_gather(total)) / loader.tokens
 
 

@@ -30,7 +30,7 @@ from gpt2_triton.kernels.philox import fill, normal_init
 from gpt2_triton.kernels.precompile import compiling as compiling  # mypy: used through the package
 from gpt2_triton.kernels.reduce import add_partials, clip_factor, loss_sum, sum_squares, sum_squares_scratch
 from gpt2_triton.kernels.sampling import sample_token
-from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
+from gpt2_triton.kernels.tensor_stats import fp8_stats, parameter_stats, stats_parts, tensor_stats
 
 
 def scratch_elements(d: dict[str, int], dtype: str) -> int:

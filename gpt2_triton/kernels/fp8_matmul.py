@@ -15,8 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.device_math import dgelu, dot, gelu
 from gpt2_triton.kernels.fp8 import Fp8, quantise, stored, transpose
+from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
+from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
+from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_dw
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tiles import TileSplit, describe, halves, split_item, tile_position
 from gpt2_triton.kernels.tuning import programs, tuned
@@ -115,6 +119,12 @@ def _launch(
     epilogue: str = "", res: Tensor | None = None, slope: Tensor | None = None, part: Tensor | None = None,
 ) -> None:  # fmt: skip
     (M, K), N = a.shape, w.shape[0]
+    kernel = hopper.takes(f"matmul_{epilogue}" if epilogue else "matmul", M, N, "fp8")
+    if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
+        forms = out.rows, out.columns, out.scale, out.amax
+        return hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
+    if kernel == "fp8_matmul":
+        return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res)
     row = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
@@ -157,6 +167,8 @@ def matmul_dw(
     for operand in (dout, inp):
         if not operand.transposed:
             transpose(operand.columns, operand.rows, pairs=True)
+    if hopper.takes("matmul_dw", *dw.shape, "fp8"):
+        return hopper_dw.matmul_dw(dw, scratch, dout.columns, dout.scale, inp.columns, inp.scale, split, acc)
     (N, K), block_m, block_n, block_k = dw.shape, split.rows, split.columns, row["BLOCK_K"]
     row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
     part_shape = [max(1, split.split_tiles * split.k_parts) * block_m, block_n]

@@ -39,7 +39,10 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
 
 def _takes_fp8(op: str, M: int, N: int) -> str | None:
     """Return the module for a product of fp8 operands with an output [M, N], or for the transposition of [M, N]."""
-    return "transpose" if op == "transpose" and M % 16 == N % 16 == 0 else None
+    fused = op in ("matmul_gelu", "matmul_dgelu")
+    if op == "transpose" and (M % 16 or N % 16) or fused and (M % TILE_M or N % TILE_N):
+        return None
+    return {"transpose": "transpose", "matmul_dw": "fp8_matmul_dw"}.get(op, "fp8_gelu" if fused else "fp8_matmul")
 
 
 def wide_is_faster(M: int, N: int) -> bool:

@@ -81,10 +81,11 @@ def corner(tile, M, N, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def barriers(n: gl.constexpr):
+def barriers(n: gl.constexpr, count: gl.constexpr = 1):
+    """Return n barriers, of which each completes a phase with `count` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(i), count=count)
     return bars
 
 
