@@ -157,13 +157,17 @@ def test_transposition_in_pairs(rng):
     assert torch.equal(bits(out), bits(in_pairs(x)))
 
 
-def close_to_rounded(got: Fp8, want: torch.Tensor) -> None:
-    """Compare with the rounding of float64 numbers: a few may be rounded the other way, one step off."""
+def close_to_rounded(got: Fp8, want: torch.Tensor, most: float = 2e-3) -> None:
+    """Compare with the rounding of float64 numbers: a share of at most `most` is rounded the other way, one step off.
+
+    On a GPU, tensor cores add fp8 products to 14 bits, and GELU's arithmetic is in fp16.
+    """
+    most = 0.08 if DEVICE == "cuda" else most
     exact = as_e4m3((want * got.scale).float())
     differ = bits(got.rows) != bits(exact)
-    assert differ.float().mean() < 2e-3
-    assert error(got.rows, exact) < 2e-3
-    assert abs(amax_of(got) / want.abs().max().item() - 1) < 1e-5
+    assert differ.float().mean() < most
+    assert error(got.rows, exact) < (1e-2 if DEVICE == "cuda" else 2e-3)
+    assert abs(amax_of(got) / want.abs().max().item() - 1) < (1e-3 if DEVICE == "cuda" else 1e-5)
 
 
 def test_layernorm_writes_fp8(rng):
@@ -252,17 +256,19 @@ def test_products_equal_float64(residual, rng):
     assert error(dinp, dequantised(dout) @ dequantised(w)) < 4e-3
 
 
-def test_gelu_and_its_derivative_as_a_byte(rng):
-    a, w = product_operands(rng, R, 112, C)
-    b, slope = rng(112, dtype=BF16), torch.zeros(R, 112, dtype=torch.uint8, device=DEVICE)
-    out = operand(R, 112, 16.0)
+@pytest.mark.parametrize("R, N", [(96, 112), pytest.param(384, 512, marks=pytest.mark.gpu)])
+def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
+    """In the portable kernels, and on Hopper, where M and N fill whole tiles, in those of kernels/hopper."""
+    a, w = product_operands(rng, R, N, C)
+    b, slope = rng(N, dtype=BF16), torch.zeros(R, N, dtype=torch.uint8, device=DEVICE)
+    out = operand(R, N, 16.0)
     K.matmul_gelu(out, slope, a, w, b)
     pre = dequantised(a) @ dequantised(w).T + b.double()
     close_to_rounded(out, reference.gelu(pre))
     assert torch.equal(bits(out.columns), bits(in_pairs(out.rows)))
 
-    dout, w2 = product_operands(rng, R, 16, 64)[0], product_operands(rng, 16, 64, 112)[1]
-    dpre, dbias, scratch = operand(R, 112, 4.0), poisoned(112), poisoned(R * 112)
+    dout, w2 = product_operands(rng, R, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
+    dpre, dbias, scratch = operand(R, N, 4.0), poisoned(N), poisoned(R * N)
     K.matmul_dx_dgelu(dpre, dbias, None, scratch, dout, w2, slope, False)
     product = dequantised(dout) @ dequantised(w2)
     want = product * reference.dgelu(pre)
@@ -284,5 +290,5 @@ def test_weight_gradients_equal_float64(transposed, rng):
     want = dequantised(dout).T @ dequantised(inp)
     for acc in (False, True):
         K.matmul_dw(dw, scratch, dout, inp, acc)
-        assert error(dw, want * (1 + acc)) < 1e-6
+        assert error(dw, want * (1 + acc)) < (2e-4 if DEVICE == "cuda" else 1e-6)  # 14 bits within 128 terms
     assert torch.equal(bits(dout.columns), bits(in_pairs(dout.rows)))
