@@ -267,7 +267,7 @@ def _fp8_gelu_kernel(
             (fp8_activation_partition, (rows_desc, columns_desc, slope_desc, part_ptr, scale_ptr, amax_ptr, c_slices,
                                         r_bufs, t_bufs, slopes, c, M, N, False)),
             (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
-        ], [WARPS, 1], [104, 24])
+        ], [WARPS, 1], [120, 24])
     # fmt: on
 
 
