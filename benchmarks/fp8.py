@@ -102,7 +102,7 @@ def random_operand(R: int, C: int, std: float = 1.0, weight: bool = False) -> An
     out = operand(R, C, scale_for(5.5 * std))
     out = fp8.Fp8(**{**vars(out), "scratch": operand(C, R, 1.0).rows.view(-1)}) if weight else out
     if weight:
-        K.quantise_weight(out, x)
+        K.cast_operand(out, x)
     else:
         for r in range(0, R, 8192):
             part = (x[r : r + 8192].float() * out.scale).clamp(-448, 448)
@@ -302,10 +302,10 @@ def check_writers(R: int, C: int) -> None:
     say(what="transpose", shape=f"{R}x{C}", error=0.0, limit=0.0, transposed=in_order(ln), ok=in_order(ln))
     weight = randn(4 * C, C, std=0.02)
     w8 = random_operand(4 * C, C, 0.02, weight=True)
-    K.quantise_weight(w8, weight)
+    K.cast_operand(w8, weight)
     want = (weight.float() * w8.scale).clamp(-448, 448).to(w8.rows.dtype).view(torch.uint8)
     same = torch.equal(w8.rows.view(torch.uint8), want) and torch.equal(w8.columns.view(torch.uint8), want.T)
-    say(what="quantise_weight", shape=f"{4 * C}x{C}", error=0.0, limit=0.0, transposed=same, ok=same)
+    say(what="cast_operand", shape=f"{4 * C}x{C}", error=0.0, limit=0.0, transposed=same, ok=same)
 
 
 CHECKS: dict[str, Callable[[int, int], None]] = {
@@ -515,7 +515,7 @@ def time_kernels(R: int, C: int) -> None:
     }
     compare(f"attention_bwd {R}x{C}", calls)
     w8, w16 = random_operand(4 * C, C, 0.02, weight=True), randn(4 * C, C, std=0.02)
-    compare(f"quantise_weight {4 * C}x{C}", {"fp8": partial(K.quantise_weight, w8, w16)}, nbytes=4 * 4 * C * C)
+    compare(f"cast_operand {4 * C}x{C}", {"fp8": partial(K.cast_operand, w8, w16)}, nbytes=4 * 4 * C * C)
 
 
 # ---- steps

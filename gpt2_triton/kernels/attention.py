@@ -94,10 +94,11 @@ def _attention_fwd_kernel(
         s = tl.where(i[:, None] >= j[None, :], dot(q, k.T), -1.0e30)
         m, total, acc = _online_softmax_step(s, v, m, total, acc, factor)
     sums = tl.sum(total, 1)
-    out = acc / sums[:, None]
+    out = (acc / sums[:, None]).to(out_desc.dtype)
     _store(out_desc, b, h, first, out)
-    if out8_desc is not None:
-        _store(out8_desc, b, h, first, quantise(tl.where(i[:, None] < T, out, 0.0), scale_ptr, amax_ptr))
+    if out8_desc is not None:  # of the rounded numbers, so that a cast of out gives the same bits
+        out = tl.where(i[:, None] < T, out.to(tl.float32), 0.0)
+        _store(out8_desc, b, h, first, quantise(out, scale_ptr, amax_ptr))
     tl.store(lse_ptr + bh.to(tl.int64) * T + i, m + tl.log2(sums), mask=i < T)
 
 

@@ -186,18 +186,17 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
     )
 
 
-@contract("w8[N,K] <- w[N,K]")
-def quantise_weight(w8: Fp8, w: Tensor) -> None:
-    """Write rows and columns of a weight w, bf16, and record its amax, which is that of the next step's scale."""
-    (N, K), ordered = w.shape, w8.scratch if hopper.takes("transpose", *w.shape, "fp8") else None
-    block_r, block_c = _block(N, 4), _block(K, 256)
-    _cast_kernel[(triton.cdiv(N, block_r),)](
-        w8.rows, ordered, w, w8.scale, w8.amax, N, K, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
+@contract("x8[R,C] <- x[R,C]")
+def cast_operand(x8: Fp8, x: Tensor) -> None:
+    """Write the rows of x, bf16, and record its amax; of a weight, which has scratch, the columns too, in order."""
+    (R, C), is_weight = x.shape, x8.scratch is not None
+    ordered = x8.scratch[: R * C].view(R, C) if is_weight and hopper.takes("transpose", R, C, "fp8") else None
+    block_r, block_c = _block(R, 4), _block(C, 256)
+    _cast_kernel[(triton.cdiv(R, block_r),)](
+        x8.rows, ordered, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
     )
-    if ordered is None:
-        transpose(w8.columns, w8.rows, pairs=False)
-    else:
-        transpose(w8.columns, ordered[: N * K].view(N, K), pairs=True)
+    if is_weight:
+        transpose(x8.columns, x8.rows if ordered is None else ordered, pairs=ordered is not None)
 
 
 @contract("scale[A]+ history[A,H]+ amax[A,P]+ <- step_out[4]")

@@ -35,7 +35,7 @@ class Recompute:
     """Says what the backward pass of a layer computes again instead of reading it, from memory.recompute."""
 
     gelu: bool
-    ln: bool  # also with `block`, where both norms of a layer share a copy of ln
+    ln: bool  # also with `block`, where both norms of a layer share a copy of ln; and casts of weights and att to fp8
     qkv: bool
     block: bool
 

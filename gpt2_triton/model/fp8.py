@@ -16,41 +16,43 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.model.arena import buf
-from gpt2_triton.model.buffers import Acts, Params, State
+from gpt2_triton.model.buffers import Acts, Params, Recompute, State, Tensors
 
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
 # datt and dfcg are the scales of dx where it enters attproj's and fcproj's backward pass
 OPERATIONS = dict(qkvw="qkv", attprojw="attproj", fcw="mlp", fcprojw="mlp")
-Tensors = list[Tensor]
 
 
 # fmt: off
 @dataclasses.dataclass
 class Fp8Buffers:
-    """Rows are [tokens, channels], columns the transpose, which weight gradients read."""
+    """Rows are [tokens, channels], columns (t) the transpose, which weight gradients read; slope is gelu' in bytes."""
 
-    ln8:        Tensors = buf("2*L | R C", "e4m3", "block..block_bwd", "activations", drop="gelu+ln",
-                              only="fp8 qkv mlp")
-    att8:       Tensors = buf("L | R C",   "e4m3", "block..block_bwd", "activations", drop="block", only="fp8 attproj")
-    fcg8:       Tensors = buf("L | R 4*C", "e4m3", "block..block_bwd", "activations", drop="none", again="block",
-                             only="fp8 mlp")
-    fcg8t:     Tensors = buf("L | 4*C R", "e4m3", "block..block_bwd", "activations", drop="block", only="fp8 mlp")
-    slope:     Tensors = buf("L | R 4*C", "u8",   "block..block_bwd", "activations", drop="block", only="fp8 mlp")
+    ln8:        Tensors = buf("2*L | R C", "e4m3", "block..block_bwd", "activations", only="fp8 qkv mlp",
+                            drop="gelu+ln")
+    att8:       Tensors = buf("L | R C",   "e4m3", "block..block_bwd", "activations", only="fp8 attproj",
+                            drop="gelu+ln")
+    fcg8:       Tensors = buf("L | R 4*C", "e4m3", "block..block_bwd", "activations", only="fp8 mlp",
+                            drop="none", again="block")
+    fcg8t:      Tensors = buf("L | 4*C R", "e4m3", "block..block_bwd", "activations", only="fp8 mlp", drop="block")
+    slope:      Tensors = buf("L | R 4*C", "u8",   "block..block_bwd", "activations", only="fp8 mlp", drop="block")
     dx8:        Tensor  = buf("R C",       "e4m3", "head..block_bwd",  "backward",    only="fp8 attproj mlp")
     dfch8:      Tensor  = buf("R 4*C",     "e4m3", "block_bwd",        "backward",    only="fp8 mlp")
-    dfch8t:    Tensor  = buf("4*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 mlp")
+    dfch8t:     Tensor  = buf("4*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 mlp")
     dqkv8:      Tensor  = buf("R 3*C",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv", within="dfch8")
-    inp8t:     Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
-    dout8t:    Tensor  = buf("3*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
-    qkvw8:      Tensors = buf("L | 3*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv")
-    qkvw8t:    Tensors = buf("L | C 3*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv")
-    attprojw8:  Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 attproj")
-    attprojw8t: Tensors = buf("L | C C",  "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 attproj")
-    fcw8:       Tensors = buf("L | 4*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp")
-    fcw8t:     Tensors = buf("L | C 4*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp")
-    fcprojw8:   Tensors = buf("L | C 4*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp")
-    fcprojw8t: Tensors = buf("L | 4*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp")
-    weight8:   Tensor  = buf("4*C C",     "e4m3", "block",            "scratch",     only="fp8 qkv attproj mlp")
+    inp8t:      Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
+    dout8t:     Tensor  = buf("3*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
+    weight8:    Tensor  = buf("4*C C",     "e4m3", "block block_bwd",  "scratch",     only="fp8 qkv attproj mlp")
+    qkvw8:      Tensors = buf("L | 3*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv", drop="gelu+ln")
+    qkvw8t:     Tensors = buf("L | C 3*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv", drop="gelu+ln")
+    attprojw8:  Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 attproj",
+                            drop="gelu+ln")
+    attprojw8t: Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 attproj",
+                            drop="gelu+ln")
+    fcw8:       Tensors = buf("L | 4*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp", drop="gelu+ln")
+    fcw8t:      Tensors = buf("L | C 4*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp", drop="gelu+ln")
+    fcprojw8:   Tensors = buf("L | C 4*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp", drop="gelu+ln")
+    fcprojw8t:  Tensors = buf("L | 4*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp", drop="gelu+ln")
 # fmt: on
 
 
@@ -100,6 +102,15 @@ def place_operands(
                 own.append(tensors[l])
         weights.append(own)
     return weights
+
+
+def cast_again(att: Any, weights: list[Any], redo: Recompute) -> list[Any]:
+    """Return the operands of a layer whose fp8 rows are not kept until its backward pass.  Attention's output is there
+    in bf16, unless the whole layer is computed again.
+    """
+    if not redo.ln:
+        return []
+    return weights if redo.block or isinstance(att, Tensor) else [*weights, att]
 
 
 def clear(row: Tensor | None) -> None:

@@ -35,9 +35,9 @@ def block(K: Any, m: Any, acc: bool = False) -> None:
     w, a = m.w, m.a
     for l in range(m.L):
         m.comm.wait_params(l)
-        if not acc:  # the weights are those of the step
+        if not acc or m.recompute[0].ln:  # else those of the first micro-step are still there
             for w8 in m.fp8_weights[l]:
-                K.quantise_weight(w8, w8.value)
+                K.cast_operand(w8, w8.value)
         layer(K, m, l)
         # x[i+2] = x[i+1] + fcproj(fcg)
         K.matmul_add(a.x[2 * l + 2], a.x[2 * l + 1], a.fcg[l], w.fcprojw[l], w.fcprojb[l])
@@ -118,6 +118,8 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]
+        for x8 in m.fp8_again[l]:
+            K.cast_operand(x8, x8.value)
         if redo.block:
             layer(K, m, l)
         # through fcproj, GELU, fc and the norm of x[i+1]; recomputed, gelu(fch) overwrites fch
