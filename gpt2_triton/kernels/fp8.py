@@ -96,8 +96,18 @@ def to_e4m3(x):
 @triton.jit
 def record_amax(amax_ptr, x):
     """Record the largest |x| of a tile: a maximum of bits, exact in any order, where NaN and infinity are largest."""
-    top = tl.max(tl.abs(x).to(tl.int32, bitcast=True))
-    tl.atomic_max(amax_ptr + tl.program_id(0) % _CELLS, top, sem="relaxed")
+    record_bits(amax_ptr, tl.abs(x).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def row_maxima(top, x):
+    """Return the larger of top, bits of fp32, and the largest |x| of each row, for record_bits at the end of a loop."""
+    return tl.maximum(top, tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1))
+
+
+@triton.jit
+def record_bits(amax_ptr, top):
+    tl.atomic_max(amax_ptr + tl.program_id(0) % _CELLS, tl.max(top), sem="relaxed")
 
 
 @triton.jit
@@ -141,19 +151,20 @@ def _roll_scales_kernel(scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: t
 def _cast_kernel(out_ptr, ordered_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Write x in e4m3, and to ordered_ptr with row 2g + h of each 16 at row g + 8h."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    top = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    top = tl.zeros((BLOCK_R,), tl.int32)
     scale = tl.load(scale_ptr)
     for first in range(0, C, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         mask = (r < R)[:, None] & (c < C)[None, :]
         x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+        if amax_ptr is not None:
+            top = row_maxima(top, x)
         q = to_e4m3(x * scale)
         tl.store(out_ptr + r.to(tl.int64)[:, None] * C + c[None, :], q, mask=mask)
         if ordered_ptr is not None:
             tl.store(ordered_ptr + token_at(r).to(tl.int64)[:, None] * C + c[None, :], q, mask=mask)
     if amax_ptr is not None:
-        record_amax(amax_ptr, top)
+        record_bits(amax_ptr, top)
 
 
 @triton.jit
@@ -188,14 +199,16 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
 
 @contract("x8[R,C] <- x[R,C]")
 def cast_operand(x8: Fp8, x: Tensor) -> None:
-    """Write the rows of x, bf16, and record its amax; of a weight, which has scratch, the columns too, in order."""
-    (R, C), is_weight = x.shape, x8.scratch is not None
-    ordered = x8.scratch[: R * C].view(R, C) if is_weight and hopper.takes("transpose", R, C, "fp8") else None
+    """Write the rows of x, bf16, and record its amax; of a weight (x8.transposed) also the columns, in order."""
+    R, C = x.shape
+    ordered = None
+    if x8.transposed and x8.scratch is not None and hopper.takes("transpose", R, C, "fp8"):
+        ordered = x8.scratch[: R * C].view(R, C)
     block_r, block_c = _block(R, 4), _block(C, 256)
     _cast_kernel[(triton.cdiv(R, block_r),)](
         x8.rows, ordered, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
     )
-    if is_weight:
+    if x8.transposed:
         transpose(x8.columns, x8.rows if ordered is None else ordered, pairs=ordered is not None)
 
 

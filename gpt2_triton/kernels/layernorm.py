@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.fp8 import Fp8, Operand, full, quantise, stored
+from gpt2_triton.kernels.fp8 import Fp8, Operand, full, quantise, record_bits, row_maxima, stored
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
@@ -65,6 +65,7 @@ def _layernorm_bwd_kernel(
     dw = tl.zeros((ROWS, BLOCK_C), tl.float32)
     db = tl.zeros((ROWS, BLOCK_C), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    top = tl.zeros((ROWS,), tl.int32)
     for first in tl.range(program * ROWS, R, programs * ROWS, num_stages=STAGES):
         r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         at = r[:, None] * C + c[None, :]
@@ -88,10 +89,13 @@ def _layernorm_bwd_kernel(
             dx += tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=mask)
         if dx8_ptr is not None:
-            tl.store(dx8_ptr + at, quantise(tl.where(mask, dx, 0.0), dx_scale_ptr, dx_amax_ptr), mask=mask)
+            top = row_maxima(top, tl.where(mask, dx, 0.0))
+            tl.store(dx8_ptr + at, quantise(dx, dx_scale_ptr, None), mask=mask)
         dw += dout * xhat
         db += dout
         dbias += dx
+    if dx_amax_ptr is not None:
+        record_bits(dx_amax_ptr, top)
     at = program * C + c
     tl.store(part_ptr + at, tl.sum(dw, 0), mask=c < C)
     tl.store(part_ptr + programs * C + at, tl.sum(db, 0), mask=c < C)
