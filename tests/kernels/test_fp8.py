@@ -153,6 +153,15 @@ def test_weights_are_cast_and_transposed(shape, rng):
     assert amax_of(w8) == w.float().abs().max().item()
 
 
+def test_saturated_and_flushed_elements_are_counted(rng):
+    x = operand(R, C, 300.0, value=torch.cat([rng(R - 1, C), torch.zeros(1, C, device=DEVICE)]))
+    parts = poisoned(2, K.stats_parts())
+    for acc in (False, True):
+        K.fp8_stats(parts, x, acc)
+        want = [(x.rows.float().abs() == 448).sum().item(), (x.rows.float() == 0).sum().item()]
+        assert parts.sum(1).tolist() == [n * (1 + acc) for n in want] and min(want) >= C
+
+
 def test_transposition_in_pairs(rng):
     x = as_e4m3(rng(R, C))
     out = torch.zeros(C, R, dtype=torch.uint8, device=DEVICE).view(E4M3)

@@ -15,6 +15,7 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
+from tests.model.test_lifetimes import poison
 from tests.support.models import batches, train_steps
 from tests.support.tiny import tiny_config
 
@@ -57,6 +58,16 @@ def bits_of_none():
 @pytest.mark.parametrize("level", [*RECOMPUTE_LEVELS[1:], "gelu+ln:1", "block:1"])
 def test_every_recompute_level_gives_the_same_bits(level):
     history, *tensors = bits(fp8_model(level))
+    wanted, *others = bits_of_none()
+    assert history == wanted
+    assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["gelu", "gelu+ln+qkv"])
+def test_poisoned_memory_changes_no_bit(level, monkeypatch):
+    """NaN in every buffer that dies with a phase, fp8 ones too: two steps of the same numbers."""
+    history, *tensors = bits(poison(fp8_model(level), monkeypatch))
     wanted, *others = bits_of_none()
     assert history == wanted
     assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
