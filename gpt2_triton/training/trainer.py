@@ -248,8 +248,10 @@ class Trainer:
         assert self.data.validation
         with self.watchdog.phase("validating"):
             loss = validation_loss(self.model, self.data.validation, self.control)
-            in_fp8 = self.model.has_fp8 and validation_loss(self.model, self.data.validation, self.control, fp8=True)
-        self.log.validation(step, loss, in_fp8 or None)
+            in_fp8 = None
+            if self.model.has_fp8:
+                in_fp8 = validation_loss(self.model, self.data.validation, self.control, fp8=True)
+        self.log.validation(step, loss, in_fp8)
         if self.config.checkpoint.best == "val_loss":
             self.state.record_validation(step, loss)
 
