@@ -6,7 +6,7 @@ RUN ?= runs/quickstart
 # With a GPU, torch brings CUDA and its own Triton; without one, constraints.txt chooses Triton.
 TORCH := $(if $(shell command -v nvidia-smi),torch==2.11.0,torch==2.13.0)
 
-.PHONY: quickstart test lint verify clean
+.PHONY: quickstart test lint verify chaos clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py configs/quickstart.yaml --run_dir $(RUN) --resume
@@ -25,6 +25,10 @@ lint: .venv/installed-dev
 
 verify: .venv/installed-dev
 	$(BIN)/python -m benchmarks verify
+
+MINUTES ?= 60
+chaos: .venv/installed-dev # random faults for an hour, a resume after each, the bytes of an undisturbed run at the end
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES)
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache loss.png

@@ -71,7 +71,12 @@ def steps(
 
 @app.command
 def ops(
-    *, sizes: Sizes = ALL_SIZES, batch: Batch = None, recompute: Recompute = None, plot: Path | None = None
+    *,
+    sizes: Sizes = ALL_SIZES,
+    batch: Batch = None,
+    recompute: Recompute = None,
+    plot: Path | None = None,
+    json: Path | None = None,
 ) -> None:
     """Time each operation of a training step, and print how near its floor on this GPU it is.
 
@@ -79,17 +84,20 @@ def ops(
     ----------
     plot: Path
         With one size: a PNG of each operation's time and its floor.
+    json: Path
+        With one size: a file for the figures of that picture.
     """
     names = _sizes(sizes, batch)
     _require_level(recompute, names)
-    if plot and len(names) > 1:
-        raise ConfigError("--plot: goes with one size, as in --sizes d12 --plot ops.png")
-    require_directory("plot", plot)
+    for option, file in (("plot", plot), ("json", json)):
+        if file and len(names) > 1:
+            raise ConfigError(f"--{option}: goes with one size, as in --sizes d12 --{option} {file}")
+        require_directory(option, file)
     _require_gpu("ops")
     from benchmarks.ops import report
 
     for size in names:
-        report(size, batch, recompute, plot)
+        report(size, batch, recompute, plot, json)
 
 
 @app.command

@@ -18,7 +18,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ import gpt2_triton.kernels as K
 from benchmarks import torch_reference
 from benchmarks.accuracy import master
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import REPORT_SECONDS
+from gpt2_triton.console import Progress
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.data.shards import open_shards
@@ -53,11 +52,11 @@ class History(NamedTuple):
 
 
 class Pace:
-    """The progress of a run that ends after `steps` or `minutes`, whichever is first; a line on stderr every 5 s."""
+    """The time of a run that ends after `steps` or `minutes`, whichever is first, and its progress on a terminal."""
 
     def __init__(self, what: str, steps: int, minutes: float = math.inf):
-        self.what, self.steps, self.most, self.done = what, steps, 60 * minutes, 0
-        self.begin = self.reported = time.perf_counter()
+        self.most, self.begin = 60 * minutes, time.perf_counter()
+        self._progress = Progress(what, steps, "steps")
 
     def seconds(self) -> float:
         return time.perf_counter() - self.begin
@@ -67,18 +66,19 @@ class Pace:
 
     def advance(self, loss: float) -> None:
         """Count one more step, which had this loss."""
-        self.done, now = self.done + 1, time.perf_counter()
-        if now - self.reported >= REPORT_SECONDS:
-            self.reported, seconds = now, self.seconds()
-            left = timedelta(seconds=round(min(seconds * (self.steps / self.done - 1), self.most - seconds)))
-            print(f"{self.what}: step {self.done:,}, loss {loss:.4f}, {left} left", file=sys.stderr, flush=True)
+        self._progress.advance(1, f"loss {loss:.4f}")
+
+    def end(self) -> float:
+        """Remove the display; return the seconds of the run."""
+        with self._progress:
+            return self.seconds()
 
 
 def make_config(a: argparse.Namespace) -> Config:
     """Return the configuration: GPT-2 124M, one micro-batch per step, a learning rate that rises to 2e-5.
 
     At a small rate the loss falls smoothly and a difference is an error.  At larger rates runs that differ in the last
-    bit drift apart, two runs of PyTorch as well, and a difference means little (docs/numerics.md).
+    bit drift apart, two runs of PyTorch as well, and a difference means little (docs/engineering/numerics.md).
     """
     return Config.model_validate(
         dict(
@@ -136,7 +136,7 @@ def train_ours(config: Config, minutes: float = math.inf) -> tuple[History, Tens
         norms.append(result.norm)
         assert result.applied, f"step {len(losses)}: loss {result.loss}, gradient norm {result.norm}"
         pace.advance(result.loss)
-    return History(losses, norms, pace.seconds()), initial, model.dims
+    return History(losses, norms, pace.end()), initial, model.dims
 
 
 def train_torch(
@@ -154,7 +154,7 @@ def train_torch(
         betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip, autocast=autocast,
         compiled=compiled, report=pace.advance,
     )  # fmt: skip
-    return History(losses, norms, pace.seconds())
+    return History(losses, norms, pace.end())
 
 
 def differences(ours: History, torchs: History) -> dict[str, float]:
@@ -178,20 +178,22 @@ def print_table(runs: dict[str, History]) -> None:
 
 
 def plot(runs: dict[str, History], out: Path) -> None:
-    import matplotlib
+    """Draw the differences of our losses and gradient norms from PyTorch's; the curves themselves coincide."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, run in runs.items():
-        left.plot(range(1, len(run.losses) + 1), run.losses, label=name, alpha=0.7)
-        if name != "ours":
-            right.plot(range(1, len(run.losses) + 1), np.abs(np.array(run.losses) - runs["ours"].losses), label=name)
-    left.set(xlabel="step", ylabel="training loss")
-    right.set(xlabel="step", ylabel="|loss - loss of ours|", yscale="log")
-    left.legend()
-    right.legend()
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    ours = runs["ours"]
+    for (name, run), style in zip([item for item in runs.items() if item[0] != "ours"], ("-o", "--s")):
+        steps, losses, norms = range(1, len(run.losses) + 1), np.array(run.losses), np.array(run.norms)
+        left.plot(steps, ours.losses - losses, style, ms=3, lw=1.2, label=name)
+        right.plot(steps, 100 * (ours.norms / norms - 1), style, ms=3, lw=1.2, label=name)
+    left.set(xlabel="step", title="our loss minus PyTorch's")
+    right.set(xlabel="step", title="our gradient norm, % above PyTorch's")
+    for axes in (left, right):
+        axes.axhline(0, color="0.6", lw=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(out, dpi=120)
 
 

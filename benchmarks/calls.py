@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 import gpt2_triton.kernels as kernels
-from benchmarks.ceilings import AHEAD, events
+from benchmarks.floors import AHEAD, events
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, VOCAB, T, config_of
 from gpt2_triton.data.packing import pack_batch

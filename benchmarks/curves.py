@@ -104,19 +104,34 @@ def largest_lag(runs: dict[str, History]) -> float:
     return max(abs(a / b - 1) for ours in counted.values() for a, b in zip(ours, theirs, strict=True))
 
 
+def means(losses: Sequence[float]) -> np.ndarray:
+    """Return the mean loss of the last 20 steps after each step, or of all steps before the 20th."""
+    sums, steps = np.cumsum([0.0, *losses]), np.arange(1, len(losses) + 1)
+    first = np.maximum(steps - LAST, 0)
+    return (sums[steps] - sums[first]) / (steps - first)
+
+
 def plot(runs: dict[str, History], out: Path, scale: str) -> None:
-    import matplotlib
+    """Draw the losses, and below them the difference of ours from PyTorch's, which is too small to be seen in them."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
-    styles = {PYTORCH: dict(color="#2ca02c", ls=":"), "bf16, master: fp32": dict(color="#ff7f0e", ls="--")}
-    for name, run in runs.items():
-        axes.plot(range(1, len(run.losses) + 1), run.losses, label=name, lw=1.2, **styles.get(name, {}))
-    axes.set(xlabel="step", ylabel="training loss", yscale=scale, title="GPT-2 124M, tinyshakespeare")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    theirs, colors = means(runs[PYTORCH].losses), ("#0072B2", "#D55E00")
+    upper.plot(range(1, len(theirs) + 1), theirs, label=PYTORCH, color="#E69F00", lw=4, alpha=0.6)
+    ours = [name for name in runs if name != PYTORCH]
+    for name, color, dashes in zip(ours, colors, ("-", "--")):
+        values = means(runs[name].losses)
+        steps, shared = range(1, len(values) + 1), min(len(values), len(theirs))
+        upper.plot(steps, values, dashes, label=name, color=color, lw=1.2)
+        percent = 100 * (values[:shared] / theirs[:shared] - 1)
+        lower.plot(steps[:shared], percent, dashes, label=name, color=color, lw=1.2)
+    lower.axhline(0, color="#E69F00", lw=1.5, label=PYTORCH)
+    upper.set(title=f"GPT-2 124M, tinyshakespeare: training loss, mean of {LAST} steps", yscale=scale)
+    lower.set(title="difference from PyTorch, %", xlabel="step")
+    for axes in (upper, lower):
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, dpi=150)
 
 

@@ -5,13 +5,14 @@ Each launch of a step is timed between events in the replayed CUDA graph, so tha
 The floor of a launch is the longer of two times: cuBLAS's for the same shape and layout on this GPU in this run (for
 attention, cuDNN's), and that of its bytes at the bandwidth of a large copy.  Other operations have the second alone.
 Bytes are inputs read once and outputs written once, without recomputation and partial sums.  A kernel can be faster
-than cuBLAS or cuDNN; its share of the limit is then above 100%.
+than cuBLAS or cuDNN; its floor is then above 100% of its time.
 """
 
 import collections
 import dataclasses
 import gc
 import inspect
+import json
 import math
 import statistics
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as kernels
-from benchmarks import ceilings
+from benchmarks import floors, pictures
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton.data.packing import pack_batch
@@ -138,23 +139,23 @@ class Timed:
 
 
 def floor(op: Operation) -> tuple[float, str]:
-    """Return the least milliseconds of a call on this GPU, and the name of the limit."""
-    limits = [(op.nbytes / ceilings.copy_bandwidth() * 1e3, "copy")]
+    """Return the floor of a call on this GPU in milliseconds, and the name of what takes so long."""
+    found = [(op.nbytes / floors.copy_bandwidth() * 1e3, "copy")]
     if op.product:
-        limits.append((ceilings.product_ms(*op.product), "cuBLAS"))
+        found.append((floors.product_ms(*op.product), "cuBLAS"))
     if op.attention:
-        limits.append((ceilings.attention_ms(op.name, *op.attention), "cuDNN"))
-    return max(limits)
+        found.append((floors.attention_ms(op.name, *op.attention), "cuDNN"))
+    return max(found)
 
 
 class Row(NamedTuple):
-    """An operation's calls per step, milliseconds per call, floor per call and the name of its limit."""
+    """An operation's calls per step, milliseconds per call, floor per call and what sets the floor."""
 
     op: Operation
     calls: int
     ms: float
     floor: float
-    limit: str
+    by: str
 
 
 def measure(size: str, batch: int, recompute: str, steps: int) -> tuple[list[Operation], float]:
@@ -172,8 +173,10 @@ def measure(size: str, batch: int, recompute: str, steps: int) -> tuple[list[Ope
     return list(timed.operations.values()), statistics.median(results[WARMUP:]) * 1e3
 
 
-def report(size: str, batch: int | None, recompute: str | None, plot: Path | None, steps: int = 10) -> None:
-    """Measure the operations of a step, print the table, and draw it if `plot` is given."""
+def report(
+    size: str, batch: int | None, recompute: str | None, plot: Path | None, record: Path | None, steps: int = 10
+) -> None:
+    """Measure the operations of a step and print the table; write its picture to `plot`, its figures to `record`."""
     B, recompute = batch or SIZES[size].batch, recompute or SIZES[size].recompute
     operations, step_ms = measure(size, B, recompute, steps)
     gc.collect()  # frees the arena before the next one is allocated
@@ -182,22 +185,26 @@ def report(size: str, batch: int | None, recompute: str | None, plot: Path | Non
     for op in operations:
         rows.append(Row(op, len(op.spans), statistics.median(op.ms), *floor(op)))
     rows.sort(key=lambda row: -row.calls * row.ms)
-    print(f"{size}, B {B}, T {T}, recompute {recompute}; copy {ceilings.copy_bandwidth() / 1e12:.2f} TB/s")
+    print(f"{size}, B {B}, T {T}, recompute {recompute}; copy {floors.copy_bandwidth() / 1e12:.2f} TB/s")
     print(table(rows, step_ms))
+    found = figures(rows, step_ms, f"{size}, B {B}")
+    if record:
+        record.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"wrote {record}")
     if plot:
-        draw(rows, step_ms, f"{size}, B {B}", plot)
+        pictures.operations(found).savefig(plot, dpi=150)
         print(f"wrote {plot}")
 
 
 def table(rows: list[Row], step_ms: float) -> str:
     """Return one line per operation: calls per step, ms per call and step, work, rates, floor, shares; then sums."""
     head = ["operation", "shape", "calls", "ms", "ms per step", "GFLOP", "MB", "TFLOP/s", "GB/s", "floor ms", "by"]
-    lines = [[*head, "of limit", "of step"]]
-    for op, calls, ms, least, limit in rows:
+    lines = [[*head, "floor/ms", "of step"]]
+    for op, calls, ms, least, by in rows:
         shape = "x".join(map(str, op.product[1:])) if op.product else op.shapes.split(" ")[0]
         line = [op.name, shape, str(calls), f"{ms:.3f}", f"{calls * ms:.2f}", f"{op.flops / 1e9:.1f}"]
         line += [f"{op.nbytes / 1e6:.1f}", f"{op.flops / ms / 1e9:.0f}" if op.flops else "-"]
-        line += [f"{op.nbytes / ms / 1e6:.0f}", f"{least:.3f}", limit]
+        line += [f"{op.nbytes / ms / 1e6:.0f}", f"{least:.3f}", by]
         lines.append([*line, f"{least / ms:.0%}", f"{calls * ms / step_ms:.1%}"])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
@@ -209,24 +216,11 @@ def table(rows: list[Row], step_ms: float) -> str:
     return "\n".join(text)
 
 
-def draw(rows: list[Row], step_ms: float, title: str, out: Path) -> None:
-    """Draw two bars per kind of operation: its milliseconds in a step, and its floor."""
-    from matplotlib.figure import Figure
-
-    ms, floors = collections.Counter[str](), collections.Counter[str]()
+def figures(rows: list[Row], step_ms: float, title: str) -> dict[str, Any]:
+    """Return what `pictures.operations` draws: milliseconds per step and floor of each kind of operation."""
+    ms, least = collections.Counter[str](), collections.Counter[str]()
     for row in rows:
         ms[row.op.name] += row.calls * row.ms
-        floors[row.op.name] += row.calls * row.floor
-    names = [name for name, value in ms.most_common() if value > 0.003 * step_ms][::-1]
-    figure = Figure(figsize=(8, 0.36 * len(names) + 1.4), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(names, [ms[n] for n in names], color="#9db7d5", label="measured")
-    axes.barh(names, [floors[n] for n in names], color="#1f4e79", height=0.4, label="floor")
-    for i, name in enumerate(names):
-        note = f"  {ms[name]:.1f} ms, {ms[name] / step_ms:.1%} of step, {floors[name] / ms[name]:.0%} of limit"
-        axes.text(max(ms[name], floors[name]), i, note, va="center", fontsize=8)
-    axes.set(xlabel="ms per step", title=f"{title}: step {step_ms:.1f} ms, floors {sum(floors.values()):.1f} ms")
-    axes.set_xlim(0, 1.5 * max(ms.values()))
-    axes.legend(loc="lower right", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=150)
+        least[row.op.name] += row.calls * row.floor
+    kinds = [dict(name=name, ms=ms[name], floor_ms=least[name]) for name, _ in ms.most_common()]
+    return dict(title=title, step_ms=step_ms, floors_ms=sum(least.values()), operations=kinds)

@@ -1,6 +1,8 @@
 """Models the step on 4 to 1024 GPUs: arithmetic from a step on one GPU and the speed of the links, no measurement.
 
-python -m benchmarks.scaling [--link GB/s] [--start MICROSECONDS] [--hop MICROSECONDS] > the tables of docs/scaling.md
+python -m benchmarks.scaling [--link GB/s] [--start MICROSECONDS] [--hop MICROSECONDS]
+
+docs/engineering/scaling.md has the last two columns of its tables.
 
 N GPUs exchange buckets of b bytes, fp32 gradients and bf16 parameters.  Up to 8 GPUs of one host use peer copies:
     (N - 1) * (b / N / copy + copy_start)    per bucket

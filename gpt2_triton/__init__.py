@@ -1,3 +1,51 @@
-"""GPT-2 training in which PyTorch provides memory and NCCL, and every arithmetic operation is a Triton kernel."""
+"""GPT-2 training in which PyTorch provides memory and NCCL, and every arithmetic operation is a Triton kernel.
 
-__version__ = "0.1.0"
+The names of __all__ are the Python API.  `import gpt2_triton` imports neither torch nor numpy: api.py is imported when
+one of its names is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from gpt2_triton.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    OutOfMemoryError,
+    PeerLostError,
+    ReplicaMismatchError,
+    UserError,
+)
+
+if TYPE_CHECKING:
+    from gpt2_triton.api import Config, Model, Run, load, train
+
+__version__ = "0.2.0"
+__all__ = [
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "Model",
+    "NonFiniteError",
+    "OutOfMemoryError",
+    "PeerLostError",
+    "ReplicaMismatchError",
+    "Run",
+    "UserError",
+    "load",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of api.py.  Others are not there: the import of a submodule tries its name here first."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from gpt2_triton import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,9 +1,8 @@
-"""Runs `python -m gpt2_triton COMMAND`; training is train.py."""
+"""Runs `python -m gpt2_triton COMMAND`."""
 
 import sys
 
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
+from gpt2_triton.commands import run
 
 if __name__ == "__main__":
-    sys.exit(main(tools, sys.argv[1:]))
+    sys.exit(run())

@@ -1,33 +1,61 @@
-"""Lines for the console and for log files, and the progress of long work.
+"""Lines for the console and for log files, the progress of long work, and the names of commands in messages.
 
-A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.
+A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.  Programs that
+import the package make the console silent: its warnings then go through Python's `warnings`.
 """
 
 import contextlib
 import os
+import re
 import sys
 import threading
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
-REPORT_SECONDS = 5.0  # between two lines where stderr is not a terminal
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # C0 and C1 but tab and newline; surrogates
+INTERVAL = 0.2  # seconds between two displays
+
+_is_silent = False
+
+
+@contextlib.contextmanager
+def silent(is_silent: bool = True) -> Iterator[None]:
+    """Print neither lines nor progress in the context, in all threads; warnings are issued as UserWarning."""
+    global _is_silent
+    before, _is_silent = _is_silent, is_silent
+    try:
+        yield
+    finally:
+        _is_silent = before
 
 
 class LogFile:
     """A file that lines are appended to, each at once.
 
     Lines that the disk refuses wait in memory, after one warning; they are written before the next line it accepts.
+    A file that was removed or moved is made again, after a warning.
     """
 
-    def __init__(self, path: Path):
-        self._path, self._file, self._waiting, self._refused = path, open(path, "ab", buffering=0), b"", False
+    def __init__(self, path: Path, made_again: Callable[[], None] = lambda: None):
+        """`made_again` is called when the file was made again, in a new directory if that was removed too."""
+        self._path, self._waiting, self._refused, self._made_again = path, b"", False, made_again
+        self._open()
+
+    def _open(self) -> None:
+        self._file = open(self._path, "ab", buffering=0)
+        self._stat = os.fstat(self._file.fileno())
 
     def write(self, text: str) -> None:
         """Append `text`, and before it whatever is waiting."""
         self._waiting += text.encode()
         try:
+            if self._is_gone():
+                self._make_again()
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
             self._refused = False
@@ -39,6 +67,20 @@ class LogFile:
                 )
             self._refused = True
 
+    def _is_gone(self) -> bool:
+        try:
+            return not os.path.samestat(self._stat, os.stat(self._path))
+        except FileNotFoundError:
+            return True
+
+    def _make_again(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        before = self._file
+        self._open()
+        before.close()
+        print_line(f"warning: {self._path}: was removed or moved while running; it is written again", error=True)
+        self._made_again()
+
     def close(self) -> None:
         """Try once more to write what is waiting; print a warning if that fails."""
         self.write("")
@@ -47,19 +89,45 @@ class LogFile:
         self._file.close()
 
 
+def printable(text: str) -> str:
+    """Return text that cannot command a terminal: control characters but tab and newline as \\x1b, as in Python.
+
+    Messages about a file's name or content go through here, since anything may be in them; so does sampled text that
+    goes to a terminal.  Surrogates, which stand for bytes in file names that are not UTF-8, could not be printed.
+    """
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def command_line(command: str) -> str:
+    """Return how to call a command of this package here: "gpt2-triton plot" if the user has called gpt2-triton, else
+    "python -m gpt2_triton plot", which needs no script on the path.
+    """
+    program = "gpt2-triton" if Path(sys.argv[0]).stem == "gpt2-triton" else "python -m gpt2_triton"
+    return f"{program} {command}".rstrip()
+
+
 def print_line(text: str, error: bool = False) -> None:
-    """Print a line at once, to stderr if it is an error.
+    """Print a line at once, to stderr if it is an error, with control characters escaped.
 
     If the console cannot be written (full disk, closed terminal, broken pipe), drop the line and continue.
     """
+    if _is_silent:
+        if error:
+            warnings.warn(text.removeprefix("warning: "), stacklevel=2)
+        return
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+        print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def format_bytes(count: float) -> str:
+    """Return a size in GiB with two digits after the point, or below 1 GiB in MiB with one."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 class Progress:
-    """Shows how much of some work is done, its rate and the time left, on stderr of rank 0, from DELAY seconds on.
+    """Shows how much of some work is done, its rate and the time left, as tqdm's bar, from DELAY seconds on.
 
-    On a terminal it is tqdm's bar; elsewhere tqdm's figures as a line every REPORT_SECONDS.
+    Only rank 0 shows it, and only if stderr is a terminal: a log file gets no lines.
 
         with Progress("perplexity", total, "tokens") as progress:
             progress.advance(count)
@@ -74,13 +142,13 @@ class Progress:
             unit_scale=True,
             initial=done,
             delay=DELAY,
-            mininterval=0.2 if _is_terminal() else REPORT_SECONDS,
+            mininterval=INTERVAL,
             miniters=0,
             smoothing=0,  # the mean rate since the beginning
             dynamic_ncols=True,
             leave=False,
             file=sys.stderr,
-            disable=os.environ.get("RANK", "0") != "0",
+            disable=_is_silent or os.environ.get("RANK", "0") != "0" or not is_terminal(),
         )
 
     def __enter__(self) -> "Progress":
@@ -101,15 +169,10 @@ class _Bar(tqdm):
     _lock = threading.RLock()  # tqdm's own is a semaphore of the system, for bars of several processes
     monitor_interval = 0  # no thread
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        if _is_terminal():
-            super().display(msg, pos)
-        elif msg is None:  # "" clears a bar
-            print_line(tqdm.format_meter(**self.format_dict | {"ncols": 0}), error=True)
 
-
-def _is_terminal() -> bool:
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Return whether the stream, by default stderr, is a terminal."""
     try:
-        return sys.stderr.isatty()
+        return (stream or sys.stderr).isatty()
     except ValueError:  # closed
         return False

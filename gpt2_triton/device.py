@@ -1,8 +1,17 @@
-"""The known GPUs: peak speed for the model flops utilisation (MFU), memory for `--plan --gpu NAME`."""
+"""The device of a process, its GPU or Triton's interpreter, and what is free of its memory; the known GPUs' peak speed,
+for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
+"""
 
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from gpt2_triton.errors import ConfigError
 
 
 class Gpu(NamedTuple):
@@ -27,6 +36,33 @@ def present() -> bool:
     return torch.cuda.is_available()
 
 
+def select_interpreter() -> bool:
+    """Select Triton's interpreter if there is no GPU; return True if it is selected.  Must run before a kernel is
+    imported.
+
+    ConfigError if it is too late, since triton.language was imported to compile, or if numpy is too new for it.
+    """
+    if present():
+        return False
+    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
+        found = f"triton {version('triton')} with numpy {version('numpy')}"
+        raise ConfigError(
+            f'no GPU, and {found}: the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
+        )
+    language = sys.modules.get("triton.language")
+    if language and type(language.sum).__name__ == "JITFunction":  # its functions were decorated when it was imported
+        raise ConfigError(
+            "TRITON_INTERPRET: no GPU, and triton was imported without it; restart Python, and import triton after the "
+            "first call of gpt2_triton, or set TRITON_INTERPRET=1 before"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    return True
+
+
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version(package).split(".")[:2])
+
+
 def device_name() -> str:
     """Return the device of tensors: "cuda", or "cpu" for the interpreter."""
     return "cuda" if present() else "cpu"
@@ -45,3 +81,49 @@ def memory_bytes(name: str | None) -> int:
     if name is None and present():
         return torch.cuda.mem_get_info()[1]
     return int(GPUS[name or "h200"].memory * 2**30)
+
+
+def free_and_total_bytes(device: str) -> tuple[int, int]:
+    """Return (free, total) bytes of the memory of tensors: of this machine's GPU, or for "cpu" of the machine."""
+    return _host_memory() if device == "cpu" else torch.cuda.mem_get_info()
+
+
+def _host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Return (available, total) bytes of this machine, within the limits of this process's control groups.
+
+    Page cache counts as available, since the kernel drops it when memory is short.
+    """
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
+    free, total = 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]
+    for limit, used in _group_limits(root):
+        free, total = min(free, max(0, limit - used)), min(total, limit)
+    return free, total
+
+
+def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, bytes in use) of each control group that holds this process and limits its memory.
+
+    In a container the path may be the host's: groups that are not mounted are left out, and the mount itself is the
+    container's own group.
+    """
+    mounted = root / "sys/fs/cgroup"
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = version1 if controllers else ("memory.max", "memory.current", "inactive_file")
+        inside = Path(path.lstrip("/"))
+        for group in (inside, *inside.parents):
+            yield from _limit(mounted / ("memory" if controllers else "") / group, *names)
+
+
+def _limit(group: Path, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
+    """Yield (limit, bytes in use without page cache) of a control group, if it exists and has a limit."""
+    try:
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        in_use = int((group / used).read_text()) - int(statistics[cached])
+        yield int((group / limit).read_text()), in_use
+    except (OSError, LookupError, ValueError):  # "max" is no limit
+        return

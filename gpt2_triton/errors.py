@@ -56,3 +56,16 @@ class ReplicaMismatchError(UserError):
 def bad_data(where: object, what: str, got: object, expected: object, todo: str) -> DataError:
     """Return a DataError of one line: the place, the problem, the value found, the value expected, the fix."""
     return DataError(f"{where}: {what}: got {got}, expected {expected}; {todo}")
+
+
+def require_at_least(prefix: str, **options: tuple[float, float]) -> None:
+    """Raise ConfigError for each option=(value, least) whose value is smaller, with a line for each; `prefix`, such as
+    "--", comes before an option's name.
+    """
+    wrong = [
+        f"{prefix}{name}: must be at least {least}, got {value}"
+        for name, (value, least) in options.items()
+        if not value >= least
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong))

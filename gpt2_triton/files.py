@@ -4,11 +4,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gpt2_triton.errors import ConfigError
+
+HASH_BYTES = 1 << 22
+MARK = r"([0-9]+(?:-[0-9]+)?)"  # of a process in the name of a file that it is writing
 
 
 def fsync(path: Path) -> None:
@@ -20,15 +23,19 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def sha256(path: Path) -> str:
-    """Return the hex digest of a file's content."""
+def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """Return the hex digest of a file's content; `advance` is called with the bytes of each part of it."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(HASH_BYTES):
+            digest.update(part)
+            advance(len(part))
+    return digest.hexdigest()
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file so that a crash leaves the old one or the new one: hidden file, fsync, rename, fsync directory."""
-    hidden = path.with_name(f".{path.name}.{os.urandom(4).hex()}.{os.getpid()}.tmp")  # pids repeat on other hosts
+    hidden = path.with_name(f".{path.name}.{os.urandom(4).hex()}.{process_mark()}.tmp")  # marks repeat on other hosts
     try:
         with open(hidden, "wb") as file:
             for part in parts:
@@ -49,7 +56,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ConfigError(f"--out: {path} is there already; choose another, or remove it")
-    hidden = path.absolute().with_name(f".{path.name}.tmp-{os.getpid()}")
+    hidden = path.absolute().with_name(f".{path.name}.tmp-{process_mark()}")
     hidden.mkdir(parents=True)
     try:
         yield hidden
@@ -62,14 +69,38 @@ def new_directory(path: Path) -> Iterator[Path]:
     fsync(path.absolute().parent)
 
 
+def process_mark(pid: int | None = None) -> str:
+    """Return PID-START, which no process before or after it has: START is in clock ticks since the kernel booted.
+
+    A number alone returns: in a container every first process is number 1.  Without /proc START is 0.
+    """
+    pid = pid or os.getpid()
+    return f"{pid}-{_start_ticks(pid) or 0}"
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return the start of a process; None if there is none of this number."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except OSError:
+        return None
+
+
+def _is_running(mark: str) -> bool:
+    """Return whether the process of the mark is running; the marks of earlier versions have no start."""
+    pid, _, start = mark.partition("-")
+    found = _start_ticks(int(pid))
+    return found is not None and start in ("", str(found))
+
+
 def remove_abandoned(directory: Path, hidden: re.Pattern[str], own: bool = False) -> None:
     """Remove the entries of `directory` whose names match `hidden` and whose process has ended.
 
-    Group 1 of the pattern is the process id.  `own` also removes this process's entries.
+    Group 1 of the pattern, MARK, is the process's mark.  `own` also removes this process's entries.
     """
     for path in directory.iterdir():
         match = hidden.fullmatch(path.name)
-        if match and ((own and int(match[1]) == os.getpid()) or not Path(f"/proc/{match[1]}").exists()):
+        if match and (own and match[1] == process_mark() or not _is_running(match[1])):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:

@@ -14,8 +14,8 @@ SOURCES = [
     path.relative_to(ROOT)
     for top in ("gpt2_triton", "benchmarks", "eval", "tests")
     for path in sorted((ROOT / top).rglob("*.py"))
-] + [Path("train.py")]
-PAGES = [path.relative_to(ROOT) for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))]
+] + [Path("train.py"), Path("hatch_build.py")]
+PAGES = [path.relative_to(ROOT) for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))]
 
 # a first line that is a question, or a clause that has no verb of its own
 CLAUSE = re.compile(r"(What|Who|Whom|Whose|Whether|Where|Of|How|Why|Is|Are|Does|Do|Has|Have|Can)\b(?! not\b)")

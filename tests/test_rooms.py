@@ -6,9 +6,6 @@ package, since neither is in the wheel.
 """
 
 import ast
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +16,13 @@ PACKAGE = ROOT / "gpt2_triton"
 MODULES = sorted(path.relative_to(ROOT) for path in PACKAGE.rglob("*.py"))
 OUTSIDE = {"benchmarks", "eval", "tests", "train"}
 
-GROUND = "errors console device files"
+GROUND = "errors console device files version"
 ROOMS = {
     "errors": "",
     "console": "errors",
-    "device": "",
+    "device": "errors",
     "files": "errors",
+    "version": "__init__",
     "kernels": "kernels",
     "config": "errors config",
     "data": "errors console files data",
@@ -34,8 +32,9 @@ ROOMS = {
     "checkpoint",
     "inference": "errors console device kernels config data distributed.control model checkpoint inference",
     "training": f"__init__ {GROUND} kernels config data distributed model checkpoint inference training",
+    "api": f"{GROUND} config data distributed model checkpoint inference training",
     "commands": f"__init__ {GROUND} kernels config data distributed model checkpoint inference training commands",
-    "__init__": "",
+    "__init__": "errors api",
     "__main__": "commands",
 }
 WITHIN = {
@@ -44,7 +43,7 @@ WITHIN = {
     "kernels.contract": "",
     "kernels.tuning": "errors",
     "kernels.tiles": "",
-    "data.shards": "errors files",
+    "data.shards": "errors console files",
     "data.loader": "data.shards data.packing errors",
     "data.packing": "",
     "data.tokenizer": "errors files",
@@ -132,33 +131,3 @@ def test_imports_follow_the_rooms(path):
 def test_violations_are_found(file, source, found):
     [message] = violations(Path("gpt2_triton") / file, source)
     assert found in message
-
-
-def test_the_package_runs_without_the_checkout(tmp_path):
-    """The package alone, as a wheel installs it: every --help and a memory plan."""
-    import shutil
-
-    shutil.copytree(PACKAGE, tmp_path / "gpt2_triton", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "run").mkdir()
-    config = ROOT / "configs" / "quickstart.yaml"
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(tmp_path)}
-    program = f"""
-import contextlib, io, sys
-import gpt2_triton
-assert gpt2_triton.__file__.startswith({str(tmp_path)!r}), gpt2_triton.__file__
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import app
-calls = [(app, ["--help"]), (app, [{str(config)!r}, "--plan"]), (tools, ["--help"])]
-calls += [(tools, [name, "--help"]) for name in tools if not name.startswith("-")]
-assert len(calls) > 10
-for command, argv in calls:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = main(command, argv)
-    assert code == 0 and len(out.getvalue()) > 50, argv
-"""
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path / "run", env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr

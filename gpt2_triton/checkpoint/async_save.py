@@ -3,18 +3,21 @@
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.checkpoint.tensor_file import Progress
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
+
+UNKNOWN_RATE = 1e8  # bytes per second that a save is assumed to write before the first: those of a slow shared disk
 
 
 class AsyncCheckpointer:
@@ -27,9 +30,11 @@ class AsyncCheckpointer:
         keep_every: int = 0,
         rewind_every: int = 0,
         control: ControlGroup = SINGLE_PROCESS,
+        progress: Progress = lambda what, nbytes: None,
     ):
         """Take what `save_checkpoint` takes."""
-        self._directory, self._control = directory, control
+        self._directory, self._control, self._progress = directory, control, progress
+        self._slowest = 0.0  # seconds of the slowest save so far
         self._kept = keep, keep_every, rewind_every
         self._host: dict[str, Tensor] = {}
         self._step: int | None = None  # of the copy on the host
@@ -42,11 +47,11 @@ class AsyncCheckpointer:
         The pieces may change as soon as this returns.
         """
         self.wait()
-        self._step = None
+        self._step, began = None, time.monotonic()
         for piece, host in self._pairs(shard):
             host.copy_(piece)
         self._step = step
-        self._thread = threading.Thread(target=self._write, args=(step, state), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, state, began), name="checkpoint")
         self._thread.start()
 
     def restore_from_host(self, step: int, shard: dict[str, list[Tensor]]) -> bool:
@@ -69,9 +74,14 @@ class AsyncCheckpointer:
                 yield piece.view(-1), flat[start : start + piece.numel()]
                 start += piece.numel()
 
-    def _write(self, step: int, state: dict[str, Any]) -> None:
+    def expected_seconds(self, nbytes: int) -> float:
+        """Return how long a save of this rank's `nbytes` may take: as the slowest so far, or at UNKNOWN_RATE."""
+        return self._slowest or nbytes / UNKNOWN_RATE
+
+    def _write(self, step: int, state: dict[str, Any], began: float) -> None:
         try:
-            save_checkpoint(self._directory, step, self._host, state, *self._kept, self._control)
+            save_checkpoint(self._directory, step, self._host, state, *self._kept, self._control, self._progress)
+            self._slowest = max(self._slowest, time.monotonic() - began)
         except Exception as error:  # raised or reported by the thread that waits
             self._error = error
 
@@ -83,9 +93,9 @@ class AsyncCheckpointer:
         error, self._error = self._error, None
         if error is None:
             return
-        if not isinstance(error, (OSError, SafetensorError)):
+        if not isinstance(error, OSError):
             raise error  # a bug
-        # recognised by its text: errors of safetensors and of other ranks have no number
+        # recognised by its text: errors of other ranks have no number
         full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
         older = "; older ones stay" if any(self._directory.glob("step_*")) else ""
         todo = "free some space" if full else "make it writable"

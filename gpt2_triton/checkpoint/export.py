@@ -6,6 +6,7 @@ from safetensors import SafetensorError
 
 from gpt2_triton.checkpoint import huggingface, llmc
 from gpt2_triton.checkpoint.sources import open_weights
+from gpt2_triton.checkpoint.weights import Weights
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import new_directory
@@ -13,11 +14,17 @@ from gpt2_triton.files import new_directory
 WRITERS = {"hf": huggingface.write, "llmc": llmc.write}
 
 
-def export(source: str, out: Path, format: str, dtype: str) -> None:
-    """Write the weights of a source (see sources.py), and its tokenizer if known, to the new directory `out`."""
+def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
+    """Write the weights of a source (see sources.py), and its tokenizer if known, to the new directory `out`.
+
+    `format` is "hf" or "llmc", `dtype` "fp32" or "bf16".  ConfigError for others, and if `out` cannot be written.
+    """
+    for name, value, known in (("format", format, WRITERS), ("dtype", dtype, ("fp32", "bf16"))):
+        if value not in known:
+            raise ConfigError(f"--{name}: expected {' or '.join(known)}, got {value}")
     try:
         with new_directory(out) as directory:
-            weights = open_weights(source)
+            weights = open_weights(source) if isinstance(source, str) else source
             tokenizer = None if weights.tokenizer is None else get_tokenizer(weights.tokenizer)
             WRITERS[format](weights, directory, dtype, tokenizer)
     except (OSError, SafetensorError) as error:

@@ -10,6 +10,7 @@ ranks can read what any other number wrote.  File names follow the rules below a
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,20 @@ def list_steps(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for path in directory.iterdir() if (match := STEP_NAME.fullmatch(path.name)))
 
 
+def enclosing_run(path: Path) -> Path | None:
+    """Return the run whose `checkpoints` directory `path` is, or lies in; None if it is in none."""
+    path = path.absolute().resolve()
+    for directory in (path, *path.parents):
+        if directory.name == "checkpoints" and list_steps(directory):
+            return directory.parent
+    return None
+
+
 def best_step(state: dict[str, Any]) -> int | None:
     """Return the step of the lowest validation loss; None if the run does not keep it or has not validated."""
     return state["best"][0] if state.get("best") else None
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Return a file's entry in the manifest: its size and sha256."""
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+def fingerprint(path: Path, advance: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+    """Return a file's entry in the manifest: its size and sha256; `advance` counts the bytes that are read."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path, advance)}

@@ -1,5 +1,7 @@
 """Read and write GPT-2 in Hugging Face's format: config.json, model.safetensors and the tokenizer's files.
 
+A model may be in several files, which model.safetensors.index.json lists.
+
 Tensors have the names of weights.py, with or without the prefix "transformer.".  The four matrices of a layer are
 [in, out] there (Conv1D), [out, in] here.  The head is wte; a file may repeat it as lm_head.weight.
 """
@@ -26,7 +28,7 @@ from gpt2_triton.errors import CheckpointError
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks in older files
-SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 SIZES = {  # our name: the key in config.json
     "n_layer": "n_layer",
     "n_head": "n_head",
@@ -77,7 +79,13 @@ def _download(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors", "model-*.safetensors"]))
+        files = ["config.json", MODEL, INDEX]
+        directory = Path(snapshot_download(name, allow_patterns=files))
+        if (directory / MODEL).is_file() or not (directory / INDEX).is_file():
+            return directory
+        return Path(snapshot_download(name, allow_patterns=[*files, *set(_read_index(directory).values())]))
+    except CheckpointError:
+        raise
     except Exception as error:  # of the import, the hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
         raise CheckpointError(
@@ -107,23 +115,78 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _files_by_tensor(directory: Path) -> dict[str, tuple[Path, str]]:
     """Return (file, name in the file) of each tensor by its name without prefix.
 
-    Shards are found by the names of their files: those in an index could point anywhere.
+    The files are model.safetensors, else those that its index names.  CheckpointError for a tensor that is not in
+    exactly one place.
     """
-    whole = directory / "model.safetensors"
-    shards = [path for path in sorted(directory.iterdir()) if SHARD.fullmatch(path.name)]
-    paths = [whole] if whole.is_file() else shards
-    if not paths:
-        raise CheckpointError(f"{directory}: has no model.safetensors; other formats are pickles and are not read")
-    if paths is shards and len(shards) != int(SHARD.fullmatch(shards[0].name)[1]):  # type: ignore[index]
-        raise CheckpointError(f"{directory}: {len(shards)} shards, expected those of {shards[0].name}; copy it again")
+    listed = {} if (directory / MODEL).is_file() else _read_index(directory)
+    files = sorted(set(listed.values())) or [MODEL]
+    if missing := [file for file in files if not (directory / file).is_file()]:
+        raise CheckpointError(f"{directory}: has no {missing[0]}, which {INDEX} names; copy or download it again")
+    names = {file: _names(directory / file) for file in files}
+    if listed:
+        _check_index(directory, listed, names)
     found: dict[str, tuple[Path, str]] = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                found |= {stored.removeprefix("transformer."): (path, stored) for stored in file.keys()}
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: not safetensors ({error}); copy or download it again") from None
+    for file, stored_names in names.items():
+        for stored in stored_names:
+            name = stored.removeprefix("transformer.")
+            if name in found:
+                raise CheckpointError(f"{directory / file}: has {name} twice, with and without transformer. before it")
+            found[name] = (directory / file, stored)
     return {name: place for name, place in found.items() if not MASKS.fullmatch(name)}
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor from the index of a model in several files; all files are plain names."""
+    path = directory / INDEX
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: has no {MODEL} and no {INDEX}; other formats are pickles and are not read")
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
+        for name, file in listed.items():
+            if Path(file).name != file or not file.endswith(".safetensors"):  # a path could point anywhere
+                expected = "the name of a .safetensors file beside it"
+                raise CheckpointError(f"{path}: {name} is in {file!r}, expected {expected}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error!r}); expected an object with a weight_map") from None
+    return listed
+
+
+def _check_index(directory: Path, listed: dict[str, str], names: dict[str, list[str]]) -> None:
+    """Raise CheckpointError unless each tensor is in the file that the index names, and in no other."""
+    for file, stored_names in names.items():
+        for stored in stored_names:
+            if stored not in listed:
+                raise CheckpointError(f"{directory / file}: has {stored}, which {INDEX} does not list")
+            if listed[stored] != file:
+                raise CheckpointError(f"{directory / file}: has {stored}, which {INDEX} places in {listed[stored]}")
+        for stored in sorted(name for name, place in listed.items() if place == file and name not in stored_names):
+            raise CheckpointError(f"{directory / file}: has no {stored}, which {INDEX} places there")
+
+
+def _names(path: Path) -> list[str]:
+    """Return the names of the tensors in a file; CheckpointError if it is damaged or its header has a name twice.
+
+    safetensors checks the file, but takes the last of two entries of one name.  The header is an 8-byte length and
+    JSON.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+        with open(path, "rb") as raw:
+            json.loads(raw.read(int.from_bytes(raw.read(8), "little")), object_pairs_hook=_unique)
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path}: not safetensors ({error}); copy or download it again") from None
+    return names
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; ValueError if a key occurs twice, of which json would take the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key} is there twice")
+        found[key] = value
+    return found
 
 
 def _load(path: Path, stored: str) -> np.ndarray:
@@ -152,9 +215,10 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     eot = {} if tokenizer is None else {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
     _write_json(directory / "config.json", _config(weights.model, dtype) | eot)
     _write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
-    tensors = {f"transformer.{name}": _tensor(weights.read(name), name, dtype) for name in weights.shapes}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # safetensors makes it private
+    read = weights.read_all("exporting")
+    tensors = {f"transformer.{name}": _tensor(values, name, dtype) for name, values in read}
+    save_file(tensors, directory / MODEL, metadata={"format": "pt"})
+    shutil.copymode(directory / "config.json", directory / MODEL)  # safetensors makes it private
     if tokenizer is not None:
         _write_tokenizer(directory, tokenizer, weights.model.block_size)
 

@@ -69,8 +69,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     sizes = [getattr(model, name) for name in SIZES]
     with open(directory / MODEL, "wb") as file:
         file.write(_header(MODEL_MAGIC, version, *sizes, model.padded_vocab))
-        for name in _order(weights.shapes, model.n_layer):
-            values = weights.read(name)
+        for name, values in weights.read_all("exporting", _order(weights.shapes, model.n_layer)):
             if name == "wte.weight":
                 values = np.pad(values, ((0, model.padded_vocab - model.vocab_size), (0, 0)))
             stored = values if dtype == "fp32" else round_bf16(values)

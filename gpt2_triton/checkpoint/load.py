@@ -5,7 +5,6 @@ in a file is followed: a checkpoint may come from somebody else.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,10 @@ from gpt2_triton.checkpoint.format import (
     step_path,
     tensors_name,
 )
+from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
 
+ATTEMPTS = 100  # to read from a run that deletes steps
 SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
 # by dtype: integers of the same size, and the bits of the exponent, which are all set in NaN and infinity alone
 EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F800000)}
@@ -66,16 +67,34 @@ def _problems(step_dir: Path) -> Iterator[str]:
     yield from (f"{name}: is missing or not a regular file" for name in irregular)
     if not irregular:
         yield from _differences_from_manifest(step_dir, files, manifest)
+        yield from _other_step(step_dir)
 
 
 def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[str, Any]) -> Iterator[str]:
     if manifest.keys() != set(files) or not all(isinstance(entry, dict) for entry in manifest.values()):
         yield f"{MANIFEST}: expected a JSON object with exactly the keys {', '.join(files)}"
         return
-    for name in files:
-        for key, found in fingerprint(step_dir / name).items():
-            if found != manifest[name].get(key):
-                yield f"{name}: {key} is {found!r}, expected {manifest[name].get(key)!r} as in {MANIFEST}"
+    total = sum((step_dir / name).stat().st_size for name in files)
+    with Progress(f"verifying {step_dir.name}", total, "bytes") as progress:
+        for name in files:
+            for key, found in fingerprint(step_dir / name, progress.advance).items():
+                if found != manifest[name].get(key):
+                    yield f"{name}: {key} is {found!r}, expected {manifest[name].get(key)!r} as in {MANIFEST}"
+
+
+def _other_step(step_dir: Path) -> Iterator[str]:
+    """Yield a problem if the directory was written as another step than its name says."""
+    named, saved = STEP_NAME.fullmatch(step_dir.absolute().name), saved_step(step_dir)
+    if named and saved != int(named[1]):
+        yield f"{STATE}: step is {saved!r}, expected {int(named[1])} as in the name of the directory"
+
+
+def saved_step(step_dir: Path) -> Any:
+    """Return the step in a checkpoint's state; None if there is none that can be read."""
+    try:
+        return _read_json(step_dir / STATE).get("step")
+    except (OSError, CheckpointError):
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -96,15 +115,28 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
     Print a warning for each newer one, which is damaged.  Raise CheckpointError if all are damaged.
     """
-    steps = list_steps(directory)
-    for _, path in reversed(steps):
-        problems = verify(path)
-        if not problems:
-            return path
-        print(f"warning: skipping damaged {path}: {problems[0]}", file=sys.stderr, flush=True)
+    for _ in _attempts(directory):
+        steps, gone = list_steps(directory), False
+        for _, path in reversed(steps):
+            problems = verify(path)
+            if not problems:
+                return path
+            if gone := not (path.exists() or path.is_symlink()):
+                break
+            print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
+        if not gone:
+            break
     if steps:  # None would start a new run over checkpoints that can perhaps be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another --run_dir")
     return None
+
+
+def _attempts(path: Path) -> Iterator[int]:
+    """Yield the numbers of attempts to read from a run that deletes a step meanwhile, which then has a newer one.
+    CheckpointError at the end.
+    """
+    yield from range(ATTEMPTS)
+    raise CheckpointError(f"{path}: its run deletes steps faster than they can be read; raise checkpoint.keep, or wait")
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -131,14 +163,47 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _find_best(path: Path) -> Path:
-    run_dir = path.parent
-    step = best_step(_read_json(find_checkpoint(run_dir) / STATE))
-    if step is None:
-        raise CheckpointError(f"{path}: {run_dir} keeps no best checkpoint; train with --checkpoint.best val_loss")
-    return find_checkpoint(step_path(run_dir / "checkpoints", step))
+    run_dir, before = path.parent, None
+    for _ in _attempts(path):
+        newest = find_checkpoint(run_dir)
+        try:
+            found = best_checkpoint(newest)
+        except OSError:
+            continue  # deleted meanwhile
+        if found is None:
+            raise CheckpointError(f"{path}: {run_dir} keeps no best checkpoint; train with --checkpoint.best val_loss")
+        if found.exists() or newest == before:
+            return find_checkpoint(found)
+        before = newest  # while it was read, a newer one may have replaced the best one
+    raise AssertionError
+
+
+def best_checkpoint(newest: Path) -> Path | None:
+    """Return the checkpoint of the lowest validation loss of the run whose newest one is given; None if it keeps none.
+    It is not verified.
+    """
+    step = best_step(_read_json(newest / STATE))
+    return None if step is None else step_path(newest.parent, step)
 
 
 # ---- loading ----
+
+
+def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """Return (step directory, state, host tensors by name) for what `find_checkpoint` takes, also while the run writes
+    and deletes steps.
+    """
+    named = STEP_NAME.fullmatch(path.absolute().name)
+    for _ in _attempts(path):
+        found = find_checkpoint(path)
+        try:
+            return found, *load_checkpoint(found)
+        except (OSError, CheckpointError, SafetensorError) as error:
+            if found.exists():
+                raise
+            if named:
+                raise CheckpointError(f"{path}: was deleted while it was read; choose another step") from error
+    raise AssertionError
 
 
 def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

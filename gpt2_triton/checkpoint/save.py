@@ -12,8 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt2_triton import files
@@ -27,13 +25,17 @@ from gpt2_triton.checkpoint.format import (
     step_path,
     tensors_name,
 )
-from gpt2_triton.checkpoint.load import verify
+from gpt2_triton.checkpoint.load import saved_step, verify
+from gpt2_triton.checkpoint.resume import config_differences
+from gpt2_triton.checkpoint.tensor_file import Progress, write_tensors
+from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import fsync, remove_abandoned
+from gpt2_triton.files import MARK, fsync, process_mark, remove_abandoned
 
+WAITING = "waiting for the files of other ranks"
 FILES_BYTES = 1 << 20  # more than state, manifest and the header of the tensors take
-HIDDEN_NAME = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-([0-9]+)")  # ends with the id of the process
+HIDDEN_NAME = re.compile(r"\.step_[0-9]{8,}\.(?:tmp|old)-" + MARK)
 
 
 def save_checkpoint(
@@ -45,6 +47,7 @@ def save_checkpoint(
     keep_every: int = 0,
     rewind_every: int = 0,
     control: ControlGroup = SINGLE_PROCESS,
+    progress: Progress = lambda what, nbytes: None,
 ) -> Path:
     """Write the checkpoint of `step` under `directory`, prune older ones, return its path.
 
@@ -52,22 +55,22 @@ def save_checkpoint(
     (0: none), to which a rewind may return, and the step of state["best"].
 
     All ranks of `control` call it.  `tensors` is each rank's shard; with several ranks state["shares"] holds the
-    shard's spans.  If the checkpoint exists and verifies, nothing is written.  If any rank fails, all ranks raise
-    OSError or SafetensorError.
+    shard's spans.  Nothing is written if this checkpoint, with this state, exists and verifies; any other directory of
+    its name is replaced.  If any rank fails, all ranks raise OSError.  `progress` is told what this rank does.
     """
-    target = step_path(directory, step)
-    temporary = control.from_rank0(lambda: _begin(directory, target, tensors, control.size))
+    target, state = step_path(directory, step), {"format": FORMAT, "step": step} | state
+    temporary = control.from_rank0(lambda: _begin(directory, target, tensors, state, control.size))
     if temporary:
-        _write(target, Path(temporary), tensors, state, control)
+        _write(target, Path(temporary), tensors, state, control, progress)
         control.from_rank0(lambda: _prune(directory, step, keep, keep_every, rewind_every, best_step(state)))
     return target
 
 
-def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], ranks: int) -> str | None:
+def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], state: dict[str, Any], ranks: int) -> str | None:
     """Create the directory to write into and return it; None if the checkpoint exists and verifies."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_abandoned(directory, HIDDEN_NAME, own=True)  # a process writes one checkpoint at a time
-    if target.exists() and not verify(target):
+    if target.exists() and not verify(target) and _has_state(target, state):
         return None
     if missing := missing_space(directory, tensors, ranks):
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing}")
@@ -76,22 +79,39 @@ def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], ranks: int
     return str(temporary)
 
 
+def _has_state(target: Path, state: dict[str, Any]) -> bool:
+    """Return whether a checkpoint that verifies has this state.  The number of ranks and free keys of the configuration
+    may be others: the tensors do not depend on them.
+    """
+    saved, now = json.loads((target / STATE).read_text(encoding="utf-8")), json.loads(json.dumps(state))
+    same_run = not config_differences(saved.get("config", {}), now.get("config", {}))[0]
+    varying = {"shares": None, "config": None}
+    return same_run and saved | varying == now | varying
+
+
 def _write(
-    target: Path, temporary: Path, tensors: dict[str, Tensor], state: dict[str, Any], control: ControlGroup
+    target: Path,
+    temporary: Path,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    control: ControlGroup,
+    progress: Progress,
 ) -> None:
     """Write this rank's file; rank 0 writes the others and renames once all ranks have succeeded."""
     try:
         path, error = temporary / tensors_name(control.rank), None
         entry: dict[str, Any] = {"spans": state.get("shares")}
         try:
-            save_file(tensors, path)
-            fsync(path)
-            entry |= fingerprint(path)
-        except (OSError, SafetensorError) as raised:
+            progress(f"writing {path.name}", 0)
+            entry |= write_tensors(path, tensors, progress)
+        except OSError as raised:
             error, entry["error"] = raised, f"rank {control.rank}: {raised}"
+        progress(WAITING, 0)
         entries = control.all_gather(entry)
         if errors := [entry["error"] for entry in entries if "error" in entry]:
             raise error or OSError(errors[0])
+        if control.rank == 0:
+            progress(f"publishing {target.name}", 0)
         control.from_rank0(lambda: _publish(target, temporary, state, entries))
     except BaseException:
         if control.rank == 0:
@@ -102,7 +122,7 @@ def _write(
 def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list[dict[str, Any]]) -> None:
     """Write state and manifest, sync, and rename `temporary` to `target`."""
     spans = [entry.pop("spans") for entry in entries]
-    state = {"format": FORMAT} | state | ({"shares": spans} if len(spans) > 1 else {})
+    state = state | ({"shares": spans} if len(spans) > 1 else {})
     (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     manifest = {tensors_name(rank): entry for rank, entry in enumerate(entries)}
     manifest[STATE] = fingerprint(temporary / STATE)
@@ -110,7 +130,8 @@ def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
         fsync(path)
     if target.exists():
-        _discard(target)  # it does not verify
+        print_line(f"warning: {target}: damaged, or not this step of this run: it is replaced", error=True)
+        _discard(target)
     os.rename(temporary, target)
     fsync(target.parent)
     fsync(target.parent.parent)  # the first save of a run creates target.parent
@@ -118,7 +139,7 @@ def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list
 
 def _hidden(step_dir: Path, kind: Literal["tmp", "old"]) -> Path:
     """Return the path at which this process writes ("tmp") or deletes ("old") a checkpoint."""
-    return step_dir.with_name(f".{step_dir.name}.{kind}-{os.getpid()}")
+    return step_dir.with_name(f".{step_dir.name}.{kind}-{process_mark()}")
 
 
 def require_space(directory: Path, tensors: dict[str, Tensor]) -> None:
@@ -145,9 +166,14 @@ def discard_after(directory: Path, step: int) -> None:
 
 def _prune(directory: Path, newest: int, keep: int, keep_every: int, rewind_every: int, best: int | None) -> None:
     """Delete the steps up to `newest` that `save_checkpoint` need not keep.  A later step is a damaged one, which the
-    run did not resume from: it does not count.
+    run did not resume from: it does not count, nor does one whose state is of another step.
     """
-    steps = [(step, path) for step, path in list_steps(directory) if step <= newest]
+    steps = []
+    for step, path in list_steps(directory):
+        if step <= newest and saved_step(path) == step:
+            steps.append((step, path))
+        elif step <= newest:
+            print_line(f"warning: {path}: its state is not of this step: it does not count", error=True)
     kept = {best}
     if rewind_every:
         last = newest // rewind_every * rewind_every

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gpt2_triton.checkpoint import huggingface, llmc, nanogpt
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.checkpoint.weights import Weights, first_problem, from_checkpoint, to_flat_buffers
+from gpt2_triton.checkpoint.load import read_checkpoint
+from gpt2_triton.checkpoint.weights import Weights, first_problem, from_checkpoint, no_tokenizer, to_flat_buffers
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
 
@@ -25,7 +25,7 @@ def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
     """
     weights = _foreign_weights(source)
     if weights is None:
-        return _config_and_tensors(find_checkpoint(Path(source)))
+        return _config_and_tensors(Path(source))[1:]
     exact = _config_for(weights)
     return exact.replace(train={"dtype": "bf16"}), to_flat_buffers(weights, exact)
 
@@ -34,8 +34,7 @@ def open_weights(source: str) -> Weights:
     """Return the weights of a source as stored, to be read one by one."""
     if weights := _foreign_weights(source):
         return weights
-    step_dir = find_checkpoint(Path(source))
-    config, tensors = _config_and_tensors(step_dir)
+    step_dir, config, tensors = _config_and_tensors(Path(source))
     return from_checkpoint(str(step_dir), tensors, config)
 
 
@@ -51,7 +50,7 @@ def initial_weights(config: Config) -> dict[str, Tensor]:
 
 def _weights_of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
     """Return the weights of one of our checkpoints; CheckpointError if it stores other tensors than this run."""
-    saved, tensors = load_checkpoint(find_checkpoint(path))
+    _, saved, tensors = read_checkpoint(path)
     for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
         then, now = saved["config"][section], config.to_dict()[section]
         for key in keys or now:
@@ -70,10 +69,10 @@ def _foreign_weights(source: str) -> Weights | None:
     return huggingface.read(source) if (Path(source) / "config.json").is_file() else None
 
 
-def _config_and_tensors(step_dir: Path) -> tuple[Config, dict[str, Tensor]]:
-    state, tensors = load_checkpoint(step_dir)
+def _config_and_tensors(path: Path) -> tuple[Path, Config, dict[str, Tensor]]:
+    step_dir, state, tensors = read_checkpoint(path)
     try:
-        return Config.model_validate(state["config"]), tensors
+        return step_dir, Config.model_validate(state["config"]), tensors
     except ValidationError as error:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton"
         raise CheckpointError(wrong) from error
@@ -83,7 +82,7 @@ def _config_for(weights: Weights) -> Config:
     """Return a configuration that evaluates another project's model in fp32."""
     model = weights.model
     if weights.tokenizer is None:
-        raise CheckpointError(f"{weights.where}: no tokenizer is known for {model.vocab_size} tokens")
+        raise no_tokenizer(weights)
     sections = {
         "model": model.model_dump(),
         "data": {"tokenizer": weights.tokenizer},

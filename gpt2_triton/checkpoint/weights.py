@@ -7,7 +7,7 @@ tensors.  All matrices are [out, in].  Numbers are fp32, the only dtype that hol
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.console import Progress
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.model.buffers import param_entries, param_views
 from gpt2_triton.model.memory_plan import model_dimensions
@@ -79,6 +80,14 @@ class Weights:
             raise CheckpointError(f"{self.where}: {name} has a NaN or an infinity; take an earlier checkpoint")
         return values
 
+    def read_all(self, what: str, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (name, parameter) of each name, by default of all; the progress of the work is shown as `what`."""
+        names = list(self.shapes if names is None else names)
+        with Progress(what, sum(math.prod(self.shapes[name]) for name in names), "parameters") as progress:
+            for name in names:
+                yield name, self.read(name)
+                progress.advance(math.prod(self.shapes[name]))
+
 
 def model_config_from_sizes(where: str, **sizes: object) -> ModelConfig:
     """Return the configuration of a model with a file's sizes; CheckpointError if no model here can have them."""
@@ -105,6 +114,15 @@ def tokenizer_of(model: ModelConfig) -> str | None:
 # ---- to and from our buffers ----
 
 
+def no_tokenizer(weights: Weights) -> CheckpointError:
+    """Return the error about weights whose vocabulary belongs to neither tokenizer."""
+    known = " and ".join(f"{name} has {size}" for name, size in TOKENIZER_SIZES.items())
+    wrong = f"{weights.where}: no tokenizer is known for {weights.model.vocab_size} tokens ({known})"
+    todo = "they can be exported, not trained or sampled from; prepare your text with --tokenizer bytes for a new run"
+    pickled = "; nanoGPT's characters are in its meta.pkl, and pickles are not read"
+    return CheckpointError(f"{wrong}{pickled if weights.where.startswith('nanogpt:') else ''}: {todo}")
+
+
 def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     """Return `params`, and `low` if the run keeps fp32 masters, flat as in a checkpoint.
 
@@ -115,9 +133,11 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     in_fp32, masters, n = config.train.dtype == "fp32", config.optim.master == "fp32", flat_length(config.model)
     params = torch.from_numpy(np.zeros(n, np.float32 if in_fp32 else np.int16))
     low = torch.from_numpy(np.zeros(n if masters else 0, np.int16))
+    views = by_name(params, config.model)
     low_views = by_name(low, config.model) if masters else {}
-    for name, view in by_name(params, config.model).items():
-        values = weights.read(name)[: view.shape[0]]
+    for name, values in weights.read_all(f"reading {weights.where}"):
+        view = views[name]
+        values = values[: view.shape[0]]
         if in_fp32:
             view.numpy()[...] = values
         elif masters:
@@ -129,6 +149,8 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
 
 
 def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
+    if weights.model.vocab_size < min(TOKENIZER_SIZES.values()):  # and so no run can have these sizes
+        raise no_tokenizer(weights)
     theirs, now = weights.model.model_dump(), ours.model_dump()
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
     if wrong:

@@ -12,30 +12,32 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from gpt2_triton import __version__
-from gpt2_triton.console import print_line
+from gpt2_triton import errors
+from gpt2_triton.console import print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
+from gpt2_triton.version import version_text
 
 
-def make_app(name: str, help: str) -> App:
-    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant."""
+def make_app(name: str, help: str | None = None) -> App:
+    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant.
+
+    Without `help`, the docstring of its default command is shown.
+    """
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
-    return App(name=name, help=help, help_format="plaintext", version=__version__, default_parameter=plain_names)
+    return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
 
 
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
     try:
-        app.suppress_keyboard_interrupt = False
         if not argv or argv[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
-        code = app(_underscores(argv), exit_on_error=False, print_error=False, result_action="return_value") or 0
+        code = call(app, _spelled_out(argv))
         _flush()
         return code
     except CycloptsError as error:
@@ -52,6 +54,12 @@ def main(app: App, argv: list[str]) -> int:
             raise
         traceback.print_exc()
         return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
+
+
+def call(app: App, words: Iterable[str]) -> int:
+    """Run a command and return its exit code; mistakes and interrupts are raised."""
+    app.suppress_keyboard_interrupt = False
+    return app([*words], exit_on_error=False, print_error=False, result_action="return_value") or 0
 
 
 def _flush() -> None:
@@ -94,13 +102,20 @@ def _fail(message: str, code: int) -> int:
         time.sleep(2)
         return code
     name = f"rank {rank}: " if _is_distributed() and code != 2 else ""
-    print_line("\n".join(f"error: {name}{line}" for line in message.splitlines()), error=True)
+    print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
     return code
 
 
-def _underscores(argv: Iterable[str]) -> list[str]:
-    """Replace hyphens in option names by underscores: --run-dir becomes --run_dir."""
-    return [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+def _spelled_out(argv: Iterable[str]) -> list[str]:
+    """Replace hyphens in option names by underscores: --run-dir becomes --run_dir.  And write --resume with its value,
+    since cyclopts takes any word after a flag that can have one: --resume=must, else --resume=true.
+    """
+    words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+    for at in reversed(range(len(words))):
+        if words[at] == "--resume":
+            must = words[at + 1 : at + 2] == ["must"]
+            words[at : at + 1 + must] = ["--resume=must" if must else "--resume=true"]
+    return words
 
 
 def select_device() -> None:
@@ -111,19 +126,8 @@ def select_device() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
     from gpt2_triton import device
 
-    if device.present():
-        return
-    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
-        found = f"triton {version('triton')} with numpy {version('numpy')}"
-        raise ConfigError(
-            f'no GPU, and {found}: the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
-    print("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU", flush=True)
-
-
-def _release(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version(package).split(".")[:2])
+    if device.select_interpreter():
+        print("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU", flush=True)
 
 
 def require_directory(option: str, file: Path | None) -> None:
@@ -134,10 +138,4 @@ def require_directory(option: str, file: Path | None) -> None:
 
 def require_at_least(**options: tuple[float, float]) -> None:
     """Refuse each option=(value, least) whose value is smaller, one line for each."""
-    wrong = [
-        f"--{name}: must be at least {least}, got {value}"
-        for name, (value, least) in options.items()
-        if not value >= least
-    ]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+    errors.require_at_least("--", **options)

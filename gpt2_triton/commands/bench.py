@@ -1,4 +1,4 @@
-"""`bench` and `verify` need a checkout, as an installed package has no benchmarks: they name the commands to use."""
+"""`bench` and `verify` name the commands to use: an installed package has no benchmarks, they need a checkout."""
 
 from typing import Annotated
 
@@ -11,14 +11,14 @@ Ignored = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 
 
 def bench(*_: Ignored) -> None:
-    """Moved: python -m benchmarks steps, ops or tune, in a checkout."""
-    raise _moved("bench", "steps, ops or tune")
+    """Measure and tune: python -m benchmarks steps, ops or tune, in a checkout."""
+    raise _elsewhere("bench", "steps, ops or tune")
 
 
 def verify(*_: Ignored) -> None:
-    """Moved: python -m benchmarks verify, in a checkout."""
-    raise _moved("verify", "verify")
+    """Check the kernels: python -m benchmarks verify, in a checkout."""
+    raise _elsewhere("verify", "verify")
 
 
-def _moved(name: str, command: str) -> ConfigError:
+def _elsewhere(name: str, command: str) -> ConfigError:
     return ConfigError(f"{name}: run python -m benchmarks {command} in the root of a checkout of version {__version__}")

@@ -1,5 +1,5 @@
-"""`config-table`: docs/config.md, generated from config/schema.py: key, type and limits, default, whether a resume may
-change it, meaning.
+"""`config-table`: docs/guide/config.md, generated from config/schema.py: key, type and limits, default, whether a
+resume may change it, meaning.
 """
 
 from types import UnionType
@@ -71,5 +71,5 @@ def _yaml(value: Any) -> str:
 
 
 def config_table() -> None:
-    """Print a table of every key of the configuration in Markdown, as in docs/config.md."""
+    """Print a table of every key of the configuration in Markdown, as in docs/guide/config.md."""
     print(table(), end="")

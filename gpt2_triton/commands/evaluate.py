@@ -12,9 +12,9 @@ from gpt2_triton.errors import ConfigError
 Checkpoint = Annotated[
     str, Parameter(help="A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
 ]
-Json = Annotated[Path | None, Parameter(help="File for the results.")]
+Json = Annotated[Path | None, Parameter(help="File to write the results to, as JSON.")]
 BatchTokens = Annotated[int, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]
-Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="Type to compute in; by default that of training.")]
+Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="Precision; by default that of training.")]
 
 
 def hellaswag(
@@ -34,7 +34,7 @@ def hellaswag(
     data: Path
         HellaSwag's .jsonl, or its .bin from llm.c; by default the validation rows, downloaded once.
     limit: int
-        Take the first rows only; 0 takes all.
+        Number of questions, from the first on; 0 takes all.
     """
     require_at_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
@@ -70,9 +70,9 @@ def perplexity(
     Parameters
     ----------
     shards: str
-        Shards, and quoted globs of them.
+        Token shards to evaluate on: .bin files, or quoted globs of them.
     tokens: int
-        Take the first tokens only, in whole windows of train.seq_len; 0 takes all.
+        Number of tokens, from the first on, in whole windows of train.seq_len; 0 takes all.
     """
     if not shards:
         raise ConfigError("perplexity: expected one or more shards after the checkpoint")

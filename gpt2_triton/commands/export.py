@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+from gpt2_triton.console import printable
+
 
 def export(
     source: str,
@@ -28,4 +30,4 @@ def export(
     from gpt2_triton.checkpoint import export as exporting
 
     exporting.export(source, out, format, dtype)
-    print(f"wrote {out}")
+    print(printable(f"wrote {out}"))

@@ -1,8 +1,11 @@
-"""`plot`: loss, learning rate, gradient norm, speed and HellaSwag of runs, from their metrics.jsonl, as one PNG.
+"""`plot`: loss, learning rate, gradient norm, speed and HellaSwag of runs, from their metrics.jsonl, as one picture.
 
-The colours are Okabe and Ito's, which remain distinct to colour-blind readers.
+The colours are Okabe and Ito's, which remain distinct to colour-blind readers.  Equal curves are drawn over each other
+in alternate dashes.  The same runs give the same file: it holds no date and no random name.
 """
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -11,9 +14,13 @@ import numpy as np
 import yaml
 from cyclopts import Parameter
 
+from gpt2_triton.console import printable
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
+FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # metadata
+NAME_CHARS = 28  # of a run's name in a line of the legend
+DASH = 4.0  # of equal curves, in widths of the line
 SMOOTH_FROM = 200  # points; a shorter curve is readable without smoothing
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
@@ -24,6 +31,7 @@ LEVEL_DASHES = dict(zip(OPENAI, ((6, 2), (3, 2), (1, 2), (6, 2, 1, 2)), strict=T
 
 class Run(NamedTuple):
     name: str
+    directory: Path  # resolved
     records: list[dict[str, Any]]
     config: dict[str, Any]  # the content of config.yaml; empty if there is none
     tokens_per_step: float | None
@@ -44,16 +52,18 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
     `openai` adds OpenAI's GPT-2 as horizontal lines.  Without it, those near the curves are drawn if the validation
     data of every run is FineWeb in GPT-2's tokens.
     """
-    if out.suffix != ".png":
-        raise ConfigError(f"plot: {out} does not end in .png; choose another -o")
-    runs = [read_run(path) for path in paths]
+    if out.suffix not in FORMATS:
+        raise ConfigError(f"-o: {out} does not end in {', '.join(FORMATS)}; choose one of them")
+    runs = _distinct_names([read_run(path) for path in paths])
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     by_tokens = all(run.tokens_per_step for run in runs)
     scales = [run.tokens_per_step or 1.0 if by_tokens else 1.0 for run in runs]
     automatic = not openai and all(run.on_fineweb() for run in runs)
     panels = ["lr", "norm", "speed"] + ["hellaswag"] * any(len(run.points("hellaswag")) for run in runs)
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(11, 7), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
     rows: list[Any] = [["loss"] * len(panels), panels]
     axes = figure.subplot_mosaic(rows, height_ratios=[2, 1])
     levels = _draw_loss(axes["loss"], runs, scales, openai, automatic)
@@ -65,11 +75,12 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
     last = max(panel.dataLim.x1 for panel in axes.values())
     for name, panel in axes.items():
         panel.set_xlim(-0.01 * last, 1.01 * last)  # equal in all panels; markers at the ends are not cut
-        _finish(panel, "tokens" if by_tokens else "steps", 8 if name == "loss" else 4)
+        _finish(panel, "tokens" if by_tokens else "steps", 8 if name == "loss" else 3)
     _add_legend(figure, runs, [size for size in OPENAI if size in levels], "hellaswag" in axes)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=150)
+        with rc_context({"svg.hashsalt": "gpt2_triton"}):
+            figure.savefig(out, dpi=150, metadata=FORMATS[out.suffix])
     except OSError as error:
         raise ConfigError(f"plot: cannot write {out}: {error.strerror}; choose another -o") from error
 
@@ -78,14 +89,23 @@ def read_run(path: Path) -> Run:
     """Read a run directory, or its metrics.jsonl alone; ConfigError if it has no losses."""
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{path}: no {METRICS} there; expected a run directory, which train.py makes")
+        raise ConfigError(f"{path}: no {METRICS} there; expected a run directory")
     records = read_metrics(file)
     if not any(r.get(key) is not None for r in records for key in ("loss", "val_loss")):
         raise ConfigError(f"{file}: holds no losses yet; plot it after a step")
     tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens")), None)
     config = file.with_name("config.yaml")
     tree = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return Run(file.resolve().parent.name, records, tree if isinstance(tree, dict) else {}, tokens)
+    directory = file.resolve().parent
+    return Run(directory.name, directory, records, tree if isinstance(tree, dict) else {}, tokens)
+
+
+def _distinct_names(runs: list[Run]) -> list[Run]:
+    """Return the runs, with their whole paths below the common directory as names if two names are equal."""
+    if len({run.name for run in runs}) == len({run.directory for run in runs}):
+        return runs
+    root = os.path.commonpath([run.directory.parent for run in runs])
+    return [run._replace(name=str(run.directory.relative_to(root))) for run in runs]
 
 
 def smoothed(points: np.ndarray) -> np.ndarray:
@@ -103,30 +123,48 @@ def _readable(points: np.ndarray) -> np.ndarray:
 # ---- the legend ----
 
 
-def summary(run: Run) -> str:
-    """Return the run's entry in the legend: its name, final loss, median speed and MFU, final HellaSwag score."""
+def summary(run: Run, earlier: Sequence[Run] = ()) -> str:
+    """Return the run's entry in the legend: its name, final loss, median speed and MFU, final HellaSwag score, and the
+    run among the `earlier` ones whose losses are the same.
+    """
     val, train, speed, mfu, hellaswag = (
         run.points(key)[:, 1] for key in ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
     )
     loss = f"val {val[-1]:.4f}" if len(val) else f"train {_readable(run.points('loss'))[-1, 1]:.4f}"
-    lines = [run.name, loss]
+    lines = [*_name_lines(run.name), loss]
     if len(speed):
         lines.append(f"{_short(np.median(speed))} tokens/s" + (f", MFU {np.median(mfu):.0%}" if len(mfu) else ""))
     if len(hellaswag):
         lines.append(f"HellaSwag {100 * hellaswag[-1]:.1f}")
+    if same := [other.name for other in earlier if _equal_losses(run, other)]:
+        lines += ["losses equal to", *_name_lines(same[0])]
     return "\n".join(lines)
+
+
+def _name_lines(name: str) -> list[str]:
+    """Return a name as lines of the legend, in which matplotlib finds no formula and no name to leave out."""
+    lines = re.findall(rf".{{1,{NAME_CHARS}}}$|.{{1,{NAME_CHARS - 1}}}[-_. /]|.{{1,{NAME_CHARS}}}", printable(name))
+    return [(f" {line}" if line.startswith("_") else line).replace("$", r"\$") for line in lines]
+
+
+def _equal_losses(run: Run, other: Run) -> bool:
+    return all(np.array_equal(run.points(key), other.points(key)) for key in ("loss", "val_loss"))
 
 
 def _add_legend(figure: Any, runs: Sequence[Run], levels: Sequence[str], hellaswag: bool) -> None:
     """Add one legend for all panels at the right: the runs, and the sizes of OpenAI's GPT-2 that are drawn."""
     from matplotlib.lines import Line2D
 
-    entries = [Line2D([], [], label=summary(run), **_style(i)) for i, run in enumerate(runs)]
+    entries = [Line2D([], [], label=summary(run, runs[:i]), **_style(i)) for i, run in enumerate(runs)]
     for size in levels:
         loss, score = OPENAI[size]
         label = f"OpenAI GPT-2 {size}\nloss {loss:.3f}" + (f", HellaSwag {100 * score:.2f}" if hellaswag else "")
         entries.append(Line2D([], [], label=label, **_level_style(size)))
-    figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=8.5, labelcolor="linecolor")
+    legend = figure.legend(
+        handles=entries, loc="outside right upper", frameon=False, fontsize=8.5, labelcolor="linecolor"
+    )
+    needed = legend.get_window_extent().height / figure.dpi + 0.3
+    figure.set_figheight(max(figure.get_figheight(), needed))
 
 
 # ---- the panels ----
@@ -135,10 +173,13 @@ def _add_legend(figure: Any, runs: Sequence[Run], levels: Sequence[str], hellasw
 def _draw_loss(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: bool, automatic: bool) -> list[str]:
     """Draw training loss as a line and validation loss as dots; return the sizes of GPT-2 that are drawn as levels."""
     lows, highs = [], []
-    for i, (run, scale) in enumerate(zip(runs, scales, strict=True)):
-        train, val = run.points("loss", scale), run.points("val_loss", scale)
-        line = _draw_curve(axes, train, i)
-        axes.plot(*val.T, color=_style(i)["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
+    curves = [run.points("loss", scale) for run, scale in zip(runs, scales, strict=True)]
+    dots = [run.points("val_loss", scale) for run, scale in zip(runs, scales, strict=True)]
+    for i, val in enumerate(dots):
+        line = _draw_curve(axes, curves, i)
+        place, count = _place_among_equals(dots, i)
+        size = 5 + 3 * (count - 1 - place)  # equal dots become rings
+        axes.plot(*val.T, color=_style(i)["color"], lw=0, marker="o", ms=size, mec="white", mew=0.7, zorder=4)
         lows.append(min(curve[:, 1].min() for curve in (line, val) if len(curve)))
         highs.append(_top(line if len(line) else val))
     low, high = min(lows), max(highs)
@@ -153,12 +194,12 @@ def _draw_loss(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: 
 
 def _draw_lines(axes: Any, runs: Sequence[Run], scales: Sequence[float], key: str, title: str) -> None:
     highs = []
-    for i, (run, scale) in enumerate(zip(runs, scales, strict=True)):
-        points = run.points(key, scale)
+    curves = [run.points(key, scale) for run, scale in zip(runs, scales, strict=True)]
+    for i, points in enumerate(curves):
         if not len(points):
             continue
-        width = 1.3 + 1.5 * (len(runs) - 1 - i) / len(runs) if key == "lr" else 1.3  # equal schedules stay visible
-        _draw_curve(axes, points, i, width, smooth=key != "lr")
+        width = 1.3 + 1.5 * (len(runs) - 1 - i) / len(runs) if key == "lr" else 1.3  # parts may be equal
+        _draw_curve(axes, curves, i, width, smooth=key != "lr")
         # one spike, or the first step, which compiles, must not flatten the rest
         highs.append(min(points[:, 1].max(), 2 * np.quantile(points[:, 1], 0.98)))
     if highs:
@@ -169,10 +210,10 @@ def _draw_lines(axes: Any, runs: Sequence[Run], scales: Sequence[float], key: st
 def _draw_hellaswag(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: bool) -> list[str]:
     """Draw the scores in percent; return the sizes of GPT-2 that are drawn as levels."""
     best = 25.0  # four endings to choose from
-    for i, (run, scale) in enumerate(zip(runs, scales, strict=True)):
-        points = run.points("hellaswag", scale) * [1, 100]
+    curves = [run.points("hellaswag", scale) * [1, 100] for run, scale in zip(runs, scales, strict=True)]
+    for i, points in enumerate(curves):
         if len(points):
-            _draw_curve(axes, points, i)
+            _draw_curve(axes, curves, i)
             best = max(best, points[-1, 1])
     levels = {size: 100 * score for size, (_, score) in OPENAI.items() if openai and 100 * score < best + 5}
     _draw_levels(axes, levels)
@@ -180,14 +221,28 @@ def _draw_hellaswag(axes: Any, runs: Sequence[Run], scales: Sequence[float], ope
     return list(levels)
 
 
-def _draw_curve(axes: Any, points: np.ndarray, i: int, width: float = 1.3, smooth: bool = True) -> np.ndarray:
-    """Draw points [n, 2] and return those of the opaque line; many points are drawn faintly behind their mean."""
+def _draw_curve(axes: Any, curves: Sequence[np.ndarray], i: int, width: float = 1.3, smooth: bool = True) -> np.ndarray:
+    """Draw curves[i], points [n, 2], and return those of the opaque line; many are drawn faintly behind their mean.
+
+    Of n equal curves the first is a line, over which each other one has every n-th dash.
+    """
+    points, style = curves[i], _style(i)
+    place, count = _place_among_equals(curves, i)
+    if place:
+        width = 1.3
+        style["linestyle"] = (DASH * place, (DASH, DASH * (count - 1)))
     line = _readable(points) if smooth else points
     if line is not points:
         axes.plot(*points.T, color=_style(i)["color"], alpha=0.22, lw=0.7, zorder=1)
     marker = "o" if len(line) == 1 else None  # a line needs two points
-    axes.plot(*line.T, lw=width, marker=marker, ms=4, zorder=3, **_style(i))
+    axes.plot(*line.T, lw=width, marker=marker, ms=4 + 3 * (count - 1 - place), zorder=3, **style)
     return line
+
+
+def _place_among_equals(curves: Sequence[np.ndarray], i: int) -> tuple[int, int]:
+    """Return the place of curve i among the curves equal to it, from 0, and their number."""
+    equal = [j for j, curve in enumerate(curves) if np.array_equal(curve, curves[i])]
+    return equal.index(i), len(equal)
 
 
 def _draw_levels(axes: Any, levels: dict[str, float]) -> None:
@@ -233,18 +288,18 @@ def _short(value: float) -> str:
 def plot(
     *runs: Path, out: Annotated[Path, Parameter(name=("out", "-o"))] = Path("loss.png"), openai: bool = False
 ) -> None:
-    """Draw loss, learning rate, gradient norm, speed and HellaSwag of runs over tokens, into one PNG.
+    """Draw loss, learning rate, gradient norm, speed and HellaSwag of runs over tokens, as one picture.
 
     Parameters
     ----------
     runs: Path
         Run directories.
     out: Path
-        The picture.
+        Picture to write; its ending, .png, .svg or .pdf, is its format.
     openai: bool
         Draw OpenAI's GPT-2 as horizontal lines, even if the validation data is not FineWeb.
     """
     if not runs:
         raise ConfigError("plot: expected one or more run directories")
     draw_runs(runs, out, openai)
-    print(f"wrote {out}")
+    print(printable(f"wrote {out}"))

@@ -20,9 +20,9 @@ def prepare_text(
     val_fraction: float = 0.1,
     workers: int | None = None,
 ) -> None:
-    """Tokenise UTF-8 text: .txt, one document per file, and .jsonl, one per line in its field "text"; each also as .gz.
+    """Tokenise your own text, files of .txt and .jsonl; the same command resumes a stopped preparation.
 
-    The same command resumes a stopped preparation.
+    The text is UTF-8: a .txt is one document, a .jsonl has one per line in its field "text"; each may also be .gz.
 
     Parameters
     ----------
@@ -33,9 +33,9 @@ def prepare_text(
     tokenizer: str
         Tokenizer; data.tokenizer of the configuration must be the same.
     val_fraction: float
-        Last part of the text that becomes validation data.
+        Fraction of the text that becomes validation data, taken from its end.
     workers: int
-        Processes that tokenise; by default one per CPU.
+        Number of processes that tokenise; by default one per CPU.
     """
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
@@ -53,7 +53,7 @@ def _workers(given: int | None) -> int:
 
 @app.command(name="builtin")
 def prepare_builtin(*, out: Path = Path("data/builtin"), tokenizer: Tokenizer = "bytes") -> None:
-    """Tokenise the text that every Python ships, the help topics of its reference manual.
+    """Tokenise 0.5 MB of text that every Python has, the help topics of its manual, to try things out.
 
     Parameters
     ----------
@@ -84,23 +84,23 @@ def prepare_dataset(
     Parameters
     ----------
     version: str
-        Configuration of the dataset, as sample-10BT (the default but for a folder) or sample-100BT.
+        Configuration of the dataset, such as sample-100BT; by default sample-10BT, for a folder none.
     source: str
-        Name of the dataset, or a folder of its files (parquet or jsonl).
+        Name of the dataset on the Hub, or a folder of its files (parquet or jsonl).
     revision: str
-        Its branch or commit; by default the newest commit, which is recorded and used by a resumed preparation.
+        Branch or commit of the dataset; by default the newest, which a resumed preparation keeps.
     field: str
         Field that holds the text.
     out: Path
-        Directory of the shards, val_000000.bin and train_*.bin; by default in data/, named by source and version.
+        Directory of the shards, val_000000.bin and train_*.bin; by default data/<source>-<version>.
     tokenizer: str
         Tokenizer; data.tokenizer of the configuration must be the same.
     tokens: int
-        Stop after this many tokens; at most a tenth of them become validation data.
+        Stop after this many tokens, of which at most a tenth become validation data; by default take all.
     shard_tokens: int
         Tokens per shard; the first shard is the validation data.
     workers: int
-        Processes that tokenise; by default one per CPU.
+        Number of processes that tokenise; by default one per CPU.
     """
     require_at_least(
         workers=(_workers(workers), 1),
@@ -116,10 +116,12 @@ def prepare_dataset(
     dataset.prepare_dataset(given, out or Path("data") / name, tokenizer, tokens, _workers(workers), shard_tokens)
 
 
-for _name in ("fineweb", "fineweb-edu"):  # they differ in the default of --source
+for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items():  # the default of --source
     _command = functools.partial(prepare_dataset, source=f"HuggingFaceFW/{_name}")
-    _command.__doc__ = prepare_dataset.__doc__
-    app.command(_command, name=_name)
+    _help = (
+        f"Tokenise {_title} or another dataset of the Hugging Face Hub; the same command resumes a stopped preparation."
+    )
+    app.command(_command, name=_name, help=_help)
 
 
 @app.command(name="pretokenized")
@@ -133,7 +135,7 @@ def prepare_pretokenized(name: str, /, *, shards: int | None = None, out: Path |
     shards: int
         Training shards to download, of 100 million tokens (200 MB) each; by default all.
     out: Path
-        Directory of the shards, val_000000.bin and train_*.bin; by default in data/, named like the data.
+        Directory of the shards, val_000000.bin and train_*.bin; by default data/<name>.
     """
     require_at_least(shards=(1 if shards is None else shards, 1))
     from gpt2_triton.data.prepare import pretokenized

@@ -1,9 +1,13 @@
 """Command `sample`: print texts that a model writes."""
 
+import sys
+import time
 from pathlib import Path
 
 from gpt2_triton.commands.app import require_at_least, select_device
+from gpt2_triton.console import is_terminal, printable
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.inference.sampling import Sampling
 
 
 def sample(
@@ -28,7 +32,7 @@ def sample(
     prompt: str
         Text to continue; empty starts at the end-of-text token.
     tokens: int
-        Tokens of each text.
+        Number of tokens to sample for each text.
     temperature: float
         Softmax temperature; 0 takes the most likely token.
     top_k: int
@@ -38,21 +42,45 @@ def sample(
     seed: int
         Seed of the first text; each next text adds 1.
     num: int
-        Texts to write; a single one is printed while it is decoded, several one after the other.
+        Number of texts; a single one is printed while it is decoded, several one after the other.
     batch: int
-        Texts decoded at once, at most.  It changes the speed, not the random numbers of a text.
+        Largest number of texts decoded at once; it changes the speed, not the random numbers of a text.
     """
-    require_at_least(
-        tokens=(tokens, 1),
-        temperature=(temperature, 0),
-        top_k=(top_k, 0),
-        seed=(seed, 0),
-        num=(num, 1),
-        batch=(batch, 1),
-    )
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"--top_p: must be above 0 and at most 1, got {top_p}; 1 keeps every token")
+    how = Sampling(temperature, top_k, top_p)
+    how.check("--", tokens, seed)
+    require_at_least(num=(num, 1), batch=(batch, 1))
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("--prompt: not UTF-8; give it in the encoding of the terminal's locale") from None
     select_device()
-    from gpt2_triton.inference import sample as sampling
+    print_texts(checkpoint, prompt, tokens, how, seed, num, batch)
 
-    sampling.sample_text(checkpoint, prompt, tokens, temperature, top_k, top_p, seed, num, batch)
+
+def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int, num: int, batch: int) -> None:
+    """Print `num` continuations of `prompt` by the weights at `source`, up to `batch` decoded at once.
+
+    A single text is printed while it is decoded.  The rate goes to stderr.  Control characters are escaped on a
+    terminal only: a file or a pipe gets the text as it is.
+    """
+    from gpt2_triton.checkpoint.sources import load_weights
+    from gpt2_triton.data.tokenizer import get_tokenizer
+    from gpt2_triton.inference.load import load_for_decoding
+    from gpt2_triton.inference.sample import continuations, stream
+
+    config, tensors = load_weights(str(source))
+    model, tokenizer = load_for_decoding(config, tensors, min(num, batch)), get_tokenizer(config.data.tokenizer)
+    if model.arena.device.type == "cuda":
+        model.compile_decoding(*how)
+    shown = printable if is_terminal(sys.stdout) else str
+    start = time.perf_counter()
+    if num == 1:
+        print(shown(prompt), end="", flush=True)
+        for piece in stream(model, tokenizer, prompt, tokens, how, seed):
+            print(shown(piece), end="", flush=True)
+        print(flush=True)
+    else:
+        for text in continuations(model, tokenizer, prompt, tokens, how, seed, num):
+            print(shown(text), flush=True)
+    seconds = time.perf_counter() - start
+    print(f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} per second", file=sys.stderr)

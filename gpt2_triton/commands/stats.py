@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from gpt2_triton.console import printable
 from gpt2_triton.errors import ConfigError
 
 
@@ -14,9 +15,9 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     Parameters
     ----------
     run: Path
-        A run directory whose log.stats_every was not 0.
+        Run directory, of a run with log.stats_every above 0.
     step: int
-        The step; default the last one with statistics.
+        Step to print; by default the last one with statistics.
     """
     from gpt2_triton.model.tensor_stats import format_table
     from gpt2_triton.training.metrics import STATS, read_metrics
@@ -31,4 +32,4 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     if chosen not in records:
         having = f"{len(records)} steps from {min(records)} to {max(records)} have them"
         raise ConfigError(f"--step: no statistics of step {step}; {having}")
-    print(f"step {chosen}\n{format_table(records[chosen])}")
+    print(printable(f"step {chosen}\n{format_table(records[chosen])}"))

@@ -1,27 +1,33 @@
-"""train.py: train a GPT-2 from a YAML file."""
+"""`train`, also as train.py: train a GPT-2 from a YAML file."""
 
 import contextlib
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from gpt2_triton.commands.app import make_app, require_at_least, select_device
+from gpt2_triton.commands import own
+from gpt2_triton.commands.app import call, make_app, require_at_least, select_device
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
+from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import command_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.training.preemption import ShutdownSignals
+from gpt2_triton.training.start import check_run_dir, starting
 
-FLAGS = ("plan", "gpu", "gpus", "print_config", "run_dir", "resume")
+FLAGS = ("data", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
-config_app = make_app("train.py", "Train a GPT-2 from a YAML file; every key below can be overridden.")
+NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
+config_app = make_app(NAME, "Train a GPT-2 from a YAML file; every key below can be overridden.")
 app = config_app.meta
-app.group_parameters = Group("Run", sort_key=0)
+config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
+app.group_parameters = Group("Run", sort_key=1)
 
 
 @config_app.default
@@ -33,44 +39,54 @@ def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> 
 
 @app.default
 def train(
-    config: Path,
+    config: Annotated[Path, Parameter(allow_leading_hyphen=True)],
     /,
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    data: Annotated[list[Path], Parameter(consume_multiple=True)] | None = None,
     plan: bool = False,
     gpu: str | None = None,
     gpus: int | None = None,
     print_config: bool = False,
     run_dir: Path | None = None,
-    resume: bool = False,
+    resume: bool | Literal["must"] = False,
 ) -> int:
     """Train a GPT-2 from a YAML file; every key below can be overridden.
 
     Parameters
     ----------
     config: Path
-        YAML file, for example configs/quickstart.yaml.
+        Name of a recipe, for example quickstart (`gpt2-triton configs` lists them), or a YAML file.
+    data: Path
+        With the recipe own: text files, folders or quoted globs to train on, .txt or .jsonl, also .gz.
     plan: bool
         Print the memory plan and stop; needs neither a GPU nor data.
     gpu: str
-        GPU that --plan is for: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s;
-        default the present one, else h200.
+        GPU of --plan: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s; by default the present one, or h200.
     gpus: int
-        Number of GPUs that --plan is for; default parallel.gpus, else 1.
+        Number of GPUs of --plan; by default parallel.gpus, or 1.
     print_config: bool
         Print the whole configuration as YAML and stop.
     run_dir: Path
-        Directory of the run; default runs/<config>-<time>.
-    resume: bool
-        Resume from the newest checkpoint in --run_dir that verifies; start a new run if there is none.
+        Directory of the run; by default runs/<config>-<time>.
+    resume: bool | Literal["must"]
+        Resume from the newest checkpoint in --run_dir that verifies; if there is none, start a new run, or end with
+        exit code 4 for `--resume must`.
     """
+    if str(config).startswith("-"):
+        raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if gpus is not None:
         require_at_least(gpus=(gpus, 1))
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
     overrides = parse_overrides(keys)
+    own.require_data(config, data)
     if not (plan or print_config):
-        return _start(config, overrides, run_dir, resume)
-    settings = load_config(config, overrides, gpus or 1)
+        return _start(config, overrides, run_dir, resume, data)
+    gpu = _known_gpu(gpu)
+    if data:
+        settings = own.settings(config, data, overrides, gpus or 1, gpu, run_dir if resume else None)
+    else:
+        settings = load_config(config, overrides, gpus or 1)
     if plan:
         print(_plan(settings, StepShape.of(settings, gpus), gpu))
     else:
@@ -78,25 +94,44 @@ def train(
     return 0
 
 
-def _start(config: Path, overrides: dict[str, str], run_dir: Path | None, resume: bool) -> int:
-    """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
-    from gpt2_triton.data.shards import require_tokenizer
+command = make_app("train", "Train a GPT-2 from a recipe or a YAML file.")
+command.help_flags = command.version_flags = ()  # --help goes to `app`, which lists the keys
 
+
+@command.default
+def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> int:
+    """Run `app`: a meta app that is itself a sub-command would not list the keys."""
+    return call(app, words)
+
+
+def _start(
+    config: Path,
+    overrides: dict[str, str],
+    run_dir: Path | None,
+    resume: bool | Literal["must"],
+    data: list[Path] | None,
+) -> int:
+    """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
     set_env_from_slurm()
     rank, ranks = rank_and_size()
-    settings = load_config(config, overrides, ranks)
-    StepShape.of(settings, ranks)  # refuses another parallel.gpus before the run has a directory
-    if rank == 0:
-        run_dir = choose_run_dir(config, run_dir, resume)
-        for split in (settings.data.train, settings.data.val):
-            require_tokenizer(split, settings.data.tokenizer)
-    else:
-        run_dir, sys.stdout = None, open(os.devnull, "w")
-    with creating_run_dir(run_dir) if run_dir else contextlib.nullcontext():
-        select_device()
+    signals = ShutdownSignals(ranks)
+    signals.run_dir = run_dir
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals.leaving_at_once())
+        if not data:
+            settings = load_config(config, overrides, ranks)
+            StepShape.of(settings, ranks)  # refuses another parallel.gpus before torch is imported
+        if rank == 0:
+            check_run_dir(run_dir, resume)  # before the data is prepared
+        else:
+            sys.stdout = open(os.devnull, "w")
+        select_device()  # before numpy is imported
+        if data:
+            settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
+        signals.run_dir = run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
         from gpt2_triton.training import trainer
 
-        return trainer.train(settings, run_dir, resume)
+        return trainer.train(settings, run_dir, resume, signals)
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
@@ -104,7 +139,8 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     known, given, rest = [key for key, _ in options()], {}, iter(words)
     for word in rest:
         if not word.startswith("--"):
-            raise ConfigError(f"{word}: unexpected; options are --section.key value, as in --optim.lr 3e-4")
+            usual = "; options are --section.key value, as in --optim.lr 3e-4"
+            raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")
         key, equals, value = word[2:].partition("=")
         if key not in known:
             near = suggestion(key, [*FLAGS, *known], "--") or "; see --help"
@@ -119,44 +155,20 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     return given
 
 
-def choose_run_dir(config: Path, run_dir: Path | None, resume: bool) -> Path:
-    """Return the run's directory; raise ConfigError for one with checkpoints unless `resume`."""
-    if run_dir is None:
-        if resume:
-            raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")
-        return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
-    found = sorted((run_dir / "checkpoints").glob("step_*"))
-    if found and not resume:
-        raise ConfigError(
-            f"--run_dir: {run_dir} has checkpoints up to {found[-1].name}; add --resume, or choose another"
-        )
-    return run_dir
+def _known_gpu(gpu: str | None) -> str | None:
+    """Return the name in lower case; ConfigError unless the table of device.py has it."""
+    if gpu is None:
+        return None
+    from gpt2_triton import device
 
-
-@contextlib.contextmanager
-def creating_run_dir(run_dir: Path) -> Iterator[None]:
-    """Make the run's directory, and remove it at the end if it is new and still empty, as after a refused start."""
-    try:
-        new = not run_dir.exists()
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--run_dir: cannot make {run_dir}: {error.strerror}; choose another") from error
-    try:
-        yield
-    finally:
-        if new:
-            with contextlib.suppress(OSError):  # not empty
-                run_dir.rmdir()
+    if gpu.lower() not in device.GPUS:
+        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
+    return gpu.lower()
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
-    from gpt2_triton import device
-
-    if gpu is not None and gpu.lower() not in device.GPUS:
-        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
     import gpt2_triton.kernels as kernels
+    from gpt2_triton import device
     from gpt2_triton.model.memory_plan import plan_report
 
-    return plan_report(config, kernels, device.memory_bytes(gpu.lower() if gpu else None), shape)
+    return plan_report(config, kernels, device.memory_bytes(gpu), shape)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from gpt2_triton.console import printable
+
 
 def wandb_export(
     run: Path, /, *, project: str | None = None, new_run: Annotated[bool, Parameter(name="new")] = False
@@ -14,13 +16,13 @@ def wandb_export(
     Parameters
     ----------
     run: Path
-        Run directory.  After an interruption the command continues where it stopped.
+        Run directory; after an interruption the same command continues where it stopped.
     project: str
-        Project; default the run's log.wandb_project.
+        Project at Weights & Biases; by default the run's log.wandb_project.
     new_run: bool
         Send everything to a new run, for example when the old one was deleted there.
     """
     from gpt2_triton.training import wandb_logger
 
     sent, records, address = wandb_logger.send_missing(run, project, new_run)
-    print(f"sent {sent:,} of {records:,} records, the others were there: {address}")
+    print(printable(f"sent {sent:,} of {records:,} records, the others were there: {address}"))

@@ -4,7 +4,8 @@ load.py reads it from YAML and the command line; rules.py has the rules between 
 the number of GPUs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -36,6 +37,15 @@ class Config(schema.ConfigSection):
         description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE",
         json_schema_extra=schema.FREE,
     )
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> "Config":
+        """Return the configuration in a YAML file, or in a dictionary of sections, {"train": {"steps": 10}}, with
+        `overrides` on top, {"train.steps": 20}.  ConfigError with a line for each mistake.
+        """
+        from gpt2_triton.config.load import load_config
+
+        return load_config(source, overrides)
 
     @property
     def head_rows(self) -> int:

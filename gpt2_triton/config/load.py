@@ -13,17 +13,28 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config, options
+from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.schema import SIZE_KEYS, ConflictError
 from gpt2_triton.errors import ConfigError
 
 
-def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> Config:
-    """Return the configuration in a YAML file with `overrides` (dotted key -> value, usually a string) on top.
+def load_config(
+    path: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, gpus: int = 1
+) -> Config:
+    """Return the configuration in a YAML file, or a dictionary like its content, with `overrides` (dotted key -> value,
+    usually a string) on top.
 
-    The step must divide among parallel.gpus GPUs, or among `gpus` where that is null.
+    `path` may be the name of a recipe, such as "gpt2_124m".  The step must divide among parallel.gpus GPUs, or among
+    `gpus` where that is null.
     """
-    tree, lines = _read_yaml(Path(path))
+    if isinstance(path, Mapping):
+        tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in path.items()}
+        lines, path = dict[str, int](), "config"
+    else:
+        path = recipes.find(path)
+        tree, lines = _read_yaml(path)
     given = dict(overrides or {})
     if "model.size" in given and isinstance(tree.get("model"), dict):
         tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}
@@ -49,7 +60,7 @@ def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> I
             yield from (_at(places, path, name, message) for name, message in cause.problems)
         elif entry["type"] == "extra_forbidden":
             sections = [] if "." in key else [name.partition(".")[0] for name in fields]
-            near = suggestion(key, [*sections, *fields]) or "; docs/config.md lists them"
+            near = suggestion(key, [*sections, *fields]) or "; docs/guide/config.md lists them"
             yield _at(places, path, key, f"unknown key{near}")
         elif entry["type"] in ("model_type", "model_attributes_type"):
             yield _at(places, path, key, f"must be a section of keys, got {entry['input']!r}")
@@ -66,14 +77,39 @@ def _at(places: Mapping[str, str], path: str, key: str, message: str) -> str:
 
 
 def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return the end of an error about an unknown key: the most similar known key, or nothing."""
-    known = list(known)
+    """Return the end of an error about an unknown key: the known keys it may stand for, or nothing.
+
+    They are, in this order: the same key, to be written below its section; the counterpart of another project's option;
+    keys of the same name in other sections; similar names; the keys of the section.
+    """
+    known = list(dict.fromkeys(known))
     if key in known:  # `optim.lr: 1` in YAML
         section, _, name = key.partition(".")
         return f"; keys are nested: write {name} under {section}"
-    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    best = same_name or difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {prefix}{best[0]}?" if best else ""
+    section, _, name = key.rpartition(".")
+    same, told = [near for near in known if near.rpartition(".")[2] == name], counterpart(name)
+    if told and not any(told.startswith(f"; for nanoGPT's {name} use {near}") for near in same):
+        return told
+    if best := same or _similar(key, section, name, known):
+        return f"; did you mean {' or '.join(prefix + near for near in best)}?"
+    inside = ", ".join(near.rpartition(".")[2] for near in known if section and near.startswith(f"{section}."))
+    return f"; {section} has {inside}" if inside else ""
+
+
+def _similar(key: str, section: str, name: str, known: list[str]) -> list[str]:
+    """Return the known keys that differ by a slip of the hand, or of which the name is a longer form."""
+    if "." in key:
+        own = {near.rpartition(".")[2]: near for near in known if near.startswith(f"{section}.")}
+        if best := difflib.get_close_matches(name, own, n=1, cutoff=0.7):
+            return [own[best[0]]]
+    elif best := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+        return best
+    words = [word for word in (name.partition("_")[0], name.rpartition("_")[2]) if len(word) > 4]
+    if longer := [near for near in known if near.rpartition(".")[2] in words]:
+        return longer
+    if best := difflib.get_close_matches(name, [near.rpartition(".")[2] for near in known], n=1, cutoff=0.75):
+        return [next(near for near in known if near.rpartition(".")[2] == best[0])]
+    return [near for near in known if "." not in key + near and len(near) > 2 and key.startswith(near)]
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -84,8 +120,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         lines = _key_lines(path, root)
         tree = {} if root is None else loader.construct_document(root)
     except OSError as error:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        hint = _files_near(path) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file: byte {error.start} is not UTF-8; expected YAML") from None
@@ -99,6 +134,16 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{path}: expected sections such as `model:` and `train:`, got {type(tree).__name__}")
     sections = {key: {} if value is None else value for key, value in tree.items()}  # `optim:` with nothing below
     return sections, lines
+
+
+def _files_near(path: Path) -> str:
+    """Return the end of an error about a missing file: a file of a similar name, else where it was searched."""
+    beside = {p.stem: p for p in sorted(path.parent.glob("*.yaml"))}
+    if near := difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.7):
+        return f"; did you mean {beside[near[0]]}?"
+    files = ", ".join(p.name for p in beside.values()) or "no .yaml file"
+    place = path.absolute().parent
+    return f"; {place} has {files}" if place.is_dir() else f"; there is no directory {place}"
 
 
 def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:

@@ -15,6 +15,7 @@ Problem = tuple[str, str]  # a key, and what is wrong with it
 
 HEAD_SIZES = (64, 80, 96, 128)  # the attention kernels are written and tested for these
 TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
+HUB_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models on the Hugging Face Hub
 INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # init_from, but scratch
 
 
@@ -52,7 +53,8 @@ def _model_conflicts(config: "Config") -> Iterator[Problem]:
     source, _, path = config.init_from.partition(":")
     if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
         known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
-        yield "init_from", f"expected scratch or one of {known}; got {config.init_from}"
+        theirs = {"resume": "; use --resume"} | dict.fromkeys(HUB_SIZES, f"; use hf:openai-community/{source}")
+        yield "init_from", f"expected scratch or one of {known}; got {config.init_from}{theirs.get(source, '')}"
     recompute = config.memory.recompute
     layers = recompute.partition(":")[2]
     if layers and int(layers) > m.n_layer:

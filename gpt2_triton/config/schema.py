@@ -121,6 +121,13 @@ class TrainConfig(ConfigSection):
         json_schema_extra=FREE,
     )
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
+    max_minutes: float = Field(
+        0,
+        ge=0,
+        description="minutes from the start of the program until it has saved and ended, with exit code 0 and "
+        "PREEMPTED in the run directory; 0 no limit",
+        json_schema_extra=FREE,
+    )
     skip_limit: int = Field(
         10,
         ge=0,

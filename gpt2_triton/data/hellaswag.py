@@ -32,8 +32,9 @@ SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"
 CACHED = Path(".cache/gpt2_triton/hellaswag_val.jsonl")  # in the user's home
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES, BIN_START = 20240522, 1, 1024, 65535
 ENDINGS = 4
-NAME_IT = "name it with --data FILE, in training with eval.hellaswag_data"
-CORRECT = "give a HellaSwag .jsonl or llm.c's .bin of it"
+GET = f"get it with `curl -LO {URL}`"
+IN_COMMAND = f"{GET} and give it as --data FILE"
+IN_TRAINING = f"{GET} and set eval.hellaswag_data to it, or eval.hellaswag_every to 0"
 
 
 class Questions(NamedTuple):
@@ -56,22 +57,26 @@ class Row(BaseModel):
     label: Annotated[int, Field(ge=0, lt=ENDINGS)]
 
 
-def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str]) -> dict[str, Questions]:
-    """Return the first `limit` rows (0: all) in each of `styles` that the file has; path None downloads the .jsonl."""
+def load_questions(
+    path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str], todo: str = IN_COMMAND
+) -> dict[str, Questions]:
+    """Return the first `limit` rows (0: all) in each of `styles` that the file has; path None downloads the .jsonl.
+
+    An error ends with `todo`, IN_COMMAND or IN_TRAINING.
+    """
     where = path or Path.home() / CACHED
     try:
         if path is None:
-            _download(where)
+            _download(where, todo)
         if where.suffix == ".bin":
-            return {"completion": _read_bin(where, tokenizer, limit)}
-        rows = _read_jsonl(where, limit)
+            return {"completion": _read_bin(where, tokenizer, limit, todo)}
+        rows = _read_jsonl(where, limit, todo)
     except OSError as error:
-        todo = f"download {URL} and {NAME_IT}"
         raise bad_data(where, "cannot be used", error.strerror, "HellaSwag's rows", todo) from None
     return {style: TEXTS[style](rows, tokenizer) for style in styles}
 
 
-def _download(target: Path) -> None:
+def _download(target: Path, todo: str = IN_COMMAND) -> None:
     """Download the .jsonl, 12 MB, unless it is at `target`; it appears there whole or not at all.
 
     Any number of processes may do so at once: each writes a hidden file and renames it.
@@ -79,7 +84,7 @@ def _download(target: Path) -> None:
     if target.is_file() and sha256(target) == SHA256:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    todo = f"try again, or have it elsewhere and {NAME_IT}"
+    todo = f"try again, or on another machine {todo}"
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             data = response.read()
@@ -95,15 +100,15 @@ def _download(target: Path) -> None:
 # ---- text ----
 
 
-def _read_jsonl(path: Path, limit: int) -> list[Row]:
+def _read_jsonl(path: Path, limit: int, todo: str) -> list[Row]:
     with open(path, "rb") as file:
-        rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(islice(file, limit or None), 1)]
+        rows = [_parse(line, f"{path}:{number}", todo) for number, line in enumerate(islice(file, limit or None), 1)]
     if not rows:
-        raise bad_data(path, "no rows", "an empty file", "one JSON object per line", CORRECT)
+        raise bad_data(path, "no rows", "an empty file", "one JSON object per line", todo)
     return rows
 
 
-def _parse(line: bytes, where: str) -> Row:
+def _parse(line: bytes, where: str, todo: str) -> Row:
     try:
         return Row.model_validate_json(line)
     except ValidationError as error:
@@ -112,7 +117,7 @@ def _parse(line: bytes, where: str) -> Row:
         message = first["msg"]
         got = first["input"] if what in ("label", "endings") else type(first["input"]).__name__
         expected = "an object with activity_label, ctx_a, ctx_b, ctx, 4 endings and a label from 0 to 3"
-        raise bad_data(where, f"{what}: {message}", repr(got), expected, CORRECT) from None
+        raise bad_data(where, f"{what}: {message}", repr(got), expected, todo) from None
 
 
 def completion(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
@@ -167,14 +172,14 @@ def _labels(rows: Sequence[Row]) -> np.ndarray:
 # ---- llm.c's tokens ----
 
 
-def _read_bin(path: Path, tokenizer: Tokenizer, limit: int) -> Questions:
+def _read_bin(path: Path, tokenizer: Tokenizer, limit: int, todo: str) -> Questions:
     """Read llm.c's evaluation file: a header of 256 int32 (magic, version, rows), then the rows, of uint16."""
     raw = path.read_bytes().ljust(BIN_HEADER_BYTES, b"\0")
     header = np.frombuffer(raw[:BIN_HEADER_BYTES], "<i4")
     stream = np.frombuffer(raw[BIN_HEADER_BYTES : len(raw) // 2 * 2], "<u2")
     if header[:2].tolist() != [BIN_MAGIC, BIN_VERSION]:
         expected = f"{[BIN_MAGIC, BIN_VERSION]} (llm.c's evaluation file)"
-        raise bad_data(path, "wrong magic number and version", header[:2].tolist(), expected, CORRECT)
+        raise bad_data(path, "wrong magic number and version", header[:2].tolist(), expected, todo)
     contexts, endings, labels, at = [], [], [], 0
     for number in range(min(int(header[2]), limit or int(header[2]))):
         row = stream[at : at + int(stream[at + 1]) // 2] if at + 1 < len(stream) else stream[:0]
@@ -182,13 +187,13 @@ def _read_bin(path: Path, tokenizer: Tokenizer, limit: int) -> Questions:
         if parts is None or max(part.max() for part in parts) >= tokenizer.vocab_size:
             where, got = f"{path}: row {number} (byte {BIN_HEADER_BYTES + 2 * at:,})", f"{row[:6].tolist()}..."
             expected = f"65535, bytes, row, label, 4, then a context and 4 endings of {tokenizer.name} tokens"
-            raise bad_data(where, "damaged", got, expected, CORRECT)
+            raise bad_data(where, "damaged", got, expected, todo)
         contexts.append(parts[0])
         endings += parts[1:]
         labels.append(int(row[3]))
         at += len(row)
     if not labels:
-        raise bad_data(path, "no rows", f"a count of {header[2]} in the header", "1 or more", CORRECT)
+        raise bad_data(path, "no rows", f"a count of {header[2]} in the header", "1 or more", todo)
     return Questions(contexts, endings, _matrix(map(len, endings)), np.array(labels, np.int64))
 
 

@@ -67,6 +67,11 @@ class Windows:
             row[:] = self.shards[shard].tokens[start : start + self.seq_len + 1]
         return out
 
+    def place(self, window: int) -> str:
+        """Return SHARD:TOKEN, the path and the number of the first token of a window."""
+        shard = int(np.searchsorted(self.ends, window, side="right"))
+        return f"{self.shards[shard].path}:{(window - (int(self.ends[shard - 1]) if shard else 0)) * self.seq_len}"
+
 
 class TrainLoader:
     """Reads any range of global samples; it has no state."""
@@ -76,9 +81,16 @@ class TrainLoader:
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
         """Return global samples first_sample ... first_sample + count - 1, int32 [count, seq_len + 1]."""
+        return self.windows.read(self._windows(first_sample, count))
+
+    def place(self, sample: int) -> str:
+        """Return SHARD:TOKEN, where a global sample begins."""
+        return self.windows.place(int(self._windows(sample, 1)[0]))
+
+    def _windows(self, first_sample: int, count: int) -> np.ndarray:
         n, samples = self.windows.n, np.arange(first_sample, first_sample + count, dtype=np.uint64)
         epoch, index = np.divmod(samples, np.uint64(n))
-        return self.windows.read(permute(index, epoch, n, self.seed))
+        return permute(index, epoch, n, self.seed)
 
 
 class ValidationLoader:
@@ -162,9 +174,13 @@ class Prefetcher:
 
     def step(self, first_sample: int) -> Iterator[torch.Tensor]:
         """Yield the micro-batches of the step that begins with this sample, made here, independently of the thread."""
-        for first in itertools.islice(self._first_samples(first_sample), self._accumulation):
+        for first in self.first_samples_of_step(first_sample):
             tokens = self._loader.batch(first, self._micro_batch)
             yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], self._vocab_size)
+
+    def first_samples_of_step(self, first_sample: int) -> Iterator[int]:
+        """Yield the first global sample of each of this rank's micro-batches in the step that begins with this one."""
+        return itertools.islice(self._first_samples(first_sample), self._accumulation)
 
     def close(self) -> None:
         """Stop the thread and wait for its end."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2_triton.console import command_line
 from gpt2_triton.errors import bad_data
 from gpt2_triton.files import write_atomic
 
@@ -22,7 +23,7 @@ HEADER_BYTES = 1024
 SCAN = 1 << 22  # tokens checked at a time: 8 MiB
 EDGE_BYTES = 1 << 16  # of each end of a shard that its fingerprint covers
 RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes and sha256
-PREPARE = "make shards with `python -m gpt2_triton prepare`"
+PREPARE = f"make shards with `{command_line('prepare')}`"
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -70,7 +71,9 @@ def map_tokens(path: Path) -> np.memmap:
         raise bad_data(path, "no header", f"{size:,} bytes", f"more than {HEADER_BYTES:,}", todo)
     magic, version, ntok = header[:3].tolist()
     if magic != MAGIC:
-        raise bad_data(path, "wrong magic number", magic, f"{MAGIC} (llm.c's uint16 shards)", PREPARE)
+        raise bad_data(
+            path, "wrong magic number", magic, f"{MAGIC} (llm.c's uint16 shards; nanoGPT's have no header)", PREPARE
+        )
     if version != VERSION:
         raise bad_data(path, "wrong version", version, VERSION, PREPARE)
     if ntok < 1:

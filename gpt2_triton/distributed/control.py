@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gpt2_triton.errors import PeerLostError
+from gpt2_triton import errors
+from gpt2_triton.errors import PeerLostError, UserError
 
 POLL_SECONDS = 0.02
 
@@ -44,18 +45,34 @@ class ControlGroup:
         return values
 
     def from_rank0(self, function: Callable[[], Any]) -> Any:
-        """Call `function` on rank 0 and return its result on every rank; its OSError is raised on every rank."""
+        """Call `function` on rank 0 and return its result on every rank; its OSError or UserError is raised on every
+        rank.
+        """
         result: dict[str, Any] = {}
-        error: OSError | None = None
+        error: OSError | UserError | None = None
         if self.rank == 0:
             try:
                 result["value"] = function()
             except OSError as raised:
                 error, result["errno"], result["error"] = raised, raised.errno, str(raised)
+            except UserError as raised:
+                error, result["class"], result["error"] = raised, type(raised).__name__, str(raised)
         found = self.all_gather(result)[0]
+        if "class" in found:
+            self.leave()
+            raise error or getattr(errors, found["class"])(found["error"])
         if "error" in found:
             raise error or OSError(found["errno"], found["error"])
         return found["value"]
+
+    def leave(self) -> None:
+        """Return on rank 0, whose process may hold the store, once every other rank has called this.  To be called
+        before all ranks exit with an error, as their last call.
+        """
+        if self.rank > 0:
+            self._store.set(f"{self._name}/left/{self.rank}", "null")
+        for rank in range(1, self.size if self.rank == 0 else 0):
+            self._take(f"{self._name}/left/{rank}")
 
     def _wait(self, key: str) -> Any:
         while not self._store.check([key]):

@@ -2,10 +2,13 @@
 with a message that names the rank at fault.
 
     main thread   heartbeat(step) when a step is done; `with phase(name)` around work that takes longer
-    watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase) in the store
-                  no heartbeat of this rank for the timeout, or for longer if any rank is in a slow phase:
-                      read all states, wait 5 intervals, read them again; ranks whose tick stands still are silent
-                      the first rank that comes here prints `diagnose`; all exit with 1
+    saver         saving(what, bytes) while it writes a checkpoint: progress of a rank that waits for it
+    watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase, ...) in the store
+                  no progress of this rank for the timeout: read all states; nothing more unless
+                      no rank has made progress for the timeout times the factor of the slowest phase of all ranks
+                      or a rank has published nothing for the timeout, whatever the phase
+                  wait 5 intervals, read all states again; ranks whose tick stands still are silent
+                  the first rank that comes here prints `diagnose`; all exit with 1
 
 NCCL's own timeout sees neither collectives in a CUDA graph nor a suspended host, and its message names no rank.
 
@@ -25,9 +28,9 @@ from typing import NamedTuple
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 
-STARTING, STEPPING = "starting", "training"
-TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1}  # of the timeout, by phase
-SLOW_PHASE_FACTOR = 10  # every other phase: validating, sampling, saving, ...
+STARTING, STEPPING, SAVING = "starting", "training", "saving"
+TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1, SAVING: 3}  # of the timeout, by phase
+SLOW_PHASE_FACTOR = 10  # every other phase, without heartbeats inside: validating, sampling, ...
 DEAD_AFTER = 10  # intervals without a new tick after which a rank counts as dead, once the launcher has sent SIGTERM
 
 
@@ -38,6 +41,12 @@ class State(NamedTuple):
     beats: int  # heartbeats
     step: int
     phase: str
+    save: str = ""  # what the rank does for a checkpoint; empty unless it waits for that
+    saved: int = 0  # bytes of checkpoints written
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.beats, self.saved if self.phase == SAVING else 0
 
 
 def diagnose(states: Sequence[State], silent: Sequence[int]) -> str:
@@ -46,9 +55,12 @@ def diagnose(states: Sequence[State], silent: Sequence[int]) -> str:
     behind = [rank for rank, state in enumerate(states) if state.beats == fewest]
     if silent:
         return f"{_ranks_are(silent)} not responding"
-    if len(behind) == len(states):
+    if len(behind) == len(states):  # of ranks that save, those that wait for others' files are not at fault
+        behind = [rank for rank, state in enumerate(states) if not state.save.startswith("waiting")]
+    if len(behind) in (0, len(states)):
         return "all ranks are at the same point: the network, or a GPU"
-    return f"{_ranks_are(behind)} behind the others, {states[behind[0]].phase} at step {states[behind[0]].step}"
+    first = states[behind[0]]
+    return f"{_ranks_are(behind)} behind the others, {first.save or first.phase} at step {first.step}"
 
 
 def _ranks_are(ranks: Sequence[int]) -> str:
@@ -61,17 +73,31 @@ class Watchdog:
     def __init__(self, group: ProcessGroup, timeout: float):
         self.group, self._timeout, self._interval = group, timeout, min(1.0, timeout / 20)
         self._tick, self._beats, self._step, self._phase = 0, 0, 0, STARTING
+        self._save, self._saved = "", 0
         self._last_progress, self._signalled, self._closed = time.monotonic(), False, False
+        # while this rank stands still: each rank's last state and when it was published; when one made progress
+        self._seen: list[tuple[State, float]] = []
+        self._progress_elsewhere = 0.0
         if group.size > 1:
             self._signals, write_end = os.pipe()
             os.set_blocking(self._signals, False)
             os.set_blocking(write_end, False)
-            signal.set_wakeup_fd(write_end)
+            self._next_pipe = -1
+            if threading.current_thread() is threading.main_thread():
+                self._next_pipe = signal.set_wakeup_fd(write_end)
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def heartbeat(self, step: int) -> None:
         """Record progress; `step` is the number of the step under way."""
         self._step, self._beats, self._last_progress = step, self._beats + 1, time.monotonic()
+
+    def saving(self, what: str, nbytes: int) -> None:
+        """Record what this rank's saver does, "waiting ..." if it needs other ranks, and the bytes it has written:
+        progress, if this rank waits for it.
+        """
+        self._save, self._saved = what, self._saved + nbytes
+        if self._phase == SAVING:
+            self._last_progress = time.monotonic()
 
     def end_startup(self) -> None:
         """Give later steps the plain timeout: after the first step nothing is left to compile."""
@@ -79,7 +105,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Allow SLOW_PHASE_FACTOR times the timeout inside."""
+        """Allow the timeout times the phase's factor inside."""
         before, self._phase = self._phase, name
         self.heartbeat(self._step)
         try:
@@ -109,10 +135,13 @@ class Watchdog:
                 self._exit_if_a_rank_died()
             if time.monotonic() - self._last_progress > self._timeout:
                 self._check_progress()
+            else:
+                self._seen = []
 
     def _publish(self) -> None:
         self._tick += 1
-        state = State(self._tick, self._beats, self._step, self._phase)
+        save = self._save if self._phase == SAVING else ""
+        state = State(self._tick, self._beats, self._step, self._phase, save, self._saved)
         self.group.store.set(f"watchdog/{self.group.rank}", json.dumps(state))
         time.sleep(self._interval)
 
@@ -121,8 +150,11 @@ class Watchdog:
         return [State(*json.loads(store.get(k))) if store.check([k]) else State(0, 0, 0, STARTING) for k in keys]
 
     def _received_signal(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            self._signalled = self._signalled or bool(os.read(self._signals, 1))
+        with contextlib.suppress(OSError):  # nothing to read
+            numbers = os.read(self._signals, 64)
+            self._signalled = True
+            if self._next_pipe >= 0:
+                os.write(self._next_pipe, numbers)
         return self._signalled
 
     def _exit_if_a_rank_died(self) -> None:
@@ -136,12 +168,30 @@ class Watchdog:
     def _check_progress(self) -> None:
         earlier = self._read_all()
         factor = max(TIMEOUT_FACTORS.get(state.phase, SLOW_PHASE_FACTOR) for state in earlier)
-        if time.monotonic() - self._last_progress < self._timeout * factor:
+        silence = self._longest_silence(earlier)
+        last_progress = max(self._last_progress, self._progress_elsewhere)
+        is_stalled = time.monotonic() - last_progress >= self._timeout * factor
+        if not is_stalled and silence < self._timeout:
             return
         for _ in range(5):
             self._publish()  # so that the others do not count this rank as silent
         later = self._read_all()
-        self._report_and_exit(diagnose(later, [r for r in _silent(earlier, later) if r != self.group.rank]))
+        silent = [rank for rank in _silent(earlier, later) if rank != self.group.rank]
+        if is_stalled or silent:
+            self._report_and_exit(diagnose(later, silent))
+
+    def _longest_silence(self, states: Sequence[State]) -> float:
+        """Return the longest time for which a rank has published nothing; record the other ranks' progress."""
+        now = time.monotonic()
+        if not self._seen:
+            self._seen, self._progress_elsewhere = [(state, now) for state in states], 0.0
+        if any(before.progress != state.progress for (before, _), state in zip(self._seen, states, strict=True)):
+            self._progress_elsewhere = now
+        self._seen = [
+            (state, since if state.tick == before.tick else now)
+            for (before, since), state in zip(self._seen, states, strict=True)
+        ]
+        return now - min(since for _, since in self._seen)
 
     def _report_and_exit(self, diagnosis: str) -> None:
         if self.group.store.add("watchdog/reported", 1) == 1:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import Progress
-from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
+from gpt2_triton.data.hellaswag import ENDINGS, IN_TRAINING, Questions, load_questions
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import bad_data
@@ -31,7 +31,8 @@ def questions_of_run(config: Config) -> Questions | None:
     if not e.hellaswag_every:
         return None
     path = Path(e.hellaswag_data) if e.hellaswag_data else None
-    return load_questions(path, get_tokenizer(config.data.tokenizer), e.hellaswag_limit, ("completion",))["completion"]
+    tokenizer, style = get_tokenizer(config.data.tokenizer), "completion"
+    return load_questions(path, tokenizer, e.hellaswag_limit, (style,), IN_TRAINING)[style]
 
 
 class Scores(NamedTuple):
@@ -64,8 +65,10 @@ def ending_losses(model: GPT2, questions: Questions, style: str = "", shard: tup
     """
     lengths = _lengths(model, questions)
     losses = np.zeros(len(lengths), np.float64)
-    with Progress(f"hellaswag {style}".rstrip(), int(lengths.sum()), "tokens") as progress:
-        for chosen, T in itertools.islice(_batches(model, lengths), shard[0], None, shard[1]):
+    own = list(itertools.islice(_batches(model, lengths), shard[0], None, shard[1]))
+    total = sum(int(lengths[chosen].sum()) for chosen, _ in own)
+    with Progress(f"hellaswag {style}".rstrip(), total, "tokens") as progress:
+        for chosen, T in own:
             losses[chosen] = _batch_losses(model, questions, lengths, chosen, T)
             progress.advance(int(lengths[chosen].sum()))
     return losses.reshape(-1, ENDINGS)
@@ -121,7 +124,8 @@ def _refuse_longer(questions: Questions, longest: int) -> None:
     length = max(map(len, questions.endings))
     if length > longest:
         expected = f"{longest} or fewer, the longest input of this model"
-        raise bad_data("hellaswag", "an ending too long", f"{length} tokens", expected, "leave this model out")
+        todo = "leave this model out, in training with eval.hellaswag_every 0"
+        raise bad_data("hellaswag", "an ending too long", f"{length} tokens", expected, todo)
 
 
 def predictions(questions: Questions, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,24 +10,28 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import free_bytes, largest_batch, plan_memory
 
 
-def load_for_losses(config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None) -> GPT2:
+def load_for_losses(
+    config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None, sequences: int = 0
+) -> GPT2:
     """Return a model with the weights tensors["params"] whose batches hold up to `tokens` tokens, kernels compiled.
 
-    The batch is a whole number of sequences of train.seq_len.  It is smaller if the GPU has less memory, but holds at
-    least one sequence of block_size.  The model computes in `dtype`, "bf16" or "fp32"; None is the configuration's.
+    The batch is a whole number of sequences of train.seq_len.  It is smaller if memory is short, but holds at least one
+    sequence of block_size.  The model computes in `dtype`, "bf16" or "fp32"; None is the configuration's.
+    It also decodes `sequences` sequences at once; 0: none.
     """
     if dtype:
         config = config.replace(train={"dtype": dtype}, optim={"master": "none"})
     device, T = device_name(), config.train.seq_len
-    batch = tokens // T
-    if device == "cuda":
-        free = free_bytes(device)
-        batch = min(batch, largest_batch(lambda B: plan_memory(config, K, B, T, training=False)[0].total, free))
-    model = _load(config, tensors, max(batch, -(-config.model.block_size // T)))
+    batch = min(tokens // T, largest_batch(lambda B: _plan_bytes(config, B, sequences), free_bytes(device)))
+    model = _load(config, tensors, max(batch, -(-config.model.block_size // T)), sequences)
     if device == "cuda":
         with K.compiling():
             model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
     return model
+
+
+def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
+    return plan_memory(config, K, batch, config.train.seq_len, training=False, sequences=sequences)[0].total
 
 
 def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int) -> GPT2:

@@ -1,15 +1,14 @@
-"""Losses over token shards: the validation loss of a run, the perplexity of a checkpoint."""
+"""Losses over tokens: the validation loss of a run, the perplexity of a checkpoint, the loss of single sequences."""
 
 import itertools
 import math
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import Progress
+from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
@@ -65,6 +64,51 @@ def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
     return Perplexity(loader.tokens, loss, math.exp(loss), bits_per_byte)
 
 
+def mean_loss(model: GPT2, tokens: np.ndarray) -> float:
+    """Return the mean loss of the tokens after the first of each sequence; tokens int32 [sequences, n], n at least 2.
+
+    Sequences longer than model.T + 1 are cut into windows of model.T, in which a token is predicted from those of its
+    window alone, as in `perplexity`; the last window may be shorter.
+    """
+    ids, targets = tokens[:, :-1], tokens[:, 1:]
+    whole = ids.shape[1] // model.T * model.T
+    total = _summed_loss(model, *(part[:, :whole].reshape(-1, model.T) for part in (ids, targets)))
+    return (total + _summed_loss(model, ids[:, whole:], targets[:, whole:])) / ids.size
+
+
+def _summed_loss(model: GPT2, ids: np.ndarray, targets: np.ndarray) -> float:
+    """Return the sum of the losses of sequences [rows, n], n at most model.T."""
+    n, total = ids.shape[1], 0.0
+    for rows, padded in padded_batches(model, ids):
+        padded_targets = np.full_like(padded, -1)
+        padded_targets[:, :n] = targets[rows]
+        total += float(model.evaluate(padded, padded_targets).numpy().sum(dtype=np.float64))
+    return total
+
+
+def logits(model: GPT2, tokens: np.ndarray, start: int) -> np.ndarray:
+    """Return the logits after each token from position `start` on, fp32 [sequences, n - start, V]; tokens int32
+    [sequences, n], n at most model.T.
+    """
+    n = tokens.shape[1]
+    parts = [model.logits(padded, start, n) for _, padded in padded_batches(model, tokens)]
+    return np.concatenate(parts)
+
+
+def padded_batches(model: GPT2, ids: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield sequences [rows, n] in batches that fit the model, as (rows, ids [., T]); T is n rounded up to a multiple
+    of 32, which few kernels have to be compiled for, but at most model.T.
+    """
+    n = ids.shape[1]
+    T = min(-(-n // 32) * 32, model.T)
+    most = model.B * model.T // max(T, 1)
+    for first in range(0, len(ids) if n else 0, most):
+        rows = slice(first, first + most)
+        padded = np.zeros((len(ids[rows]), T), np.int32)
+        padded[:, :n] = ids[rows]
+        yield rows, padded
+
+
 def _byte_lengths(config: Config) -> np.ndarray | None:
     """Return the bytes of text of every token id, 0 for the end of text and for ids beyond the tokenizer's.
 
@@ -73,7 +117,7 @@ def _byte_lengths(config: Config) -> np.ndarray | None:
     try:
         tokenizer = get_tokenizer(config.data.tokenizer)
     except DataError as error:
-        print(f"warning: no bits per byte: {error}", file=sys.stderr, flush=True)
+        print_line(f"warning: no bits per byte: {error}", error=True)
         return None
     lengths = np.zeros(config.model.vocab_size, np.int64)
     lengths[: tokenizer.vocab_size] = [len(token) for token in tokenizer.token_bytes()]

@@ -1,52 +1,30 @@
-"""Print or return text that a model samples after a prompt.
+"""Return text that a model samples after a prompt.
 
 Tokens are sampled on the device with random numbers keyed by the seed of a text and the number of its tokens so far: a
 text depends on the weights, the prompt and the seed alone.
 """
 
-import sys
-import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Generator, Iterable, Iterator
 
-from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
 from gpt2_triton.inference.generate import generate
-from gpt2_triton.inference.load import load_for_decoding
+from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model.gpt2 import GPT2
 
 
-def sample_text(
-    path: Path, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, num: int, batch: int
-) -> None:
-    """Print `num` continuations of `prompt` by the weights at `path` (a source of sources.py).
-
-    Up to `batch` texts are decoded at once.  A single text is printed while it is decoded.  The rate goes to stderr.
-    """
-    config, tensors = load_weights(str(path))
-    model = load_for_decoding(config, tensors, min(num, batch))
-    tokenizer = get_tokenizer(config.data.tokenizer)
-    if model.arena.device.type == "cuda":
-        model.compile_decoding(temperature, top_k, top_p)
-    start = time.perf_counter()
-    if num == 1:
-        print(prompt, end="", flush=True)
-        steps = generate(model, encode_prompt(tokenizer, prompt), tokens, [seed], temperature, top_k, top_p)
-        for piece in stream_text(tokenizer, (token for [token] in steps)):
-            print(piece, end="", flush=True)
-        print(flush=True)
-    else:
-        for text in continuations(model, tokenizer, prompt, tokens, temperature, top_k, top_p, seed, num):
-            print(text, flush=True)
-    seconds = time.perf_counter() - start
-    print(f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} per second", file=sys.stderr)
+def stream(
+    model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int
+) -> Generator[str, None, None]:
+    """Yield the continuation of `prompt` by `tokens` tokens in pieces, each as soon as its characters are complete."""
+    steps = generate(model, encode_prompt(tokenizer, prompt), tokens, [seed], *how)
+    return stream_text(tokenizer, (token for [token] in steps))
 
 
 def sample_in_training(model: GPT2, config: Config) -> str:
     """Return one text of a model in training, as the configuration's `sample` section requests."""
     s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
-    return next(continuations(model, tokenizer, s.prompt, s.tokens, s.temperature, s.top_k, 1.0, seed, num=1))
+    return next(continuations(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed, num=1))
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -54,7 +32,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return tokenizer.encode(prompt).tolist() or [tokenizer.eot]
 
 
-def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, None, None]:
     """Yield the text of `tokens` as soon as it is complete: an incomplete character waits for its other bytes."""
     waiting: list[int] = []
     for token in tokens:
@@ -67,13 +45,12 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
 
 def continuations(
-    model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float,
-    seed: int, num: int,
-) -> Iterator[str]:  # fmt: skip
+    model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, num: int
+) -> Iterator[str]:
     """Yield `num` texts, each `prompt` and its continuation; text i samples with seed + i in any batch."""
     batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt)
     for first in range(seed, seed + num, batch):
         seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change
-        steps = generate(model, ids, tokens, seeds, temperature, top_k, top_p)
+        steps = generate(model, ids, tokens, seeds, *how)
         for text in list(zip(*steps))[: seed + num - first]:
             yield prompt + tokenizer.decode(text)

@@ -44,8 +44,9 @@ def exp_relative(z, zt, counted):
 #     gelu(x)  = 0.5 * x * (1 + tanh(u)) = x * s
 #     dgelu(x) = s + x * 2u' * (s - s^2)
 # FAST computes s = 0.5 + 0.5 * tanh(u) with the instruction that approximates tanh, to 2^-11 of its value.  It is for
-# outputs in bf16, whose half ulp is 2^-9: errors against float64 are the same to four digits (docs/measured.md), and
-# a product's epilogue stays hidden behind the next product, which the two instructions of sigmoid would expose.
+# outputs in bf16, whose half ulp is 2^-9: errors against float64 are the same to four digits
+# (docs/engineering/measured.md), and a product's epilogue stays hidden behind the next product, which the two
+# instructions of sigmoid would expose.
 
 
 @triton.jit

@@ -130,7 +130,7 @@ def resolve_buffers(
     The copies of three layers at level `gelu:1`.  Layer 0 computes the output of GELU again, so its fcg is layer 1's:
 
     >>> from gpt2_triton.model.buffers import RECOMPUTE_LEVELS, Acts, layer_levels
-    >>> dims = dict(B=1, T=8, R=8, Rc=8, C=4, NH=1, L=3, S=7, Vp=8, W=8)
+    >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, C=4, NH=1, L=3, S=7, Vp=8, W=8)
     >>> dtypes = dict(act=torch.bfloat16, f32=torch.float32)
     >>> buffers = resolve_buffers(Acts, dims, dtypes, layer_levels("gelu:1", 3), RECOMPUTE_LEVELS)
     >>> for b in buffers:

@@ -2,7 +2,8 @@
 
 Symbols of shapes:
 
-B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows, of which the head takes Rc at a time
+B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows, of which the head takes Rc at a time;
+           Rp is Rc, or 0 in a model that only runs forward
 C, NH, HS  channels, heads, head size = C / NH
 L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L]
            is the last.  ln[i] is the layernorm of x[i] with the weights lnw[i], lnb[i], the final one included
@@ -14,7 +15,7 @@ Np, W      elements of the packed batch (data/packing.py), of the scratch
 Nw         WINDOW + 1 in training
 A          tensors with an fp8 scale, 0 in bf16 (fp8.py)
 Sa, Sp, As activations, parameters and fp8 tensors that have statistics, P partial results of each
-Bd         sequences that are decoded at once, 0 without decoding
+Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logits
 """
 
 import dataclasses
@@ -136,10 +137,10 @@ class Acts:
                            only="bf16 mlp")
     lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final layernorm, that of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
-    p:       Tensor  = buf("Rc Vp",      "act", "head",             "head")  # exp(logit - target logit)
+    p:       Tensor  = buf("Rp Vp",      "act", "head",             "head")  # exp(logit - target logit)
     rs:      Tensor  = buf("R",          "f32", "head",             "head")  # factor of p in dlogits
     ks:      Tensor  = buf("R",          "f32", "head..block_bwd",  "head")  # dlogits of the target
-    lns:     Tensor  = buf("Rc C",       "act", "head",             "head")  # rs * lnf
+    lns:     Tensor  = buf("Rp C",       "act", "head",             "head")  # rs * lnf
     losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")  # of each token, summed over micro-steps
     dx:      Tensors = buf("S | R C",    "act", "head..block_bwd",  "backward",    one_copy=True)  # gradient at x[i]
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
@@ -158,7 +159,7 @@ class Decoding:
     """
 
     cache:  Tensors = buf("L | Bd T 2 C", "act", "embed block head between", "decoding")  # keys, values
-    logits: Tensor  = buf("Bd Vp",        "f32", "embed block head between", "decoding")
+    logits: Tensor  = buf("Bl Vp",        "f32", "embed block head between", "decoding")
     seq:    Tensor  = buf("Bd 5",         "i32", "embed block head between", "decoding")  # see kernels/decode.py
 # fmt: on
 

@@ -23,7 +23,7 @@ from gpt2_triton.model.buffers import Decoding, Recompute, State
 from gpt2_triton.model.communicator import Communicator, make_communicator
 from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.init_weights import init_weights
-from gpt2_triton.model.memory_plan import plan_memory, recompute_levels, require_fits
+from gpt2_triton.model.memory_plan import out_of_memory, plan_memory, recompute_levels, require_fits
 from gpt2_triton.model.step import STEPS, InFlightStep
 from gpt2_triton.model.tensor_stats import StatsRecorder, first_non_finite
 from gpt2_triton.model.view import ModelView, make_view
@@ -62,11 +62,16 @@ class GPT2:
         levels = recompute_levels(config, training)
         self.recompute = [Recompute.at(level, "mlp" in fp8) for level, fp8 in zip(levels, config.fp8_operations)]
         self.calibrated = False  # whether the scales of fp8 tensors are those of a step, a checkpoint or `calibrate`
-        require_fits(self.plan, config, K, self.shape, device, sequences)
-        if group:
-            self.arena, arenas = group.allocate_shared(self.plan.total)
-        else:
-            self.arena, arenas = torch.empty(self.plan.total, dtype=torch.uint8, device=device), []
+        require_fits(self.plan, config, K, self.shape, device, training, sequences)
+        try:
+            if group:
+                self.arena, arenas = group.allocate_shared(self.plan.total)
+            else:
+                self.arena, arenas = torch.empty(self.plan.total, dtype=torch.uint8, device=device), []
+        except RuntimeError:  # on a CPU: a limit of the process, or a system that overcommits nothing
+            if device != "cpu":
+                raise
+            raise out_of_memory(self.plan, config, K, self.shape, device, training, sequences) from None
         self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
@@ -203,6 +208,23 @@ class GPT2:
         schedule.block(self.K, v)
         schedule.head_loss(self.K, v)
         return v.a.losses.cpu()
+
+    def logits(self, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Return the logits of positions start to stop of each sequence, fp32 [B, stop - start, V]; ids int32 [B, T].
+        The device holds a few rows of them at once.  Only for a model that decodes.
+        """
+        v, (B, T) = self.view(*ids.shape), ids.shape
+        v.ids.copy_(torch.from_numpy(ids))
+        schedule.embed(self.K, v)
+        schedule.block(self.K, v)
+        schedule.final_norm(self.K, v)
+        out, most = np.empty((B, stop - start, v.V), np.float32), len(self.decoding.logits)
+        for b, t in itertools.product(range(B), range(start, stop, most)):
+            n = min(most, stop - t)
+            chunk = self.decoding.logits[:n]
+            self.K.decode_matmul(chunk, v.a.lnf[b * T + t : b * T + t + n], v.w.wte, None, None, None, None)
+            out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
+        return out
 
     def prefill(self, window: Sequence[int], sequences: slice) -> None:
         """Write keys and values of up to T tokens into the cache of each of `sequences`."""

@@ -1,12 +1,10 @@
 """Memory plan of a run: sizes from the configuration, the plan, its report, and the recompute level that fits.
 
-The plan needs no GPU; only the functions that return free or used bytes query one.
+The plan needs no GPU; only the functions about free or used bytes query one.
 """
 
 import dataclasses
 import math
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -14,9 +12,11 @@ from typing import Any
 import torch
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS, ModelConfig
+from gpt2_triton.config.schema import RECOMPUTE_LEVELS, SIZES, ModelConfig
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import format_bytes
 from gpt2_triton.data.packing import packed_size, scatter_bounds
+from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.buffers import WINDOW, Acts, Decoding, State, layer_levels, param_entries, tracked_activations
@@ -28,7 +28,9 @@ FIXED_DTYPES = dict(
     f32=torch.float32, i32=torch.int32, i16=torch.int16, u8=torch.uint8, e4m3=torch.float8_e4m3fn
 )  # fmt: skip
 CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
-MODULE_BYTES = int(0.25 * GIB)  # the kernels' code and the CUDA graphs: 0.16 GiB at 12 layers
+# the kernels' code and the CUDA graphs, 0.16 GiB at 12 layers; on a CPU the interpreter's arrays
+MODULE_BYTES = int(0.25 * GIB)
+LOGITS_ROWS = 16  # of a text, at once: the most that a decode step takes whose results do not depend on their number
 FORWARD_ONLY = "block"  # the level at which layers share all buffers that only a backward pass would read
 
 
@@ -48,6 +50,8 @@ def dimensions(
     d["Np"] = packed_size(d["R"], d["V"])
     d["N"] = sum(math.prod(e.shape) for e in param_entries(d))
     d["Bd"] = sequences or int(training and config.sample.every > 0)
+    d["Rp"] = d["Rc"] if training else 0
+    d["Bl"] = d["Bd"] if training or not sequences else max(sequences, LOGITS_ROWS)
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
     d["ranks"], d["zero"] = 1, 0
@@ -93,7 +97,7 @@ def _plan_between_steps(plan: MemoryPlan, dims: dict[str, int], dtypes: dict[str
     the activations of a model that only runs forward in bytes that no buffer holds between steps.
     """
     forward, names = {"embed", "block", "head"}, {f.name for table in (State, Decoding) for f in fields(table)}
-    levels = [FORWARD_ONLY] * dims["L"]
+    levels, dims = [FORWARD_ONLY] * dims["L"], dims | dict(Rp=0)
     acts = [b for b in resolve_buffers(Acts, dims, dtypes, levels, RECOMPUTE_LEVELS) if b.spec.kind != "backward"]
     for b in acts:
         b.live = " ".join(phase for phase in PHASES if phase in b.phases & forward)
@@ -146,8 +150,8 @@ def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape | Non
 
 
 def free_bytes(device: str) -> int:
-    """Return the bytes that a plan may use on this GPU; on a CPU there is no limit."""
-    return sys.maxsize if device == "cpu" else torch.cuda.mem_get_info()[0] - MODULE_BYTES
+    """Return the bytes that a plan may use on this GPU, or for "cpu" on this machine."""
+    return free_and_total_bytes(device)[0] - MODULE_BYTES
 
 
 def used_bytes(device: str) -> int:
@@ -164,8 +168,8 @@ def memory_in_use_report(plan: MemoryPlan, before: int) -> str:
     """Return one line that compares the plan with the memory in use on this GPU; `before` bytes were in use before the
     run.
     """
-    use = f"planned {plan.total / GIB:.3f} GiB, in use {(used_bytes('cuda') - before) / GIB:.3f} GiB"
-    return f"memory: {use}, before the run {before / GIB:.3f} GiB (CUDA context, other processes)"
+    use = f"planned {format_bytes(plan.total)}, in use {format_bytes(used_bytes('cuda') - before)}"
+    return f"memory: {use}, before the run {format_bytes(before)} (CUDA context, other processes)"
 
 
 def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> str:
@@ -183,8 +187,8 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> str
             f"parameters {dims['N']:,}",
             f"micro-batch {shape.micro_batch} x {config.train.seq_len} tokens, {shape.accumulation} in a step, "
             f"recompute {config.memory.recompute}",
-            f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB, of which "
-            f"{(CONTEXT_BYTES + MODULE_BYTES) / GIB:.2f} GiB are for the CUDA context, kernels and graphs",
+            f"{fits} a GPU of {format_bytes(gpu_bytes)}, of which "
+            f"{format_bytes(CONTEXT_BYTES + MODULE_BYTES)} are for the CUDA context, kernels and graphs",
             "",
             *_recompute_table(chosen, K, shape, budget),
             *_zero_table(chosen, K, shape),
@@ -202,55 +206,81 @@ def format_plan(plan: MemoryPlan) -> str:
     lines += ["", f"{'class':<16}{'MiB':>11}"]
     lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in plan.by_kind().items()]
     shared = sum(plan.by_kind().values()) - plan.total
-    lines.append(
-        f"arena {plan.total / 2**20:,.1f} MiB = {plan.total / GIB:.2f} GiB ({shared / 2**20:,.1f} MiB saved by sharing)"
-    )
+    lines.append(f"arena {format_bytes(plan.total)} ({format_bytes(shared)} saved by sharing)")
     return "\n".join(lines)
 
 
 def _recompute_table(config: Config, K: Any, shape: StepShape, budget: int) -> list[str]:
-    lines = [f"{'recompute':<16}{'GiB':>8}{'largest train.batch_size':>28}"]
+    lines = [f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
     taken = config.memory.recompute
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
     for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
         at_level = config.replace(memory={"recompute": level})
         mark = "  <-" if level == taken else ""
         largest = _largest_batch(at_level, K, shape, budget)
-        lines.append(f"{level:<16}{_plan_bytes(at_level, K, shape) / GIB:>8.2f}{largest:>28}{mark}")
+        lines.append(f"{level:<16}{format_bytes(_plan_bytes(at_level, K, shape)):>12}{largest:>28}{mark}")
     return lines
 
 
 def _zero_table(config: Config, K: Any, shape: StepShape) -> list[str]:
     if shape.gpus == 1:
         return []
-    lines = ["", f"{'parallel.zero':<16}{'GiB':>8}   on each of {shape.gpus} GPUs"]
+    lines = ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
     for stage in (0, 1, 2):
         total = _plan_bytes(config, K, dataclasses.replace(shape, zero=stage))
-        lines.append(f"{stage:<16}{total / GIB:>8.2f}{'  <-' if stage == shape.zero else ''}")
+        lines.append(f"{stage:<16}{format_bytes(total):>12}{'  <-' if stage == shape.zero else ''}")
     return lines
 
 
-def require_fits(plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, sequences: int = 0) -> None:
-    """Raise OutOfMemoryError, with the largest batch that would fit, if the plan exceeds the free memory."""
-    if device == "cpu":
-        free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        has = f"the machine has {total / GIB:.2f} GiB"
-    else:
-        free, total = torch.cuda.mem_get_info()
-        has = f"the GPU has {free / GIB:.2f} of {total / GIB:.2f} GiB free"
-    if plan.total <= free:
-        return
-    if sequences:
-        raise OutOfMemoryError(
-            f"to decode {sequences} texts at once takes {plan.total / GIB:.2f} GiB, {has}: "
-            f"set --batch below {sequences}"
+def require_fits(
+    plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool = True, sequences: int = 0
+) -> None:
+    """Raise OutOfMemoryError, with what would fit, if the plan exceeds the free memory."""
+    if plan.total > free_and_total_bytes(device)[0]:
+        raise out_of_memory(plan, config, K, shape, device, training, sequences)
+
+
+def out_of_memory(
+    plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool, sequences: int
+) -> OutOfMemoryError:
+    """Return the error for a plan that the device has no room for: what it has, and what would fit."""
+    free, total = free_and_total_bytes(device)
+    owner = "machine" if device == "cpu" else "GPU"
+    has = f"{format_bytes(plan.total)}, the {owner} has {format_bytes(free)} of {format_bytes(total)} free"
+    if training:
+        now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
+        return OutOfMemoryError(
+            f"the plan needs {has}: {_that_fits(config, K, shape, free)} ({now}); --plan shows the buffers"
         )
+
+    def forward_bytes(decoded: int) -> int:
+        return plan_memory(config, K, shape.micro_batch, config.train.seq_len, False, sequences=decoded)[0].total
+
+    if sequences > 1 and (most := largest_batch(forward_bytes, free)):
+        return OutOfMemoryError(f"to decode {sequences} texts at once takes {has}: set --batch to {most}")
+    return OutOfMemoryError(f"the model needs {has}: free some memory, or use a machine with more")
+
+
+def _that_fits(config: Config, K: Any, shape: StepShape, free: int) -> str:
+    """Return the changes of a training run that would fit: another batch, a deeper recompute level, a smaller model."""
     rows = config.total_batch_tokens // config.train.seq_len // shape.gpus  # of a step: a multiple of the batch
-    best = max((B for B in range(1, _largest_batch(config, K, shape, free) + 1) if rows % B == 0), default=0)
-    advice = "set"
-    if best:
-        advice += f" train.batch_size to {best} and train.total_batch_tokens to {config.total_batch_tokens}, or"
-    raise OutOfMemoryError(
-        f"the plan needs {plan.total / GIB:.2f} GiB, {has}: {advice} a deeper memory.recompute "
-        f"(now batch {shape.micro_batch}, {config.memory.recompute}); --plan shows the buffers"
-    )
+
+    def batch(level: str) -> int:
+        most = _largest_batch(config.replace(memory={"recompute": level}), K, shape, free)
+        return max((B for B in range(1, min(most, rows) + 1) if rows % B == 0), default=0)
+
+    step = f"train.total_batch_tokens to {config.total_batch_tokens}"
+    if best := batch(config.memory.recompute):
+        return f"set train.batch_size to {best} and {step}, or a deeper memory.recompute"
+    deepest = RECOMPUTE_LEVELS[-1]
+    if best := batch(deepest):
+        return f"set memory.recompute to {deepest}, train.batch_size to {best} and {step}"
+    sizes = {name: SIZES[name] for name in SIZES if name.startswith("d")}
+    for name, (layers, width, heads, _) in reversed(sizes.items()):
+        model = dict(n_layer=layers, n_embd=width, n_head=heads)
+        smaller = config.replace(model=model, memory={"recompute": deepest})
+        if smaller.n_params < config.n_params and _plan_bytes(smaller, K, shape, 1) <= free:
+            return (
+                f"take a smaller model: model.size {name} with memory.recompute {deepest} and train.batch_size 1 fits"
+            )
+    return "take a smaller model (model.n_layer, model.n_embd, train.seq_len), or a machine with more memory"

@@ -104,8 +104,9 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
         K.decode_matmul(a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], w.lnw[i + 1], w.lnb[i + 1], None, gelu=True)
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
     final_norm(K, m)  # separately: each of the head's 3144 programs would have to normalise its input again
-    K.decode_matmul(d.logits, a.lnf, w.wte, None, None, None, None)
-    K.sample_token(d.seq, d.logits, m.V, temperature, top_k, top_p)
+    logits = d.logits[: len(d.seq)]
+    K.decode_matmul(logits, a.lnf, w.wte, None, None, None, None)
+    K.sample_token(d.seq, logits, m.V, temperature, top_k, top_p)
 
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:

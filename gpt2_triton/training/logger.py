@@ -62,19 +62,24 @@ class Logger:
     def _open(self, resume_step: int, wandb_id: str | None) -> None:
         run_dir, config, about = self._run_dir, self.config, self._about
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         offline = config.log.wandb == "offline" and (run_dir / METRICS).exists()
         recorded = next_row(read_metrics(run_dir / METRICS)) if offline else 0
         history = self._open_files(resume_step)
         found = read_run(run_dir) if resume_step else {}
         self._wandb = WandbLogger(run_dir, config, found.get("wandb_id") or wandb_id, about, history, recorded)
         starts = found.get("starts", [])
-        write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
+        self._starts = [*starts, about] if about else starts
+        self._describe()
+
+    def _describe(self) -> None:
+        """Write config.yaml and run.json."""
+        (self._run_dir / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+        write_run(self._run_dir, self.wandb_id, self._starts)
 
     def _open_files(self, step: int) -> list[Record]:
         """Drop the lines of steps after `step`, open the files to append to, and return the records that stay."""
         history = truncate(self._run_dir / METRICS, step)
-        self._file = LogFile(self._run_dir / METRICS)
+        self._file = LogFile(self._run_dir / METRICS, made_again=self._describe)
         llmc = self.config.log.main_log == "llmc"
         self._main_log = _open_main_log(self._run_dir / MAIN_LOG, history) if llmc else None
         self._stats = _open_stats(self._run_dir / STATS, step) if self.config.log.stats_every else None
@@ -121,7 +126,7 @@ class Logger:
         history = self._open_files(target)
         self._wandb.close(failed=True)
         self._wandb = WandbLogger(self._run_dir, self.config, None, self._about, history)
-        write_run(self._run_dir, self.wandb_id, read_run(self._run_dir).get("starts", []))
+        self._describe()
         record = {"step": target, "rewound_from": step, "sample": sample}
         if record not in history:  # a run that resumes before its next checkpoint rewinds once more
             self._write(record)

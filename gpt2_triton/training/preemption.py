@@ -1,16 +1,27 @@
-"""Signals: after the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends; the
-second ends it at once.
+"""Ends of a run before its last step: signals, and the time limit train.max_minutes.
 
-A signal may reach one rank only, or all ranks at slightly different times.  Each rank's request therefore travels with
-its next step's loss, so that all ranks stop after the same step.
+After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends; the second ends
+it at once, as does one before the first step, when there is nothing to save.  Each leaves the file PREEMPTED in the
+run directory, since launchers hide exit codes.
+
+A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  Each rank's request
+therefore travels with its next step's loss, so that all ranks stop after the same step.
 """
 
+import contextlib
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from gpt2_triton.console import print_line
+
+PREEMPTED = "PREEMPTED"  # a file in the run directory of a run that ended before its last step and can be continued
 REPEAT_WINDOW = 5  # seconds in which a signal counts as the same one: launchers forward what the process group also got
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ShutdownSignals:
@@ -18,25 +29,133 @@ class ShutdownSignals:
 
     def __init__(self, ranks: int):
         self.received = 0  # number of the signal that this rank received last
-        self.all_ranks_agree = False  # some rank had received one before the last finished step began
+        self.time_is_up = False  # train.max_minutes on this rank
+        self.all_ranks_agree = False  # some rank had requested the end before the last finished step began
+        self.run_dir: Path | None = None  # for PREEMPTED before the first step
+        self.made_at = time.monotonic()
         self._ranks, self._received_at = ranks, 0.0
+        self._replaced: dict[int, Any] = {}  # the handlers before, by signal
+        self._leaves_at_once = False
 
     def listen(self) -> None:
-        """Install the handlers.  SIGHUP stays ignored if it is, as under nohup."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
+        """Install the handlers, which only the main thread can.  SIGHUP stays ignored if it is, as under nohup."""
+        if threading.current_thread() is threading.main_thread():
+            for number in NUMBERS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._replaced.setdefault(number, signal.signal(number, self._handle))
+
+    @contextlib.contextmanager
+    def leaving_at_once(self) -> Iterator[None]:
+        """Install the handlers inside; until `begin_loop`, a signal ends the process.  Only the main thread can.
+
+        Another thread ends it, because the main thread runs no handler while it waits in C, for ranks or a compiler.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in NUMBERS}
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        self._leaves_at_once = True
+        self.listen()
+        signal.set_wakeup_fd(write_end)
+        threading.Thread(target=self._leave_on_signal, args=(read_end,), name="signals", daemon=True).start()
+        try:
+            yield
+        finally:
+            self._leaves_at_once = False
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(-1)
+            os.close(write_end)  # ends the thread
+
+    def begin_loop(self) -> None:
+        """From now on a signal ends the run after its step."""
+        self.listen()
+        self._leaves_at_once = False
+
+    def _leave_on_signal(self, pipe: int) -> None:
+        while number := os.read(pipe, 1):
+            if self._leaves_at_once and number[0] in NUMBERS:
+                if self.run_dir:
+                    print_line(f"stopped before the first step; {how_to_continue(self.run_dir)}")
+                self._leave(number[0])
+        os.close(pipe)
 
     def _handle(self, number: int, _frame: Any) -> None:
         if self.received and (self._ranks == 1 or time.monotonic() - self._received_at > REPEAT_WINDOW):
-            os._exit(128 + number)  # a half-written checkpoint stays hidden
+            self._leave(number)  # a half-written checkpoint stays hidden
         self.received, self._received_at = number, time.monotonic()
+
+    def _leave(self, number: int) -> None:
+        if self.run_dir:
+            mark_preempted(self.run_dir)
+        os._exit(128 + number)
+
+    @property
+    def requested(self) -> bool:
+        """True when this rank has a reason to end the run."""
+        return self.received > 0 or self.time_is_up
 
     @property
     def stop(self) -> bool:
         """True when the run is to end: on several ranks after a step whose result has informed all of them."""
-        return self.all_ranks_agree if self._ranks > 1 else self.received > 0
+        return self.all_ranks_agree if self._ranks > 1 else self.requested
 
-    @property
-    def exit_code(self) -> int:
-        return 128 + (self.received or signal.SIGTERM)
+
+class BorrowedSignals(ShutdownSignals):
+    """The signals of a program that trains by a call.  When its `with` block ends, the program's own handlers are put
+    back, and one receives the signal: KeyboardInterrupt for SIGINT, unless the program handles it.  A second signal
+    goes to them at once.
+    """
+
+    def __enter__(self) -> "BorrowedSignals":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._put_back()
+        if self.received and kind is None:
+            signal.raise_signal(self.received)
+
+    def _put_back(self) -> None:
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+        self._replaced.clear()
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.received:
+            self._put_back()
+            signal.raise_signal(number)
+        else:
+            super()._handle(number, frame)
+
+
+class TimeLimit:
+    """train.max_minutes: is_near() while there is still time to finish a step and to save."""
+
+    def __init__(self, minutes: float, began: float):
+        """`began`: time.monotonic() at which the minutes begin; 0 minutes are no limit."""
+        self._end = began + 60 * minutes if minutes else None
+        self._lap_began, self._longest = time.monotonic(), 0.0
+
+    def is_near(self, saving: float) -> bool:
+        """Return True if the time that is left may not suffice for another step than those under way; to be called
+        once a step.
+
+        `saving`: seconds that a save takes.  The run may have to wait for the save before, and for two of its longest
+        steps, with what comes between steps: the request travels with the next step, whose result is read one later.
+        """
+        now = time.monotonic()
+        self._longest, self._lap_began = max(self._longest, now - self._lap_began), now
+        return self._end is not None and now + 2 * self._longest + 2 * saving > self._end
+
+
+def mark_preempted(run_dir: Path) -> None:
+    """Leave PREEMPTED in the run directory, unless that cannot be written."""
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / PREEMPTED).touch()
+
+
+def how_to_continue(run_dir: Path) -> str:
+    return f"the same command with --run_dir {run_dir} --resume continues"

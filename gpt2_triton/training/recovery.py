@@ -1,6 +1,7 @@
-"""Rewinds: the model returns to an earlier checkpoint, and later checkpoints are deleted.
+"""Rewinds: the model returns to an earlier checkpoint, and later checkpoints are deleted.  And the search for the data
+of a step that was not finite.
 
-run_state.py decides when; docs/stability.md describes the whole.
+run_state.py decides when; docs/engineering/stability.md describes the whole.
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
+from gpt2_triton.data.loader import Prefetcher, TrainLoader
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.model import state_io
 from gpt2_triton.model.gpt2 import GPT2
@@ -43,3 +45,24 @@ def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer
         row = model.state_buffers()[name]
         row.copy_(torch.from_numpy(np.array(control.from_rank0(row.tolist), np.float32)))
     return True
+
+
+def find_non_finite_losses(
+    model: GPT2, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
+) -> str:
+    """Compute the losses of the step that begins with this sample again, with the present weights, and return in words
+    how many sequences are not finite, with rank and SHARD:TOKEN of the first.  All ranks call it, between steps.
+    """
+    bad, rows, place = 0, 0, ""
+    for first in batches.first_samples_of_step(first_sample):
+        tokens = loader.batch(first, model.B)
+        losses = model.evaluate(tokens[:, :-1].copy(), tokens[:, 1:].copy()).numpy().reshape(model.B, -1)
+        wrong = ~np.isfinite(losses).all(axis=1)
+        place = place or (loader.place(first + int(wrong.argmax())) if wrong.any() else "")
+        bad, rows = bad + int(wrong.sum()), rows + model.B
+    found = control.all_gather([bad, rows, place])
+    if not any(place for _, _, place in found):
+        return "its losses are finite when computed again, so a gradient is not"
+    first_rank, (_, _, where) = next((rank, entry) for rank, entry in enumerate(found) if entry[2])
+    counts = f"{sum(bad for bad, _, _ in found):,} of its {sum(rows for _, rows, _ in found):,} sequences"
+    return f"the losses of {counts} are not finite, the first on rank {first_rank} at {where}"

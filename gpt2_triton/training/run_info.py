@@ -5,20 +5,17 @@ Each start of the run adds an entry, which shows whether it was resumed under an
 """
 
 import json
-import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton import __version__
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.files import write_atomic
+from gpt2_triton.version import code_state, package_versions
 
 RUN = "run.json"
-PACKAGES = ("torch", "triton", "numpy", "safetensors", "tiktoken")
 
 
 def describe_start(
@@ -33,8 +30,8 @@ def describe_start(
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "after_step": after_step,
         "command": sys.argv,
-        "git": git_state(Path(__file__).parent),
-        "packages": {"python": sys.version.split()[0], "gpt2_triton": __version__, **_versions()},
+        "git": code_state(),
+        "packages": package_versions(),
         "device": device,
         "gpus": shape.gpus,
         "zero": shape.zero,
@@ -52,30 +49,6 @@ def describe_start(
             "final_lr": o.lr if o.schedule == "constant" else o.lr * o.final_frac,
         },
     }
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def git_state(directory: Path) -> dict[str, Any] | None:
-    """Return {"commit", "dirty"} of the checkout that tracks `directory`; None if there is none, as when installed."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(directory), *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # fails in a venv inside another project's checkout
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """The progress of a run: the numbers that a checkpoint keeps next to the tensors.
 
 A step is skipped on the device if its loss or gradient norm is not finite or is an outlier (kernels/outlier.py).  The
-host reads of it one step later and counts it here.  docs/stability.md describes the whole.
+host reads of it one step later and counts it here.  docs/engineering/stability.md describes the whole.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -79,8 +80,11 @@ class RunState:
         after = config.train.rewind_after
         return 0 < after <= self.without_update and self.rewind_target(config) > 0
 
-    def raise_if_unstable(self, config: Config) -> None:
-        """Raise NonFiniteError if rewinds did not help, or if train.skip_limit steps in a row were not finite."""
+    def raise_if_unstable(self, config: Config, find_losses: Callable[[], str]) -> None:
+        """Raise NonFiniteError if rewinds did not help, or if train.skip_limit steps in a row were not finite.
+
+        find_losses: returns which losses of the last step are not finite, in words
+        """
         train = config.train
         if self.needs_rewind(config) and self.rewinds >= MAX_REWINDS:
             raise NonFiniteError(
@@ -90,7 +94,8 @@ class RunState:
         if not self.needs_rewind(config) and 0 < train.skip_limit <= self.skipped_in_a_row:
             raise NonFiniteError(
                 f"step {self.step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row "
-                f"(samples up to {self.sample:,}); the last update was step {self.step - self.without_update}: "
+                f"(samples up to {self.sample:,}); of the last, {find_losses()}; "
+                f"the last update was step {self.step - self.without_update}: "
                 "lower optim.lr, or resume from an older checkpoint"
             )
 

@@ -14,6 +14,7 @@ from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import format_bytes
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import builtin_shards
@@ -22,9 +23,9 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
+from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference import hellaswag
-from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.training.logger import Logger, NullLogger
@@ -136,10 +137,11 @@ def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, dat
     return made or model.compile(evaluated)
 
 
-def open_checkpointer(config: Config, run_dir: Path, group: ProcessGroup) -> AsyncCheckpointer:
+def open_checkpointer(config: Config, run_dir: Path, watchdog: Watchdog) -> AsyncCheckpointer:
     c = config.checkpoint
     back = c.every if config.train.rewind_after else 0
-    return AsyncCheckpointer(run_dir / "checkpoints", c.keep, c.major, back, group.control("saver"))
+    control = watchdog.group.control("saver")
+    return AsyncCheckpointer(run_dir / "checkpoints", c.keep, c.major, back, control, watchdog.saving)
 
 
 def open_log(
@@ -155,7 +157,7 @@ def open_log(
     )
     log = Logger(run_dir, config, state.step, state.wandb_id, about, group.size)
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
-    size = f"{model.dims['N']:,} parameters; arena {planned / GIB:.2f} GiB"
+    size = f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}"
     sequences = data.train.windows.n
     epochs = t.steps * config.total_batch_tokens / t.seq_len / sequences
     seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"

@@ -10,14 +10,13 @@ from pathlib import Path
 from types import TracebackType
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
-from gpt2_triton.checkpoint.load import latest_checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.device import device_name
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.distributed.watchdog import Watchdog
+from gpt2_triton.distributed.watchdog import SAVING, Watchdog
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import validation_loss
@@ -30,32 +29,37 @@ from gpt2_triton.model.step import StepResult
 from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.preemption import ShutdownSignals
+from gpt2_triton.training.next_steps import after_interruption, after_training
+from gpt2_triton.training.preemption import ShutdownSignals, TimeLimit, mark_preempted
+from gpt2_triton.training.run_dir import Resume, open_run_dir
 from gpt2_triton.training.run_state import RunState
 from gpt2_triton.training.setup import Data, build_model, open_checkpointer, open_data, open_log, restore, saved_config
 from gpt2_triton.training.step_queue import StepQueue
 
-PREEMPTED = "PREEMPTED"  # a file in the run directory of a run that a signal stopped: launchers hide exit codes
 
-
-def train(config: Config, run_dir: Path | None, resume: bool) -> int:
-    """Train to the last step, or until a signal; return the exit code (0 done, 130 or 143 stopped; the checkpoint of
-    the last finished step is saved).  Every rank calls it; all take rank 0's run_dir.
+def train(config: Config, run_dir: Path | None, resume: Resume = False, signals: ShutdownSignals | None = None) -> int:
+    """Train to the last step, or until a signal or train.max_minutes; return the exit code (0 done or out of time, 130
+    or 143 stopped; the checkpoint of the last finished step is saved).  Every rank calls it; all take rank 0's run_dir.
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
-    control = group.control("trainer")
-    with watchdog.phase("reading checkpoints"):
-        run_dir = Path(control.from_rank0(lambda: str(run_dir)))
-        consistency.require_shared_run_dir(run_dir, control)
-        found = control.from_rank0(lambda: str(latest_checkpoint(run_dir / "checkpoints") or "")) if resume else ""
-    with make_trainer(config, run_dir, Path(found) if found else None, watchdog) as trainer:
-        code = trainer.run()
+    control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
+    with contextlib.ExitStack() as held:
+        with watchdog.phase("reading checkpoints"):
+            signals.run_dir = run_dir = Path(control.from_rank0(lambda: str(run_dir)))
+            consistency.require_shared_run_dir(run_dir, control)
+            found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
+        with make_trainer(config, run_dir, Path(found) if found else None, watchdog, signals) as trainer:
+            code = trainer.run()
     group.close()
     return code
 
 
 def make_trainer(
-    config: Config, run_dir: Path, found: Path | None = None, watchdog: Watchdog | None = None
+    config: Config,
+    run_dir: Path,
+    found: Path | None = None,
+    watchdog: Watchdog | None = None,
+    signals: ShutdownSignals | None = None,
 ) -> "Trainer":
     """Return a Trainer that continues after the checkpoint `found`, or starts a new run.
 
@@ -76,8 +80,9 @@ def make_trainer(
         data,
         model,
         start.state,
-        checkpointer=open_checkpointer(config, run_dir, group),
+        checkpointer=open_checkpointer(config, run_dir, watchdog),
         log=open_log(config, run_dir, group, data, model, start),
+        signals=signals or ShutdownSignals(group.size),
         bytes_before=bytes_before,
     )
 
@@ -96,15 +101,17 @@ class Trainer:
         state: RunState,
         checkpointer: AsyncCheckpointer,
         log: Logger | NullLogger,
+        signals: ShutdownSignals,
         bytes_before: int = 0,
     ):
         """`bytes_before`: used on this GPU before the model was built."""
         self.config, self.run_dir, self.watchdog, self.control = config, run_dir, watchdog, control
         self.data, self.model, self.state = data, model, state
         self.checkpointer, self.log, self.bytes_before = checkpointer, log, bytes_before
+        self.signals, self.time_limit = signals, TimeLimit(config.train.max_minutes, signals.made_at)
+        self.bytes_to_save = sum(piece.nbytes for pieces in model.local_shards().values() for piece in pieces)
         self.group = watchdog.group
         self.is_first_rank = self.group.rank == 0
-        self.signals = ShutdownSignals(self.group.size)
         self.queue = StepQueue(model, watchdog)
         self.batches = self._prefetch()
 
@@ -117,12 +124,10 @@ class Trainer:
     # ---- the loop ----
 
     def run(self) -> int:
-        """Train from the present step to the last or until a signal; return the exit code."""
-        self.signals.listen()
+        """Train from the present step to the last, or until a signal or the time limit; return the exit code."""
+        self.signals.begin_loop()
         first = step = self.state.step
         last = self.config.train.steps
-        if self.is_first_rank:
-            (self.run_dir / PREEMPTED).unlink(missing_ok=True)
         self._calibrate()
         if step == 0 and self._due(step, self.config.eval.every):
             self._finish_step()
@@ -137,26 +142,31 @@ class Trainer:
                 self.log.info(memory_in_use_report(self.model.plan, self.bytes_before))
             if rewind or self._between_steps(step):
                 step = self._rewind()
-        return self._end(step)
+        return self._end(step, trained=first < last)
 
-    def _end(self, step: int) -> int:
-        """Save what a signal interrupted; return the exit code when all checkpoints are written."""
+    def _end(self, step: int, trained: bool) -> int:
+        """Save what a signal or the time limit interrupted; return the exit code when all checkpoints are written."""
         stopping = self.signals.stop
         if stopping and step > 0 and not self._read_step():  # if it needs a rewind, the resumed run does it
             self._save(step)
-        with self.watchdog.phase("saving"):
+        with self.watchdog.phase(SAVING):
             self.checkpointer.wait(raise_errors=True)
-        if not stopping or step >= self.config.train.steps:
+        done = not stopping or step >= self.config.train.steps
+        if done and trained:
+            self.log.info("\n".join(after_training(self.run_dir, step, self.state.best)))
+        if done:
             return 0
+        received = max(self.control.all_gather(self.signals.received))
         if self.is_first_rank:
-            (self.run_dir / PREEMPTED).touch()
-        self.log.info(f"stopped after step {step}; the same command with --run_dir {self.run_dir} --resume continues")
-        return self.signals.exit_code
+            mark_preempted(self.run_dir)
+        self.log.info("\n".join(after_interruption(self.run_dir, step, "" if received else ", near train.max_minutes")))
+        return 128 + received if received else 0
 
     def _train_step(self, step: int) -> None:
         """Launch step `step`."""
         inputs = step_inputs(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-        inputs[step_io.STOP] = self.signals.received > 0
+        self.signals.time_is_up |= self.time_limit.is_near(self.checkpointer.expected_seconds(self.bytes_to_save))
+        inputs[step_io.STOP] = self.signals.requested
         self.queue.launch(step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every))
 
     def _read_step(self, running: int = 0) -> bool:
@@ -176,7 +186,7 @@ class Trainer:
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
         self._log_step(result, cause)
-        self.state.raise_if_unstable(self.config)
+        self.state.raise_if_unstable(self.config, self._find_non_finite_losses)
         return self.state.needs_rewind(self.config)
 
     def _first_non_finite(self) -> str:
@@ -184,6 +194,13 @@ class Trainer:
         with self.watchdog.phase("searching for non-finite numbers"):
             batches = self.batches.step(self.state.sample)
             return self.model.first_non_finite(batches, self.control) or "nothing when computed again"
+
+    def _find_non_finite_losses(self) -> str:
+        """Return which losses of the last finished step are not finite when computed again, in words."""
+        with self.watchdog.phase("searching for non-finite numbers"):
+            self.model.comm.gather_params()
+            first = self.state.sample - self.config.total_batch_tokens // self.config.train.seq_len
+            return recovery.find_non_finite_losses(self.model, self.data.train, self.batches, first, self.control)
 
     def _log_step(self, result: StepResult, cause: str) -> None:
         step, watch, every = self.state.step, self.model.stats_recorder, self.config.log.stats_every
@@ -202,7 +219,8 @@ class Trainer:
     def _rewind(self) -> int:
         """Return to an earlier step, and continue from there with the data after the present step."""
         self.queue.discard()
-        self.checkpointer.wait()
+        with self.watchdog.phase(SAVING):
+            self.checkpointer.wait()
         failed, target = self.state.step, self.state.rewind_target(self.config)
         recovery.restore_model(target, self.run_dir / "checkpoints", self.model, self.checkpointer, self.control)
         self.state.rewind_to(target)
@@ -275,7 +293,7 @@ class Trainer:
         if self._due(step, self.config.checkpoint.every):
             self.state.rewinds = 0
         about = {"config": saved_config(self.config), "data": self.data.fingerprint}
-        with self.watchdog.phase("saving"):
+        with self.watchdog.phase(SAVING):
             state = self.state.as_dict() | about | self.model.shard_spans()
             self.checkpointer.save(step, self.model.local_shards(), state)
 

@@ -8,14 +8,15 @@ as their axis.
 """
 
 import contextlib
+import os
 import secrets
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
+from gpt2_triton.console import command_line, print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, Record, read_metrics
 from gpt2_triton.training.run_info import read_run, write_run
@@ -98,11 +99,10 @@ class WandbLogger:
         except Exception as error:
             self._run = None
             reason = (str(error).splitlines() or [""])[0]
-            print(
+            print_line(
                 f"warning: no Weights & Biases from here on ({type(error).__name__}: {reason}); {METRICS} has "
-                f"everything, `python -m gpt2_triton wandb-export {self._run_dir}` sends what is missing",
-                file=sys.stderr,
-                flush=True,
+                f"everything, `{command_line('wandb-export')} {self._run_dir}` sends what is missing",
+                error=True,
             )
 
 
@@ -135,7 +135,9 @@ def _read_marker(marker: Path, run_id: str, recorded: int) -> int:
 
 
 def new_id() -> str:
-    return secrets.token_hex(4)
+    """Return a random id of a run; in a sweep the one that its agent has chosen, since wandb.init takes no other."""
+    chosen = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return chosen or secrets.token_hex(4)
 
 
 def connect(
@@ -178,7 +180,7 @@ def send_missing(run_dir: Path, project: str | None = None, new_run: bool = Fals
     """
     path = run_dir / METRICS
     if not path.is_file() or not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir}: no {METRICS} and config.yaml there; expected a run directory, as train.py makes")
+        raise ConfigError(f"{run_dir}: no {METRICS} and config.yaml there; expected a run directory")
     records, found = read_metrics(path), read_run(run_dir)
     starts, run_id = found.get("starts") or [], found.get("wandb_id")
     about = starts[-1] if starts else None

@@ -25,6 +25,7 @@ MISTAKES = [  # arguments, part of the message
     (["steps", "--only", "adamw"], "--only"),
     (["steps", "--out", "a.json"], "--out"),
     (["ops", "--plot", "a.png"], "--plot: goes with one size"),
+    (["ops", "--json", "a.json"], "--json: goes with one size"),
     (["ops", "--sizes", "d12", "--plot", "nowhere/a.png"], "--plot: nowhere is not a directory"),
     (["ops", "--json", "a.json"], "--json"),
     (["ops", "--recompute", "auto"], "--recompute: auto does not go with a benchmark"),
@@ -73,7 +74,7 @@ def test_main_refuses_to_measure_without_a_gpu(monkeypatch, capsys, command):
     ("command", "options"),
     [
         ("steps", ("--sizes", "--batch", "--steps", "--recompute", "--baseline", "--json")),
-        ("ops", ("--sizes", "--batch", "--recompute", "--plot")),
+        ("ops", ("--sizes", "--batch", "--recompute", "--plot", "--json")),
         ("tune", ("--sizes", "--batch", "--only", "--out")),
         ("verify", ()),
     ],
@@ -101,9 +102,9 @@ def test_ops_passes_its_options(stand_in, tmp_path):
     calls, out = [], tmp_path / "a.png"
     stand_in("ops", report=lambda *arguments: calls.append(arguments))
     assert main(app, ["ops", "--sizes", "d24", "--batch", "4", "--recompute", "block", "--plot", str(out)]) == 0
-    assert calls == [("d24", 4, "block", out)]
+    assert calls == [("d24", 4, "block", out, None)]
     assert main(app, ["ops", "--sizes", "d12,d36"]) == 0
-    assert calls[1:] == [("d12", None, None, None), ("d36", None, None, None)]
+    assert calls[1:] == [("d12", None, None, None, None), ("d36", None, None, None, None)]
 
 
 def test_tune_passes_its_options(stand_in, tmp_path):

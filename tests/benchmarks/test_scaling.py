@@ -1,4 +1,4 @@
-"""The model of docs/scaling.md against measured figures, and the evaluation of steps in benchmarks.multi_gpu."""
+"""The model of docs/engineering/scaling.md against measured figures; how benchmarks.multi_gpu reads its steps."""
 
 import json
 import re
@@ -16,7 +16,8 @@ from gpt2_triton import device
 from gpt2_triton.config.step_shape import StepShape
 
 ROOT = Path(__file__).parents[2]
-MEASURED = {  # ms on 4 H200s, docs/scaling.md: (size, width): reduce_scatter (4) or all_gather (2) of a layer's bucket
+# ms on 4 H200s, docs/engineering/scaling.md: (size, width): reduce_scatter (4) or all_gather (2) of a layer's bucket
+MEASURED = {
     (0, 4): 0.137, (0, 2): 0.087, (1, 4): 0.371, (1, 2): 0.201,
 }  # fmt: skip
 
@@ -85,8 +86,8 @@ def test_copies_cost_exposed_transfers_sums_and_link_power(copy, fewer, bare, sl
 
 @pytest.mark.parametrize("gpus, size, measured", [(2, 0, 1.2), (2, 1, 0.4), (4, 0, 0.7), (4, 1, -1.9)])
 def test_model_matches_measured_steps_on_two_and_four_gpus(gpus, size, measured):
-    """Milliseconds of "together" over "in step", docs/scaling.md, within 0.5% of a step: four runs of 124M had 98.5 to
-    98.8% on two GPUs, and 99.4 and 99.5% on four GPUs, which have twice the transfers.
+    """Milliseconds of "together" over "in step", docs/engineering/scaling.md, within 0.5% of a step: four runs of 124M
+    had 98.5 to 98.8% on two GPUs, and 99.4 and 99.5% on four GPUs, which have twice the transfers.
     """
     compute, _, longer = scaling.step(scaling.SIZES[size], scaling.SIZES[size].batch, gpus, Link())
     assert longer * 1e3 == pytest.approx(measured, abs=0.005 * compute * 1e3)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from gpt2_triton.checkpoint import save
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
@@ -91,7 +90,7 @@ def test_save_without_space_warns_before_it_writes(newest, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     saver = AsyncCheckpointer(newest.parent, keep=1)
     with monkeypatch.context() as patch:
-        patch.setattr(save, "save_file", lambda *arguments: pytest.fail("it began to write"))
+        patch.setattr(save, "write_tensors", lambda *arguments: pytest.fail("it began to write"))
         saver.save(30, pieces(30), {})
         saver.wait()
     [warning] = capsys.readouterr().err.splitlines()
@@ -114,12 +113,12 @@ def test_wait_raises_the_error_of_a_failed_save_on_request(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk_is_recognised_by_the_text_of_the_error(tmp_path, monkeypatch, capsys, number):
-    """Errors of safetensors have no number; here no older checkpoint exists."""
+    """Errors of other ranks have no number; here no older checkpoint exists."""
 
     def full(*arguments):
-        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+        raise OSError(f"rank 1: [Errno {number}] {os.strerror(number)}")
 
-    monkeypatch.setattr(save, "save_file", full)
+    monkeypatch.setattr(save, "write_tensors", full)
     saver = AsyncCheckpointer(tmp_path / "checkpoints", keep=1)
     saver.save(10, pieces(10), {})
     saver.wait()

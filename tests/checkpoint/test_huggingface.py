@@ -152,12 +152,93 @@ def test_import_takes_older_spellings_of_the_same_model(saved, copy):
 
 def test_import_reads_shards_as_one_model(saved, tmp_path):
     their_model().save_pretrained(tmp_path, max_shard_size="100KB")
-    shards = sorted(tmp_path.glob("model-*.safetensors"))
-    assert len(shards) > 1
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     assert torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
-    shards[0].unlink()
-    with pytest.raises(CheckpointError, match=rf"{len(shards) - 1} shards, expected those of"):
-        imported(tmp_path)
+
+
+@pytest.fixture
+def split(saved, copy):
+    """A directory whose tensors are in weights_a.safetensors and weights_b.safetensors, with an index."""
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    halves = {"weights_a.safetensors": {}, "weights_b.safetensors": {}}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        halves[list(halves)[i % 2]][name] = tensor
+    for file, half in halves.items():
+        save_file(half, copy / file)
+    write_index(copy, {name: file for file, half in halves.items() for name in half})
+    return copy
+
+
+def write_index(directory, weight_map):
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_import_follows_the_index_to_files_of_any_name(saved, split):
+    assert torch.equal(imported(split)["params"], imported(saved)["params"])
+    (split / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match="has no model.safetensors and no model.safetensors.index.json; other"):
+        imported(split)
+
+
+A, LN_F = "weights_a.safetensors", "transformer.ln_f.bias"
+
+
+def move_out(directory, listed):
+    (directory / A).rename(directory.parent / "outside.safetensors")
+    return {name: "../outside.safetensors" if file == A else file for name, file in listed.items()}
+
+
+def in_both(directory, listed):
+    for file in {*listed.values()}:
+        save_file(load_file(directory / file) | {LN_F: torch.zeros(64)}, directory / file)
+    return listed
+
+
+def without_prefix_too(directory, listed):
+    save_file(load_file(directory / A) | {"ln_f.bias": torch.zeros(64)}, directory / A)
+    return listed | {"ln_f.bias": A}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d, listed: (d / A).unlink() or listed, f"has no {A}, which model.safetensors.index.json names; copy"),
+        (move_out, r"index.json: .* is in '../outside.safetensors', expected the name of a .safetensors file beside"),
+        (lambda d, listed: dict.fromkeys(listed, "ckpt.bin"), "is in 'ckpt.bin', expected the name of a .safetensors"),
+        (lambda d, listed: listed | {LN_F: 3}, "index.json: cannot be read .*; expected an object with a weight_map"),
+        (lambda d, listed: 3, "index.json: cannot be read .*; expected an object with a weight_map"),
+        (lambda d, listed: listed | {"transformer.h.2.x": A}, f"{A}: has no transformer.h.2.x, which .*index.* places"),
+        (lambda d, listed: {k: v for k, v in listed.items() if k != LN_F}, f"has {LN_F}, which .* does not list"),
+        (in_both, f": has {LN_F}, which model.safetensors.index.json places in weights_"),
+        (without_prefix_too, ": has ln_f.bias twice, with and without transformer. before it"),
+    ],
+)
+def test_import_refuses_an_index_that_does_not_fit_its_files(split, damage, message):
+    listed = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
+    write_index(split, damage(split, listed))
+    with pytest.raises(CheckpointError, match=message) as error:
+        imported(split)
+    assert "\n" not in str(error.value)
+
+
+def test_import_refuses_a_name_that_is_listed_twice(split):
+    """JSON would silently take the last: another tensor than a reader that takes the first."""
+    index = split / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"weight_map": {', f'"weight_map": {{"{LN_F}": "{A}", ', 1))
+    with pytest.raises(CheckpointError, match=f"index.json: cannot be read .*{LN_F} is there twice"):
+        imported(split)
+
+
+def test_import_refuses_a_tensor_that_a_file_names_twice(copy):
+    raw = (copy / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    for other in ("transformer.h.0.ln_1.bias", LN_F):  # safetensors itself takes both files
+        twice = f'{{"{LN_F}": {json.dumps(header[other])}, '.encode() + raw[8 : 8 + length].lstrip()[1:]
+        (copy / "model.safetensors").write_bytes(len(twice).to_bytes(8, "little") + twice + raw[8 + length :])
+        with pytest.raises(CheckpointError, match=f"model.safetensors: not safetensors .*{LN_F} is there twice"):
+            imported(copy)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -220,6 +301,13 @@ def test_import_into_a_run_of_other_sizes_names_the_keys_to_set(saved):
         imported(saved, n_layer=1, vocab_size=256)
     with pytest.raises(CheckpointError, match="has block_size 16, this run block_size 32; set model.block_size to 16"):
         imported(saved, block_size=32)
+
+
+def test_import_downloads_the_files_that_the_index_names(split, monkeypatch):
+    hub, calls = pytest.importorskip("huggingface_hub"), []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: calls.append(allow_patterns) or split)
+    assert huggingface.read("a/b").model.n_layer == 2
+    assert {A, "weights_b.safetensors"} <= set(calls[-1]) and A not in calls[0] and len(calls) == 2
 
 
 def test_import_looks_a_name_up_on_the_hub(saved, monkeypatch):

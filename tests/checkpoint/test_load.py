@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,94 @@ def test_load_refuses_nan_and_infinity(tmp_path, monkeypatch, name, value):
         path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, {}, 0, 0)
         with pytest.raises(CheckpointError, match=f"{name}: a NaN or an infinity at element {at}; remove this step"):
             load_checkpoint(find_checkpoint(path))
+
+
+# ---- beside a run that writes and deletes steps ----
+
+
+def replaced(step_dir, by):
+    """The run saves step `by` with keep=1, so that `step_dir` is deleted."""
+    write(step_dir.parent, by, keep=1)
+    assert not step_dir.exists()
+
+
+@pytest.mark.parametrize("when", ["verify", "load_checkpoint"])
+def test_step_that_is_deleted_while_it_is_read_is_replaced_by_the_newest(newest, monkeypatch, capsys, when):
+    original, calls = getattr(load, when), []
+
+    def deleted_before(step_dir):
+        calls.append(step_dir)
+        if len(calls) == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(load, when, original)
+                replaced(step_dir, 30)
+        return original(step_dir)
+
+    monkeypatch.setattr(load, when, deleted_before)
+    found, state, tensors = load.read_checkpoint(newest.parents[1])
+    assert found.name == STEP_30 and state["step"] == 30 and content(tensors) == content(example(30))
+    assert capsys.readouterr().err == ""
+
+
+def test_dangling_link_is_damage_and_no_deleted_step(newest, capsys):
+    newest.with_name(STEP_30).symlink_to("nowhere")
+    assert latest_checkpoint(newest.parent) == newest
+    assert capsys.readouterr().err.count("skipping damaged") == 1
+
+
+def test_named_step_that_is_deleted_while_it_is_read_is_an_error(newest, monkeypatch):
+    original = load.load_checkpoint
+
+    def deleted_before(step_dir):
+        replaced(step_dir, 30)
+        return original(step_dir)
+
+    monkeypatch.setattr(load, "load_checkpoint", deleted_before)
+    with pytest.raises(CheckpointError, match=f"{STEP_20}: was deleted while it was read; choose another step"):
+        load.read_checkpoint(newest)
+
+
+def test_best_step_that_is_replaced_while_it_is_looked_up_is_found(tmp_path, monkeypatch):
+    def save_best(step):
+        save_checkpoint(tmp_path / "checkpoints", step, example(step), {"step": step, "best": [step, 1.0]}, 1)
+
+    save_best(10)
+    original, calls = load.find_checkpoint, []
+
+    def replaced_after(path):
+        found = original(path)
+        calls.append(found)
+        if len(calls) == 2:  # the newest is found, and read for its best step
+            save_best(20)
+        return found
+
+    monkeypatch.setattr(load, "find_checkpoint", replaced_after)
+    found, state, _ = load.read_checkpoint(tmp_path / "best")
+    assert found.name == STEP_20 and state["step"] == 20
+
+
+def test_reader_beside_a_run_that_deletes_as_fast_as_it_can(tmp_path):
+    """Whatever step is found, its tensors are its own."""
+    write(tmp_path / "checkpoints", 1)
+    running, failed = threading.Event(), []
+    running.set()
+
+    def save_on():
+        for step in range(2, 100_000):
+            if not running.is_set():
+                return
+            write(tmp_path / "checkpoints", step, keep=1)
+
+    writer = threading.Thread(target=save_on)
+    writer.start()
+    try:
+        steps = []
+        while len(set(steps)) < 20:
+            _, state, tensors = load.read_checkpoint(tmp_path)
+            steps.append(state["step"])
+            if content(tensors) != content(example(steps[-1])):
+                failed.append(steps[-1])
+    finally:
+        running.clear()
+        writer.join()
+    assert not failed and steps == sorted(steps)

@@ -1,13 +1,19 @@
 """Importing nanoGPT's checkpoints: plain, compiled, without biases; nothing in them is executed."""
 
+import pickle
+import re
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from gpt2_triton.checkpoint import nanogpt
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.checkpoint.weights import by_name, to_flat_buffers
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
 from gpt2_triton.errors import CheckpointError
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, our_logits, random_params, token_ids
 
@@ -99,6 +105,31 @@ def test_nanogpt_reader_refuses_other_content(params, tmp_path, damage, message)
     with pytest.raises(CheckpointError, match=message) as error:
         to_flat_buffers(nanogpt.read(path), config_of())
     assert "\n" not in str(error.value)
+
+
+def test_character_level_models_are_exported_and_else_refused_in_one_line(tmp_path, capsys):
+    """nanoGPT keeps their 65 characters in meta.pkl, which is not read: it would execute code."""
+    config = config_of(vocab_size=300)
+    saved = nanogpt_content(random_params(config))
+    saved["model"]["transformer.wte.weight"] = saved["model"]["transformer.wte.weight"][:65].clone()
+    saved["model"]["lm_head.weight"] = saved["model"]["transformer.wte.weight"]
+    saved["model_args"]["vocab_size"] = 65
+    source = f"nanogpt:{nanogpt_checkpoint(tmp_path, saved)}"
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Malice()))
+    (tmp_path / "val.bin").write_bytes(np.arange(64, dtype=np.uint16).tobytes())
+    assert main(tools, ["export", source, "--out", str(tmp_path / "out")]) == 0
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(exported["transformer.wte.weight"], saved["model"]["transformer.wte.weight"])
+    assert capsys.readouterr().out == f"wrote {tmp_path}/out\n"
+    told = (
+        r"no tokenizer is known for 65 tokens \(gpt2 has 50257 and bytes has 256\); nanoGPT's .* meta.pkl, and pickles"
+    )
+    for command in (["sample", source], ["hellaswag", source], ["perplexity", source, str(tmp_path / "val.bin")]):
+        assert main(tools, command) == 4
+        err = capsys.readouterr().err
+        assert re.search(told, err) and len(err.splitlines()) == 1 and "prepare your text with --tokenizer bytes" in err
+    with pytest.raises(CheckpointError, match=told):
+        initial_weights(config_of(init_from=source))
 
 
 class Malice:

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt2_triton.checkpoint import format, load, save
+from gpt2_triton.checkpoint import format, load, save, tensor_file
 from gpt2_triton.checkpoint.format import STATE
 from gpt2_triton.checkpoint.load import find_checkpoint, verify
 from gpt2_triton.checkpoint.save import FILES_BYTES, require_space
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import process_mark
 from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, TENSORS, example, names, write
 
 
@@ -27,6 +28,46 @@ def test_save_rewrites_a_step_only_if_it_is_damaged(newest, damaged):
     assert write(newest.parent, 20) == newest
     assert ((newest / TENSORS).stat().st_ino != before) == damaged
     assert verify(newest) == [] and names(newest.parent) == [STEP_10, STEP_20]
+
+
+def test_copy_of_another_step_is_replaced_with_a_warning(newest, capsys):
+    """Its files agree with its manifest, so that it verified under any name."""
+    copy = newest.parent / STEP_30
+    shutil.copytree(newest, copy)
+    assert verify(copy) == ["state.json: step is 20, expected 30 as in the name of the directory"]
+    assert find_checkpoint(newest.parent) == newest
+    with pytest.raises(CheckpointError, match="step is 20, expected 30 .* choose another step"):
+        find_checkpoint(copy)
+    capsys.readouterr()
+    assert write(newest.parent, 30) == copy and verify(copy) == []
+    assert capsys.readouterr().err == f"warning: {copy}: damaged, or not this step of this run: it is replaced\n"
+
+
+@pytest.mark.parametrize("key, replaced", [("model.n_layer", True), ("train.steps", False)])
+def test_step_is_replaced_if_its_configuration_could_not_resume(tmp_path, key, replaced):
+    section, _, name = key.partition(".")
+    for value in (1, 2):
+        state = {"step": 20, "config": {section: {name: value}}}
+        save.save_checkpoint(tmp_path, 20, example(20), state, 0)
+    assert load.load_checkpoint(tmp_path / STEP_20)[0]["config"][section][name] == (2 if replaced else 1)
+
+
+def test_step_of_another_run_is_replaced(newest, capsys):
+    """It has the right name and verifies, but another state."""
+    save.save_checkpoint(newest.parent, 20, example(21), {"step": 20, "data": "other"}, 0)
+    assert load.load_checkpoint(newest)[0]["data"] == "other" and "replaced" in capsys.readouterr().err
+
+
+def test_pruning_does_not_count_a_copy_of_another_step(tmp_path, capsys):
+    for step in (10, 20):
+        write(tmp_path, step)
+    shutil.copytree(tmp_path / STEP_10, tmp_path / "step_00000025")
+    write(tmp_path, 30, keep=2)
+    assert names(tmp_path) == [STEP_20, "step_00000025", STEP_30]
+    assert (
+        capsys.readouterr().err == f"warning: {tmp_path}/step_00000025: its state is not of this step: "
+        "it does not count\n"
+    )
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync"])
@@ -46,12 +87,12 @@ def test_save_syncs_files_before_the_rename_and_directories_after_it(tmp_path, m
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
     write(run / "checkpoints", 10)
-    temporary = f"{run}/checkpoints/.{STEP_10}.tmp-{os.getpid()}"
+    temporary = f"{run}/checkpoints/.{STEP_10}.tmp-{process_mark()}"
     assert sorted(events[:3]) == sorted(f"{temporary}/{name}" for name in FILES)
     assert events[3:] == [temporary, "rename", f"{run}/checkpoints", str(run)]
 
 
-TRACED = {module.__file__ for module in (save, load, format, shutil)}
+TRACED = {module.__file__ for module in (save, load, format, tensor_file, shutil)}
 
 
 def killed_at_line(n, directory):
@@ -106,11 +147,13 @@ def test_save_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_pa
 def test_save_removes_hidden_directories_of_dead_processes_only(newest):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    hidden = {p: [f".{STEP_30}.{kind}-{p}" for kind in ("tmp", "old")] for p in (dead.pid, os.getpid(), os.getppid())}
+    parent = process_mark(os.getppid())
+    marks = f"{dead.pid}-1", f"{os.getppid()}-1", process_mark(), parent
+    hidden = {mark: [f".{STEP_30}.{kind}-{mark}" for kind in ("tmp", "old")] for mark in marks}
     for name in [*sum(hidden.values(), []), "notes", ".step_x.tmp-1"]:
         (newest.parent / name).mkdir()
     write(newest.parent, 30)
-    assert names(newest.parent) == sorted([*hidden[os.getppid()], "notes", ".step_x.tmp-1", STEP_10, STEP_20, STEP_30])
+    assert names(newest.parent) == sorted([*hidden[parent], "notes", ".step_x.tmp-1", STEP_10, STEP_20, STEP_30])
 
 
 PRUNED = {(0, 0): [10, 20, 30, 40], (1, 0): [40], (2, 0): [30, 40], (9, 0): [10, 20, 30, 40]}

@@ -5,12 +5,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from gpt2_triton import device, errors
-from gpt2_triton.commands import app
+from gpt2_triton import __version__, console, device, errors
+from gpt2_triton.commands import app, sample
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import FLAGS
@@ -19,16 +20,20 @@ from gpt2_triton.config.config import options
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.prepare import builtin
 from gpt2_triton.data.prepare import text as prepare_text
-from gpt2_triton.inference import sample
 from gpt2_triton.model import memory_plan
 from gpt2_triton.training import trainer
 
 MISTAKES = [  # arguments of train.py, part of the message
     ([], "CONFIG requires an argument; see --help"),
+    (["nope"], "nope: neither a file nor a recipe; recipes: finetune_shakespeare, gpt2_124m,"),
     (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
     (["x.yaml", "--optim.lrr", "1"], "--optim.lrr: unknown option; did you mean --optim.lr?"),
     (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
-    (["x.yaml", "--learning_rate=1"], "--learning_rate: unknown option; see --help"),
+    (["x.yaml", "--learning_rate=1"], "--learning_rate: unknown option; for nanoGPT's learning_rate use optim.lr"),
+    (["x.yaml", "--epochs=1"], "--epochs: unknown option; see --help"),
+    (["x.yaml", "-d", "524288"], "-d: unexpected; for llm.c's -d use train.total_batch_tokens"),
+    (["-i", "train.bin", "-b", "4"], "-i: unexpected; for llm.c's -i use data.train; the YAML file comes before all"),
+    (["--optim.lr=0.0003", "x.yaml"], "--optim.lr=0.0003: unexpected; the YAML file comes before all keys"),
     (["x.yaml", "--paln"], "--paln: unknown option; did you mean --plan?"),
     (["x.yaml", "--optim.lr"], "--optim.lr: expected a value after it"),
     (["x.yaml", "--optim.lr", "--train.steps", "3"], "--optim.lr: expected a value after it"),
@@ -83,11 +88,19 @@ def test_importing_the_commands_imports_no_torch_and_no_numpy():
     assert ran.stdout == "set()\n"
 
 
+@pytest.mark.parametrize("words", [[], ["train"]], ids=["train.py", "gpt2-triton train"])
 @pytest.mark.parametrize(("argv", "message"), MISTAKES)
-def test_train_reports_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv, message):
-    assert main(train_app, argv) == 2
+def test_train_reports_a_mistake_in_one_line_with_exit_code_2(here, capsys, words, argv, message):
+    assert main(tools_app if words else train_app, words + argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("error: ")
+
+
+@pytest.mark.parametrize("argv", [["\x1b[2J.yaml"], ["x.yaml", "--\x9b2J=1"], ["x.yaml", "--data.val", "\udcff\x07"]])
+def test_errors_escape_control_characters(here, capsys, argv):
+    assert main(train_app, argv) in (2, 3)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "\\x" in err and not set(err) & set("\x1b\x9b\x07\udcff")
 
 
 def test_mistake_is_printed_by_rank_0_only(here, monkeypatch, capsys):
@@ -103,11 +116,97 @@ def test_mistake_is_printed_by_rank_0_only(here, monkeypatch, capsys):
 
 def test_train_passes_config_run_dir_and_resume(here, trained):
     assert main(train_app, ["x.yaml", "--optim.lr=2e-4", "--run-dir", "old", "--resume", "--sample.prompt", "a-b"]) == 0
-    config, run_dir, resume = trained.pop()
+    config, run_dir, resume, _ = trained.pop()
     assert (config.optim.lr, config.sample.prompt, run_dir, resume) == (2e-4, "a-b", Path("old"), True)
     assert main(train_app, ["x.yaml"]) == 0
-    [(_, run_dir, resume)] = trained
+    [(_, run_dir, resume, _)] = trained
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
+
+
+def test_train_takes_the_arguments_of_a_wandb_sweep(here, trained):
+    """An agent writes --key=value for ${args}, --key value for ${args_no_equals}, with Python's str of each value."""
+    values = {"optim.lr": 0.0003, "optim.weight_decay": 1e-05, "train.steps": 20, "optim.schedule": "linear"}
+    fixed = ["x.yaml", "--log.wandb=online"]
+    for words in (
+        [f"--{key}={value}" for key, value in values.items()],
+        [word for key, value in values.items() for word in (f"--{key}", str(value))],
+    ):
+        assert main(train_app, [*fixed, *words]) == 0
+        config = trained.pop()[0]
+        assert (config.optim.lr, config.optim.weight_decay, config.train.steps) == (0.0003, 1e-05, 20)
+        assert (config.optim.schedule, config.log.wandb) == ("linear", "online")
+
+
+def test_train_takes_a_recipe_by_name(here, trained):
+    assert main(tools_app, ["train", "quickstart", "--train.steps=9", "--run-dir", "new"]) == 0
+    assert main(train_app, ["quickstart"]) == 0
+    (config, run_dir, *_), (_, default_dir, *_) = trained
+    assert (config.train.steps, config.model.n_embd, run_dir) == (9, 128, Path("new"))
+    assert default_dir.name.startswith("quickstart-")
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (errors.DataError("no data"), 3)])
+def test_train_as_a_subcommand_has_the_exit_codes_of_errors(here, monkeypatch, capsys, error, code):
+    def train(*_):
+        raise error
+
+    monkeypatch.setattr(trainer, "train", train)
+    assert main(tools_app, ["train", "x.yaml", "--run_dir", "new"]) == code
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["x.yaml", "--resume", "must"], ["--resume", "must", "x.yaml", "--optim.lr", "1"]])
+def test_train_passes_resume_must(here, trained, words):
+    assert main(train_app, [*words, "--run_dir", "old"]) == 0
+    [(_, _, resume, _)] = trained
+    assert resume == "must"
+
+
+RESUME = [
+    ["x.yaml", "--resume", "must"],
+    ["--resume", "must", "x.yaml", "--optim.lr", "1"],
+    ["x.yaml", "--resume=must"],
+    ["x.yaml", "--resume"],
+    ["--resume", "x.yaml"],
+    ["x.yaml", "--resume", "--optim.lr", "1"],
+]
+
+
+@pytest.mark.parametrize("words", RESUME)
+def test_train_takes_resume_as_a_flag_or_with_must(here, trained, words):
+    for one in (train_app, tools_app):
+        assert main(one, [*(["train"] if one is tools_app else []), *words, "--run_dir", "old"]) == 0
+        [(_, _, resume, _)] = trained
+        assert resume == ("must" if "must" in " ".join(words) else True)
+        trained.clear()
+
+
+def test_train_refuses_another_word_for_resume(here, trained, capsys):
+    assert main(train_app, ["x.yaml", "--run_dir", "old", "--resume=may"]) == 2 and not trained
+    assert 'Invalid value "may" for --resume' in capsys.readouterr().err
+
+
+def test_two_starts_in_one_second_have_a_directory_each(here, monkeypatch):
+    """The first has not written anything when the second starts, and the third."""
+    used = []
+
+    def train(_, run_dir, *__):
+        used.append(run_dir.name)
+        return main(train_app, ["x.yaml"]) if len(used) < 3 else 0
+
+    monkeypatch.setattr(trainer, "train", train)
+    monkeypatch.setattr(app.time, "strftime", lambda _: "20261122-150000")
+    assert main(train_app, ["x.yaml"]) == 0
+    assert used == ["x-20261122-150000", "x-20261122-150000-2", "x-20261122-150000-3"]
+    assert os.listdir("runs") == []
+
+
+@pytest.mark.parametrize("given", ["run/checkpoints", "run/checkpoints/step_00000010"])
+def test_train_refuses_a_run_dir_inside_checkpoints(here, trained, capsys, given):
+    (here / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
+    assert main(train_app, ["x.yaml", "--run_dir", given, "--resume"]) == 2 and not trained
+    want = f"error: --run_dir: {given} holds checkpoints of the run {here / 'run'}; give that, or choose another\n"
+    assert capsys.readouterr().err == want
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -125,7 +224,7 @@ def test_train_refuses_shards_of_another_tokenizer(here, trained, capsys, split)
 
 @pytest.mark.parametrize(("run_dir", "holds", "stays"), [("new", [], False), ("new", ["a"], True), ("own", [], True)])
 def test_failed_start_removes_its_empty_run_dir(here, monkeypatch, run_dir, holds, stays):
-    def train(_, run_dir, __):
+    def train(_, run_dir, *__):
         assert run_dir.is_dir()
         for name in holds:
             (run_dir / name).touch()
@@ -200,8 +299,10 @@ def test_print_config_prints_a_complete_config(here, capsys):
     assert load_config("printed.yaml") == load_config("x.yaml", {"optim.lr": "5e-4"})
 
 
-def test_help_lists_keys_and_flags_with_underscores(capsys):
-    assert main(train_app, ["--help"]) == 0
+@pytest.mark.parametrize("argv", [["--help"], ["x.yaml", "-h"]])
+@pytest.mark.parametrize("words", [[], ["train"]], ids=["train.py", "gpt2-triton train"])
+def test_help_lists_keys_and_flags_with_underscores(capsys, words, argv):
+    assert main(tools_app if words else train_app, words + argv) == 0
     words = set(re.findall(r"--[\w.\-]+", capsys.readouterr().out))
     assert {f"--{key}" for key, _ in options()} | {f"--{flag}" for flag in FLAGS} <= words
     assert not [word for word in words if "-" in word[2:]]
@@ -212,6 +313,30 @@ def test_help_lists_each_command_with_its_summary(capsys, argv):
     assert main(tools_app, argv) == 0
     lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("perplexity    Print a model's loss") for line in lines)
+    assert any(line.startswith("train         Train a GPT-2 from a recipe or a YAML file") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("app", "argv"), [(tools_app, ["--version"]), (tools_app, ["train", "--version"]), (train_app, ["--version"])]
+)
+def test_version_has_the_packages_below(capsys, app, argv):
+    assert main(app, argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"gpt2_triton {__version__}" and {"torch", "triton", "python"} <= {x.split()[0] for x in lines}
+
+
+@pytest.mark.parametrize(
+    ("started", "called"),
+    [
+        ("/usr/bin/gpt2-triton", "gpt2-triton plot"),
+        ("C:/Scripts/gpt2-triton.exe", "gpt2-triton plot"),
+        ("/somewhere/gpt2_triton/__main__.py", "python -m gpt2_triton plot"),
+        ("train.py", "python -m gpt2_triton plot"),
+    ],
+)
+def test_messages_name_commands_as_the_user_called_one(monkeypatch, started, called):
+    monkeypatch.setattr(sys, "argv", [started])
+    assert console.command_line("plot") == called
 
 
 def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch, capsys):
@@ -227,6 +352,7 @@ def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch
 def test_select_device_selects_the_interpreter_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delitem(sys.modules, "triton.language", raising=False)
     app.select_device()
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert "Triton's interpreter on the CPU" in capsys.readouterr().out
@@ -239,13 +365,27 @@ def test_select_device_does_nothing_with_a_gpu(monkeypatch, capsys):
     assert "TRITON_INTERPRET" not in os.environ and capsys.readouterr().out == ""
 
 
+def test_select_device_refuses_triton_that_was_imported_to_compile(monkeypatch):
+    class JITFunction:
+        """As triton.language.sum is without TRITON_INTERPRET."""
+
+    monkeypatch.setattr(device, "present", lambda: False)
+    monkeypatch.setattr(device, "version", dict(triton="3.10.0", numpy="2.4.6").__getitem__)
+    monkeypatch.setitem(sys.modules, "triton.language", SimpleNamespace(sum=JITFunction()))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(app.ConfigError, match="^TRITON_INTERPRET: no GPU, and triton was imported without it"):
+        app.select_device()
+    assert "TRITON_INTERPRET" not in os.environ
+
+
 @pytest.mark.parametrize(
     ("triton", "numpy", "runs"), [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.10.0", "2.4.6", True)]
 )
 def test_select_device_refuses_numpy_that_triton_cannot_use(monkeypatch, capsys, triton, numpy, runs):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(app, "version", dict(triton=triton, numpy=numpy).__getitem__)
+    monkeypatch.delitem(sys.modules, "triton.language", raising=False)
+    monkeypatch.setattr(device, "version", dict(triton=triton, numpy=numpy).__getitem__)
     if runs:
         return app.select_device()
     with pytest.raises(app.ConfigError, match=r'pip install "numpy<2.4"'):
@@ -254,10 +394,10 @@ def test_select_device_refuses_numpy_that_triton_cannot_use(monkeypatch, capsys,
 
 def test_sample_passes_its_options(monkeypatch):
     calls = []
-    monkeypatch.setattr(sample, "sample_text", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(sample, "print_texts", lambda *arguments: calls.append(arguments))
     words = "--prompt Once --tokens=5 --temperature 0.5 --top-k 3 --top-p 0.9 --seed 7 --num 2 --batch 4"
     assert main(tools_app, ["sample", "runs/a", *words.split()]) == 0
-    assert calls == [(Path("runs/a"), "Once", 5, 0.5, 3, 0.9, 7, 2, 4)]
+    assert calls == [(Path("runs/a"), "Once", 5, (0.5, 3, 0.9), 7, 2, 4)]
 
 
 def test_prepare_passes_its_options(monkeypatch):
@@ -281,7 +421,7 @@ def test_prepare_passes_its_options(monkeypatch):
         (["sample", "a", "--num_samples", "2"], "Unknown option: --num_samples; see --help"),
         (["smaple", "a"], 'Unknown command "smaple"'),
         (["plot"], "plot: expected one or more run directories"),
-        (["plot", "old", "-o", "loss.pdf"], "plot: loss.pdf does not end in .png; choose another -o"),
+        (["plot", "old", "-o", "loss.gif"], "-o: loss.gif does not end in .png, .svg, .pdf; choose one of them"),
         (["plot", "nowhere"], "nowhere: no metrics.jsonl there"),
         (["prepare", "text", "a.txt", "--workers", "0"], "--workers: must be at least 1, got 0"),
         (["prepare", "text", "a.txt", "--val_fraction", "1"], "--val_fraction: must be above 0 and below 1, got 1.0"),

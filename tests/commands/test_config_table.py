@@ -1,15 +1,15 @@
-"""docs/config.md is generated from the declarations of the configuration."""
+"""docs/guide/config.md is generated from the declarations of the configuration."""
 
 from pathlib import Path
 
 from gpt2_triton.commands.config_table import table
 from gpt2_triton.config.config import options
 
-COMMITTED = Path(__file__).parents[2] / "docs" / "config.md"
+COMMITTED = Path(__file__).parents[2] / "docs" / "guide" / "config.md"
 
 
 def test_committed_config_table_is_current():
-    """Otherwise run `python -m gpt2_triton config-table > docs/config.md`."""
+    """Otherwise run `python -m gpt2_triton config-table > docs/guide/config.md`."""
     assert COMMITTED.read_text(encoding="utf-8") == table()
 
 

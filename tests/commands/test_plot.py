@@ -1,11 +1,14 @@
 """`python -m gpt2_triton plot`: the panels and the legend show the values in metrics.jsonl."""
 
 import json
+import re
+import shutil
 
+import matplotlib.image
 import numpy as np
 import pytest
 
-from gpt2_triton.commands.plot import OPENAI, smoothed
+from gpt2_triton.commands.plot import COLORS, OPENAI, smoothed
 from gpt2_triton.commands.plot import draw_runs as plot
 from gpt2_triton.errors import ConfigError
 
@@ -63,7 +66,7 @@ def test_runs_are_overlaid_over_tokens_and_named_in_the_legend(panels, tmp_path)
 
 
 def levels(axes):
-    return [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+    return [line.get_ydata()[0] for line in axes.lines if line.get_color() == "0.45"]
 
 
 def test_openai_levels_are_drawn_near_fineweb_curves_or_on_request(panels, tmp_path):
@@ -105,3 +108,81 @@ def test_run_without_metrics_is_an_error_with_its_path(tmp_path):
     with pytest.raises(ConfigError, match="metrics.jsonl: holds no losses yet"):
         plot([tmp_path], tmp_path / "loss.png")
     assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize(("suffix", "starts"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_the_ending_is_the_format_and_equal_runs_give_equal_bytes(tmp_path, suffix, starts):
+    run = write_run(tmp_path / "run", 20)
+    for name in ("a", "b"):
+        plot([run], tmp_path / f"{name}{suffix}")
+    first, second = ((tmp_path / f"{name}{suffix}").read_bytes() for name in ("a", "b"))
+    assert first.startswith(starts) and first == second
+    assert not re.search(rb"CreationDate|<dc:date>|20[2-9]\d-\d\d-\d\d", first)
+
+
+def test_another_ending_is_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"^-o: .*loss.jpg does not end in .png, .svg, .pdf; choose one of them$"):
+        plot([tmp_path / "none"], tmp_path / "loss.jpg")
+
+
+def drawn(picture, color):
+    """Return the number of pixels of a colour, "#0072B2", in the left three quarters, where there is no legend."""
+    pixels = (matplotlib.image.imread(picture)[:, :, :3] * 255).round().astype(int)
+    wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((pixels[:, : 3 * pixels.shape[1] // 4] == wanted).all(2).sum())
+
+
+def test_equal_runs_can_all_be_seen(tmp_path, count=3):
+    """Each of n equal curves shows about as many pixels; the tolerance, half, is for dots, ends and antialiasing."""
+    runs = [write_run(tmp_path / "first", 60)]
+    runs += [shutil.copytree(runs[0], tmp_path / f"copy{i}") for i in range(1, count)]
+    plot(runs, tmp_path / "loss.png")
+    pixels = [drawn(tmp_path / "loss.png", color) for color in COLORS[:count]]
+    assert min(pixels) > 0.5 * np.mean(pixels) and min(pixels) > 500, pixels
+    plot(runs, tmp_path / "loss.svg")
+    for color in COLORS[1:count]:  # one path in dashes for each of the four panels
+        dashed = rf'style="fill: none; stroke-dasharray: [^"]*stroke: {color}'
+        assert len(re.findall(dashed, (tmp_path / "loss.svg").read_text(), re.IGNORECASE)) == 4
+
+
+def test_the_legend_says_which_losses_are_equal(panels, tmp_path):
+    first = write_run(tmp_path / "first", 20)
+    other = write_run(tmp_path / "other", 20, last=2.6)
+    copy = shutil.copytree(first, tmp_path / "copy")
+    legend = panels(first, other, copy)["legend"]
+    assert [("losses equal to" in text) for text in legend[:3]] == [False, False, True]
+    assert legend[2].endswith("\nlosses equal to\nfirst")
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_no_label_is_clipped(monkeypatch, tmp_path, count):
+    """Long names, and those that matplotlib would read as formulas or leave out."""
+    from matplotlib.figure import Figure
+
+    saved, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (saved.append(self), savefig(self, *a, **k)))
+    names = ["_$x$_" + 60 * "w", *(f"gpt2_124m-a-long-name-of-an-experiment-with-lr-{i}e-4_again" for i in range(6))]
+    runs = [write_run(tmp_path / name, 20, last=2.5 + i / 10, hellaswag=0.3) for i, name in enumerate(names[:count])]
+    plot(runs, tmp_path / "loss.png", openai=True)
+    [figure] = saved
+    figure.draw_without_rendering()  # savefig leaves the places of its own resolution
+    texts = [*figure.legends[0].get_texts(), *(axes.xaxis.label for axes in figure.axes)]
+    texts += [text for axes in figure.axes for text in (axes.title, axes._left_title)]
+    for axes in figure.axes:
+        low, high = axes.get_ylim()
+        texts += [text for y, text in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True) if low <= y <= high]
+    whole, boxes = figure.bbox, {text.get_text(): text.get_window_extent() for text in texts if text.get_text()}
+    assert len(boxes) > count + 5
+    for text, box in boxes.items():
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1, text
+    assert len(figure.legends[0].get_texts()) == count + 4
+    assert r" _\$x\$_" in figure.legends[0].get_texts()[0].get_text()
+    widest = max(axes.get_window_extent().width for axes in figure.axes)
+    assert widest > 0.6 * whole.width  # the legend leaves the panels their room
+
+
+def test_runs_of_equal_names_are_told_apart_by_their_directories(panels, tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    legend = panels(write_run(tmp_path / "x" / "run", 20), write_run(tmp_path / "y" / "run", 20))["legend"]
+    assert [text.splitlines()[0] for text in legend[:2]] == ["x/run", "y/run"]

@@ -1,17 +1,18 @@
-"""Runs every command of README.md, docs/interop.md and docs/scaling.md: to its end where that takes seconds on a CPU,
-else as far as it gets without a GPU.
+"""Every command of README.md and of the guide: run to its end where that takes seconds on a CPU, else parsed, its
+recipes, keys and options looked up; and what else the pages say that can be checked: links, files, promises, length.
 
 Other tests cover what is left out here: steps of training (tests/training/test_quickstart.py), wandb-export
 (tests/training/test_wandb_logger.py), the benchmarks (tests/benchmarks/).
 """
 
-import itertools
+import contextlib
+import io
 import json
 import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
+import tomllib
 
 import pytest
 import yaml
@@ -21,174 +22,334 @@ from gpt2_triton import device
 from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import FLAGS, parse_overrides
+from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import options
-from gpt2_triton.config.load import load_config
-from gpt2_triton.data.shards import open_shards
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
+from tests.support.pages import (
+    FENCE,
+    GUIDE,
+    PAGES,
+    README,
+    ROOT,
+    Command,
+    anchors,
+    blocks,
+    command_of,
+    commands,
+    links,
+    spans,
+    text_of,
+)
 from tests.support.tiny import tiny_model
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "README.md").read_text().replace("\\\n", "")
-INTEROP = (ROOT / "docs" / "interop.md").read_text()
-SCALING = (ROOT / "docs" / "scaling.md").read_text()
-SPANS = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", TEXT)
-COMMANDS = [
-    line.split(" # ")[0].strip()
-    for block in [*re.findall(r"^```\n(.*?)^```", TEXT + INTEROP + SCALING, re.M | re.S), *SPANS]
-    for line in block.splitlines()
-    if line.startswith(("python train.py", "python -m gpt2_triton", "python -m benchmarks ", "torchrun", "srun"))
-]
-TRAINING = [c for c in COMMANDS if "train.py configs/" in c]
-RANKS = re.compile(r"--(?:nproc_per_node|ntasks-per-node) (\d+)")
-TOOLS = [c for c in COMMANDS if "-m gpt2_triton" in c]
-BENCHMARKS = [c for c in COMMANDS if "-m benchmarks " in c]
-OPTIONS = [option for span in SPANS if span.startswith("--") for option in re.split(r" (?=--\w+\.)", span)]
+USED = [README, *GUIDE]
+KEYS = {key for key, _ in options()}
+SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
+FOUND = {(c.line, c.inline): c for page in USED for c in commands(text_of(page))}.values()  # each once
+RUN = {  # tools that run to their end on tiny data
+    "prepare", "sample", "export", "hellaswag", "perplexity", "plot", "configs", "config-table", "--version",
+}  # fmt: skip
+PARSED = {"wandb-export", "stats"}
+OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})
+OF_OTHERS = {"--max-restarts", "--section.key"}  # torchrun's, and no option
+SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")
+SHELL = {"python3", "pip", "make", "docker", "wandb", "sbatch", "torchrun", "eval/lm_eval.sh"}
 
 
-def _of_training(option):
-    return "." in option.split()[0] or option.split()[0][2:] in FLAGS
+def of(program):
+    return [pytest.param(c, id=c.line) for c in FOUND if c.program == program]
 
 
-def words_of(command):
-    """Return the program's arguments; for train.py --gpus is added with the number of ranks that a launcher starts."""
-    words = shlex.split(command)
-    if " -m " in command:
-        return words[3:]
-    ranks = RANKS.search(command)
-    return words[words.index("train.py") + 1 :] + (["--gpus", ranks[1]] if ranks else [])
+def test_commands_are_found_and_their_programs_are_known():
+    assert len(of("train")) >= 12 and len(of("tools")) >= 20 and len(of("benchmarks")) >= 3 and len(OPTIONS) >= 20
+    assert {c.program for c in FOUND} <= {"train", "tools", "benchmarks", *SHELL}
+    assert {c.words[0] for c in FOUND if c.program == "tools"} <= RUN | PARSED
 
 
-def test_commands_and_options_are_found_in_the_text():
-    assert len(TRAINING) >= 3 and len(TOOLS) >= 6 and len(BENCHMARKS) >= 4 and len(OPTIONS) >= 6
-    assert len(TRAINING + TOOLS + BENCHMARKS) + COMMANDS.count("python train.py --help") == len(COMMANDS)
+@pytest.mark.parametrize(
+    ("line", "program", "words"),
+    [
+        ("gpt2-triton train own --data my.txt", "train", "own --data my.txt"),
+        ("python train.py x.yaml --resume", "train", "x.yaml --resume"),
+        ("torchrun --nproc_per_node 8 -m gpt2_triton train a --resume", "train", "a --resume --gpus 8"),
+        ("python -m gpt2_triton stats RUN", "tools", "stats RUN"),
+        ("python -m benchmarks verify", "benchmarks", "verify"),
+        ("pip install x", "pip", "install x"),
+    ],
+)
+def test_lines_are_split(line, program, words):
+    assert command_of(line) == Command(line, program, words.split())
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A directory with what the commands name: a text, shards made of it with the README's commands, and two runs."""
+    """A directory with what the commands name: texts, shards made of them, questions, a recipe, three runs."""
     directory = tmp_path_factory.mktemp("workplace")
-    (directory / "configs").symlink_to(ROOT / "configs")
-    (directory / "mytext.txt").write_text("To be, or not to be: that is the question.\n" * 2000)
+    shutil.copytree(ROOT / "configs", directory / "configs")
+    for name in ("my.txt", "tinyshakespeare.txt", "books/a.txt", "more/b.txt"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("To be, or not to be: that is the question.\n" * 2000)
     question = dict(activity_label="a", ctx_a="To be", ctx_b="or", ctx="To be or", endings=[*"abcd"], label=1)
     (directory / "questions.jsonl").write_text(json.dumps(question) + "\n")
-    model, config = tiny_model(model=dict(vocab_size=50257), data=dict(tokenizer="gpt2"))
-    for run in ("mine", "124m"):
+    (directory / "mine.yaml").write_text("model: {size: d12}\n")
+    model, config = tiny_model(model=dict(vocab_size=256), data=dict(tokenizer="bytes"))
+    for run in ("mine", "other", "124m", "quickstart"):
         state = {"step": 1, "config": config.to_dict()}
         save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, keep=1)
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        for download in ("dataset.prepare_dataset", "pretokenized.download"):  # run in tests/data/prepare
-            patch.setattr(f"gpt2_triton.data.prepare.{download}", lambda *arguments: None)
-        for command in TOOLS:
-            if words_of(command)[0] == "prepare":
-                assert main(tools_app, words_of(command)) == 0
+        assert main(tools_app, "prepare text my.txt --out data/fineweb10B --tokenizer bytes --workers 1".split()) == 0
     return directory
 
 
-@pytest.mark.parametrize("command", TRAINING)
-def test_training_commands_plan_and_find_their_data(command, capsys, monkeypatch, workplace):
+@pytest.mark.parametrize("command", of("train"))
+def test_training_commands_are_accepted(command, capsys, monkeypatch, workplace):
     monkeypatch.chdir(workplace)
-    path, *words = words_of(command)
-    planned = "--plan" in words
-    assert main(train_app, [path, *words] if planned else [path, *words, "--plan"]) == 0
-    assert "\narena " in capsys.readouterr().out
-    if "--data.train" in words:
-        keys = itertools.takewhile(lambda word: word != "--run_dir", words)  # which stands last
-        config = load_config(path, parse_overrides(keys))
-        for pattern in (config.data.train, config.data.val):
-            assert open_shards(pattern, config.model.vocab_size, config.train.seq_len)
+    words = command.words
+    shown = next((option for option in ("--plan", "--print_config", "--help") if option in words), None)
+    if shown is None:
+        shown = "--plan" if "--gpus" in words else "--print_config"  # which is faster, but of one GPU
+        words = [*words, shown]
+    assert main(train_app, words) == 0, capsys.readouterr().err
+    assert {"--plan": "\narena ", "--print_config": "n_layer:", "--help": "--optim.lr"}[
+        shown
+    ] in capsys.readouterr().out
 
 
-def test_train_help_lists_keys(capsys):
-    assert main(train_app, ["--help"]) == 0
-    assert "--optim.lr" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [c for c in TOOLS if not c.split()[3].startswith("prepare")])
+@pytest.mark.parametrize("command", of("tools"))
 def test_tool_commands(command, capsys, monkeypatch, workplace, tmp_path):
     monkeypatch.chdir(workplace)
-    words = words_of(command)
-    if words[0] == "export":  # one directory for all of them would be refused
-        words[words.index("--out") + 1] = str(tmp_path / "exported")
-    if words[0] == "wandb-export" or "RUN" in words:
-        words.append("--help")
-    if words[0] in ("sample", "perplexity"):  # in the interpreter a forward pass takes half a second
-        words[words.index("--tokens") + 1] = "3" if words[0] == "sample" else "32"
-    if words[0] == "hellaswag":
+    name, *words = command.words
+    if command.inline and len(command.words) == 1 or "..." in words:
+        assert main(tools_app, [name, "--help"]) == 0
+        return
+    if command.inline or name in PARSED:
+        assert _parses(command.words)
+        return
+    for download in ("dataset.prepare_dataset", "pretokenized.download"):  # run in tests/data/prepare
+        monkeypatch.setattr(f"gpt2_triton.data.prepare.{download}", lambda *arguments: None)
+    for option in ("--out", "-o", "--json"):  # in a directory of this test: one that is not empty would be refused
+        if option in words:
+            at = words.index(option) + 1
+            words[at] = str(tmp_path / words[at].replace("/", "_"))
+    if name in ("sample", "perplexity"):  # in the interpreter a forward pass takes half a second
+        if "--tokens" not in words:
+            words += ["--tokens", ""]
+        words[words.index("--tokens") + 1] = "3" if name == "sample" else "32"
+    if "--num" in words:
+        words[words.index("--num") + 1] = "2"
+    if name == "prepare" and words[0] == "text":
+        words += ["--workers", "1"]
+    if name == "hellaswag" and "--data" not in words:
         words += ["--data", "questions.jsonl"]
-    assert main(tools_app, words) == 0, capsys.readouterr().err
+    assert main(tools_app, [name, *words]) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
-    if words[0] == "sample":
-        assert "Once upon a time" in printed
-    if words[0] == "plot":
-        assert (workplace / words[words.index("-o") + 1]).read_bytes().startswith(b"\x89PNG")
+    if name == "sample":
+        assert words[words.index("--prompt") + 1] in printed
+    if name == "plot":
+        assert next(tmp_path.glob("*.png")).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("command", BENCHMARKS)
+def _parses(words):
+    """Parse a command of the tools without running it; cyclopts raises for unknown options and missing values."""
+    _, bound, _ = tools_app.parse_args(words, exit_on_error=False, print_error=False)
+    return bound.arguments
+
+
+@pytest.mark.parametrize("command", of("benchmarks"))
 def test_benchmark_commands_parse(command, capsys, monkeypatch):
     monkeypatch.setattr(device, "present", lambda: False)
-    name, *options = words_of(command)
-    if name == "verify":
-        assert main(benchmarks_app, [name, *options, "--help"]) == 0
+    if command.words[0] == "verify":
+        assert main(benchmarks_app, [*command.words, "--help"]) == 0
     else:
-        assert main(benchmarks_app, [name, *options]) == 2
-        assert capsys.readouterr().err == f"error: {name}: needs a CUDA GPU, found none\n"
+        assert main(benchmarks_app, command.words) == 2
+        assert capsys.readouterr().err == f"error: {command.words[0]}: needs a CUDA GPU, found none\n"
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if _of_training(o)])
+@pytest.mark.parametrize("command", [c for program in sorted(SHELL) for c in of(program)])
+def test_shell_commands_name_what_exists(command):
+    """Files, extras and targets in them exist; they are not run: they need a network, root or a cluster."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extras in re.findall(r"\[(\w+)\]", command.line.replace("lm-eval[hf]", "")):
+        assert extras in project["optional-dependencies"]
+    for pinned in re.findall(r"(\S+==\S+)", command.line):
+        assert any(pinned in extra for extra in project["optional-dependencies"].values())
+    for file in re.findall(r"(?:configs|eval)/[\w.]+", command.line):
+        assert (ROOT / file).is_file()
+    if command.program == "make":
+        assert re.search(rf"^{command.words[0]}:", (ROOT / "Makefile").read_text(), re.M)
+
+
+def _of_training(option):
+    return option.split()[0][2:].partition("=")[0] in KEYS | {*FLAGS}
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if _of_training(o) and o.split()[0] not in OF_OTHERS])
 def test_options_in_the_text_are_accepted(option, capsys):
-    """`--key a|b` names each of its values."""
+    """`--key a|b` names each of its values; one without a value names the key."""
     name, _, values = option.partition(" ")
+    if not values or values in ("RUN", "FILE") or name in ("--data", "--run_dir", "--resume"):
+        assert name[2:].partition("=")[0] in KEYS | {*FLAGS}
+        return
     for value in values.split("|"):
         words = [name, *value.split()]
-        assert main(train_app, [str(ROOT / "configs/gpt2_124m.yaml"), *words, "--print_config"]) == 0, option
-        printed = yaml.safe_load(capsys.readouterr().out)
-        if "." in name:
-            section, _, key = name[2:].partition(".")
-            if key == "size":  # printed as the keys that it expands to
-                continue
-            found = printed[section][key]
+        plan = ["--plan"] if name in ("--gpu", "--gpus") else ["--print_config"]
+        assert main(train_app, ["gpt2_124m", *words, *plan]) == 0, option
+        printed = capsys.readouterr().out
+        section, _, key = name[2:].partition(".")
+        if section in SECTIONS and key != "size":  # printed as the keys that it expands to
+            found = yaml.safe_load(printed)[section][key]
             assert found == type(found)(value)
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if not _of_training(o)])
-def test_options_of_tools_in_the_text_are_known(option, capsys):
-    for app, commands in ((tools_app, TOOLS), (benchmarks_app, BENCHMARKS)):
-        for command in commands:
-            assert main(app, [*words_of(command)[:1], "--help"]) == 0
-    assert re.search(rf"{option.split()[0]}\b", capsys.readouterr().out)
+@pytest.fixture(scope="module")
+def help_of_all_tools():
+    """Return what `--help` prints for every command that the pages name, of tools and of benchmarks."""
+    words = {tuple(c.words[: 2 if c.words[0] == "prepare" else 1]) for c in FOUND if c.program == "tools"}
+    words = {word for word in words if word[0] != "--version" and "..." not in word}
+    calls = [["-m", "gpt2_triton", *word] for word in sorted(words)]
+    calls += [["-m", "benchmarks", c.words[0]] for c in FOUND if c.program == "benchmarks"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "120")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            for _, package, *command in calls:
+                assert main(tools_app if package == "gpt2_triton" else benchmarks_app, [*command, "--help"]) == 0
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if not _of_training(o) and o.split()[0] not in OF_OTHERS])
+def test_options_of_tools_in_the_text_are_known(option, help_of_all_tools):
+    assert re.search(rf"{option.split()[0]}\b", help_of_all_tools)
+
+
+@pytest.mark.parametrize("page", [p for p in USED if p.name != "api.md"], ids=lambda page: page.name)
+def test_keys_in_the_text_exist(page):
+    named = {
+        s.split()[0] for s in spans(text_of(page)) if re.match(r"(\w+)\.\w", s) and s.partition(".")[0] in SECTIONS
+    }
+    files = {name for name in named if name.endswith((".py", ".json", ".jsonl", ".bin", ".safetensors", ".sbatch"))}
+    assert named - files <= KEYS
+
+
+def test_sweep_of_the_guide_is_accepted(capsys):
+    """wandb's agent replaces ${args} by --key=value for each parameter."""
+    (block,) = blocks(text_of(ROOT / "docs" / "guide" / "logging.md"), "yaml")
+    sweep = yaml.safe_load(block)
+    one = {key: next(v for k, v in found.items() if k != "distribution") for key, found in sweep["parameters"].items()}
+    words = sweep["command"][2:-1] + [f"--{key}={v[0] if isinstance(v, list) else v}" for key, v in one.items()]
+    assert sweep["command"][:2] == ["gpt2-triton", "train"] and sweep["command"][-1] == "${args}"
+    assert main(train_app, [*words, "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["optim"]["lr"] == 1e-4
 
 
 def test_options_of_other_projects_map_to_known_keys():
-    cells = [line.split("|")[-2] for line in INTEROP.partition("## Options")[2].splitlines() if line.startswith("| ")]
+    page = text_of(ROOT / "docs" / "guide" / "interop.md")
+    cells = [line.split("|")[-2] for line in page.partition("## Options")[2].splitlines() if line.startswith("| ")]
     names = [name for cell in cells[1:] for name in re.findall(r"`([^`]+)`", cell)]
-    known = {key for key, _ in options()} | {f"--{flag}" for flag in FLAGS}
+    known = KEYS | {f"--{flag}" for flag in FLAGS}
     assert len(names) >= 30 and {name.split()[0] for name in names} <= known
 
 
-LINKS = re.findall(r"\]\(([\w/.]+)\)", TEXT)
-FILES = re.findall(r"`((?:tests|docs|benchmarks|configs|gpt2_triton)/[\w/.]*)`", TEXT)
+# ---- length, links, files, promises ----
 
 
-@pytest.mark.parametrize("path", sorted({*LINKS, *FILES}))
-def test_files_in_the_text_exist(path):
-    assert (ROOT / path).exists()
+def test_readme_has_at_most_1000_words():
+    assert len(text_of(README).split()) <= 1000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_anchors_exist(page):
+    broken = []
+    for link in links(text_of(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or anchor and anchor not in anchors(text_of(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_anchors_are_github_s():
+    assert anchors("# Start from GPT-2's weights\n## A `key`, or two\n") == {
+        "start-from-gpt-2s-weights",
+        "a-key-or-two",
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_in_the_text_exist(page):
+    pattern = r"(?:tests|docs|benchmarks|configs|eval|gpt2_triton)/[\w/.]*"
+    named = {span for span in spans(text_of(page)) if re.fullmatch(pattern, span) and "NAME" not in span}
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_a_table_have_equal_numbers_of_cells(page):
+    """A | in inline code divides a cell too, unless it is written as \\|."""
+    wrong = []
+    for table in re.findall(r"(?:^\|.*\|$\n?)+", FENCE.sub("", text_of(page)), re.M):
+        rows = table.splitlines()
+        wrong += [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != rows[0].count("|")]
+    assert not wrong
+
+
+def test_pages_that_sources_name_exist():
+    """Comments, docstrings and messages name pages as docs/.../NAME.md."""
+    files = [path for top in SOURCES for path in (ROOT / top).rglob("*")]
+    sources = [path for path in files if path.suffix in (".py", ".yaml", ".sbatch")]
+    named = {(path, page) for path in sources for page in re.findall(r"docs/[\w/]+\.md", path.read_text())}
+    assert len(named) >= 10
+    assert not {f"{path.relative_to(ROOT)}: {page}" for path, page in named if not (ROOT / page).exists()}
+
+
+def test_every_page_is_in_the_index():
+    index = ROOT / "docs" / "README.md"
+    listed = {(index.parent / link).resolve() for link in links(text_of(index))}
+    assert {page for page in (ROOT / "docs").rglob("*.md") if page != index} == listed
+
+
+def test_every_picture_is_on_a_page():
+    shown = {(page.parent / link).resolve() for page in PAGES for link in links(text_of(page)) if link.endswith(".png")}
+    assert shown == {*(ROOT / "docs").rglob("*.png")}
+
+
+def test_every_promise_has_a_test():
+    page = text_of(ROOT / "docs" / "engineering" / "promises.md")
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 20
+    for promise, tests in rows:
+        named = re.findall(r"`((?:tests|benchmarks)/[\w/.]+)`", tests)
+        assert named, promise
+        for path in named:
+            files = [ROOT / path] if path.endswith(".py") else [*(ROOT / path).rglob("test_*.py")]
+            assert files and all("\ndef test_" in f.read_text() or path.startswith("benchmarks") for f in files), path
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_targets_run_commands_that_exist(capsys):
+@pytest.mark.parametrize("target", ["quickstart", "test", "verify"])
+def test_make_targets_run_commands_that_exist(target, capsys):
     """`make -n` prints what a target would run."""
-    for target in re.findall(r"^make (\w+)", TEXT, re.M):
-        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        for line in done.stdout.splitlines():
-            if "train.py" in line:
-                assert main(train_app, [str(ROOT / shlex.split(line)[2]), "--print_config"]) == 0
-            elif "-m gpt2_triton" in line:
-                assert main(tools_app, [*words_of(line), "--help"]) == 0
-            elif "-m benchmarks " in line:
-                assert main(benchmarks_app, [*words_of(line), "--help"]) == 0
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        if "train.py" in line:
+            assert main(train_app, [str(ROOT / shlex.split(line)[2]), "--print_config"]) == 0
+        elif "-m gpt2_triton" in line:
+            assert main(tools_app, [*shlex.split(line)[3:], "--help"]) == 0
+        elif "-m benchmarks " in line:
+            assert main(benchmarks_app, [*shlex.split(line)[3:], "--help"]) == 0
+
+
+def test_python_in_the_readme_runs(workplace, monkeypatch, capsys):
+    """`train` returns a run of the workplace here: the quickstart takes minutes, and has a test of its own."""
+    import gpt2_triton
+
+    (block,) = blocks(text_of(README), "python")
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(gpt2_triton, "train", lambda config, run_dir: "runs/mine")
+    exec(block.replace("tokens=48", "tokens=2"), {})
+    assert capsys.readouterr().out

@@ -44,7 +44,20 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"model.vocab_size": "65537"}, "shards hold 16-bit tokens"),
     ("", {"train.steps": "many"}, "--train.steps: must be a valid integer, got 'many' (optimizer steps)"),
     ("optimizer: {lr: 1}", {}, "x.yaml:1: optimizer: unknown key; did you mean optim?"),
-    ("dropout: 0.1", {}, "x.yaml:1: dropout: unknown key; docs/config.md lists them"),
+    ("dropout: 0.1", {}, "x.yaml:1: dropout: unknown key; nanoGPT's dropout has no counterpart here: models"),
+    ("epochs: 3", {}, "x.yaml:1: epochs: unknown key; docs/guide/config.md lists them"),
+    ("data: {path: x}", {}, "x.yaml:1: data.path: unknown key; data has train, val, tokenizer, seed"),
+    ("every: 3", {}, "; did you mean eval.every or sample.every or checkpoint.every or log.every?"),
+    ("optim: {warmup_steps: 3}", {}, "optim.warmup_steps: unknown key; did you mean train.steps or optim.warmup?"),
+    ("max_iters: 3", {}, "x.yaml:1: max_iters: unknown key; for nanoGPT's max_iters use train.steps, one more: "),
+    ("train: {block_size: 3}", {}, "for nanoGPT's block_size use train.seq_len, at most model.block_size"),
+    ("batch_size: 3", {}, "x.yaml:1: batch_size: unknown key; did you mean train.batch_size?"),
+    (
+        "", {"gradient_accumulation_steps": "8"},
+        "use train.total_batch_tokens, in tokens of all GPUs: gradient_accumulation_steps * batch_size * block_size",
+    ),
+    ("init_from: resume", {}, "nanogpt:FILE; got resume; use --resume"),
+    ("init_from: gpt2-xl", {}, "got gpt2-xl; use hf:openai-community/gpt2-xl"),
     ("", {"model.size": "d13"}, "--model.size: unknown size d13; known are d6"),
     ("model: {n_head: 7}", {}, "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or"),
     ("", {"model.n_head": "24"}, "--model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set"),
@@ -101,6 +114,20 @@ def test_load_names_an_unreadable_file(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"sample: {prompt: \xe9}")
     with pytest.raises(ConfigError, match="byte 17 is not UTF-8"):
         load_config(tmp_path / "latin.yaml")
+
+
+def test_load_says_where_a_missing_file_was_searched(tmp_path, monkeypatch):
+    """A name with nothing but its ending in common is no neighbour: `nope.yaml` is not a slip for overfit.yaml."""
+    monkeypatch.chdir(tmp_path)
+    for name, hint in (("nope.yaml", "has no .yaml file"), ("configs/x.yaml", "there is no directory .*/configs$")):
+        with pytest.raises(ConfigError, match=f"^{name}: cannot read the configuration: No such file.*; .*{hint}"):
+            load_config(name)
+    (tmp_path / "overfit.yaml").touch()
+    (tmp_path / "gpt2_124m.yaml").touch()
+    with pytest.raises(ConfigError, match=f"; {tmp_path} has gpt2_124m.yaml, overfit.yaml$"):
+        load_config("nope.yaml")
+    with pytest.raises(ConfigError, match="; did you mean gpt2_124m.yaml.$"):
+        load_config("gpt_124m.yml")
 
 
 def test_load_prefers_overrides_to_file_to_defaults(tmp_path):

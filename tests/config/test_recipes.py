@@ -17,7 +17,7 @@ SECONDS = {"minutes": 60, "hours": 3600, "days": 86400}
 
 
 def test_recipes_exist():
-    assert {path.stem for path in RECIPES} == {*SIZES, "quickstart", "overfit", "finetune_shakespeare"}
+    assert {path.stem for path in RECIPES} == {*SIZES, "own", "quickstart", "overfit", "finetune_shakespeare"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -38,11 +38,13 @@ def test_recipe_first_line_matches_its_keys(name):
     config, line = load_config(path, {}), path.read_text().split("\n", 1)[0]
     found = re.fullmatch(
         r"# .* \(llm\.c's run_(\w+)M\.sh\): ([\d.]+)B tokens, ([\d,]+) steps to .*; "
-        r"([\d.]+) (\w+) and \$(\d+) on 8 H200s, ([\d.]+) (\w+) on one at ([\d.]+)k tokens/s\.",
+        r"([\d.]+) (\w+) and \$(\d+) on 8 H200s, ([\d.]+) (\w+) on one at ([\d.]+)k tokens/s"
+        r"( \(measured [\d-]{10}, commit [0-9a-f]{7}\))?\.",
         line,
     )
     assert found, line
-    script, tokens, steps, time8, unit8, cost, time, unit, speed = found.groups()
+    script, tokens, steps, time8, unit8, cost, time, unit, speed, measured = found.groups()
+    assert (measured is None) == (name == "gpt3_125m"), "its speed is calculated, those of the others are measured"
     assert f"{script}m" == name and int(steps.replace(",", "")) == config.train.steps
     assert float(tokens) * 1e9 == pytest.approx(config.train.steps * config.total_batch_tokens, rel=0.01)
     seconds = float(tokens) * 1e9 / (float(speed) * 1e3)

@@ -36,6 +36,14 @@ def pi(n, seed, epoch):
 # ---- windows and order ----
 
 
+def test_place_is_the_shard_and_token_of_a_sample():
+    loader = TrainLoader(SHARDS, SEQ_LEN, seed=3)
+    for sample in range(40):
+        shard, _, first = loader.place(sample).partition(":")
+        tokens = next(s for s in SHARDS if s.path == shard).tokens
+        assert loader.batch(sample, 1).tolist() == [tokens[int(first) : int(first) + SEQ_LEN + 1].tolist()]
+
+
 def test_windows_are_seq_len_apart_within_shards():
     windows = Windows(SHARDS, SEQ_LEN)
     starts = [4 * i for i in range(10)] + [41] + [46 + 4 * i for i in range(5)]

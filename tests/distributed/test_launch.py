@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
 from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_size, set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.errors import ConfigError, PeerLostError
+from gpt2_triton.errors import CheckpointError, ConfigError, PeerLostError
 from gpt2_triton.training.metrics import read_metrics
 from tests.support.ranks import free_port
 
@@ -136,6 +137,32 @@ def test_from_rank0_raises_the_error_on_all_ranks():
         assert raised.value.errno == 28
 
 
+def test_from_rank0_raises_a_users_error_on_all_ranks_before_rank_0_ends():
+    """Rank 0's process may hold the store: it waits for rank 2, which is slow."""
+    ended, rank_2 = [], threading.Event()
+
+    class SlowStore(Store):
+        def set(self, key, value):
+            assert key != "talk/left/2" or rank_2.wait(60)
+            self[key] = value
+
+    def fail():
+        raise CheckpointError("none verifies")
+
+    def run(rank):
+        with pytest.raises(CheckpointError, match="none verifies"):
+            ControlGroup("talk", rank, 3, store).from_rank0(fail)
+        ended.append(rank)
+
+    store = SlowStore()
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(run, rank) for rank in range(3)]
+        running[1].result()
+        assert ended == [1]
+        rank_2.set()
+    assert [each.result() for each in running] == [None] * 3 and sorted(ended) == [0, 1, 2]
+
+
 def test_all_gather_keeps_numbers_exact():
     store, value = Store(), 0.1 + 0.2
     store["talk/1/1"] = json.dumps(value)
@@ -239,14 +266,14 @@ def test_two_torchrun_agents_are_two_nodes(tmp_path):
 @pytest.fixture
 def batch(tmp_path, monkeypatch):
     """Start the batch script with stand-ins for scontrol, srun and torchrun that write down their arguments; torchrun
-    "saves" on SIGTERM, and otherwise never ends.
+    "saves" on SIGTERM or when `time_is_up` exists, and otherwise never ends.
     """
     programs = {
         "scontrol": 'echo "$@" >> calls; echo node1',
         "srun": '[ $1 = --kill-on-bad-exit=1 ] && shift; exec "$@"',
         "torchrun": "trap 'mkdir -p runs/7; [ -e finished ] || touch runs/7/PREEMPTED; exit 1' TERM\n"
         'echo "$@" > started\n'
-        "while :; do sleep 0.1; done",
+        "while :; do sleep 0.1; [ ! -e time_is_up ] || { mkdir -p runs/7; touch runs/7/PREEMPTED; exit 0; }; done",
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -270,7 +297,16 @@ def test_batch_script_forwards_the_signal_and_requeues_an_unfinished_job(batch, 
     batch.send_signal(signal.SIGTERM)
     assert batch.wait() == (1 if finished else 0)
     assert ("requeue 7" in (tmp_path / "calls").read_text()) is not finished
-    assert "--rdzv_endpoint node1:20007 --rdzv_id 7 " in (tmp_path / "started").read_text()  # a port of this job's
+    words = (tmp_path / "started").read_text()
+    assert "--rdzv_endpoint node1:20007 --rdzv_id 7 " in words  # a port of this job's
+    assert words.endswith(" -m gpt2_triton train x.yaml --run_dir runs/7 --resume\n")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_batch_script_requeues_after_the_time_limit(batch, tmp_path):
+    (tmp_path / "time_is_up").touch()
+    assert batch.wait() == 0
+    assert "requeue 7" in (tmp_path / "calls").read_text()
 
 
 @pytest.mark.gpu

@@ -7,7 +7,26 @@ import re
 import pytest
 
 from gpt2_triton import console
-from gpt2_triton.console import LogFile, Progress, print_line
+from gpt2_triton.console import LogFile, Progress, format_bytes, print_line, printable
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_log_file_that_is_gone_is_made_again_with_a_warning(tmp_path, capsys, how):
+    path, made = tmp_path / "run" / "x.jsonl", []
+    path.parent.mkdir()
+    lines = LogFile(path, made_again=lambda: made.append(path.exists()))
+    lines.write("1\n")
+    if how == "moved":
+        path.parent.rename(tmp_path / "elsewhere")
+    else:
+        path.unlink()
+        path.write_text("") if how == "replaced" else path.parent.rmdir()
+    lines.write("2\n")
+    lines.write("3\n")
+    lines.close()
+    assert path.read_text() == "2\n3\n" and made == [True]
+    warning = f"warning: {path}: was removed or moved while running; it is written again\n"
+    assert capsys.readouterr().err == warning
 
 
 class SmallDisk:
@@ -50,6 +69,20 @@ def test_log_file_reports_lost_lines_when_closed(tmp_path, capsys):
     lines.write("second\n")
     lines.close()
     assert capsys.readouterr().err.endswith("x.jsonl: its last 4 bytes could not be written\n")
+
+
+def test_silent_console_prints_nothing_and_issues_warnings(capsys, monkeypatch):
+    monkeypatch.setattr(console, "DELAY", 0)
+    with console.silent():
+        print_line("a step")
+        with pytest.warns(UserWarning, match="^a.jsonl: damaged$"):
+            print_line("warning: a.jsonl: damaged", error=True)
+        with Progress("work", 2, "tokens") as progress:
+            progress.advance(2)
+        with console.silent(False):
+            print_line("asked for")
+    print_line("later")
+    assert capsys.readouterr() == ("asked for\nlater\n", "")
 
 
 class Console:
@@ -107,19 +140,18 @@ def work(monkeypatch, stderr, seconds, total=4000, done=0):
     return stderr.text
 
 
-def test_progress_of_long_work_is_a_line_every_few_seconds(monkeypatch):
-    lines = work(monkeypatch, Stderr(terminal=False), [2.0, 10.0, 11.0, 20.0]).splitlines()
-    assert lines == [
-        "work:  25% 1.00k/4.00k [00:10<00:30, 100 tokens/s, loss 3.1]",
-        "work:  50% 2.00k/4.00k [00:20<00:20, 100 tokens/s, loss 3.1]",
-    ]
-    [line] = work(monkeypatch, Stderr(terminal=False), [10.0], total=None).splitlines()
-    assert line == "work: 500 tokens [00:10, 50.0 tokens/s, loss 3.1]"
+def test_progress_that_is_not_on_a_terminal_shows_nothing(monkeypatch):
+    assert work(monkeypatch, Stderr(terminal=False), [2.0, 10.0, 20.0]) == ""
 
 
 def test_progress_rate_leaves_out_earlier_work(monkeypatch):
-    [line] = work(monkeypatch, Stderr(terminal=False), [10.0], done=2000).splitlines()
-    assert line == "work:  62% 2.50k/4.00k [00:10<00:30, 50.0 tokens/s, loss 3.1]"
+    text = work(monkeypatch, Stderr(terminal=True), [10.0], done=2000)
+    assert re.match(r"\rwork:  62%\|.*2.50k/4.00k \[00:10<00:30, 50.0 tokens/s, loss 3.1\]", text)
+
+
+def test_progress_without_a_total_has_no_time_left(monkeypatch):
+    text = work(monkeypatch, Stderr(terminal=True), [10.0], total=None)
+    assert text.startswith("\rwork: 500 tokens [00:10, 50.0 tokens/s, loss 3.1]")
 
 
 def test_progress_of_short_work_shows_nothing(monkeypatch):
@@ -134,7 +166,7 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
 
 def test_progress_of_other_ranks_shows_nothing(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert work(monkeypatch, Stderr(terminal=False), [10.0, 20.0]) == ""
+    assert work(monkeypatch, Stderr(terminal=True), [10.0, 20.0]) == ""
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -144,3 +176,39 @@ def test_progress_of_other_ranks_shows_nothing(monkeypatch):
 def test_progress_on_a_broken_console_continues(monkeypatch, terminal, error):
     work(monkeypatch, Stderr(terminal, error), [10.0, 20.0])
     assert console.DELAY == 5.0
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("\x9b31m, \x85, \x7f, \0", "\\x9b31m, \\x85, \\x7f, \\x00"),  # C1: terminals take \x9b for ESC [
+        ("over\rwritten \b", "over\\rwritten \\x08"),
+        ("a\ttab, a\nline, é, 猫, \N{NO-BREAK SPACE}", "a\ttab, a\nline, é, 猫, \N{NO-BREAK SPACE}"),
+        ("a byte of a file's name: \udcff", "a byte of a file's name: \\udcff"),
+    ],
+)
+def test_printable_escapes_control_characters(text, shown, capsys):
+    assert printable(text) == shown
+    print_line(text)
+    print_line(text, error=True)
+    assert capsys.readouterr() == (shown + "\n", shown + "\n")
+
+
+def test_no_control_character_but_tab_and_newline_passes():
+    every = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)]))
+    assert {c for c in printable(every) if not c.isprintable()} == {"\t", "\n"}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0.0 MiB"),
+        (5_300_000, "5.1 MiB"),
+        (2**30 - 1, "1,024.0 MiB"),
+        (2**30, "1.00 GiB"),
+        (150_000_000_000, "139.70 GiB"),
+    ],
+)
+def test_format_bytes_has_digits_for_small_sizes(count, text):
+    assert format_bytes(count) == text

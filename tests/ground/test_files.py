@@ -5,11 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import missing_space, new_directory, remove_abandoned, sha256, write_atomic
+from gpt2_triton.files import (
+    MARK,
+    missing_space,
+    new_directory,
+    process_mark,
+    remove_abandoned,
+    sha256,
+    write_atomic,
+)
 
 
 def test_write_atomic_replaces_a_file(tmp_path):
@@ -58,16 +67,37 @@ def test_new_directory_refuses_a_taken_place(tmp_path):
 def test_remove_abandoned_spares_running_processes(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for pid in (ended.pid, os.getpid(), os.getppid()):
-        (tmp_path / f".x.{pid}.tmp").touch()
-        (tmp_path / f".y.{pid}.tmp").mkdir()
+    running = process_mark(), process_mark(os.getppid()), str(os.getppid())
+    for mark in (f"{ended.pid}-1", str(ended.pid), *running):
+        (tmp_path / f".x.{mark}.tmp").touch()
+        (tmp_path / f".y.{mark}.tmp").mkdir()
     (tmp_path / "x.1.tmp").touch()
-    hidden = re.compile(r"\..*\.([0-9]+)\.tmp")
-    kept = {f".{name}.{pid}.tmp" for name in "xy" for pid in (os.getpid(), os.getppid())} | {"x.1.tmp"}
+    hidden = re.compile(r"\..*\." + MARK + r"\.tmp")
+    kept = {f".{name}.{mark}.tmp" for name in "xy" for mark in running} | {"x.1.tmp"}
     remove_abandoned(tmp_path, hidden)
     assert set(os.listdir(tmp_path)) == kept
     remove_abandoned(tmp_path, hidden, own=True)
-    assert set(os.listdir(tmp_path)) == {name for name in kept if str(os.getpid()) not in name}
+    assert set(os.listdir(tmp_path)) == {name for name in kept if process_mark() not in name}
+
+
+def test_remove_abandoned_knows_a_later_process_of_the_same_number(tmp_path):
+    """In a container every first process is number 1."""
+    later = process_mark(os.getppid())
+    pid, start = later.split("-")
+    for mark in (f"{pid}-{int(start) - 1}", later):
+        (tmp_path / f".x.{mark}.tmp").touch()
+    remove_abandoned(tmp_path, re.compile(r"\.x\." + MARK + r"\.tmp"))
+    assert os.listdir(tmp_path) == [f".x.{later}.tmp"]
+
+
+def test_write_atomic_and_new_directory_name_their_process(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "rename", lambda source, target: seen.append(Path(source).name))
+    write_atomic(tmp_path / "x", b"")
+    with new_directory(tmp_path / "y"):
+        pass
+    assert re.fullmatch(r"\.x\.[0-9a-f]{8}\." + MARK + r"\.tmp", seen[0])[1] == process_mark()
+    assert seen[1] == f".y.tmp-{process_mark()}"
 
 
 def test_missing_space_of_a_directory_to_be(tmp_path):

@@ -11,8 +11,12 @@ import torch
 
 import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.commands import sample as sample_command
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.inference import generate, sample
+from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model import schedule
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
@@ -20,7 +24,7 @@ from tests.kernels.test_sampling import kept, scores
 from tests.support.tiny import tiny_config, tiny_model
 
 PROMPT = [72, 101, 108, 108, 111]
-GREEDY, PLAIN, CUT = (0.0, 0, 1.0), (1.0, 0, 1.0), (0.8, 20, 0.9)  # temperature, top_k, top_p
+GREEDY, PLAIN, CUT = Sampling(0.0), Sampling(), Sampling(0.8, 20, 0.9)
 
 
 def randomised(model: GPT2) -> GPT2:
@@ -123,6 +127,22 @@ def test_cache_takes_no_memory_where_the_backward_pass_needs_more():
     assert model.plan.total - without.plan.total < 4096
 
 
+def test_logits_equal_a_product_on_the_host_and_stay_in_small_chunks():
+    """All positions of a sequence of 40 tokens, in chunks of 16 rows; then the last position alone."""
+    model = decoder(train=dict(seq_len=40), model=dict(block_size=40, vocab_size=300))
+    ids = np.random.default_rng(0).integers(0, 300, (1, 40), dtype=np.int32)
+    v = model.view(1, 40)
+    v.ids.copy_(torch.from_numpy(ids))
+    for phase in (schedule.embed, schedule.block, schedule.final_norm):
+        phase(K, v)
+    want = (v.a.lnf.double() @ v.w.wte.double().T)[None, :, : v.V].cpu().numpy()
+    got = model.logits(ids, 0, 40)
+    assert got.shape == (1, 40, 300) and got.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())  # fp32 sums of 64 products
+    assert np.array_equal(model.logits(ids, 39, 40), got[:, 39:])  # also in a chunk of one row
+    assert model.plan.buffers["logits"].shape == (16, 384) and "p" not in model.plan.buffers
+
+
 # ---- text ----
 
 
@@ -150,7 +170,7 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
     monkeypatch.setattr(sys.stdout, "write", lambda s: written.append((len(launched), s)))
     launch = GPT2.decode
     monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
-    sample.sample_text(step_dir, "Hello", 12, *GREEDY, seed=3, num=1, batch=64)
+    sample_command.print_texts(step_dir, "Hello", 12, GREEDY, seed=3, num=1, batch=64)
     pieces = [(at, s) for at, s in written if s]
     assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.STEPS_IN_FLIGHT + 3 and pieces[-1][1] == "\n"
     assert len(pieces) > 4
@@ -159,9 +179,25 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
 @pytest.mark.slow
 def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
     """5 texts, 2 at once: text i is that of seed + i alone; the rate is on stderr."""
-    sample.sample_text(step_dir, "Hello", 3, *PLAIN, seed=3, num=5, batch=2)
+    sample_command.print_texts(step_dir, "Hello", 3, PLAIN, seed=3, num=5, batch=2)
     out, err = capsys.readouterr()
     assert err.startswith("15 tokens in ")
     for seed in range(3, 8):
-        sample.sample_text(step_dir, "Hello", 3, *PLAIN, seed=seed, num=1, batch=64)
+        sample_command.print_texts(step_dir, "Hello", 3, PLAIN, seed=seed, num=1, batch=64)
     assert out == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("num", "terminal"), [(1, False), (1, True), (2, True)])
+def test_control_characters_are_escaped_on_a_terminal_only(step_dir, capsys, monkeypatch, num, terminal):
+    """A file gets the text as it is."""
+    prompt = "\x1b[2J\x9b\a"
+    monkeypatch.setattr(sample_command, "is_terminal", lambda stream: terminal)
+    sample_command.print_texts(step_dir, prompt, 1, PLAIN, seed=3, num=num, batch=64)
+    out = capsys.readouterr().out
+    assert out.count(sample_command.printable(prompt) if terminal else prompt) == num
+    assert terminal == (sample_command.printable(out) == out)
+
+
+def test_prompt_that_is_not_utf8_is_refused_in_one_line(step_dir, capsys):
+    assert main(tools, ["sample", str(step_dir), "--prompt", "\udcff"]) == 2
+    assert capsys.readouterr().err == "error: --prompt: not UTF-8; give it in the encoding of the terminal's locale\n"

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS
 from gpt2_triton.config.step_shape import StepShape
@@ -16,6 +17,7 @@ from gpt2_triton.model.memory_plan import (
     dimensions,
     format_plan,
     largest_batch,
+    out_of_memory,
     plan_memory,
     plan_report,
     require_fits,
@@ -64,11 +66,54 @@ def test_require_fits_names_the_largest_batch_that_would_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total, 2 * GIB))
     with pytest.raises(OutOfMemoryError, match=r"set train.batch_size to 1 and .* \(now batch 2, gelu\)"):
         GPT2(config, reference, "cuda")
-    with pytest.raises(OutOfMemoryError, match=r"900 texts at once .* GiB free: set --batch below 900$"):
-        GPT2(config, reference, "cuda", batch=57, training=False, sequences=900)
-    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": total}.__getitem__)
-    with pytest.raises(OutOfMemoryError, match=r"the machine has .* GiB: set train.batch_size to 1 and "):
+    monkeypatch.setattr(device, "_host_memory", lambda: (total, 2 * GIB))
+    with pytest.raises(
+        OutOfMemoryError, match=r"needs .* MiB, the machine has .* free: set train.batch_size to 1 and "
+    ):
         GPT2(config, reference, "cpu")
+
+
+@pytest.mark.parametrize("recompute", ["gelu", "auto"])
+def test_require_fits_of_a_forward_only_model_names_what_would_fit(monkeypatch, recompute):
+    """The checkpoints of a run with `auto` have `auto`, which is no level for a plan of a training step."""
+    config = tiny_config(memory=dict(recompute=recompute))
+    monkeypatch.setattr(device, "_host_memory", lambda: (1 << 20, 1 << 21))
+    with pytest.raises(OutOfMemoryError, match="the machine has 1.0 MiB of 2.0 MiB free: free some memory, or use a "):
+        GPT2(config, reference, "cpu", batch=10_000, training=False)
+    free = plan_of(config, 57, training=False, sequences=40).total
+    monkeypatch.setattr(device, "_host_memory", lambda: (free, 2 * free))
+    with pytest.raises(
+        OutOfMemoryError, match=r"to decode 900 texts at once takes .*: set --batch to (\d+)$"
+    ) as refused:
+        GPT2(config, reference, "cpu", batch=57, training=False, sequences=900)
+    most = int(str(refused.value).split()[-1])
+    assert most >= 40 and plan_of(config, 57, training=False, sequences=most).total <= free
+    assert plan_of(config, 57, training=False, sequences=most + 1).total > free
+
+
+def test_out_of_memory_names_a_deeper_level_where_no_batch_fits_and_then_a_smaller_model(monkeypatch):
+    def advice(config, free):
+        monkeypatch.setattr(device, "_host_memory", lambda: (free, 2 * free))
+        return str(out_of_memory(plan_of(config), config, reference, StepShape.of(config), "cpu", True, 0))
+
+    config = tiny_config(model=dict(n_layer=3))
+    deepest = plan_of(config.replace(memory={"recompute": "block"}), 1).total
+    assert deepest < plan_of(config, 1).total
+    step = "train.batch_size to 1 and train.total_batch_tokens to 32"
+    assert f"free: set memory.recompute to block, {step} (now batch 2, gelu)" in advice(config, deepest)
+    large = tiny_config(model=dict(n_layer=24, n_embd=1024, n_head=16))
+    d6 = large.replace(model=dict(n_layer=6, n_embd=384, n_head=6), memory={"recompute": "block"})
+    free = plan_of(d6, 1).total
+    smaller = "model.size d6 with memory.recompute block and train.batch_size 1 fits (now"
+    assert smaller in advice(large, free)
+    assert "take a smaller model (model.n_layer, " in advice(large, free - 1)
+
+
+def test_memory_that_the_system_refuses_is_reported_like_memory_that_is_missing(monkeypatch):
+    """A limit of the process (ulimit -v) shows when memory is asked for, 4 PB of it here."""
+    monkeypatch.setattr(device, "_host_memory", lambda: (1 << 60, 1 << 60))
+    with pytest.raises(OutOfMemoryError, match="the model needs .* GiB, the machine has"):
+        GPT2(tiny_config(model=dict(n_embd=1024, n_head=16)), reference, "cpu", batch=1 << 33, training=False)
 
 
 def test_require_fits_names_a_batch_that_divides_the_step(monkeypatch):
@@ -91,6 +136,8 @@ def test_plan_report_lists_levels_and_stages_and_marks_the_chosen():
     assert levels == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]]
     assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(shape.zero)]
     assert f"parameters {config.n_params:,}" in lines
+    assert not any("0.00" in line or " 0.01" in line for line in lines)  # a small model's sizes are in MiB
+    assert all(" MiB " in line for line in table[: len(levels)])
 
 
 def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():

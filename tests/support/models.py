@@ -61,11 +61,11 @@ def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]
     return [(torch.from_numpy(i), torch.from_numpy(j)) for i, j in zip(ids, targets, strict=True)]
 
 
-def train_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
+def train_steps(model: GPT2, n: int, with_stats: bool = False) -> list[tuple[float, float, bool]]:
     """Return (loss, gradient norm, applied) of n steps on random tokens, which are the same in every call."""
     config, history = model.config, []
     for step in range(n):
-        model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1)
+        model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1, with_stats)
         for micro, (ids, targets) in enumerate(batches(config, model.shape.accumulation, seed=step)):
             model.micro_step(pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size), first=micro == 0)
         history.append(model.end_step().result()[:3])

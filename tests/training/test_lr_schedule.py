@@ -48,6 +48,23 @@ def test_learning_rate_reaches_its_end_one_step_after_the_last(schedule):
     assert 0.1 * LR < lrs[-1] < 0.1 * LR * 1.03
 
 
+def nanogpt_rate(it, warmup, end, low):
+    """Return nanoGPT's learning rate: its warmup divides by warmup + 1."""
+    if it < warmup:
+        return LR * (it + 1) / (warmup + 1)
+    return low + (LR - low) * 0.5 * (1 + math.cos(math.pi * (it - warmup) / (end - warmup)))
+
+
+def test_learning_rates_of_nanogpt_are_had_with_a_step_more_of_warmup_and_in_all():
+    """Its steps are 0 to max_iters.  Its warmup comes out exactly, its decay one step later: docs/guide/interop.md."""
+    warmup, end, low = 100, 1000, 0.1 * LR
+    optim = OptimConfig(lr=LR, warmup=warmup + 1, final_frac=0.1)
+    ours = [learning_rate(step, optim, end + 1) for step in range(end + 1)]
+    theirs = [nanogpt_rate(it, warmup, end, low) for it in range(end + 1)]
+    assert ours[: warmup + 1] == pytest.approx(theirs[: warmup + 1], rel=1e-12)  # fp64 rounding
+    assert ours[warmup + 1 :] == pytest.approx(theirs[warmup:-1], rel=1e-12)
+
+
 def test_learning_rate_of_a_run_that_is_all_warmup_or_has_none():
     assert learning_rate(9, OptimConfig(lr=LR, warmup=10), 10) == LR
     assert learning_rate(0, OptimConfig(lr=LR, warmup=0), 10) == LR

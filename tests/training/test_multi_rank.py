@@ -19,11 +19,14 @@ import torch
 
 from gpt2_triton import kernels
 from gpt2_triton.checkpoint import save
+from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed import consistency
+from gpt2_triton.distributed.run_lock import RunLock
+from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model import peer_copies, sharding
 from gpt2_triton.model.communicator import BucketedCommunicator
@@ -31,6 +34,7 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.training import recovery, wandb_logger
+from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
 from gpt2_triton.training.trainer import Trainer, train
 from tests.support import ranks
 from tests.support.tiny import tiny_config
@@ -233,6 +237,25 @@ def test_signal_to_one_rank_stops_all_with_one_checkpoint(stopped):
     assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["step_00000002"]
 
 
+def short_of_time_on_rank_1(config, run):
+    """Train; in the first step the time limit is near for rank 1 alone, whose clock is ahead."""
+    TimeLimit.is_near = lambda self, saving: os.environ["RANK"] == "1"
+    return job(config, run)
+
+
+def test_time_limit_of_one_rank_stops_all_with_one_checkpoint(tmp_path):
+    config = config_of(train=dict(steps=4), debug=dict(hash_state=0))
+    assert ranks.run(2, tmp_path / "stderr", short_of_time_on_rank_1, config, tmp_path) == [0, 0]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+    assert (tmp_path / PREEMPTED).exists()
+
+
+def test_locked_directory_is_refused_on_all_ranks(tmp_path):
+    with RunLock(tmp_path):
+        assert ranks.exit_codes(2, tmp_path / "stderr", job, config_of(), tmp_path) == [1, 1]
+    assert (tmp_path / "stderr").read_text().count("ConfigError: --run_dir: pid") == 2
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     run = tmp_path_factory.mktemp("unbroken")
@@ -276,14 +299,14 @@ def test_batch_size_of_more_ranks_is_accepted_by_later_readers(tmp_path, monkeyp
 
 def full_disk_on_rank_1(config, run):
     """Train; the first file that rank 1 writes does not fit on the disk."""
-    original, left = save.save_file, [OSError(28, "No space left on device")]
+    original, left = save.write_tensors, [OSError(28, "No space left on device")]
 
-    def save_file(tensors, path):
+    def write_tensors(path, tensors, progress):
         if left and os.environ["RANK"] == "1":
             raise left.pop()
-        original(tensors, path)
+        return original(path, tensors, progress)
 
-    save.save_file = save_file
+    save.write_tensors = write_tensors
     return job(config, run)
 
 
@@ -536,6 +559,40 @@ def test_watchdog_names_the_rank_that_hangs(tmp_path, how, what):
         assert rank_0.exitcode == 1
     [message] = [line for line in (tmp_path / "stderr").read_text().splitlines() if "no progress for" in line]
     assert message.startswith("error: rank 0: ") and f"rank 1 is {what}; " in message
+
+
+def hanging_save_on_rank_1(config, run):
+    """Train; the save after the first step hangs on rank 1, and both ranks wait for it before that of the second.  Once
+    they do, rank 0's watchdog waits for half a second.
+    """
+    if os.environ["RANK"] == "1":
+        save.write_tensors = lambda *_: time.sleep(600)
+    original = AsyncCheckpointer.save
+
+    def save_after(self, step, *arguments):
+        if step == 2 and os.environ["RANK"] == "0":
+            while not dogs[0]._read_all()[1].save.startswith("writing"):
+                time.sleep(0.02)
+            dogs[0]._timeout, dogs[0]._interval = 0.5, 0.5
+        original(self, step, *arguments)
+
+    dogs, made = [], Watchdog.__init__
+
+    def remember(self, *arguments):
+        made(self, *arguments)
+        dogs.append(self)
+
+    AsyncCheckpointer.save, Watchdog.__init__ = save_after, remember
+    return job(config, run)
+
+
+def test_watchdog_names_the_rank_whose_save_hangs(tmp_path):
+    config = config_of(0, debug=dict(hash_state=0), checkpoint=dict(every=1))
+    with ranks.started(2, tmp_path / "stderr", hanging_save_on_rank_1, config, tmp_path) as [(rank_0, _), _]:
+        rank_0.join()
+        assert rank_0.exitcode == 1
+    [message] = [line for line in (tmp_path / "stderr").read_text().splitlines() if "no progress for" in line]
+    assert "rank 1 is behind the others, writing rank_00001.safetensors at step 2; " in message
 
 
 def waiting_for_the_dead(config, run, rank):

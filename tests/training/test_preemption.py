@@ -3,12 +3,15 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.training.preemption import REPEAT_WINDOW, ShutdownSignals
+from gpt2_triton.training.preemption import PREEMPTED, REPEAT_WINDOW, ShutdownSignals, TimeLimit
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -25,14 +28,15 @@ def exit_codes(monkeypatch):
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_signals_on_one_rank_first_stops_second_exits(exit_codes, number):
+def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, number):
     signals = ShutdownSignals(1)
+    signals.run_dir = tmp_path
     signals.listen()
     assert not signals.stop
     signal.raise_signal(number)
-    assert signals.stop and signals.exit_code == 128 + number and not exit_codes
+    assert signals.stop and signals.received == number and not exit_codes and not os.listdir(tmp_path)
     signal.raise_signal(signal.SIGINT)
-    assert exit_codes == [130]
+    assert exit_codes == [130] and os.listdir(tmp_path) == [PREEMPTED]
 
 
 def test_signals_ignore_sighup_under_nohup(exit_codes):
@@ -56,10 +60,78 @@ def test_signals_on_several_ranks_wait_for_agreement_and_ignore_repeats(exit_cod
     assert exit_codes == [143]
 
 
-def test_signals_on_a_rank_without_one_stop_with_the_code_of_sigterm():
-    signals = ShutdownSignals(2)
-    signals.all_ranks_agree = True
-    assert signals.stop and signals.exit_code == 143
+STARTING = """
+import ctypes, signal, sys
+from pathlib import Path
+from gpt2_triton.training.preemption import ShutdownSignals
+signals = ShutdownSignals(1)
+signals.run_dir = Path(sys.argv[1]) / "run"
+with signals.leaving_at_once():
+    print("starting", flush=True)
+    ctypes.PyDLL(None).sleep(1) if sys.argv[2] == "gil" else ctypes.CDLL(None).sleep(1000)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.parametrize("waits", ["C", "gil"])
+def test_signal_before_the_loop_marks_and_ends_the_process(tmp_path, request, number, waits):
+    """The main thread is in C: without the lock of the interpreter, or for a second with it."""
+    command = [sys.executable, "-c", STARTING, str(tmp_path), waits]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=request.config.rootpath, restore_signals=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stdout.readline() == "starting\n"
+    process.send_signal(number)
+    out, _ = process.communicate()
+    assert process.returncode == 128 + number and (tmp_path / "run" / PREEMPTED).exists()
+    assert out == f"stopped before the first step; the same command with --run_dir {tmp_path}/run --resume continues\n"
+
+
+def test_train_that_is_signalled_while_it_imports_leaves_the_marker(tmp_path, request):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "train.py", "configs/quickstart.yaml", "--run_dir", str(run_dir)]
+    with subprocess.Popen(command, cwd=request.config.rootpath, stdout=subprocess.PIPE, text=True) as process:
+        while not run_dir.exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+        assert process.stdout.read().endswith(f" with --run_dir {run_dir} --resume continues\n")
+    assert (run_dir / PREEMPTED).exists()
+
+
+def test_leaving_at_once_restores_the_handlers():
+    before = [signal.getsignal(number) for number in STOPPING]
+    with ShutdownSignals(1).leaving_at_once():
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(number) for number in STOPPING] == before and signal.set_wakeup_fd(-1) == -1
+
+
+def test_signals_are_not_installed_outside_the_main_thread(exit_codes):
+    before, signals, seen = signal.getsignal(signal.SIGTERM), ShutdownSignals(1), []
+
+    def train():
+        with signals.leaving_at_once():
+            signals.begin_loop()
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_time_limit_leaves_time_for_two_steps_and_two_saves(monkeypatch):
+    moments = iter([100.0, 103.0, 105.0, 110.0, 115.0, 120.0, 125.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(moments))
+    limit = TimeLimit(1.0, began=90.0)  # ends at 150
+    seen = [limit.is_near(saving=10.0) for _ in range(6)]  # the longest step takes 5 s: two and two saves 30 s
+    assert seen == [False, False, False, False, False, True]
+
+
+def test_time_limit_of_0_is_none():
+    assert not TimeLimit(0, began=-1e9).is_near(1e9)
 
 
 def test_train_saves_its_last_step_when_the_terminal_is_closed(tmp_path, request):

@@ -1,28 +1,8 @@
 """run.json: code, packages, device, plan and schedule of each start."""
 
-import subprocess
-
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.training.run_info import describe_start, git_state
+from gpt2_triton.training.run_info import describe_start
 from tests.support.tiny import tiny_config
-
-
-def git(directory, *words):
-    subprocess.run(["git", "-C", directory, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
-
-
-def test_git_state_is_the_commit_and_whether_tracked_files_differ(tmp_path):
-    assert git_state(tmp_path) is None
-    git(tmp_path, "init", "-q")
-    (tmp_path / "__init__.py").write_text("")
-    assert git_state(tmp_path) is None  # not tracked, as an installed package inside another checkout
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-q", "-m", "one")
-    head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    (tmp_path / "notes.txt").write_text("untracked files do not count")
-    assert git_state(tmp_path) == {"commit": head, "dirty": False}
-    (tmp_path / "__init__.py").write_text("1")
-    assert git_state(tmp_path) == {"commit": head, "dirty": True}
 
 
 def test_describe_start_has_plan_packages_and_schedule():

@@ -66,15 +66,17 @@ def test_needs_rewind_after_so_many_steps_without_update():
     assert not state.needs_rewind(config)
     state.without_update = state.skipped_in_a_row = 2
     assert state.needs_rewind(config) and state.rewind_target(config) == 8
-    state.raise_if_unstable(config)  # a rewind comes first
+    state.raise_if_unstable(config, str)  # a rewind comes first
     state.rewinds = MAX_REWINDS
     with pytest.raises(NonFiniteError, match=f"step 12: .* after {MAX_REWINDS} rewinds to step 8"):
-        state.raise_if_unstable(config)
+        state.raise_if_unstable(config, str)
     state.rewind_to(8)
     assert (state.step, state.without_update, state.skipped_in_a_row, state.rewinds) == (8, 0, 0, MAX_REWINDS + 1)
 
 
 def test_raise_if_unstable_without_a_checkpoint_to_rewind_to():
     config = Config.model_validate(dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4)))
-    with pytest.raises(NonFiniteError, match="step 3: .* 2 steps in a row .* last update was step 1"):
-        RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(config)
+    with pytest.raises(
+        NonFiniteError, match="step 3: .* 2 steps in a row .*; of the last, those there; the last update was step 1"
+    ):
+        RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(config, lambda: "those there")

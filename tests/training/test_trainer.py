@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import re
 import shutil
 import signal
 from types import SimpleNamespace
@@ -11,12 +13,14 @@ import torch
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.errors import CheckpointError, NonFiniteError
+from gpt2_triton.distributed.run_lock import RunLock
+from gpt2_triton.errors import CheckpointError, ConfigError, NonFiniteError
 from gpt2_triton.model.fp8 import SCALES
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.training import trainer
+from gpt2_triton.training import recovery, trainer
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
+from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
 from gpt2_triton.training.trainer import Trainer, make_trainer, train
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
@@ -83,6 +87,19 @@ def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp
     assert metrics(tmp_path) == metrics(unbroken)
 
 
+def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(unbroken, tmp_path, monkeypatch):
+    """Within the second step the limit comes near."""
+    calls = iter([False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(TimeLimit, "is_near", lambda self, saving: next(calls))
+        assert train(run_config(train=dict(max_minutes=1)), tmp_path, resume=False) == 0
+    assert final_bytes(tmp_path)[0] == "step_00000002" and (tmp_path / PREEMPTED).exists()
+    assert train(run_config(), tmp_path, resume=True) == 0
+    assert not (tmp_path / PREEMPTED).exists()
+    assert final_bytes(tmp_path) == final_bytes(unbroken)
+    assert metrics(tmp_path) == metrics(unbroken)
+
+
 @pytest.mark.parametrize("master", ["none", "fp32"])
 def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, master):
     """bf16 weights are rounded with noise; its key is (seed, step, element), so a resumed run rounds the same way."""
@@ -140,6 +157,14 @@ def test_train_prints_its_directory_and_how_to_continue(tmp_path, monkeypatch, c
     assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume continues"
 
 
+def test_train_ends_with_its_checkpoint_and_what_comes_next(tmp_path, capsys):
+    config = run_config(train=dict(steps=1), sample=dict(every=0), checkpoint=dict(best="val_loss"))
+    assert train(config, tmp_path, resume=False) == 0
+    checkpoint, *commands = capsys.readouterr().out.splitlines()[-4:]
+    assert checkpoint.startswith(f"checkpoint {find_checkpoint(tmp_path)}; {tmp_path}/best is step ")
+    assert [line.split()[0] for line in commands] == ["sample", "plot", "resume"]
+
+
 def test_train_prints_the_epochs_of_its_data(tmp_path, capsys):
     """5 steps of 4 sequences."""
     trainer = make_trainer(run_config(), tmp_path)
@@ -174,9 +199,55 @@ def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, mo
         original(self, index)
 
     monkeypatch.setattr(Trainer, "_train_step", poisoned_from_step_1)
-    with pytest.raises(NonFiniteError, match="step 3: .* not finite for 2 steps in a row"):
+    with pytest.raises(NonFiniteError, match="step 3: .* not finite for 2 steps in a row") as raised:
         train(config, tmp_path, resume=False)
+    assert re.search(r"losses of 4 of its 4 sequences .* first on rank 0 at \S+train_\d+\.bin:\d+; ", str(raised.value))
     assert [r["skipped"] for r in metrics(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [True, True]
+
+
+def test_second_start_in_a_directory_is_refused_before_it_writes(tmp_path):
+    with RunLock(tmp_path), pytest.raises(ConfigError, match="writes to .*; wait for its end, or choose another"):
+        train(run_config(), tmp_path, resume=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
+    """The last sequence of the step of four that begins with sample 8 has a loss of NaN."""
+    made = make_trainer(run_config(), tmp_path)
+    try:
+        model, loader, first = made.model, made.data.train, 8
+        tokens = loader.batch(first, 4)
+        evaluate = model.evaluate
+
+        def with_nan_in_the_last_row(ids, targets):
+            losses = evaluate(ids, targets)
+            if (ids[1] == tokens[3, :-1]).all():
+                losses[-1] = math.nan
+            return losses
+
+        monkeypatch.setattr(model, "evaluate", with_nan_in_the_last_row)
+        found = recovery.find_non_finite_losses(model, loader, made.batches, first, made.control)
+    finally:
+        made.close()
+    assert found == f"the losses of 1 of its 4 sequences are not finite, the first on rank 0 at {loader.place(11)}"
+
+
+def test_run_goes_on_in_a_directory_that_was_removed(tmp_path, monkeypatch, capsys):
+    """The save under way then may fail; the next one is complete."""
+    original = Trainer._train_step
+
+    def removed_before_step_3(self, index):
+        if index == 2:
+            self.checkpointer.wait()
+            shutil.rmtree(tmp_path / "run")
+        original(self, index)
+
+    monkeypatch.setattr(Trainer, "_train_step", removed_before_step_3)
+    config = run_config(eval=dict(every=0), sample=dict(every=0), checkpoint=dict(every=1, keep=2), train=dict(steps=4))
+    assert train(config, tmp_path / "run", resume=False) == 0
+    state, _ = load_checkpoint(find_checkpoint(tmp_path / "run"))
+    assert state["step"] == 4 and [r["step"] for r in metrics(tmp_path / "run")][-2:] == [3, 4]
+    assert "metrics.jsonl: was removed or moved while running" in capsys.readouterr().err
 
 
 def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path, monkeypatch):

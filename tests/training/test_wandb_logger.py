@@ -292,6 +292,15 @@ def test_missing_wandb_is_a_warning(tmp_path, monkeypatch, capsys):
         wandb_logger.send_missing(tmp_path)
 
 
+def test_a_sweep_chooses_the_id_of_the_run(monkeypatch):
+    """The agent sets both variables, and wandb.init then ignores any other id; WANDB_RUN_ID alone is someone else's."""
+    monkeypatch.setenv("WANDB_RUN_ID", "abcd1234")
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    assert wandb_logger.new_id() != wandb_logger.new_id() != "abcd1234"
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    assert wandb_logger.new_id() == "abcd1234"
+
+
 def test_wandb_is_not_imported_when_disabled(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb("init"))
     assert run(tmp_path, [1]) is None and sys.modules["wandb"].calls == []

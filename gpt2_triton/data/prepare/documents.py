@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
+from gpt2_triton.data.prepare.encoding import conversion, likely_encoding
 from gpt2_triton.errors import DataError, bad_data
 from gpt2_triton.files import sha256
 
@@ -102,8 +103,11 @@ def _decode(path: Path, line: int, data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
-        got, todo = f"byte 0x{data[error.start]:02x}", f"convert it with `iconv -t UTF-8 {path}`"
+        at = error.start
+        where, got = f"{path}, line {line + data.count(bytes([10]), 0, at):,}", f"byte 0x{data[at]:02x}"
+        encoding = likely_encoding(data, at)
+        likely = "damaged UTF-8" if encoding == "UTF-8" else encoding
+        todo = f"it is likely {likely}: prepare what this command writes: {conversion(path, encoding)}"
         raise bad_data(where, "not UTF-8", got, "text in UTF-8", todo) from None
 
 

@@ -28,10 +28,10 @@ from gpt2_triton.data.prepare import shard_writer
 from gpt2_triton.data.prepare.shard_writer import Log, ParallelMap, Pieces, ShardRecords, tokenize_batch
 from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.errors import bad_data
-from gpt2_triton.files import remove_abandoned, write_atomic
+from gpt2_triton.files import MARK, remove_abandoned, write_atomic
 
 PROGRESS = "progress.json"
-HIDDEN = re.compile(r"\..*\.([0-9]+)\.tmp")  # a file that the process of this number is writing
+HIDDEN = re.compile(r"\..*\." + MARK + r"\.tmp")  # a file that a process is writing
 
 # {"state": the source before a batch, "first": sha256 of the batch's first text, "skip": tokens of the batch to skip}
 StreamPosition = dict[str, Any]

@@ -7,6 +7,7 @@ lock directories, as most of NFS, each process builds its own directory, none is
 """
 
 import contextlib
+import hashlib
 import itertools
 import os
 import shutil
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.prepare import pipeline, shard_writer
@@ -30,6 +31,27 @@ Text = tuple[Any, str]  # part of a document: the parts of one follow each other
 CHARACTERS = {"bytes": 1, "gpt2": 5}  # per token; more than most text has, so that no disk with room is refused
 
 
+class MeasuredText(NamedTuple):
+    """Files of text, the sha256 of each, and their characters in all."""
+
+    files: list[File]
+    digests: list[str]
+    characters: int
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the whole text, whatever its files are called."""
+        return hashlib.sha256("".join(self.digests).encode()).hexdigest()
+
+
+def measure_text(inputs: Sequence[Path], workers: int = 1) -> MeasuredText:
+    """Read files, folders and globs of text; DataError if one is no text."""
+    files = find_files(inputs)
+    with shard_writer.workers(_processes(files, workers)) as run:
+        measured = _measure(files, run)
+    return MeasuredText(files, [digest for digest, _ in measured], sum(count for _, count in measured))
+
+
 def prepare_text(
     inputs: Sequence[Path],
     out_dir: Path,
@@ -40,17 +62,33 @@ def prepare_text(
     log: Log = print_line,
 ) -> Path:
     """Tokenise files, folders and globs of text into out_dir; the last val_fraction of characters is validation."""
-    files = find_files(inputs)
-    size = sum(path.stat().st_size for path, _ in files)
-    with shard_writer.workers(min(workers, size // shard_writer.BATCH_CHARS)) as run:
-        measured = _measure(files, run)
-        rows = [{"file": name, "sha256": digest} for (_, name), (digest, _) in zip(files, measured, strict=True)]
-        recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
+    measured = measure_text(inputs, workers)
+    return prepare_measured(measured, out_dir, tokenizer, val_fraction, workers, shard_tokens, log)
 
-        def texts() -> Iterator[Text]:
-            return (((i, document), text) for i, (path, _) in enumerate(files) for document, text in read(path))
 
-        return prepare_texts(texts, sum(count for _, count in measured), recipe, Path(out_dir), log, run)
+def prepare_measured(
+    measured: MeasuredText,
+    out_dir: Path,
+    tokenizer: str,
+    val_fraction: float = 0.1,
+    workers: int = 1,
+    shard_tokens: int = SHARD_TOKENS,
+    log: Log = print_line,
+) -> Path:
+    """Tokenise text that has been measured, as `prepare_text` does."""
+    files = measured.files
+    rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, measured.digests, strict=True)]
+    recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
+
+    def texts() -> Iterator[Text]:
+        return (((i, document), text) for i, (path, _) in enumerate(files) for document, text in read(path))
+
+    with shard_writer.workers(_processes(files, workers)) as run:
+        return prepare_texts(texts, measured.characters, recipe, Path(out_dir), log, run)
+
+
+def _processes(files: list[File], workers: int) -> int:
+    return min(workers, sum(path.stat().st_size for path, _ in files) // shard_writer.BATCH_CHARS)
 
 
 def _measure(files: list[File], run: ParallelMap) -> list[tuple[str, int]]:

@@ -126,17 +126,18 @@ def test_dataset_of_jsonl_with_another_field(tmp_path):
 
 def test_dataset_shows_its_progress(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(console, "DELAY", 0.0)
-    monkeypatch.setattr(console, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(console, "INTERVAL", 0.0)
+    monkeypatch.setattr(console, "is_terminal", lambda *_: True)
     lines = []
     prepare(folder, tmp_path / "out", tokens=20_000, log=lines.append)
-    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenising")]
-    pattern = rf"tokenising {folder.path}: +\d+% [\d.]+k?/20.0k \[00:.*tokens/s\]"
+    shown = [line for line in capsys.readouterr().err.split("\r") if line.startswith("tokenising")]
+    pattern = rf"tokenising {folder.path}: +\d+%\|.*\| [\d.]+k?/20.0k \[00:.*tokens/s\] *"
     assert len(shown) > 10 and all(re.fullmatch(pattern, line) for line in shown[:-1])
     assert re.fullmatch(r"prepared .*out: 10 shards, 20,000 tokens, in 0:00:0\d", lines[-1])
     _stop_after(folder, tmp_path / "again", 3, monkeypatch)
     prepare(folder, tmp_path / "again")
-    shown = capsys.readouterr().err.splitlines()
-    percents = [line.split()[3] for line in shown if line.startswith("checking finished shards")]
+    shown = capsys.readouterr().err.split("\r")
+    percents = [line.split()[3].partition("|")[0] for line in shown if line.startswith("checking finished shards")]
     assert percents == ["0%", "33%", "67%", "100%"]
 
 

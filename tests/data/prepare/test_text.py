@@ -132,7 +132,7 @@ def test_text_refuses_files_that_are_not_text(tmp_path):
     for name, message in (
         ("missing.txt", "cannot read: got No such file"),
         ("empty.txt", "empty: got 0 characters, expected text"),
-        ("latin.txt", "line 2: not UTF-8: got byte 0xe9, expected text in UTF-8; convert it with `iconv"),
+        ("latin.txt", "line 2: not UTF-8: got byte 0xe9, expected text in UTF-8; it is likely CP1252: prepare"),
     ):
         with pytest.raises(DataError, match=f"{name}[:,] {message}"):
             prepare_text([tmp_path / name], tmp_path / "out", "bytes")
@@ -374,10 +374,11 @@ def test_text_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
 def test_text_shows_its_progress(tmp_path, text_file, monkeypatch, capsys):
     monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
     monkeypatch.setattr(console, "DELAY", 0.0)
-    monkeypatch.setattr(console, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(console, "INTERVAL", 0.0)
+    monkeypatch.setattr(console, "is_terminal", lambda *_: True)
     lines = []
     prepare_text([text_file], tmp_path / "out", "bytes", log=lines.append)
-    shown = capsys.readouterr().err.splitlines()
-    assert any(line.startswith("measuring: 100% 1.00/1.00") for line in shown)
-    assert any(re.match(r"tokenising text: +[1-9]\d% [\d.]+k/[\d.]+k \[.*characters/s\]", line) for line in shown)
+    shown = capsys.readouterr().err.split("\r")
+    assert any(re.match(r"measuring: 100%\|.*1.00/1.00", line) for line in shown)
+    assert any(re.match(r"tokenising text: +[1-9]\d%\|.*\| [\d.]+k/[\d.]+k \[.*characters/s\]", line) for line in shown)
     assert len(shown) > 10 and lines == [f"prepared {tmp_path}/out: 2 shards"]

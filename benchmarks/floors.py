@@ -1,0 +1,73 @@
+"""Measures floors on this GPU: the bandwidth of a copy, cuBLAS at a product's shape, cuDNN's attention."""
+
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+AHEAD = 1_000_000  # cycles, 0.5 ms: the host needs up to 0.2 ms to launch a backward pass of attention
+
+
+def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def median_ms(function: Callable[[], Any], milliseconds: float = 150.0) -> float:
+    """Return the median time of calls that last `milliseconds` in all, after as many to warm up.
+
+    They are launched without a pause, after which the clock would be higher than the power limit allows in a step.
+    """
+
+    def timed(calls: int) -> list[float]:
+        torch.cuda._sleep(AHEAD)
+        spans = [events() for _ in range(calls)]
+        for before, after in spans:
+            before.record()
+            function()
+            after.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in spans]
+
+    calls = max(5, round(milliseconds / min(timed(5))))
+    return statistics.median(timed(2 * calls)[calls:])
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+# Each is measured once, on random numbers: zeros take less power and so less time.
+
+
+@functools.cache
+def copy_bandwidth() -> float:
+    """Return the bytes per second, read plus written, of a copy of 1 GiB."""
+    a = torch.randn(1 << 28, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / median_ms(lambda: b.copy_(a)) * 1e3
+
+
+@functools.cache
+def product_ms(layout: str, M: int, N: int, K: int) -> float:
+    """Return the time of torch.mm, bf16 in and out: forward is a @ w.T, dx is a @ w, dw is a.T @ b."""
+    a = _random(K, M).T if layout == "dw" else _random(M, K)
+    b = _random(N, K).T if layout == "forward" else _random(K, N)
+    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+    return median_ms(lambda: torch.mm(a, b, out=out))
+
+
+@functools.cache
+def attention_ms(name: str, B: int, NH: int, T: int, HS: int) -> float:
+    """Return the time of cuDNN's causal attention, forward or backward."""
+    q, k, v, dout = (_random(B, T, NH, HS).transpose(1, 2) for _ in range(4))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        if name == "attention_fwd":
+            return median_ms(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        return median_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))

@@ -1,0 +1,373 @@
+"""The Python API: train a model, and use one.  `gpt2_triton` exports the names.
+
+Nothing is printed, unless `train(console=True)`; warnings are issued as UserWarning.  torch and the kernels are
+imported by the first call of `train` or `load`, after Triton's interpreter was selected where there is no GPU.  Calls
+of several threads run one after the other: CUDA graphs and the interpreter have one state for a process.
+"""
+
+import contextlib
+import gc
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import yaml
+
+from gpt2_triton.config.config import Config as Config
+from gpt2_triton.console import silent
+from gpt2_triton.errors import ConfigError, bad_data, require_at_least
+from gpt2_triton.inference.sampling import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gpt2_triton.data.tokenizer import Tokenizer
+    from gpt2_triton.model.gpt2 import GPT2
+
+_one_call = threading.RLock()
+
+
+@contextlib.contextmanager
+def _exclusive(console: bool = False) -> Iterator[None]:
+    """Wait for the call of another thread; inside, print only if `console`."""
+    with _one_call, silent(not console):
+        yield
+
+
+def _free_unused_memory() -> None:
+    """Give the memory of models that are no longer referenced back to the driver, which says how much is free."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- training ----
+
+
+class Run:
+    """A run on disk, of `train` or of another process; the properties read its files.
+
+    directory   Path; ConfigError if it holds no run
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        if not (self.directory / "config.yaml").is_file():
+            raise ConfigError(f"{directory}: no config.yaml there; expected the directory of a run")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r}: {self.state}, loss {self.loss}, val_loss {self.val_loss})"
+
+    @property
+    def config(self) -> Config:
+        return Config.model_validate(yaml.safe_load((self.directory / "config.yaml").read_text(encoding="utf-8")))
+
+    @property
+    def state(self) -> Literal["done", "stopped"]:
+        """Return "done" if the last step, train.steps, is saved, else "stopped": the run can be resumed."""
+        done = self.last is not None and int(self.last.name.removeprefix("step_")) >= self.config.train.steps
+        return "done" if done else "stopped"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl in their order: {"step": 12, "loss": ...}, {"step": 250, "val_loss": ...}; see
+        docs/guide/logging.md for their keys.
+        """
+        from gpt2_triton.training.metrics import METRICS, read_metrics
+
+        with silent():
+            return read_metrics(self.directory / METRICS)
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss of the last logged step; None if there is none or it was not finite."""
+        return self._final("loss")
+
+    @property
+    def val_loss(self) -> float | None:
+        """The last validation loss; None if there is none or it was not finite."""
+        return self._final("val_loss")
+
+    def _final(self, name: str) -> float | None:
+        return next((record[name] for record in reversed(self.metrics) if name in record), None)
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint, not verified (`load` does); None if there is none."""
+        from gpt2_triton.checkpoint.format import list_steps
+
+        steps = list_steps(self.directory / "checkpoints")
+        return steps[-1][1] if steps else None
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint of the lowest validation loss; None unless the run has checkpoint.best val_loss."""
+        from gpt2_triton.checkpoint.load import best_checkpoint
+
+        return best_checkpoint(self.last) if self.last else None
+
+
+def train(
+    config: Config | str | Path | Mapping[str, Any],
+    run_dir: str | Path,
+    *,
+    resume: bool | Literal["must"] = False,
+    console: bool = False,
+) -> Run:
+    """Train to the last step and return the run; its files are those that train.py writes.
+
+    config      a Config, or what Config.load takes
+    run_dir     the run's directory, which is made
+    resume      continue after the newest checkpoint in run_dir that verifies; without one True starts a new run, "must"
+                raises CheckpointError.  False refuses a directory that has any
+    console     print what train.py prints; the files are the same
+
+    In the main thread, the first SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM or SIGHUP lets the run finish its
+    step and save; then the program's own handler receives the signal, which raises KeyboardInterrupt for SIGINT.  A
+    second signal reaches that handler at once, as does one before the first step.  A run that ends by its time limit,
+    train.max_minutes, is returned with state "stopped".  Raise UserError: see errors.py for its classes.
+    """
+    from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
+    from gpt2_triton.training.preemption import BorrowedSignals
+    from gpt2_triton.training.start import starting
+
+    settings, directory = config if isinstance(config, Config) else Config.load(config), Path(run_dir)
+    set_env_from_slurm()
+    rank, ranks = rank_and_size()
+    with _exclusive(console and rank == 0), starting(settings, directory, resume):
+        from gpt2_triton import device
+
+        device.select_interpreter()
+        from gpt2_triton.training import trainer
+
+        _free_unused_memory()
+        try:
+            with BorrowedSignals(ranks) as signals:
+                trainer.train(settings, directory, resume, signals)
+        finally:
+            _free_unused_memory()
+    return Run(directory)
+
+
+# ---- models ----
+
+
+def load(
+    source: Run | str | Path,
+    *,
+    dtype: Literal["bf16", "fp32"] | None = None,
+    batch_tokens: int = 16384,
+) -> "Model":
+    """Return a model that only runs forward.
+
+    source         a Run, its directory (the newest checkpoint that verifies), one of its step directories, RUN/best,
+                   or hf:DIR_OR_NAME, llmc:FILE, nanogpt:FILE
+    dtype          storage of weights and activations on the device; None: that of the run's training, bf16 for others
+    batch_tokens   tokens that go through the model at once, at most; the results do not depend on it
+
+    Raise CheckpointError if the source has no weights that verify, OutOfMemoryError if they do not fit the device.
+    """
+    if dtype not in (None, "bf16", "fp32"):
+        raise ConfigError(f"dtype: expected bf16, fp32 or None, got {dtype!r}")
+    require_at_least("", batch_tokens=(batch_tokens, 1))
+    with _exclusive():
+        from gpt2_triton import device
+
+        device.select_interpreter()
+        from gpt2_triton.checkpoint.sources import load_weights
+        from gpt2_triton.inference.load import load_for_losses
+
+        _free_unused_memory()
+        where = str(source.directory if isinstance(source, Run) else source)
+        config, tensors = load_weights(where)
+        stored = {name: tensor for name, tensor in tensors.items() if name in ("params", "low")}
+        return Model(where, config, stored, load_for_losses(config, tensors, batch_tokens, dtype, sequences=1))
+
+
+class Model:
+    """A model that only runs forward; `load` makes it.
+
+    config    the Config of its training
+    context   the most tokens that it sees at once, train.seq_len
+
+    `close`, or leaving its `with` block, frees its memory on the device.  The memory of a model that is garbage-
+    collected is free for the next `load` or `train`, and for torch.
+    """
+
+    def __init__(self, source: str, config: Config, tensors: "dict[str, Tensor]", model: "GPT2"):
+        """`tensors` are the weights as stored, on the host, for `export`."""
+        self.config, self.context = config, config.train.seq_len
+        self._source, self._tensors = source, tensors
+        self._model: GPT2 | None = model
+        self._text: Generator[str, None, None] | None = None  # the text that is in the cache
+        self._compiled: set[Sampling] = set()  # what decode steps are compiled for, on a GPU
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory on the device.  Later calls raise ConfigError; a second `close` does nothing."""
+        with _exclusive():
+            if self._text is not None:
+                self._text.close()  # else an iterator of the caller would keep the memory
+            self._model, self._text, self._tensors = None, None, {}
+            _free_unused_memory()
+
+    def _open(self) -> "GPT2":
+        if self._model is None:
+            raise ConfigError(f"{self._source}: this model was closed; load it again")
+        return self._model
+
+    def _tokenizer(self) -> "Tokenizer":
+        from gpt2_triton.data.tokenizer import get_tokenizer
+
+        return get_tokenizer(self.config.data.tokenizer)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the tokens of a text, int32 [n]."""
+        return np.asarray(self._tokenizer().encode(text), np.int32)
+
+    def decode(self, tokens: Any) -> str:
+        """Return the text of tokens [n]; bytes that are not UTF-8 become replacement characters."""
+        return self._tokenizer().decode(np.asarray(tokens).reshape(-1).tolist())
+
+    def generate(
+        self,
+        prompt: str = "",
+        tokens: int = 64,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 42,
+    ) -> str:
+        """Return a continuation of `prompt`, without it, of `tokens` tokens.
+
+        prompt        text of any length; of more than `context` tokens the newest count; empty: the end-of-text token
+        temperature   of the softmax; 0 takes the most likely token
+        top_k         draw among the k most likely tokens; 0 among all
+        top_p         draw among the most likely tokens (of those that top_k keeps) that together have probability p
+        seed          of the random numbers: equal calls return equal texts
+
+        Raise ConfigError for values out of range.
+        """
+        with _exclusive():
+            return "".join(self.stream(prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
+
+    def stream(
+        self,
+        prompt: str = "",
+        tokens: int = 64,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 42,
+    ) -> Iterator[str]:
+        """Return an iterator over the text of `generate`, in pieces of whole characters, each as soon as it is known.
+
+        A model writes one text at a time: a stream that is continued after another was begun raises ConfigError.
+        """
+        how = Sampling(temperature, top_k, top_p)
+        how.check("", tokens, seed)
+        with _exclusive():
+            from gpt2_triton.inference import sample
+
+            model = self._open()
+            if model.arena.device.type == "cuda" and how not in self._compiled:
+                model.compile_decoding(*how)
+                self._compiled.add(how)
+            self._text = sample.stream(model, self._tokenizer(), prompt, tokens, how, seed)
+            return self._pieces(self._text)
+
+    def _pieces(self, text: Generator[str, None, None]) -> Iterator[str]:
+        while True:
+            with _exclusive():
+                self._open()
+                if self._text is not text:
+                    raise ConfigError("stream: another text was begun; read one to its end first, or load twice")
+                piece = next(text, None)
+            if piece is None:
+                return
+            if piece:
+                yield piece
+
+    def loss(self, tokens: Any) -> float:
+        """Return the mean loss in nats of all tokens but the first of each sequence.
+
+        tokens   integers [n] or [sequences, n], n at least 2
+
+        Sequences of more than context + 1 tokens are cut into windows of `context` predictions, each from the tokens of
+        its window alone, as by the command `perplexity`.  Raise DataError for other arrays and for unknown tokens.
+        """
+        with _exclusive():
+            from gpt2_triton.inference.losses import mean_loss
+
+            model = self._open()
+            return mean_loss(model, self._sequences(tokens, 2))
+
+    def logits(self, tokens: Any, positions: Literal["last", "all"] = "last") -> np.ndarray:
+        """Return the logits of the next token: float32 [vocab_size] after the last token, or with positions="all"
+        [n, vocab_size] after each; for [sequences, n], that for each sequence.
+
+        tokens   integers [n] or [sequences, n], n from 1 to `context`
+
+        The device holds 16 rows of them at once.  Raise DataError as `loss`, and for longer sequences.
+        """
+        if positions not in ("last", "all"):
+            raise ConfigError(f"positions: expected last or all, got {positions!r}")
+        with _exclusive():
+            from gpt2_triton.inference import losses
+
+            model, sequences = self._open(), self._sequences(tokens, 1)
+            n = sequences.shape[1]
+            if n > self.context:
+                raise bad_data("tokens", "sequences too long", n, f"at most {self.context}, the context", "cut them")
+            out = losses.logits(model, sequences, n - 1 if positions == "last" else 0)
+            out = out[:, 0] if positions == "last" else out
+            return out[0] if np.ndim(tokens) == 1 else out
+
+    def _sequences(self, tokens: Any, least: int) -> np.ndarray:
+        """Return tokens as int32 [sequences, n]; DataError if n is below `least`, or for unknown tokens."""
+        try:
+            array = np.asarray(tokens)
+            got = f"{array.dtype} {list(array.shape)}"
+        except ValueError:
+            array, got = np.empty(0), "rows of unequal lengths"
+        if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size or array.shape[-1] < least:
+            expected = f"integers [n] or [sequences, n], n at least {least}"
+            raise bad_data("tokens", "not tokens", got, expected, "see Model.encode")
+        vocabulary = self.config.model.vocab_size
+        if not 0 <= array.min() <= array.max() < vocabulary:
+            got = f"{array.min()} to {array.max()}"
+            raise bad_data("tokens", "not in the vocabulary", got, f"0 to {vocabulary - 1}", "use its tokenizer")
+        return np.atleast_2d(array).astype(np.int32)
+
+    def export(
+        self,
+        directory: str | Path,
+        *,
+        format: Literal["hf", "llmc"] = "hf",
+        dtype: Literal["fp32", "bf16"] = "fp32",
+    ) -> Path:
+        """Write the weights, as they were loaded, and the tokenizer to a new directory; return its path.
+
+        format   "hf" for transformers and programs that build on it, "llmc" for llm.c
+        dtype    "fp32" loses nothing, "bf16" takes half the space
+
+        Raise ConfigError if the directory is there already or cannot be written.
+        """
+        with _exclusive():
+            from gpt2_triton.checkpoint.export import export
+            from gpt2_triton.checkpoint.weights import from_checkpoint
+
+            self._open()
+            export(from_checkpoint(self._source, self._tensors, self.config), Path(directory), format, dtype)
+            return Path(directory)

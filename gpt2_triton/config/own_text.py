@@ -1,0 +1,160 @@
+"""The keys of a run on a user's own text, picked for the length of the text and for the machine.
+
+Where the rows of the tables come from:
+  tokenizer   A byte needs no table of 50,257 rows, which is most of a small model and of its work on a CPU.  With
+              GPT-2's tokens each row of that table is seen 100 times on average in 5M tokens, about 20 MB of text.
+  epochs      Up to 4 epochs are worth nearly as much as new text (Muennighoff et al. 2023, "Scaling Data-Constrained
+              Language Models").  A short text gets 10: the model overfits later, and RUN/best keeps the lowest
+              validation loss.
+  model       About 20 tokens for each parameter (Hoffmann et al. 2022), epochs counted, from 20 MB on.  Below, that
+              rule would give models too small to spell: nanoGPT's train_shakespeare_char.py trains 6 layers of 384
+              channels on 1 MB, with steps of 16,384 characters at 1e-3, and for a CPU 4 layers of 128.
+              From 5 GB on it is GPT-2 124M with llm.c's steps, at most the 10B tokens of the recipe gpt2_124m.
+  CPU         2 layers of 128 channels and steps of 1,024 bytes take 1.5 to 3.5 seconds of a core in the interpreter,
+              so that 100 steps and the start take less than 5 minutes.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from gpt2_triton.config.rules import TOKENIZER_SIZES
+from gpt2_triton.errors import bad_data
+
+VAL_FRACTION = 0.1  # of the characters
+CHARACTERS = {"bytes": 1, "gpt2": 4}  # of a token, about; bytes of other alphabets than Latin are two or three each
+
+
+class Row(NamedTuple):
+    """The keys of a text of at least `characters` characters."""
+
+    characters: int
+    tokenizer: str
+    n_layer: int
+    n_embd: int
+    seq_len: int
+    step_tokens: int
+    lr: float
+    epochs: int
+    most_steps: int
+    eval_tokens: int
+    validations: int  # and checkpoints
+    sample_tokens: int
+
+
+CPU = (Row(0, "bytes", 2, 128, 256, 1024, 2e-3, 10, 100, 4096, 4, 100),)
+GPU = (
+    Row(0, "bytes", 4, 256, 256, 16_384, 1e-3, 10, 20_000, 262_144, 10, 300),
+    Row(500_000, "bytes", 6, 384, 256, 16_384, 1e-3, 10, 20_000, 262_144, 10, 300),
+    Row(20_000_000, "gpt2", 6, 384, 512, 65_536, 1e-3, 4, 20_000, 524_288, 20, 100),
+    Row(500_000_000, "gpt2", 8, 512, 1024, 131_072, 1e-3, 4, 20_000, 1_048_576, 40, 100),
+    Row(5_000_000_000, "gpt2", 12, 768, 1024, 524_288, 6e-4, 4, 19_560, 10_485_760, 80, 100),
+)
+# tokens of a micro-batch by GPU memory in GiB: the plan of GPT-2 124M fits with some recomputation
+MICRO_BATCH_TOKENS = ((70, 65_536), (20, 16_384), (0, 4096))
+
+
+def row_for(characters: int, gpu_gib: float | None) -> Row:
+    """Return the row for a text of this length on a GPU, or on a CPU if `gpu_gib` is None."""
+    return [row for row in (CPU if gpu_gib is None else GPU) if row.characters <= characters][-1]
+
+
+def choose(
+    characters: int, gpu_gib: float | None, tokenizer: str, given: Mapping[str, str], gpus: int = 1
+) -> dict[str, Any]:
+    """Return the keys for a text of this length that are not among the `given` ones, which they follow.
+
+    gpu_gib     memory of a GPU; None: no GPU
+    tokenizer   the one to use, that of row_for unless it is given or missing
+    DataError if the text is too short for a sequence of training and one of validation.
+    """
+    row = row_for(characters, gpu_gib)
+
+    def number(key: str, default: int) -> int:
+        try:
+            return max(1, int(given[key]))
+        except (KeyError, ValueError):  # load_config refuses a wrong value
+            return default
+
+    T = number("train.seq_len", row.seq_len)
+    _require_characters(characters, T * CHARACTERS[tokenizer])
+    tokens = int(characters * (1 - VAL_FRACTION)) // CHARACTERS[tokenizer]
+    batch, step_tokens = _batch(row, tokens // T, T, gpu_gib, given, gpus, number)
+    steps = min(row.most_steps, max(1, row.epochs * tokens // step_tokens))
+    steps = number("train.steps", steps)
+    every = max(1, steps // row.validations)
+    evaluated = row.eval_tokens // T * T
+    val_tokens = int(characters * VAL_FRACTION) // CHARACTERS[tokenizer]
+    keys: dict[str, Any] = {
+        **_model(row, given, number),
+        "model.vocab_size": TOKENIZER_SIZES[tokenizer],
+        "model.block_size": T,
+        "data.tokenizer": tokenizer,
+        "train.steps": steps,
+        "train.batch_size": batch,
+        "train.seq_len": T,
+        "train.total_batch_tokens": step_tokens,
+        "train.dtype": "fp32" if gpu_gib is None else "bf16",
+        "optim.lr": row.lr,
+        "optim.warmup": min(700, steps // 10),
+        "eval.every": every,
+        "eval.tokens": evaluated if 0 < 4 * evaluated <= val_tokens else 0,  # a token may have more characters
+        "sample.every": max(1, steps // 2),
+        "sample.tokens": row.sample_tokens,
+        "checkpoint.every": every,
+    }
+    if given.get("eval.every") == "0":
+        keys["checkpoint.best"] = "none"
+    return {key: value for key, value in keys.items() if key not in given}
+
+
+def _require_characters(characters: int, sequence: int) -> None:
+    needed = math.ceil((sequence + 4) / min(VAL_FRACTION, 1 - VAL_FRACTION))
+    if characters < needed:
+        got, expected = f"{characters:,} characters", f"{needed:,} or more, so that a tenth is a sequence of validation"
+        raise bad_data("--data", "too little text", got, expected, "give more text, or a smaller --train.seq_len")
+
+
+def _model(row: Row, given: Mapping[str, str], number: Any) -> dict[str, int]:
+    if "model.size" in given:
+        return {}
+    width = 64 * number("model.n_head", 0) if "model.n_head" in given else row.n_embd
+    width = number("model.n_embd", width)
+    return {"model.n_layer": row.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
+
+
+def _batch(
+    row: Row, sequences: int, T: int, gpu_gib: float | None, given: Mapping[str, str], gpus: int, number: Any
+) -> tuple[int, int]:
+    """Return (train.batch_size, tokens of a step) of a text of `sequences` sequences.
+
+    An epoch has eight steps or more, and a step the same number of sequences on each GPU.
+    """
+    if "train.total_batch_tokens" in given:
+        step_rows = max(1, number("train.total_batch_tokens", 1) // (T * gpus))
+    else:
+        step_rows = max(1, _power_of_2(min(row.step_tokens // T, sequences // 8)) // gpus)
+    limit = row.step_tokens if gpu_gib is None else next(n for gib, n in MICRO_BATCH_TOKENS if gpu_gib >= gib)
+    batch = number("train.batch_size", math.gcd(step_rows, _power_of_2(limit // T)))
+    if "train.total_batch_tokens" in given:
+        return batch, number("train.total_batch_tokens", 1)
+    step_rows = batch * max(1, step_rows // batch)
+    return batch, step_rows * gpus * T
+
+
+def _power_of_2(n: int) -> int:
+    """Return the largest power of two that is at most n, and at least 1."""
+    return 1 << max(1, n).bit_length() - 1
+
+
+def summary(config: Any, characters: int, machine: str) -> list[str]:
+    """Return lines that tell what was picked."""
+    m, t, o = config.model, config.train, config.optim
+    return [
+        f"own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}",
+        f"  model: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, {config.n_params:,} parameters",
+        f"  steps: {t.steps:,} of {config.total_batch_tokens:,} tokens, sequences of {t.seq_len:,}, "
+        f"batch {t.batch_size}, learning rate {o.lr:g}, warmup {o.warmup}",
+        f"  every {config.eval.every} steps a validation, every {config.checkpoint.every} a checkpoint, every "
+        f"{config.sample.every} a sample; any key can be given, as in --train.steps {2 * t.steps}",
+    ]

@@ -1,0 +1,20 @@
+"""The rule by which a text's tokens are chosen; importable without torch, to check options first."""
+
+from typing import NamedTuple
+
+from gpt2_triton.errors import ConfigError, require_at_least
+
+
+class Sampling(NamedTuple):
+    """A distribution over the next token, made from the logits."""
+
+    temperature: float = 1.0  # of the softmax; 0 takes the most likely token
+    top_k: int = 0  # draw among the k most likely tokens; 0 among all
+    top_p: float = 1.0  # then among the most likely that together have probability p; 1 among all
+
+    def check(self, prefix: str, tokens: int, seed: int) -> None:
+        """Raise ConfigError for values out of range; `prefix`, such as "--", comes before an option's name."""
+        least = dict(tokens=(tokens, 1), temperature=(self.temperature, 0), top_k=(self.top_k, 0), seed=(seed, 0))
+        require_at_least(prefix, **least)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"{prefix}top_p: must be above 0 and at most 1, got {self.top_p}; 1 keeps every token")

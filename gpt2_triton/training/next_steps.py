@@ -1,0 +1,31 @@
+"""The last lines of a run on the console: where its checkpoint is, and the commands that come next."""
+
+import shlex
+from pathlib import Path
+
+from gpt2_triton.checkpoint.format import step_path
+from gpt2_triton.console import command_line
+
+
+def after_training(run_dir: Path, step: int, best: tuple[int, float] | None) -> list[str]:
+    """Return the lines for a run that has done all its steps; `best` is (step, validation loss), if it is kept."""
+    run = shlex.quote(str(run_dir))
+    kept = f"; RUN/best is step {best[0]}, validation loss {best[1]:.4f}".replace("RUN", str(run_dir)) if best else ""
+    return [
+        f"checkpoint {step_path(run_dir / 'checkpoints', step)}{kept}",
+        f"  sample   {command_line('sample')} {f'{run}/best' if best else run}",
+        f"  plot     {command_line('plot')} {run}",
+        f"  resume   the same command with more --train.steps, --run_dir {run} --resume",
+    ]
+
+
+def after_interruption(run_dir: Path, step: int, why: str = "") -> list[str]:
+    """Return the lines for a run that a signal or the time limit has stopped; it has no checkpoint without a step."""
+    run = shlex.quote(str(run_dir))
+    if not step:
+        return [f"stopped before the first step{why}: nothing is saved"]
+    return [
+        f"checkpoint {step_path(run_dir / 'checkpoints', step)}",
+        f"  sample   {command_line('sample')} {run}",
+        f"stopped after step {step}{why}; the same command with --run_dir {run} --resume continues",
+    ]

@@ -1,0 +1,62 @@
+"""The run directory at the start of a run: locked against a second writer, its newest checkpoint found, and what an
+earlier start logged kept.
+"""
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Literal
+
+from gpt2_triton.checkpoint.load import latest_checkpoint
+from gpt2_triton.console import print_line
+from gpt2_triton.distributed.run_lock import RunLock
+from gpt2_triton.errors import CheckpointError, ConfigError
+from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
+from gpt2_triton.training.preemption import PREEMPTED
+
+Resume = bool | Literal["must"]
+
+
+def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:
+    """Lock `run_dir` until `held` closes; return the newest checkpoint that verifies, None to start a new run.
+
+    ConfigError if another process writes to it, or if it has metrics but no checkpoint and `resume` is False;
+    CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
+    """
+    held.enter_context(RunLock(run_dir))
+    (run_dir / PREEMPTED).unlink(missing_ok=True)
+    found = latest_checkpoint(run_dir / "checkpoints") if resume else None
+    if found is None:
+        _begin(run_dir, resume)
+    return found
+
+
+def _begin(run_dir: Path, resume: Resume) -> None:
+    """Print that a resume found nothing; keep the log of an earlier start that saved no checkpoint."""
+    if resume == "must":
+        todo = "correct --run_dir, or give --resume alone to start a new run"
+        raise CheckpointError(f"--resume must: {run_dir} has no checkpoint; {todo}")
+    logged = _logged(run_dir)
+    if logged and not resume:
+        todo = "add --resume to keep them aside and start again, or choose another"
+        raise ConfigError(f"--run_dir: {run_dir} has {logged}, but no checkpoint; {todo}")
+    if resume:
+        kept = _keep_aside(run_dir) if logged else ""
+        print_line(f"nothing to resume in {run_dir}: starting a new run{kept}")
+
+
+def _logged(run_dir: Path) -> str:
+    """Return what metrics.jsonl holds, in words; empty if it holds nothing."""
+    metrics = run_dir / METRICS
+    if not metrics.exists() or not metrics.stat().st_size:
+        return ""
+    return f"metrics up to step {max((record['step'] for record in read_metrics(metrics)), default=0)}"
+
+
+def _keep_aside(run_dir: Path) -> str:
+    """Rename the logs to the first free number, as metrics.jsonl.1; return that, to be printed."""
+    names = [name for name in (METRICS, STATS, MAIN_LOG) if (run_dir / name).exists()]
+    number = next(n for n in itertools.count(1) if not any((run_dir / f"{name}.{n}").exists() for name in names))
+    for name in names:
+        (run_dir / name).rename(run_dir / f"{name}.{number}")
+    return f"; the metrics of the start before, which saved no checkpoint, are now {METRICS}.{number}"

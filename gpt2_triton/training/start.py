@@ -1,0 +1,75 @@
+"""The start of a run: what is refused before torch is imported, and the run's directory."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from gpt2_triton.checkpoint.format import enclosing_run, list_steps
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.distributed.launcher_env import rank_and_size
+from gpt2_triton.errors import ConfigError
+
+
+@contextlib.contextmanager
+def starting(
+    config: Config, run_dir: Path | None, resume: bool | Literal["must"], name: str = ""
+) -> Iterator[Path | None]:
+    """Check the configuration, and on rank 0 the data's tokenizer and the run's directory; yield the latter, which is
+    made, by default as runs/<name>-<time>.  Other ranks do nothing with `run_dir`.
+    """
+    from gpt2_triton.data.shards import require_tokenizer
+
+    rank, ranks = rank_and_size()
+    StepShape.of(config, ranks)  # refuses another parallel.gpus before the run has a directory
+    if rank:
+        yield run_dir
+        return
+    check_run_dir(run_dir, resume)
+    for split in (config.data.train, config.data.val):
+        require_tokenizer(split, config.data.tokenizer)
+    with creating_run_dir(name, run_dir) as path:
+        yield path
+
+
+def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
+    """Raise ConfigError for a --run_dir that no run can have, or with checkpoints unless `resume`."""
+    if run_dir is None:
+        if resume:
+            raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")
+        return
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
+    if run := enclosing_run(run_dir):
+        raise ConfigError(f"--run_dir: {run_dir} holds checkpoints of the run {run}; give that, or choose another")
+    found = list_steps(run_dir / "checkpoints")
+    if found and not resume:
+        raise ConfigError(
+            f"--run_dir: {run_dir} has checkpoints up to {found[-1][1].name}; add --resume, or choose another"
+        )
+
+
+@contextlib.contextmanager
+def creating_run_dir(name: str, run_dir: Path | None) -> Iterator[Path]:
+    """Make the run's directory, by default runs/<name>-<time> or the first of -2, -3, ... that is new; yield it.
+    Remove it at the end if it is new and still empty, as after a refused start.
+    """
+    named = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([named], (named.with_name(f"{named.name}-{n}") for n in itertools.count(2)))
+    try:
+        for path in names:
+            new = not path.exists()
+            with contextlib.suppress(FileExistsError):  # another start in the same second
+                path.mkdir(parents=True, exist_ok=run_dir is not None)
+                break
+    except OSError as error:
+        raise ConfigError(f"--run_dir: cannot make {named}: {error.strerror}; choose another") from error
+    try:
+        yield path
+    finally:
+        if new:
+            with contextlib.suppress(OSError):  # not empty
+                path.rmdir()

@@ -1,0 +1,61 @@
+"""The version of the package, the commit of its code, and the packages below it: for --version and run.json.
+
+It imports no package: --version must be fast, and hatch_build.py calls `git_state` where nothing is installed.
+"""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+from gpt2_triton import __version__
+
+PACKAGE = Path(__file__).parent
+COMMIT = "commit.json"  # in a wheel, hatch_build.py writes it: git_state of the checkout
+BELOW = ("torch", "triton", "numpy", "safetensors", "tiktoken")
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of Python, of this package and of those below it; None for one that is not installed."""
+    return {"python": sys.version.split()[0], "gpt2_triton": __version__} | {name: _installed(name) for name in BELOW}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return installed_version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def code_state() -> dict[str, Any] | None:
+    """Return {"commit", "dirty"} of this code: of its checkout, or of the one that its wheel was built from."""
+    try:
+        return git_state(PACKAGE) or json.loads((PACKAGE / COMMIT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Return {"commit", "dirty"} of the checkout that tracks `directory`; None if there is none, as when installed."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(directory), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails in a venv inside another project's checkout
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def version_text() -> str:
+    """Return what --version prints, a line for each package."""
+    versions, state = package_versions(), code_state()
+    lines = [f"gpt2_triton {versions['gpt2_triton']}"]
+    if state:
+        lines.append(f"commit {state['commit']}" + (" with uncommitted changes" if state["dirty"] else ""))
+    return "\n".join([*lines, *(f"{name} {versions[name] or 'missing'}" for name in ("torch", "triton", "python"))])

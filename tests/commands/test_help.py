@@ -1,0 +1,45 @@
+"""--help of every command: fits a narrow terminal, explains every parameter, and tells the commands apart."""
+
+import functools
+import operator
+import re
+
+import pytest
+
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
+from gpt2_triton.commands.prepare import app as prepare
+from gpt2_triton.commands.train import app as train
+
+COMMANDS = [[name] for name in tools if not name.startswith("-")]
+COMMANDS += [["prepare", name] for name in prepare if not name.startswith("-")]
+
+
+def page(app, words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(app, [*words, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_parameter_is_explained(words, monkeypatch, capsys):
+    text = page(tools, words, monkeypatch, capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    app = functools.reduce(operator.getitem, words, tools)
+    arguments = app.assemble_argument_collection(parse_docstring=True) if app.default_command else []
+    for parameter in (argument.parameter for argument in arguments if argument.show):
+        assert parameter.help, parameter.name
+        assert " ".join(parameter.help.split()[:3]) in " ".join(re.sub("[│╰─╯]", "", text).split())
+
+
+@pytest.mark.parametrize("words", [[], ["prepare"]], ids=["tools", "prepare"])
+def test_no_two_commands_have_the_same_summary(words, monkeypatch, capsys):
+    text = page(tools, words, monkeypatch, capsys)
+    entries = re.split(r"^│ (?=[a-z-])", text, flags=re.MULTILINE)[1:]
+    summaries = [" ".join(re.sub(r"[│╰─╯]", "", entry).split()[1:]) for entry in entries]
+    assert len(set(summaries)) == len(summaries) > 4 and all(summaries)
+
+
+def test_train_lists_its_own_options_before_the_keys(monkeypatch, capsys):
+    text = page(train, [], monkeypatch, capsys)
+    assert text.index("--run_dir") < text.index("─ Keys of the configuration ─") < text.index("--model.size")

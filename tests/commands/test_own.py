@@ -1,0 +1,140 @@
+"""`train own --data`: shards and keys of a user's own text, in one command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpt2_triton import device
+from gpt2_triton.commands import own
+from gpt2_triton.commands.app import main
+from gpt2_triton.commands.train import app
+from gpt2_triton.training import trainer
+
+ROOT = Path(__file__).parents[2]
+TEXT = "To be, or not to be, that is the question.\n" * 250
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory with my.txt, 10,750 characters, on a machine without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "present", lambda: False)
+    (tmp_path / "my.txt").write_text(TEXT)
+    return tmp_path
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The configuration of each call of trainer.train, which writes it as a run does."""
+    configs = []
+
+    def train(config, run_dir, *_):
+        configs.append(config)
+        (run_dir / "config.yaml").write_text(config.to_yaml())
+        return 0
+
+    monkeypatch.setattr(trainer, "train", train)
+    return configs
+
+
+def files(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["own"], "own: needs --data and one or more text files"),
+        (["own", "--data"], "own: needs --data and one or more text files"),
+        (["own", "--plan"], "own: needs --data and one or more text files"),
+        (["quickstart", "--data", "my.txt"], "--data: goes with the recipe own, not quickstart"),
+        (["own", "--data", "my.txt", "--train.steps", "x"], "--train.steps: must be a valid integer"),
+        (["own", "--data", "my.txt", "--model.n_embd", "100"], "--model.n_embd: "),
+        (["own", "--data", "my.txt", "--data.tokenizer", "gpt5"], "--data.tokenizer: must be 'gpt2' or 'bytes'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_with_exit_code_2(here, capsys, argv, message):
+    assert main(app, argv) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("argv", "message"), [(["short.txt"], "too little text"), (["no.txt"], "no.txt: cannot read")])
+def test_text_that_cannot_be_used_has_exit_code_3_and_leaves_nothing(here, capsys, argv, message):
+    (here / "short.txt").write_text("short")
+    before = files(here)
+    assert main(app, ["own", "--data", *argv]) == 3
+    assert message in capsys.readouterr().err and files(here) == before
+
+
+@pytest.mark.parametrize("words", [["--plan"], ["--print_config"], ["--plan", "--gpu", "H100"]])
+def test_plan_and_print_config_write_nothing(here, capsys, words):
+    before = files(here)
+    assert main(app, ["own", "--data", "my.txt", *words]) == 0
+    assert files(here) == before
+    if words == ["--print_config"]:
+        printed = yaml.safe_load(capsys.readouterr().out)
+        assert printed["data"]["tokenizer"] == "bytes" and printed["model"]["vocab_size"] == 256
+
+
+def test_first_start_prepares_the_text_and_prints_what_it_picked(here, trained, capsys):
+    assert main(app, ["own", "--data", "my.txt", "--train.steps", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "own text: 10,750 characters, on the CPU; tokenizer bytes" in out and "steps: 7 of " in out
+    [config] = trained
+    shards = Path(config.data.train).parent
+    assert shards.parts[0] == "data" and shards.name.startswith("my_bytes_") and (shards / "train_000000.bin").is_file()
+    assert sorted(path.name for path in (here / "data").iterdir()) == [shards.name]
+    assert [path.name.partition("-")[0] for path in (here / "runs").iterdir()] == ["own"]
+
+
+def test_second_start_uses_the_same_shards_and_changed_text_new_ones(here, trained, capsys):
+    for _ in range(2):
+        assert main(app, ["own", "--data", "my.txt"]) == 0
+    assert "is prepared already" in capsys.readouterr().out
+    (here / "my.txt").write_text(TEXT + "That is the end.\n")
+    assert main(app, ["own", "--data", "my.txt"]) == 0
+    first, second, third = (config.data.train for config in trained)
+    assert first == second != third and len(list((here / "data").iterdir())) == 2
+
+
+def test_folders_globs_and_several_files(here, trained):
+    (here / "folder").mkdir()
+    (here / "folder" / "a.txt").write_text(TEXT)
+    (here / "b.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    assert main(app, ["own", "--data", "folder", "*.jsonl", "my.txt", "--optim.lr", "1e-3"]) == 0
+    [config] = trained
+    assert Path(config.data.train).parent.name.startswith("folder_bytes_") and config.optim.lr == 1e-3
+    record = json.loads((Path(config.data.train).parent / "shards.json").read_text())
+    assert [row["file"] for row in record["source"]] == ["a.txt", "b.jsonl", "my.txt"]
+
+
+def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
+    """Also on another machine, and where the rules of a later version would pick other keys."""
+    argv = ["own", "--data", "my.txt", "--run_dir", "run"]
+    assert main(app, [*argv, "--optim.lr", "5e-4"]) == 0
+    monkeypatch.setattr(own.own_text, "choose", lambda *arguments: {})
+    assert main(app, [*argv, "--resume", "--eval.every", "3"]) == 0
+    first, second = trained
+    assert second == first.replace(eval={"every": 3}) and second.optim.lr == 5e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_own_text_is_prepared_trained_and_sampled(here):
+    """The whole command in a new process, with 3 small steps in the place of the picked ones."""
+
+    def run(*words):
+        environment = {"PATH": "", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, *words], cwd=here, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    keys = "--train.steps 3 --train.total_batch_tokens 64 --train.seq_len 64 --eval.tokens 64 --sample.tokens 2"
+    out = run(str(ROOT / "train.py"), "own", "--data", "my.txt", "--run_dir", "run", *keys.split())
+    assert "steps: 3 of 64 tokens" in out and "step 3/3" in out
+    assert "To be" in run("-m", "gpt2_triton", "sample", "run", "--prompt", "To be", "--tokens", "2")

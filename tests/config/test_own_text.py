@@ -1,0 +1,109 @@
+"""Keys for a user's own text: valid on every machine, in proportion to the text, and after the keys that are given."""
+
+import pytest
+
+import gpt2_triton.kernels as kernels
+from gpt2_triton import device
+from gpt2_triton.config.load import load_config
+from gpt2_triton.config.own_text import VAL_FRACTION, choose, row_for, summary
+from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.errors import DataError
+from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
+
+LENGTHS = (5_000, 100_000, 1_000_000, 100_000_000, 10_000_000_000)
+GPUS = {"4090": 23.5, "h200": 139.8}
+DATA = {"data.train": "t.bin", "data.val": "v.bin"}
+
+
+def config_for(characters, gpu_gib=None, gpus=1, **given):
+    given = {key.replace("__", "."): value for key, value in given.items()}
+    tokenizer = given.get("data.tokenizer", row_for(characters, gpu_gib).tokenizer)
+    keys = choose(characters, gpu_gib, tokenizer, given, gpus)
+    assert not keys.keys() & given.keys()
+    return load_config("own", keys | given | DATA, gpus)
+
+
+@pytest.mark.parametrize("characters", LENGTHS)
+@pytest.mark.parametrize("gpu", [None, *GPUS])
+def test_keys_are_valid_and_fit_the_machine(characters, gpu):
+    config = config_for(characters, GPUS.get(gpu))
+    shape = StepShape.of(config)
+    budget = (device.memory_bytes(gpu) if gpu else 2 << 30) - CONTEXT_BYTES - MODULE_BYTES
+    config = choose_recompute(config, kernels, budget, shape)
+    plan, _ = plan_memory(config, kernels, shape.micro_batch, config.train.seq_len, shape=shape)
+    assert plan.total <= budget
+
+
+@pytest.mark.parametrize("characters", LENGTHS)
+@pytest.mark.parametrize("gpu_gib", [None, 23.5, 139.8])
+def test_data_hold_a_step_and_the_validation(characters, gpu_gib):
+    """A character is a token or more of `bytes`, and GPT-2's tokens have fewer than 10 characters in any text."""
+    config = config_for(characters, gpu_gib)
+    each = 1 if config.data.tokenizer == "bytes" else 10
+    assert config.total_batch_tokens <= characters * (1 - VAL_FRACTION)
+    assert (
+        max(config.eval.tokens, config.train.seq_len + 1) * each <= characters * VAL_FRACTION or not config.eval.tokens
+    )
+
+
+def epochs(config, characters):
+    each = 1 if config.data.tokenizer == "bytes" else 4
+    return config.train.steps * config.total_batch_tokens / (characters * (1 - VAL_FRACTION) / each)
+
+
+def test_short_texts_are_seen_ten_times_and_long_ones_four_times_at_most():
+    on_gpu = [(epochs(config_for(n, 139.8), n), n) for n in LENGTHS]
+    assert all(9 < seen <= 10 for seen, n in on_gpu if n < 20_000_000)
+    assert all(1 < seen <= 4 for seen, n in on_gpu if n >= 20_000_000)
+    assert all(config_for(n).train.steps <= 100 for n in LENGTHS)  # on a CPU
+
+
+def test_model_and_tokens_grow_with_the_text():
+    configs = [config_for(n, 139.8) for n in LENGTHS]
+    assert [c.data.tokenizer for c in configs] == ["bytes"] * 3 + ["gpt2"] * 2
+    assert [c.n_params for c in configs] == sorted(c.n_params for c in configs)
+    largest = configs[-1]
+    assert (largest.model.n_layer, largest.model.n_embd, largest.total_batch_tokens) == (12, 768, 524_288)
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 8])
+def test_step_divides_among_gpus(gpus):
+    for n in LENGTHS:
+        assert StepShape.of(config_for(n, 139.8, gpus), gpus).gpus == gpus
+
+
+def test_other_keys_follow_the_given_ones():
+    usual = config_for(1_000_000, 139.8)
+    half = config_for(1_000_000, 139.8, train__total_batch_tokens="8192")
+    assert (half.total_batch_tokens, half.train.steps) == (8192, pytest.approx(2 * usual.train.steps, abs=1))
+    short = config_for(1_000_000, train__steps="20")
+    assert (short.train.steps, short.optim.warmup, short.eval.every, short.sample.every) == (20, 2, 5, 10)
+    wide = config_for(1_000_000, model__n_embd="256")
+    assert (wide.model.n_head, wide.model.n_layer) == (4, 2)
+    assert config_for(1_000_000, model__n_head="3").model.n_embd == 192
+    sized = config_for(1_000_000, model__size="d6")
+    assert (sized.model.n_layer, sized.model.n_embd, sized.model.vocab_size) == (6, 384, 256)
+    long = config_for(1_000_000, train__seq_len="512", train__batch_size="1")
+    assert (long.model.block_size, long.total_batch_tokens) == (512, 1024)  # a batch accumulates to a step
+    assert config_for(1_000_000, data__tokenizer="gpt2").model.vocab_size == 50257
+    assert config_for(1_000_000, eval__every="0").checkpoint.best == "none"
+
+
+def test_too_little_text_is_refused_with_what_is_needed():
+    assert config_for(2600).train.steps >= 1
+    with pytest.raises(
+        DataError, match=r"too little text: got 2,599 characters, expected 2,600 or more, .*; give more"
+    ):
+        config_for(2599)
+    assert config_for(1000, train__seq_len="64").train.seq_len == 64
+
+
+def test_summary_tells_what_was_picked():
+    text = "\n".join(summary(config_for(1_000_000), 1_000_000, "the CPU"))
+    for part in (
+        "1,000,000 characters, on the CPU",
+        "tokenizer bytes",
+        "2 layers, 2 heads, 128 channels",
+        "100 of 1,024",
+    ):
+        assert part in text

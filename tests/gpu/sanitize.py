@@ -1,0 +1,117 @@
+"""Every launcher at ragged sizes, each tensor in an allocation of its own, for NVIDIA's compute-sanitizer:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.gpu.sanitize
+
+Arguments are numbers of CASES; by default all are taken.
+
+In a run all buffers are views of one arena, inside which memcheck sees no overrun.  So each launch here gets copies of
+its tensors: the sanitizer knows where each of them ends.  Without the sanitizer this compiles the kernels, so that the
+run under it finds them in Triton's cache.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import triton
+
+import gpt2_triton.kernels as kernels
+from gpt2_triton.kernels import contract
+from gpt2_triton.model.gpt2 import GPT2
+from tests.support.models import train_steps
+from tests.support.tiny import tiny_config
+
+# n_head, n_embd, sequences, T, dtype, recompute, rows of a head chunk.  Rows in multiples of 32 take Hopper's kernels,
+# 1600 channels its wide tiles; the others leave partial tiles in every dimension
+CASES = (
+    (12, 768, 3, 200, "bf16", "gelu", 176),
+    (12, 768, 2, 256, "bf16", "gelu+ln+qkv", 512),
+    (25, 1600, 2, 160, "bf16", "block", 320),
+    (25, 1600, 16, 1024, "bf16", "gelu", 10112),
+    (16, 1280, 3, 72, "bf16", "none", 100),  # heads of 80
+    (3, 288, 5, 40, "bf16", "gelu+ln", 77),  # heads of 96
+    (2, 256, 1, 33, "bf16", "gelu", 33),  # heads of 128
+    (2, 128, 3, 50, "fp32", "gelu", 41),
+    (1, 80, 1, 17, "fp32", "block", 17),
+)
+
+
+class SeparateAllocations:
+    """The kernels, each launch on copies of its tensors, of which the outputs are copied back."""
+
+    step_io = kernels.step_io
+
+    def __init__(self) -> None:
+        self.launched: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(kernels, name)
+        return functools.partial(self._launch, name) if name in contract.LAUNCHERS else attribute
+
+    def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
+        self.launched.add(name)
+        copies = [argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in args]
+        getattr(kernels, name)(*copies, **keywords)
+        torch.cuda.synchronize()
+        for argument, copy in zip(args[: contract.LAUNCHERS[name].outputs], copies, strict=False):
+            if argument is not None:
+                argument.copy_(copy)
+
+
+def models(K: Any, numbers: Iterable[int]) -> Iterator[GPT2]:
+    """Yield an initialised model for each of CASES in `numbers`; odd ones keep fp32 masters."""
+    for number in numbers:
+        heads, C, B, T, dtype, level, rows = CASES[number]
+        vocab = 50257 if number in (0, 3) else 301
+        config = tiny_config(
+            model=dict(n_layer=2, n_head=heads, n_embd=C, vocab_size=vocab, block_size=T),
+            train=dict(batch_size=B, seq_len=T, dtype=dtype, total_batch_tokens=2 * B * T),
+            optim=dict(master="fp32" if number % 2 and dtype == "bf16" else "none"),
+            memory=dict(recompute=level, head_rows=rows),
+            log=dict(stats_every=1),
+            sample=dict(every=1),
+        )
+        model = GPT2(config, K, "cuda")
+        model.eager = True
+        model.initialise(seed=1)
+        yield model
+        del model
+        torch.cuda.empty_cache()
+
+
+def rest(K: Any) -> None:
+    """Launch what a step on one GPU does not: the sums of other ranks' gradients."""
+    K.add_partials(torch.randn(5003, device="cuda"), torch.randn(3, 5003, device="cuda"))
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("tests.gpu.sanitize: needs a GPU", file=sys.stderr)
+        return 2
+    K = SeparateAllocations()
+    for model in models(K, map(int, sys.argv[1:]) if sys.argv[1:] else range(len(CASES))):
+        B, T, C = model.B, model.T, model.dims["C"]
+        train_steps(model, 2, with_stats=True)
+        model.evaluate(*torch.zeros((2, B, T), dtype=torch.int32).numpy())
+        model.prefill([1, 2, 3, 4, 5], slice(0, 1))
+        for sampling in ((0.0, 0, 1.0), (0.8, 7, 0.9)):
+            model.decoding.seq.copy_(torch.tensor([[5, 5, 0, 0, 0]], dtype=torch.int32))
+            model.decode(*sampling)
+        torch.cuda.synchronize()
+        print(f"C {C}, {B} x {T}, {model.config.train.dtype}, {model.config.memory.recompute}: done", flush=True)
+    rest(K)
+    torch.cuda.synchronize()
+    left = sorted(name for name in contract.LAUNCHERS.keys() - K.launched if hasattr(kernels, name))
+    print(
+        f"{len(K.launched)} launchers launched; not launched: {', '.join(left) or 'none'}; triton {triton.__version__}"
+    )
+    caching = "off" if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1" else "ON: overruns inside it stay unseen"
+    print(f"caching of allocations: {caching}")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,384 @@
+"""The Python API: what it promises about results, files, output, imports, threads, signals, memory and errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gpt2_triton
+import gpt2_triton.kernels as K
+from gpt2_triton import api
+from gpt2_triton.checkpoint.format import list_steps
+from gpt2_triton.checkpoint.sources import load_weights
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
+from gpt2_triton.commands.train import app as train_app
+from gpt2_triton.data.loader import ValidationLoader
+from gpt2_triton.data.prepare.builtin import builtin_shards
+from gpt2_triton.data.shards import open_shards
+from gpt2_triton.errors import CheckpointError, ConfigError, DataError, UserError
+from gpt2_triton.inference import losses
+from gpt2_triton.inference.load import load_for_losses
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.training.logger import Logger
+from tests.conftest import DEVICE
+from tests.support.tiny import tiny_config
+
+ROOT = Path(__file__).parents[1]
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TIMES = {"ms", "tok_s", "mfu"}
+
+
+def small_config(**sections):
+    """Return tiny_config with one layer, a validation of 32 tokens after each second step, and the best step kept."""
+    evaluation, checkpoint = dict(every=2, tokens=32), dict(best="val_loss", every=2)
+    return tiny_config(**dict(model=dict(n_layer=1), eval=evaluation, checkpoint=checkpoint) | sections)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> api.Run:
+    return gpt2_triton.train(small_config(), tmp_path_factory.mktemp("api") / "run")
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    with gpt2_triton.load(run) as model:
+        yield model
+
+
+@pytest.fixture(autouse=True)
+def own_handlers():
+    """Handlers of a plain program, put back after commands that were run here have replaced them."""
+    before = handlers()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in zip(NUMBERS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def content(run_dir: Path) -> dict:
+    """Return what equal runs have in common: configuration, records without times, checkpoints."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = {"metrics": [{key: value for key, value in record.items() if key not in TIMES} for record in records]}
+    found["config"] = (run_dir / "config.yaml").read_text()
+    for _, step in list_steps(run_dir / "checkpoints"):
+        found |= {f"{step.name}/{file.name}": file.read_bytes() for file in step.iterdir()}
+    return found
+
+
+def handlers():
+    return [signal.getsignal(number) for number in NUMBERS]
+
+
+# ---- configurations ----
+
+
+def test_config_takes_a_file_a_dictionary_and_overrides(tmp_path):
+    sections = {"model": {"n_layer": 2}, "optim": {"lr": 1e-3}}
+    file = tmp_path / "a.yaml"
+    file.write_text("model:\n  n_layer: 2\noptim:\n  lr: 1e-3\n")
+    made = [gpt2_triton.Config.load(source, {"train.steps": 1000}) for source in (file, str(file), sections)]
+    assert made[0] == made[1] == made[2] and made[0].train.steps == 1000 and made[0].optim.lr == 1e-3
+    assert sections == {"model": {"n_layer": 2}, "optim": {"lr": 1e-3}}  # overrides change no argument
+
+
+def test_config_reports_each_mistake_in_a_line():
+    with pytest.raises(ConfigError, match="^config: model.n_heads: unknown key") as error:
+        gpt2_triton.Config.load({"model": {"n_heads": 3}}, {"optim.lr": -1})
+    assert len(str(error.value).splitlines()) == 2 and "--optim.lr: must be greater than 0" in str(error.value)
+
+
+# ---- training ----
+
+
+@pytest.mark.slow
+def test_train_writes_the_bytes_of_the_command(run, tmp_path):
+    (tmp_path / "a.yaml").write_text(small_config().to_yaml())
+    assert main(train_app, [str(tmp_path / "a.yaml"), "--run_dir", str(tmp_path / "run")]) == 0
+    assert content(run.directory) == content(tmp_path / "run")
+
+
+def test_run_reads_its_files(run):
+    assert run.state == "done" and run.config == small_config()
+    assert [record["step"] for record in run.metrics if "loss" in record] == [1, 2, 3, 4]
+    validated = {record["step"]: record["val_loss"] for record in run.metrics if "val_loss" in record}
+    assert list(validated) == [0, 2, 4] and run.val_loss == validated[4]
+    assert run.loss == run.metrics[-2]["loss"]
+    best = min((2, 4), key=validated.__getitem__)
+    assert run.last.name == "step_00000004" and run.best.name == f"step_{best:08d}"
+    assert repr(run).startswith(f"Run('{run.directory}': done, loss ")
+    assert api.Run(str(run.directory)).metrics == run.metrics
+
+
+@pytest.mark.slow
+def test_train_prints_only_when_asked(tmp_path, capfd):
+    config = tiny_config(model=dict(n_layer=1), train=dict(steps=1), sample=dict(every=1, tokens=2))
+    gpt2_triton.train(config, tmp_path / "a")
+    with gpt2_triton.load(tmp_path / "a") as model:
+        model.generate("a", 2)
+        model.loss(model.encode("abc"))
+    assert capfd.readouterr() == ("", "")
+    gpt2_triton.train(config, tmp_path / "b", console=True)
+    assert "step 1/1 | loss" in capfd.readouterr().out
+    assert [set(r) for r in api.Run(tmp_path / "a").metrics] == [set(r) for r in api.Run(tmp_path / "b").metrics]
+
+
+def test_train_refuses_what_the_command_refuses(run, tmp_path):
+    with pytest.raises(ConfigError, match="has checkpoints up to step_00000004"):
+        gpt2_triton.train(small_config(), run.directory)
+    missing = str(tmp_path / "nothing.bin")
+    with pytest.raises(DataError, match=f"^{missing}"):
+        gpt2_triton.train(tiny_config(data=dict(train=missing, val=missing)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="expected the directory of a run"):
+        api.Run(tmp_path)
+
+
+@pytest.mark.slow
+def test_train_runs_in_a_thread_and_leaves_the_signals_alone(run, tmp_path, monkeypatch):
+    before, seen, runs = handlers(), [], []
+    step = Logger.step
+    monkeypatch.setattr(Logger, "step", lambda self, *rest: (seen.append(handlers()), step(self, *rest)))
+    thread = threading.Thread(target=lambda: runs.append(gpt2_triton.train(small_config(), tmp_path / "run")))
+    thread.start()
+    thread.join()
+    assert runs[0].state == "done" and content(tmp_path / "run") == content(run.directory)
+    assert seen == [before] * 4 and handlers() == before
+
+
+# ---- signals in the main thread ----
+
+
+def send(monkeypatch, step: int, *numbers: int) -> None:
+    """Send signals to this process when `step` is logged."""
+    log = Logger.step
+
+    def log_and_send(self, at, *rest):
+        log(self, at, *rest)
+        if at == step:
+            for number in numbers:
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(Logger, "step", log_and_send)
+
+
+@pytest.mark.slow
+def test_interrupt_saves_and_raises_and_the_run_can_be_resumed(run, tmp_path, monkeypatch):
+    before = handlers()
+    send(monkeypatch, 1, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        gpt2_triton.train(small_config(), tmp_path / "run")
+    assert handlers() == before
+    stopped = api.Run(tmp_path / "run")
+    assert stopped.state == "stopped" and stopped.last.name in ("step_00000001", "step_00000002")
+    monkeypatch.undo()
+    resumed = gpt2_triton.train(small_config(), tmp_path / "run", resume=True)
+    whole, found = content(run.directory), content(resumed.directory)
+    assert resumed.state == "done" and all(found[name] == whole[name] for name in whole if "step_00000002" not in name)
+
+
+def test_second_interrupt_raises_at_once(tmp_path, monkeypatch):
+    before = handlers()
+    send(monkeypatch, 1, signal.SIGINT, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        gpt2_triton.train(tiny_config(), tmp_path / "run")
+    assert handlers() == before and api.Run(tmp_path / "run").last is None
+
+
+def test_signal_reaches_the_programs_own_handler_after_the_checkpoint(tmp_path, monkeypatch):
+    saved = []
+    before = signal.signal(signal.SIGTERM, lambda *_: saved.append(api.Run(tmp_path / "run").last))
+    try:
+        send(monkeypatch, 2, signal.SIGTERM)
+        stopped = gpt2_triton.train(tiny_config(), tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.state == "stopped" and saved == [stopped.last] and saved[0] is not None
+
+
+# ---- models ----
+
+
+def test_loss_is_that_of_perplexity_over_windows(run, model):
+    """3 windows of 16; with a rest of 5 it is the mean over all; a batch's is the mean of its sequences'."""
+    shards = open_shards(str(builtin_shards("bytes") / "val_*.bin"), 256, 16)
+    tokens = np.asarray(shards[0].tokens[:49])
+    evaluator = load_for_losses(*load_weights(str(run.directory)), 64)
+    want = losses.validation_loss(evaluator, ValidationLoader(shards, 16, 48))
+    assert model.context == 16 and model.loss(tokens) == pytest.approx(want, rel=1e-6)
+    rest = model.loss(shards[0].tokens[48:54])
+    assert model.loss(shards[0].tokens[:54]) == pytest.approx((48 * want + 5 * rest) / 53, rel=1e-6)
+    pair = np.stack([tokens[:20], tokens[20:40]])
+    assert model.loss(pair) == pytest.approx((model.loss(pair[0]) + model.loss(pair[1])) / 2, rel=1e-6)
+
+
+def test_logits_give_the_loss(model):
+    """fp32 logits of 14 tokens: minus the log of the softmax at the next token is the loss, to a rounding of each."""
+    tokens = np.stack([model.encode("Some text here"), model.encode("And other text")])
+    every = model.logits(tokens, "all")
+    assert every.shape == (2, 14, 256) and every.dtype == np.float32
+    z = every[:, :-1].astype(np.float64)
+    log_softmax = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    want = -np.take_along_axis(log_softmax, tokens[:, 1:, None], -1).mean()
+    assert model.loss(tokens) == pytest.approx(want, rel=1e-5)
+    last = model.logits(tokens)
+    assert last.shape == (2, 256) and np.array_equal(last, every[:, -1])
+    assert model.logits(tokens[0]).shape == (256,) and model.logits(tokens[0], "all").shape == (14, 256)
+    alone = model.logits(list(map(int, tokens[1])))  # in another batch, sums round in another order
+    np.testing.assert_allclose(alone, last[1], rtol=0, atol=1e-5 * np.abs(last[1]).max())
+
+
+def test_device_holds_few_logits():
+    """The head's buffer for whole chunks of logits is not there, and no buffer that depends on tokens has V columns."""
+    config = tiny_config(model=dict(vocab_size=4096, block_size=64), train=dict(seq_len=64))
+    gpt2 = GPT2(config, K, DEVICE, batch=16, training=False, sequences=1)
+    wide = {b.name: b.shape for b in gpt2.plan.buffers.values() if b.shape[-1] >= 4096 and len(b.shape) > 1}
+    assert wide == {"logits": (16, 4096)}
+    others = [b.nbytes for b in gpt2.plan.buffers.values() if b.name != "params"]
+    assert max(others) < 16 * 64 * 4096 * 4 / 10
+
+
+@pytest.mark.slow
+def test_text_is_that_of_the_command_whole_and_streamed(run, model, capfd):
+    how = dict(temperature=0.9, top_k=40, top_p=0.95, seed=3)
+    text = model.generate("The ", 6, **how)
+    pieces = list(model.stream("The ", 6, **how))
+    assert "".join(pieces) == text and len(pieces) > 1 and all(pieces)
+    words = "--tokens 6 --temperature 0.9 --top_k 40 --top_p 0.95 --seed 3".split()
+    assert main(tools, ["sample", str(run.directory), "--prompt", "The ", *words]) == 0
+    assert capfd.readouterr().out.endswith(f"The {text}\n")
+
+
+def test_stream_refuses_to_continue_after_another_text(model):
+    first = model.stream("a", 4)
+    next(first)
+    second = model.generate("b", 3)
+    with pytest.raises(ConfigError, match="another text was begun"):
+        next(first)
+    assert model.generate("b", 3) == second
+
+
+@pytest.mark.slow
+def test_two_models_and_two_threads_give_the_results_of_one(run, model):
+    tokens, texts = model.encode("To be, or not to be"), {}
+    want = model.loss(tokens), model.generate("a", 4)
+    with gpt2_triton.load(run.last, batch_tokens=16) as other:
+
+        def work(name, one):
+            texts[name] = one.loss(tokens), one.generate("a", 4)
+
+        threads = [threading.Thread(target=work, args=item) for item in (("a", model), ("b", other), ("c", model))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert texts == dict.fromkeys("abc", want)
+
+
+def test_close_frees_the_memory_and_later_calls_say_so(run):
+    with gpt2_triton.load(run) as model:
+        stream = model.stream("a", 8)
+        next(stream)
+        arena = weakref.ref(model._model.arena)
+    assert arena() is None
+    model.close()
+    for call in (lambda: model.loss([1, 2]), lambda: model.generate(), lambda: next(stream), lambda: model.export("x")):
+        with pytest.raises(ConfigError, match="this model was closed; load it again"):
+            call()
+
+
+def test_a_model_out_of_scope_frees_its_memory(run):
+    model = gpt2_triton.load(run)
+    arena = weakref.ref(model._model.arena)
+    del model
+    api._free_unused_memory()
+    assert arena() is None
+
+
+def test_export_writes_the_files_of_the_command(run, model, tmp_path):
+    for kind, dtype in (("hf", "fp32"), ("llmc", "bf16")):
+        ours, theirs = tmp_path / f"{kind}1", tmp_path / f"{kind}2"
+        assert model.export(ours, format=kind, dtype=dtype) == ours
+        words = ["export", str(run.directory), "--out", str(theirs), "--format", kind, "--dtype", dtype]
+        assert main(tools, words) == 0
+        assert {f.name: f.read_bytes() for f in ours.iterdir()} == {f.name: f.read_bytes() for f in theirs.iterdir()}
+    with gpt2_triton.load(f"hf:{tmp_path}/hf1", dtype="fp32") as again:
+        tokens = model.encode("some text")
+        assert again.loss(tokens) == pytest.approx(model.loss(tokens), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: m.loss([1]), DataError, "tokens: not tokens: got int64 [1], expected integers [n]"),
+        (lambda m: m.loss([[1, 2], [3]]), DataError, "got rows of unequal lengths"),
+        (lambda m: m.loss([0.5, 1]), DataError, "got float64 [2]"),
+        (lambda m: m.loss(np.zeros((0, 4), int)), DataError, "got int64 [0, 4]"),
+        (lambda m: m.loss([1, 256]), DataError, "not in the vocabulary: got 1 to 256, expected 0 to 255"),
+        (lambda m: m.logits([1] * 17), DataError, "got 17, expected at most 16, the context"),
+        (lambda m: m.logits([1], "first"), ConfigError, "positions: expected last or all, got 'first'"),
+        (lambda m: m.generate("a", 0), ConfigError, "tokens: must be at least 1, got 0"),
+        (lambda m: m.stream("a", temperature=-1), ConfigError, "temperature: must be at least 0, got -1"),
+        (lambda m: m.generate("a", top_p=0), ConfigError, "top_p: must be above 0 and at most 1, got 0"),
+        (lambda m: m.export(".", format="gguf"), ConfigError, "--format: expected hf or llmc, got gguf"),
+        (lambda m: m.export("."), ConfigError, "is there already"),
+        (lambda m: gpt2_triton.load("nowhere"), CheckpointError, "nowhere: no checkpoint found"),
+        (lambda m: gpt2_triton.load("nowhere", dtype="fp16"), ConfigError, "dtype: expected bf16, fp32 or None"),
+        (lambda m: gpt2_triton.load("nowhere", batch_tokens=0), ConfigError, "batch_tokens: must be at least 1, got 0"),
+    ],
+)
+def test_mistakes_raise_user_errors_of_one_line(model, call, error, message):
+    with pytest.raises(error) as raised:
+        call(model)
+    assert message in str(raised.value) and len(str(raised.value).splitlines()) == 1
+    assert isinstance(raised.value, UserError) and type(raised.value) is getattr(gpt2_triton, error.__name__)
+
+
+# ---- imports ----
+
+
+def python(program: str, *arguments: object) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True)
+
+
+def test_import_is_fast_and_names_are_listed():
+    program = "import sys, gpt2_triton; print(*dir(gpt2_triton)); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    names, imported = python(program).stdout.splitlines()
+    assert set(gpt2_triton.__all__) | {"__version__"} <= set(names.split()) and imported == "False False"
+    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
+        _ = gpt2_triton.nope
+    assert (ROOT / "gpt2_triton" / "py.typed").is_file()
+
+
+USE = """
+import gpt2_triton, sys
+with gpt2_triton.load(sys.argv[1]) as model:
+    print(model.loss([1, 2, 3]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["", "import torch, numpy", "from gpt2_triton import Config, train, load"])
+def test_model_loads_after_any_imports(run, model, first):
+    done = python(first + USE, run.directory)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(model.loss([1, 2, 3]), rel=1e-6) and done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU any order works")
+def test_triton_imported_first_works_with_the_variable_and_is_else_refused(run, model):
+    done = python("import triton" + USE, run.directory)
+    assert "ConfigError: TRITON_INTERPRET: no GPU, and triton was imported without it" in done.stderr.splitlines()[-1]
+    program = "import os; os.environ['TRITON_INTERPRET'] = '1'; import triton" + USE
+    assert float(python(program, run.directory).stdout) == pytest.approx(model.loss([1, 2, 3]), rel=1e-6)
