@@ -5,6 +5,7 @@ import the package make the console silent: its warnings then go through Python'
 """
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -16,6 +17,9 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from gpt2_triton.errors import ClosedOutputError
+
+SURROGATES = re.compile("[\ud800-\udfff]")
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # C0 and C1 but tab and newline; surrogates
 INTERVAL = 0.2  # seconds between two displays
@@ -32,6 +36,62 @@ def silent(is_silent: bool = True) -> Iterator[None]:
         yield
     finally:
         _is_silent = before
+
+
+def prepare_streams() -> None:
+    """Make stdin, stdout and stderr exist and take any text; to be called first.
+
+    A number that a shell has closed (`>&-`) would go to the next file that is opened, and a console in ASCII or Latin-1
+    would refuse other characters.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if type(old := sys.stdout) is io.TextIOWrapper:
+        encoding, line_buffering = old.encoding, old.line_buffering
+        sys.stdout = _Stdout(old.detach(), encoding, "backslashreplace", line_buffering=line_buffering)
+        sys.__stdout__ = sys.stdout  # type: ignore[misc]
+
+
+class _Stdout(io.TextIOWrapper):
+    """Stdout, whose errors differ from those of other files."""
+
+    def write(self, text: str) -> int:
+        with _as_closed_output():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with _as_closed_output():
+            super().flush()
+
+
+@contextlib.contextmanager
+def _as_closed_output() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ClosedOutputError("stdout was closed or full before all output was written") from error
+
+
+def discard_unwritten() -> None:
+    """Drop what stdout and stderr do not take, or the interpreter's flush at its exit fails with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def valid_unicode(text: str) -> str:
+    """Return the text with U+FFFD for bytes of a command line or a path that are not UTF-8."""
+    return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class LogFile:
@@ -52,7 +112,7 @@ class LogFile:
 
     def write(self, text: str) -> None:
         """Append `text`, and before it whatever is waiting."""
-        self._waiting += text.encode()
+        self._waiting += text.encode(errors="backslashreplace")
         try:
             if self._is_gone():
                 self._make_again()
@@ -115,7 +175,7 @@ def print_line(text: str, error: bool = False) -> None:
         if error:
             warnings.warn(text.removeprefix("warning: "), stacklevel=2)
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: closed, or another encoding
         print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 

@@ -53,6 +53,12 @@ class ReplicaMismatchError(UserError):
     exit_code = 1
 
 
+class ClosedOutputError(UserError, OSError):
+    """Stdout does not take the output of a command: a closed pipe or terminal, or a full disk."""
+
+    exit_code = 141
+
+
 def bad_data(where: object, what: str, got: object, expected: object, todo: str) -> DataError:
     """Return a DataError of one line: the place, the problem, the value found, the value expected, the fix."""
     return DataError(f"{where}: {what}: got {got}, expected {expected}; {todo}")

@@ -1,5 +1,6 @@
 """File writes that a crash cannot leave half done, and what goes with them: fsync, sha256, free space."""
 
+import glob
 import hashlib
 import os
 import re
@@ -105,6 +106,33 @@ def remove_abandoned(directory: Path, hidden: re.Pattern[str], own: bool = False
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def expand_glob(pattern: str) -> list[str]:
+    """Return the paths that match a glob, sorted.
+
+    A path, or a directory at its beginning, that exists by that very name stands for itself: [1] in it is no pattern.
+    """
+    if os.path.lexists(pattern):
+        return [pattern]
+    rest = Path(pattern)
+    while not os.path.isdir(rest) and rest != rest.parent:
+        rest = rest.parent
+    inner = Path(pattern).relative_to(rest)
+    return sorted(glob.glob(os.path.join(glob.escape(str(rest)), str(inner)), recursive=True))
+
+
+@contextmanager
+def utf8_path(path: Path) -> Iterator[Path]:
+    """Yield the path, or, if it is not UTF-8, another to the same file that is, since safetensors takes no other."""
+    if str(path).isascii() or os.fsencode(path) == str(path).encode(errors="replace"):
+        yield path
+        return
+    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{handle}") / path.name
+    finally:
+        os.close(handle)
 
 
 def missing_space(directory: Path, needed: int) -> tuple[int, int] | None:

@@ -12,7 +12,9 @@ ranks can read what any other number wrote.  File names follow the rules below a
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gpt2_triton.files import sha256
 
@@ -20,6 +22,52 @@ FORMAT = 2  # 1 had no window of losses and norms
 STATE, MANIFEST = "state.json", "manifest.json"
 STEP_NAME = re.compile(r"step_([0-9]{8,})")
 TENSORS_NAME = re.compile(r"rank_[0-9]{5}\.safetensors")
+
+
+class _DataRow(BaseModel):
+    model_config = ConfigDict(strict=True)
+    name: str
+    bytes: int
+    blocks: str | None = None
+    sha256: str | None = None
+
+
+Count = Annotated[int, Field(ge=0)]
+Scalar = bool | int | float | str | None
+
+
+class SavedState(BaseModel):
+    """The types in state.json; it may have other keys.  All but those with a default are required."""
+
+    model_config = ConfigDict(strict=True)
+    format: int
+    step: Count
+    sample: Count
+    wandb_id: str | None
+    best: Annotated[list[Scalar], Field(min_length=2, max_length=2)] | None = None
+    skipped: Count
+    outliers: Count
+    skipped_in_a_row: Count
+    without_update: Count
+    rewinds: Count
+    config: dict[str, dict[str, Scalar] | Scalar]
+    data: list[_DataRow]
+    validation_data: list[_DataRow] = []
+    shares: list[list[Annotated[list[Count], Field(min_length=2, max_length=2)]]] | None = None
+
+
+def state_problem(state: dict[str, Any]) -> str | None:
+    """Return the first key of a state.json that is missing or of another type, as a line; None if there is none."""
+    try:
+        SavedState.model_validate(state)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    best = state.get("best")
+    if best is not None and not (type(best[0]) is int and isinstance(best[1], float)):
+        return f"best: expected a step and a loss, got {best}"
+    return None
+
 
 Spans = list[list[int]]  # [flat index, length] of each piece of a shard
 

@@ -97,7 +97,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """Return config.json; CheckpointError if it describes a model that computes something else."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); expected a GPT-2's") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got a {type(config).__name__}")

@@ -25,11 +25,13 @@ from gpt2_triton.checkpoint.format import (
     best_step,
     fingerprint,
     list_steps,
+    state_problem,
     step_path,
     tensors_name,
 )
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import utf8_path
 
 ATTEMPTS = 100  # to read from a run that deletes steps
 SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
@@ -66,8 +68,24 @@ def _problems(step_dir: Path) -> Iterator[str]:
     irregular = [name for name in (*files, MANIFEST) if not regular.get(name)]
     yield from (f"{name}: is missing or not a regular file" for name in irregular)
     if not irregular:
-        yield from _differences_from_manifest(step_dir, files, manifest)
+        differences = list(_differences_from_manifest(step_dir, files, manifest))
+        yield from differences or _problems_of_state(step_dir, files)
         yield from _other_step(step_dir)
+
+
+def _problems_of_state(step_dir: Path, files: list[str]) -> Iterator[str]:
+    """Yield what is wrong in a state.json that is the one that was written: a bug, or a stranger's."""
+    try:
+        state = _read_json(step_dir / STATE)
+    except CheckpointError as error:
+        yield str(error).removeprefix(f"{step_dir}/")
+        return
+    if state.get("format") != FORMAT:
+        return  # load_checkpoint names the version
+    if problem := state_problem(state):
+        yield f"{STATE}: {problem}"
+    elif (spans := state.get("shares")) is not None and (len(spans) != len(files) - 1 or not covered_length(spans)):
+        yield f"{STATE}: shares: do not cover the parameters with those of {len(files) - 1} files"
 
 
 def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[str, Any]) -> Iterator[str]:
@@ -221,12 +239,18 @@ def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return state, shards[0]
     if covered_length(spans) is None:
         raise CheckpointError(f"{step_dir / STATE}: its shares do not cover the parameters; choose another step")
+    for rank, (shard, own) in enumerate(zip(shards, spans, strict=True)):
+        for name in shards[-1]:
+            if name not in shard or shard[name].shape != (sum(length for _, length in own),):
+                wrong = f"{step_dir / tensors_name(rank)}: {name} is not of the length of its shares in {STATE}"
+                raise CheckpointError(f"{wrong}; choose another step")
     return state, merge_shards(shards, spans)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        tensors = load_file(path)
+        with utf8_path(path) as named:
+            tensors = load_file(named)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not safetensors ({error}); choose another step") from error
     if found := first_non_finite(tensors):

@@ -5,9 +5,9 @@ are [out, in]; the head repeats wte.  With bias=False there are no biases, and o
 form with erf, ours GPT-2's with tanh: logits differ by about 1e-3 (12 layers of 768 channels, random weights).
 """
 
-import pickle
 import re
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,15 +17,18 @@ from gpt2_triton.errors import CheckpointError
 
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args
 PREFIX = re.compile(r"^(_orig_mod\.)?(transformer\.)?")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MASK = re.compile(r"h\.\d+\.attn\.bias")  # in models without flash attention
 
 
 def read(path: str) -> Weights:
     """Return the GPT-2 in a checkpoint of nanoGPT, mapped into memory; CheckpointError if it is not one."""
     where = f"nanogpt:{path}"
+    if Path(path).exists() and not Path(path).is_file():  # to read a pipe would wait for its writer
+        raise CheckpointError(f"{where}: not a regular file; expected nanoGPT's ckpt.pt")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:  # a damaged pickle raises almost any
         got = textwrap.shorten(str(error), 120, placeholder=" ...")
         raise CheckpointError(f"{where}: cannot be read ({got}); expected nanoGPT's ckpt.pt") from None
     if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("model", "model_args"))):
@@ -34,7 +37,7 @@ def read(path: str) -> Weights:
     if missing := [key for key in SIZES if key not in arguments]:
         raise CheckpointError(f"{where}: its model_args have no {missing[0]}; expected nanoGPT's ckpt.pt")
     model = model_config_from_sizes(where, **{key: arguments[key] for key in SIZES})
-    tensors = {PREFIX.sub("", name): t for name, t in content["model"].items()}
+    tensors = {PREFIX.sub("", str(name)): t for name, t in content["model"].items()}
     tensors = {name: t for name, t in tensors.items() if name != "lm_head.weight" and not MASK.fullmatch(name)}
 
     shapes = parameter_shapes(model)
@@ -43,6 +46,11 @@ def read(path: str) -> Weights:
         raise CheckpointError(f"{where}: has no tensor {missing_name}, which its model_args require")
     for unknown in sorted(tensors.keys() - shapes.keys()):
         raise CheckpointError(f"{where}: {unknown} belongs to no nanoGPT of {model.n_layer} layers")
+    for name, t in tensors.items():  # before memory is taken for a view of one element repeated
+        if not isinstance(t, torch.Tensor) or t.dtype not in FLOATS or tuple(t.shape) != shapes[name]:
+            got = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
+            expected = f"floating-point numbers {shapes[name]}; its sizes do not fit it"
+            raise CheckpointError(f"{where}: {name} is {got}, expected {expected}")
 
     def tensor(name: str) -> np.ndarray:
         return to_fp32(tensors[name]) if name in tensors else np.zeros(shapes[name], np.float32)

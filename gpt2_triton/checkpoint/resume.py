@@ -1,4 +1,4 @@
-"""Check that a checkpoint's tensors, configuration and training data match the current run."""
+"""Check that a checkpoint's tensors, configuration and data match the current run."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from gpt2_triton.errors import CheckpointError
 
 FP8_STATE = {"scale", "history"}
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
+Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
+SHOWN = 10  # files in a table
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -44,11 +46,38 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
     return free
 
 
-def check_data(step_dir: Path, saved: list[dict[str, Any]], current: list[dict[str, Any]], given: str) -> None:
-    """Raise CheckpointError unless the training data, `given` as data.train, has the checkpoint's fingerprint."""
-    if saved != current:
-        wrong = f"{step_dir}: written with other training data than {given}"
-        raise CheckpointError(f"{wrong}; restore it or start another run")
+def check_data(step_dir: Path, saved: Rows, current: Rows, key: str, given: str, allow: bool) -> dict[str, Change]:
+    """Return the files that differ between two lists of fingerprints; CheckpointError with a table unless `allow`.
+
+    `given` is the value of `key`, data.train or data.val.
+    """
+    if saved == current:
+        return {}
+    changed = _changes(_describe_files(saved), _describe_files(current))
+    changed = changed or {"order": (_names(saved), _names(current))}
+    if not allow:
+        todo = "restore it, start another run, or accept it with --data.allow_changed true"
+        shown = dict(list(changed.items())[:SHOWN])
+        more = f"\nand {len(changed) - SHOWN:,} more files" if len(changed) > SHOWN else ""
+        raise CheckpointError(_table(f"{step_dir}: {key} {given} is other data than before; {todo}", shown) + more)
+    return changed
+
+
+def _describe_files(rows: Rows) -> dict[str, Any]:
+    """Return size and hash of each file by name; equal names, of several directories, get a number."""
+    described: dict[str, Any] = {}
+    for row in rows:
+        name, n = row["name"], 2
+        while name in described:
+            name, n = f"{row['name']} ({n})", n + 1
+        digest = str(row.get("blocks") or row.get("sha256"))
+        described[name] = f"{row['bytes']:,} bytes, {digest[:8]}"
+    return described
+
+
+def _names(rows: Rows) -> str:
+    names = [row["name"] for row in rows]
+    return " ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from gpt2_triton.checkpoint import huggingface, llmc, nanogpt
 from gpt2_triton.checkpoint.load import read_checkpoint
-from gpt2_triton.checkpoint.weights import Weights, first_problem, from_checkpoint, no_tokenizer, to_flat_buffers
+from gpt2_triton.checkpoint.weights import (
+    Weights,
+    first_problem,
+    flat_length,
+    from_checkpoint,
+    no_tokenizer,
+    to_flat_buffers,
+)
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
 
@@ -72,10 +79,15 @@ def _foreign_weights(source: str) -> Weights | None:
 def _config_and_tensors(path: Path) -> tuple[Path, Config, dict[str, Tensor]]:
     step_dir, state, tensors = read_checkpoint(path)
     try:
-        return step_dir, Config.model_validate(state["config"]), tensors
+        config = Config.model_validate(state["config"])
     except ValidationError as error:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton"
         raise CheckpointError(wrong) from error
+    expected = {"params", "low"} if config.optim.master == "fp32" else {"params"}
+    for name in expected:
+        if name not in tensors or tensors[name].shape != (flat_length(config.model),):
+            raise CheckpointError(f"{step_dir}: {name} is not that of its configuration; choose another step")
+    return step_dir, config, tensors
 
 
 def _config_for(weights: Weights) -> Config:

@@ -94,7 +94,7 @@ def model_config_from_sizes(where: str, **sizes: object) -> ModelConfig:
     try:
         return ModelConfig.model_validate(sizes)
     except ValidationError as error:
-        got = ", ".join(f"{name} {value}" for name, value in sizes.items())
+        got = ", ".join(f"{name} {str(value)[:40]}" for name, value in sizes.items())
         raise CheckpointError(f"{where}: not a GPT-2 that fits here: {got} ({first_problem(error)})") from None
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import errors
-from gpt2_triton.console import print_line, printable
+from gpt2_triton.console import discard_unwritten, prepare_streams, print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
@@ -33,20 +33,18 @@ def make_app(name: str, help: str | None = None) -> App:
 
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
+    prepare_streams()
     try:
         if not argv or argv[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
         code = call(app, _spelled_out(argv))
-        _flush()
+        sys.stdout.flush()  # while errors are still caught
         return code
     except CycloptsError as error:
         return _fail(_wrong_call(error), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at the interpreter's exit fails again
-        return _exit_if_distributed(_fail("stdout was closed before all output was written", 141))
     except UserError as error:
         return _exit_if_distributed(_fail(str(error), error.exit_code))
     except Exception as error:
@@ -60,14 +58,6 @@ def call(app: App, words: Iterable[str]) -> int:
     """Run a command and return its exit code; mistakes and interrupts are raised."""
     app.suppress_keyboard_interrupt = False
     return app([*words], exit_on_error=False, print_error=False, result_action="return_value") or 0
-
-
-def _flush() -> None:
-    """Flush stdout while errors are still caught.  A closed terminal raises OSError, a closed pipe BrokenPipeError."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        raise BrokenPipeError from error
 
 
 def _wrong_call(error: CycloptsError) -> str:
@@ -89,7 +79,6 @@ def _exit_if_distributed(code: int) -> int:
     the code.
     """
     if _is_distributed():
-        sys.stdout.flush()
         os._exit(code)
     return code
 
@@ -103,6 +92,7 @@ def _fail(message: str, code: int) -> int:
         return code
     name = f"rank {rank}: " if _is_distributed() and code != 2 else ""
     print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
+    discard_unwritten()
     return code
 
 
@@ -127,7 +117,7 @@ def select_device() -> None:
     from gpt2_triton import device
 
     if device.select_interpreter():
-        print("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU", flush=True)
+        print_line("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU")
 
 
 def require_directory(option: str, file: Path | None) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import yaml
 from cyclopts import Parameter
 
+from gpt2_triton.config.load import read_yaml
 from gpt2_triton.console import printable
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, read_metrics
@@ -95,9 +95,9 @@ def read_run(path: Path) -> Run:
         raise ConfigError(f"{file}: holds no losses yet; plot it after a step")
     tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens")), None)
     config = file.with_name("config.yaml")
-    tree = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    tree = read_yaml(config)[0] if config.is_file() else {}
     directory = file.resolve().parent
-    return Run(directory.name, directory, records, tree if isinstance(tree, dict) else {}, tokens)
+    return Run(directory.name, directory, records, tree, tokens)
 
 
 def _distinct_names(runs: list[Run]) -> list[Run]:

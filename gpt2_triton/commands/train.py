@@ -15,7 +15,7 @@ from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
 from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import command_line
+from gpt2_triton.console import command_line, discard_unwritten
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.preemption import ShutdownSignals
@@ -131,7 +131,9 @@ def _start(
         signals.run_dir = run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
         from gpt2_triton.training import trainer
 
-        return trainer.train(settings, run_dir, resume, signals)
+        code = trainer.train(settings, run_dir, resume, signals)
+        discard_unwritten()  # a console that is gone does not change the result of a run
+        return code
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:

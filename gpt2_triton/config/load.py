@@ -6,6 +6,7 @@ expected, the fix.
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,18 @@ from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.schema import SIZE_KEYS, ConflictError
 from gpt2_triton.errors import ConfigError
+
+MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 16, 4, 5000  # of a YAML file
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxlevel = 2
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a file or an option for a message, shortened if it is long."""
+    large = isinstance(value, int) and value.bit_length() > 200  # Python refuses to print more than 4300 digits
+    return "a number of more than 60 digits" if large else _short.repr(value)
 
 
 def load_config(
@@ -34,7 +47,7 @@ def load_config(
         lines, path = dict[str, int](), "config"
     else:
         path = recipes.find(path)
-        tree, lines = _read_yaml(path)
+        tree, lines = read_yaml(path)
     given = dict(overrides or {})
     if "model.size" in given and isinstance(tree.get("model"), dict):
         tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}
@@ -63,12 +76,17 @@ def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> I
             near = suggestion(key, [*sections, *fields]) or "; docs/guide/config.md lists them"
             yield _at(places, path, key, f"unknown key{near}")
         elif entry["type"] in ("model_type", "model_attributes_type"):
-            yield _at(places, path, key, f"must be a section of keys, got {entry['input']!r}")
+            yield _at(places, path, key, f"must be a section of keys, got {_shown(entry['input'])}")
         else:
             message = entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
             message = message.partition(", unable to parse")[0]
             meaning = fields[key].description if key in fields else None
-            yield _at(places, path, key, f"{message}, got {entry['input']!r}" + (f" ({meaning})" if meaning else ""))
+            yield _at(
+                places,
+                path,
+                key,
+                f"{message}, got {_shown(entry['input'])}" + (f" ({meaning})" if meaning else ""),
+            )
 
 
 def _at(places: Mapping[str, str], path: str, key: str, message: str) -> str:
@@ -112,10 +130,16 @@ def _similar(key: str, section: str, name: str, known: list[str]) -> list[str]:
     return [near for near in known if "." not in key + near and len(near) > 2 and key.startswith(near)]
 
 
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the tree in a YAML file, and the line of each dotted key."""
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the tree in a YAML file, and the line of each dotted key; ConfigError if it is no configuration."""
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{path}: more than {MOST_BYTES >> 10} KiB; expected a configuration")
+        text = content.decode("utf-8")
+        _require_flat(path, text)
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         lines = _key_lines(path, root)
         tree = {} if root is None else loader.construct_document(root)
@@ -130,10 +154,33 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{place}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (ValueError, OverflowError) as error:  # of a number or a date
+        raise ConfigError(f"{path}: not valid YAML: {str(error).partition(';')[0]}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `model:` and `train:`, got {type(tree).__name__}")
     sections = {key: {} if value is None else value for key, value in tree.items()}  # `optim:` with nothing below
     return sections, lines
+
+
+def _require_flat(path: Path, text: str) -> None:
+    """ConfigError for tags, and for more nesting or nodes than a configuration has, counted as if aliases were written
+    out: such a file takes PyYAML minutes, or all memory.
+    """
+    parser, nodes, sizes = yaml.SafeLoader(text), 0, dict[str | None, int]()  # sizes: the nodes below each anchor
+    inside: list[tuple[str | None, int]] = []  # anchor and number of each collection that has not ended
+    while (event := parser.get_event()) is not None:
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, first = inside.pop()
+            sizes[anchor] = nodes - first
+        elif isinstance(event, yaml.NodeEvent):
+            nodes += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            inside.append((event.anchor, nodes - 1))
+        if tag := getattr(event, "tag", None):  # for which PyYAML has constructors that fail in many ways
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}: {tag[:40]}: unexpected; remove the tag")
+        if len(inside) > MOST_LEVELS or nodes > MOST_NODES:
+            wrong = "nested too deeply" if len(inside) > MOST_LEVELS else "too many values"
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}: {wrong}; expected keys in sections")
 
 
 def _files_near(path: Path) -> str:

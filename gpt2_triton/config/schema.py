@@ -7,7 +7,16 @@ be another run.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.config import JsonDict
 
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
@@ -18,14 +27,15 @@ OptionalInt = Annotated[int | None, BeforeValidator(lambda value: None if value 
 
 
 class ConfigSection(BaseModel):
-    """Base class of the sections: frozen, without unknown keys, infinities or booleans."""
+    """Base class of the sections: frozen, without unknown keys or infinities, booleans only where declared."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_booleans(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # pydantic would take true as 1, and YAML reads off as false
+    def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        declared = cls.model_fields[info.field_name].annotation if info.field_name else None
+        if isinstance(value, bool) and declared is not bool:  # pydantic takes true as 1, and YAML reads off as false
             raise ValueError("must not be a boolean (YAML reads yes, no, on and off as booleans; quote the word)")
         return value
 
@@ -58,11 +68,11 @@ class ModelConfig(ConfigSection):
         exclude=True,
         description="llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, for layers, heads, channels, block_size",
     )
-    n_layer: int = Field(12, ge=1, description="transformer layers")
-    n_head: int = Field(12, ge=1, description="attention heads; n_embd / n_head is 64, 80, 96 or 128")
-    n_embd: int = Field(768, ge=1, multiple_of=16, description="channels of the residual stream")
+    n_layer: int = Field(12, ge=1, le=256, description="transformer layers")
+    n_head: int = Field(12, ge=1, le=4096, description="attention heads; n_embd / n_head is 64, 80, 96 or 128")
+    n_embd: int = Field(768, ge=1, le=1 << 17, multiple_of=16, description="channels of the residual stream")
     vocab_size: int = Field(50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens")
-    block_size: int = Field(1024, ge=1, description="longest sequence: rows of the position embedding")
+    block_size: int = Field(1024, ge=1, le=1 << 24, description="longest sequence: rows of the position embedding")
 
     @model_validator(mode="before")
     @classmethod
@@ -101,19 +111,32 @@ class DataConfig(ConfigSection):
     )
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
+    allow_changed: bool = Field(
+        False,
+        description="resume on other data than the checkpoint's, and record what differs",
+        json_schema_extra=FREE,
+    )
+    verify: bool = Field(
+        False,
+        description="at the start compare the sha256 of every shard with shards.json next to it",
+        json_schema_extra=FREE,
+    )
 
 
 class TrainConfig(ConfigSection):
-    steps: int = Field(19560, ge=1, description="optimizer steps", json_schema_extra=FREE)
+    steps: int = Field(19560, ge=1, le=1 << 40, description="optimizer steps", json_schema_extra=FREE)
     # The micro-batch may change, since the tokens of a step may not.
     batch_size: int = Field(
         64,
         ge=1,
+        le=1 << 20,
         description="largest micro-batch of a GPU, in sequences; a larger step accumulates gradients",
         json_schema_extra=FREE,
     )
-    seq_len: int = Field(1024, ge=1, description="tokens of a training sequence")
-    total_batch_tokens: OptionalInt = Field(None, ge=1, description="tokens of a step; null is batch_size * seq_len")
+    seq_len: int = Field(1024, ge=1, le=1 << 24, description="tokens of a training sequence")
+    total_batch_tokens: OptionalInt = Field(
+        None, ge=1, le=1 << 40, description="tokens of a step; null is batch_size * seq_len"
+    )
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
     precision: Literal["bf16", "fp8"] = Field(
         "bf16",
@@ -215,7 +238,7 @@ RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each k
 def check_recompute(value: str) -> str:
     """Return the value; ValueError unless it is `auto`, a level, or a level but the first with a number of layers."""
     level, colon, layers = value.partition(":")
-    some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and int(layers) > 0
+    some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and len(layers) < 10 and int(layers) > 0
     if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
         return value
     raise ValueError(

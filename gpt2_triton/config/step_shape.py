@@ -3,6 +3,7 @@
 It is no part of the configuration, so that a run can be resumed on another number of GPUs.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,8 @@ def _fitting_gpus(t: TrainConfig, sequences: int, gpus: int) -> tuple[str, str]:
     """Return the nearest numbers of GPUs that divide the sequences of a step, and a table of up to three below and
     three above with what each would do.  A resumed run can change its GPUs but not the tokens of a step.
     """
-    each = {n: sequences // n for n in range(1, sequences + 1) if sequences % n == 0}
+    small = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
+    each = {n: sequences // n for n in sorted({*small, *(sequences // n for n in small)})}
     batch = {n: min(t.batch_size, rows) for n, rows in each.items()}
     fits = [n for n in each if each[n] % batch[n] == 0]
     below, above = [n for n in fits if n < gpus][-3:], [n for n in fits if n > gpus][:3]

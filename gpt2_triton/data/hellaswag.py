@@ -68,6 +68,8 @@ def load_questions(
     try:
         if path is None:
             _download(where, todo)
+        if where.exists() and not where.is_file():  # to read a pipe would wait for its writer
+            raise bad_data(where, "not a regular file", "something else", "HellaSwag's rows", todo)
         if where.suffix == ".bin":
             return {"completion": _read_bin(where, tokenizer, limit, todo)}
         rows = _read_jsonl(where, limit, todo)

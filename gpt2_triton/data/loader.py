@@ -55,17 +55,24 @@ class Windows:
 
     def __init__(self, shards: Sequence[Shard], seq_len: int):
         self.shards, self.seq_len = shards, seq_len
-        self.ends = np.cumsum([(len(s.tokens) - 1) // seq_len for s in shards])
+        self.ends = np.cumsum([(shard.count - 1) // seq_len for shard in shards])
         self.n = int(self.ends[-1])
 
     def read(self, windows: np.ndarray) -> np.ndarray:
-        """Return the tokens of windows (int64 [count]), int32 [count, seq_len + 1]."""
-        out = np.empty((len(windows), self.seq_len + 1), np.int32)
+        """Return the tokens of windows (int64 [count]), int32 [count, seq_len + 1].
+
+        DataError if a file has changed, or has a token outside the vocabulary: every token that reaches a kernel is
+        checked here.  For 64 windows of 1025 tokens that takes 4 us; to read them takes 1 ms, to pack them 5.
+        """
+        tokens = np.empty((len(windows), self.seq_len + 1), "<u2")
         which = np.searchsorted(self.ends, windows, side="right")
-        for row, shard, window in zip(out, which.tolist(), windows.tolist(), strict=True):
-            start = (window - (int(self.ends[shard - 1]) if shard else 0)) * self.seq_len
-            row[:] = self.shards[shard].tokens[start : start + self.seq_len + 1]
-        return out
+        starts = (windows.astype(np.int64) - np.where(which, self.ends[which - 1], 0)) * self.seq_len
+        for row, shard, start in zip(tokens, which.tolist(), starts.tolist(), strict=True):
+            self.shards[shard].read(start, row)
+        if tokens.size and tokens.max() >= self.shards[0].vocab_size:
+            for row, shard, start in zip(tokens, which.tolist(), starts.tolist(), strict=True):
+                self.shards[shard].require_known(row[None], [start])
+        return tokens.astype(np.int32)
 
     def place(self, window: int) -> str:
         """Return SHARD:TOKEN, the path and the number of the first token of a window."""
@@ -105,9 +112,11 @@ class ValidationLoader:
             expected, todo = f"{seq_len:,} (one window) to {most}", "set eval.tokens, to 0 for all, or data.val"
             raise bad_data(shards[0].path, "eval.tokens does not suit this data", f"{tokens:,}", expected, todo)
 
-    def batches(self, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (ids, targets), int32 [rows, seq_len] each; the last may have fewer rows."""
-        for first in range(0, self.count, rows):
+    def batches(self, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield (ids, targets), int32 [rows, seq_len] each, of every `ranks`-th batch from number `rank` on; the last
+        may have fewer rows.
+        """
+        for first in range(rank * rows, self.count, ranks * rows):
             tokens = self.windows.read(np.arange(first, min(first + rows, self.count)))
             yield tokens[:, :-1].copy(), tokens[:, 1:].copy()
 

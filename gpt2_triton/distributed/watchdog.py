@@ -20,12 +20,12 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from gpt2_triton.console import print_line
 from gpt2_triton.distributed.process_group import ProcessGroup
 
 STARTING, STEPPING, SAVING = "starting", "training", "saving"
@@ -125,7 +125,7 @@ class Watchdog:
             time.sleep(5 * self._interval)  # meanwhile collectives outside CUDA graphs raise a better error
             if not self._closed:
                 lost = "rank 0 or the launcher has exited; restart the job, with --resume"
-                print(f"error: rank {self.group.rank}: {lost}", file=sys.stderr, flush=True)
+                print_line(f"error: rank {self.group.rank}: {lost}", error=True)
                 os._exit(1)
 
     def _loop(self) -> None:
@@ -197,7 +197,7 @@ class Watchdog:
         if self.group.store.add("watchdog/reported", 1) == 1:
             waited = f"no progress for {time.monotonic() - self._last_progress:.0f} s at step {self._step}"
             todo = "restart the job, with --resume"
-            print(f"error: rank {self.group.rank}: {waited}: {diagnosis}; {todo}", file=sys.stderr, flush=True)
+            print_line(f"error: rank {self.group.rank}: {waited}: {diagnosis}; {todo}", error=True)
         else:
             time.sleep(2 * self._interval)  # the launcher ends all ranks with the first: let the other one report
         os._exit(1)

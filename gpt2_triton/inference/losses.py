@@ -1,6 +1,5 @@
 """Losses over tokens: the validation loss of a run, the perplexity of a checkpoint, the loss of single sequences."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,11 +21,20 @@ def validation_loss(
 ) -> float:
     """Return the mean loss of a run's validation tokens, with `fp8` that of the forward pass of an fp8 step.  Rank r of
     `control` computes every size-th batch from r.
+
+    If one cannot read its batches, DataError on all.
     """
-    total, batches = 0.0, loader.batches(model.B)
-    for ids, targets in itertools.islice(batches, control.rank, None, control.size):
-        total += float(model.evaluate(ids, targets, fp8).numpy().sum(dtype=np.float64))
-    return sum(control.all_gather(total)) / loader.tokens
+    total, wrong, batches = 0.0, "", loader.batches(model.B, control.rank, control.size)
+    try:
+        for ids, targets in batches:
+            total += float(model.evaluate(ids, targets, fp8).numpy().sum(dtype=np.float64))
+    except DataError as error:  # the other ranks wait for this one
+        wrong = str(error)
+    totals = control.all_gather([total, wrong])
+    for _, wrong in totals:
+        if wrong:
+            raise DataError(wrong)
+    return sum(total for total, _ in totals) / loader.tokens
 
 
 class Perplexity(NamedTuple):
@@ -44,7 +52,7 @@ def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
     Bits per byte leave out the end-of-text token, which has no bytes.
     """
     byte_lengths = _byte_lengths(model.config)
-    most = sum((len(shard.tokens) - 1) // model.T for shard in shards) * model.T
+    most = sum((shard.count - 1) // model.T for shard in shards) * model.T
     if tokens and not model.T <= tokens <= most:
         expected, todo = f"0, or {model.T:,} (one window) to {most:,}", "change it or name more shards"
         raise bad_data("--tokens", "does not suit these shards", f"{tokens:,}", expected, todo)

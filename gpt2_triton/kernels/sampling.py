@@ -136,4 +136,4 @@ def sample_token(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k:
     factor = 1.0 if greedy else min(1.0 / temperature, 1e30) * LOG2E.value
     options = dict(GREEDY=greedy, TOP_K=not greedy and 0 < top_k < V, TOP_P=not greedy and top_p < 1)
     row = tuned("sample_token", "fp32", BLOCK=V)
-    _sample_token_kernel[(B,)](seq, logits, V, Vp, factor, top_k, float(top_p), **options, **row)
+    _sample_token_kernel[(B,)](seq, logits, V, Vp, factor, min(top_k, V), float(top_p), **options, **row)

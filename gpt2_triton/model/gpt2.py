@@ -133,6 +133,13 @@ class GPT2:
         single = self.dims["ranks"] == 1  # nothing is sent: the last micro-step uses the graph of the others
         self._run(self._forward_backward, not first, self._with_stats, last or single)
 
+    def void_step(self) -> None:
+        """Make the step in progress change nothing and stop the run on every rank: its loss becomes NaN."""
+        io, row = self.K.step_io, self._step.step_in
+        row.numpy()[io.LOSS_SCALE], row.numpy()[io.STOP] = np.nan, 1
+        self.state.step_in.copy_(row, non_blocking=True)
+        self.state.step_out[io.STOPPING.value].copy_(row[io.STOP.value], non_blocking=True)
+
     def end_step(self) -> InFlightStep:
         """Update the parameters; result() of the returned value waits for the step's loss, gradient norm and time."""
         self._run(self._update, self._with_stats)

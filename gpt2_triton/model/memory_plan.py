@@ -3,6 +3,7 @@
 The plan needs no GPU; only the functions about free or used bytes query one.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable
@@ -145,7 +146,9 @@ def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape | Non
 
     level = next(filter(fits, RECOMPUTE_LEVELS), RECOMPUTE_LEVELS[-1])
     if level != RECOMPUTE_LEVELS[0]:
-        level = next(filter(fits, (f"{level}:{n}" for n in range(1, config.model.n_layer))), level)
+        some = range(1, config.model.n_layer)  # the bytes do not grow with the layers
+        n = bisect.bisect_left(some, True, key=lambda n: fits(f"{level}:{n}"))
+        level = f"{level}:{some[n]}" if n < len(some) else level
     return config.replace(memory={"recompute": level})
 
 

@@ -20,6 +20,8 @@ METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
 STATS = "stats.jsonl"  # tensor statistics, a number per layer; kept and truncated like metrics.jsonl
 
+NUMBERS = ("loss", "lr", "norm", "ms", "tok_s", "mfu", "tokens", "val_loss", "hellaswag", "hellaswag_acc")
+
 Record = dict[str, Any]
 
 
@@ -43,10 +45,16 @@ def read_metrics(path: Path) -> list[Record]:
 
 def _record(line: str) -> Record | None:
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
+        return None
+    return record if all(isinstance(record.get(key), int | float | None) for key in NUMBERS) else None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def truncate(path: Path, resume_step: int) -> list[Record]:

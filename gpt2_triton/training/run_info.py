@@ -55,7 +55,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     """Return run.json; an empty dictionary if there is none or it cannot be read."""
     try:
         found = json.loads((run_dir / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -1,5 +1,6 @@
 """The parts of a run, made in this order: its data, its state with the tensors to start from, the model, the log."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,11 @@ from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import format_bytes
+from gpt2_triton.console import Progress, format_bytes, print_line
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import builtin_shards
-from gpt2_triton.data.shards import Shard, fingerprint, open_shards
+from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
@@ -34,12 +35,21 @@ from gpt2_triton.training.run_state import RunState
 
 
 class Data(NamedTuple):
-    """The data of a run; `fingerprint` is that of the training shards."""
+    """The data of a run."""
 
     train: TrainLoader
     validation: ValidationLoader | None  # None if eval.every is 0
     questions: Questions | None  # None if eval.hellaswag_every is 0
-    fingerprint: list[dict[str, Any]]
+
+    @property
+    def shards(self) -> dict[str, Sequence[Shard]]:
+        """The shards by the keys of state.json that hold their fingerprints."""
+        validation = {"validation_data": self.validation.windows.shards} if self.validation else {}
+        return {"data": self.train.windows.shards} | validation
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Return the part of a checkpoint's state.json that identifies the data."""
+        return {key: [shard.fingerprint for shard in shards] for key, shards in self.shards.items()}
 
 
 class Start(NamedTuple):
@@ -49,19 +59,48 @@ class Start(NamedTuple):
     tensors: dict[str, Tensor]
     checkpoint: Path | None  # the one to resume from
     notes: list[str]
+    changed_data: dict[str, resume.Change]  # by file; empty but with data.allow_changed
 
 
 def open_data(config: Config, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if they, or the configuration, are not the same on all ranks."""
     T = config.train.seq_len
-    train_shards = _open_shards(config, "train")
-    val_shards = _open_shards(config, "val") if config.eval.every else []
-    found = fingerprint(train_shards)
-    consistency.require_equal(control, configuration=config.to_dict(), data=[found, fingerprint(val_shards)])
+    train = TrainLoader(_open_shards(config, "train"), T, config.data.seed)
+    validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
+    data = Data(train, validation, hellaswag.questions_of_run(config))
+    consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
     if config.sample.every:
         get_tokenizer(config.data.tokenizer)  # if it is missing, fail now and not at the first sample
-    validation = ValidationLoader(val_shards, T, config.eval.tokens) if config.eval.every else None
-    return Data(TrainLoader(train_shards, T, config.data.seed), validation, hellaswag.questions_of_run(config), found)
+    if validation and control.rank == 0:
+        _warn_of_validation_data(train.windows.shards, validation.windows.shards)
+    if config.data.verify:
+        _verify([shard for shards in data.shards.values() for shard in shards], control)
+    return data
+
+
+def _warn_of_validation_data(train: Sequence[Shard], validation: Sequence[Shard]) -> None:
+    """Print a warning if validation shards are also training shards, by their content under any name."""
+    trained = {_content(shard) for shard in train}
+    if both := [str(shard.path) for shard in validation if _content(shard) in trained]:
+        more = f" and {len(both) - 1:,} more" if len(both) > 1 else ""
+        todo = "the validation loss will be too low; narrow data.train, or name other files in data.val"
+        print_line(f"warning: data.train contains the validation data {both[0]}{more}: {todo}", error=True)
+
+
+def _content(shard: Shard) -> tuple[Any, ...]:
+    return tuple(value for key, value in shard.fingerprint.items() if key != "name")
+
+
+def _verify(shards: Sequence[Shard], control: ControlGroup) -> None:
+    """Compare this rank's part of the shards with shards.json next to them; DataError for one that differs."""
+    unknown, own = 0, shards[control.rank :: control.size]
+    with Progress("verifying shards", sum(2 * shard.count for shard in own), "bytes") as progress:
+        for shard in own:
+            unknown += not shard.verify()
+            progress.advance(2 * shard.count)
+    if unknown:
+        what = f"{unknown:,} of {len(own):,} shards have no sha256 in shards.json next to them"
+        print_line(f"warning: data.verify: {what}", error=True)
 
 
 def _open_shards(config: Config, split: str) -> list[Shard]:
@@ -84,13 +123,27 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
     Raise CheckpointError if the checkpoint is not one of this run.
     """
     if found is None:
-        return Start(RunState(), initial_weights(config), None, [])
+        return Start(RunState(), initial_weights(config), None, [], {})
     saved, tensors = load_checkpoint(found)
     changed = resume.check_config(saved["config"], saved_config(config))
-    resume.check_data(found, saved["data"], data.fingerprint, config.data.train)
+    files = _check_data(found, saved, config, data)
     notes = [f"resuming after step {saved['step']} from {found}"]
-    notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in changed.items()]
-    return Start(RunState.from_checkpoint(saved), tensors, found, notes)
+    notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in (changed | files).items()]
+    return Start(RunState.from_checkpoint(saved), tensors, found, notes, files)
+
+
+def _check_data(found: Path, saved: dict[str, Any], config: Config, data: Data) -> dict[str, resume.Change]:
+    """Return the files of training and validation data that differ from the checkpoint's, which data.allow_changed
+    accepts.  Earlier versions recorded no validation data, and other hashes.
+    """
+    changed: dict[str, resume.Change] = {}
+    given = {"data": ("data.train", config.data.train), "validation_data": ("data.val", config.data.val)}
+    for key, shards in data.shards.items():
+        if key in saved:
+            rows = [*saved[key], *[{}] * len(shards)]
+            now = [s.fingerprint_of_ends if "sha256" in row else s.fingerprint for s, row in zip(shards, rows)]
+            changed |= resume.check_data(found, saved[key], now, *given[key], allow=config.data.allow_changed)
+    return changed
 
 
 def build_model(
@@ -155,6 +208,7 @@ def open_log(
     about = describe_start(
         model.config, model.shape, planned, where, state.step, model.has_fp8 and not model.calibrated
     )
+    about |= {"changed_data": start.changed_data} if start.changed_data else {}
     log = Logger(run_dir, config, state.step, state.wandb_id, about, group.size)
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     size = f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}"

@@ -4,9 +4,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.watchdog import Watchdog
+from gpt2_triton.errors import DataError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.step import InFlightStep, StepResult
 
@@ -17,6 +20,9 @@ class StepQueue:
     def __init__(self, model: GPT2, watchdog: Watchdog):
         self._model, self._watchdog = model, watchdog
         self._in_flight: deque[InFlightStep] = deque()
+        self._finished = 0  # steps, since this was made
+        self._launched = 0
+        self._unread: tuple[int, str] | None = None  # the first launch without its data, and why
         self.statistics: Sequence[Tensor] = ()  # host copies, of the step that finished last
 
     def launch(self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool) -> None:
@@ -24,16 +30,35 @@ class StepQueue:
         accumulation = self._model.shape.accumulation
         self._model.begin_step(inputs, step, self._model.config.train.seed, with_stats)
         for micro in range(accumulation):
-            packed = next(batches)
+            packed = self._next(batches)
             self._watchdog.heartbeat(step + 1)
             self._model.micro_step(packed, first=micro == 0, last=micro == accumulation - 1)
         self._in_flight.append(self._model.end_step())
+        self._launched += 1
+
+    def _next(self, batches: Iterator[Tensor]) -> Tensor:
+        """Return the next micro-batch.  Without its data, return an empty one and void the step: the other ranks wait
+        for this one in the middle of a step, and can only stop after it.
+        """
+        try:
+            return next(batches)
+        except DataError as error:
+            self._unread = self._unread or (self._launched, str(error))
+            self._model.void_step()
+            return torch.from_numpy(np.zeros(self._model.state.batch.shape, np.int32))
+
+    def require_data(self, control: ControlGroup) -> None:
+        """Raise DataError on every rank if the step that finished last had no data on one of them; all call it."""
+        for unread in control.all_gather(self._unread):
+            if unread and unread[0] < self._finished:
+                raise DataError(unread[1])
 
     def finish(self, running: int = 0) -> StepResult | None:
         """Wait for the oldest step in flight and return its result; None if at most `running` are in flight."""
         if len(self._in_flight) <= running:
             return None
         finished = self._in_flight.popleft()
+        self._finished += 1
         self.statistics = finished.stats
         return finished.result()
 
@@ -41,6 +66,7 @@ class StepQueue:
         """Wait for the steps in flight and drop their results."""
         while self.finish() is not None:
             pass
+        self._unread = None
 
     def abandon(self) -> None:
         """Drop the steps in flight without waiting for them."""

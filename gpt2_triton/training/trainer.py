@@ -17,7 +17,7 @@ from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, Watchdog
-from gpt2_triton.errors import NonFiniteError
+from gpt2_triton.errors import DataError, NonFiniteError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
@@ -124,8 +124,24 @@ class Trainer:
     # ---- the loop ----
 
     def run(self) -> int:
-        """Train from the present step to the last, or until a signal or the time limit; return the exit code."""
+        """Train from the present step to the last, or until a signal or the time limit; return the exit code.
+
+        If data cannot be read, save the last finished step before DataError, which every rank raises.
+        """
         self.signals.begin_loop()
+        try:
+            return self._loop()
+        except DataError:
+            self.queue.discard()
+            if self.state.step > 0:
+                self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
+                self._save(self.state.step)
+                with self.watchdog.phase(SAVING):
+                    self.checkpointer.wait()
+            self.control.leave()
+            raise
+
+    def _loop(self) -> int:
         first = step = self.state.step
         last = self.config.train.steps
         self._calibrate()
@@ -179,8 +195,10 @@ class Trainer:
         result = self.queue.finish(running)
         if result is None:
             return False
-        self.state.step += 1
+        if result.stop:
+            self.queue.require_data(self.control)
         cause = self._first_non_finite() if self.model.stats_recorder and not (result.applied or result.outlier) else ""
+        self.state.step += 1
         self.state.sample += self.config.total_batch_tokens // self.config.train.seq_len
         self.state.count(result)
         self.signals.all_ranks_agree = result.stop
@@ -292,7 +310,7 @@ class Trainer:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
         if self._due(step, self.config.checkpoint.every):
             self.state.rewinds = 0
-        about = {"config": saved_config(self.config), "data": self.data.fingerprint}
+        about = {"config": saved_config(self.config)} | self.data.fingerprints()
         with self.watchdog.phase(SAVING):
             state = self.state.as_dict() | about | self.model.shard_spans()
             self.checkpointer.save(step, self.model.local_shards(), state)

@@ -8,21 +8,26 @@ as their axis.
 """
 
 import contextlib
+import json
 import os
 import secrets
+import threading
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
-from gpt2_triton.console import command_line, print_line
+from gpt2_triton.console import command_line, print_line, valid_unicode
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, Record, read_metrics
 from gpt2_triton.training.run_info import read_run, write_run
 
 ROWS_PER_STEP = 8  # more than the kinds of records
-INIT_TIMEOUT = 20.0  # seconds; wandb may take ten more to notice, and a start waits at most 30
+START_TIMEOUT = 30.0  # seconds that a start waits for all of it: the import, the login, the connection
+GRACE = 10.0  # seconds that wandb.init may take beyond its init_timeout
 FINISH_TIMEOUT = 60.0  # seconds to send the last rows; `send_missing` sends the rest later
 
 
@@ -51,11 +56,11 @@ class WandbLogger:
         if mode == "disabled":
             return
         self.run_id = run_id = run_id or new_id()  # ours, so that rows can be sent to it after an outage
-        self._attempt(lambda: self._connect(config, run_id, about, mode, recorded))
+        self._attempt(lambda: self._start(config, run_id, about, mode, recorded))
         for record in history:
             self.log(record)
 
-    def _connect(
+    def _start(
         self,
         config: Config,
         run_id: str,
@@ -63,18 +68,22 @@ class WandbLogger:
         mode: Literal["online", "offline"],
         recorded: int,
     ) -> None:
-        import wandb
-
         self._marker = self._run_dir / "wandb" / f"first-unsent-row-{run_id}.txt"
         self._marker.parent.mkdir(exist_ok=True)
-        if mode == "offline":
-            self._first_unsent_row = _read_marker(self._marker, run_id, recorded)
-        elif not wandb.login(prompt=False, verify=False):  # init would ask on a terminal, and wait forever
-            raise LookupError("no API key; `wandb login` asks for it")
-        run = connect(self._run_dir, config, run_id, about, mode, config.log.wandb_project, FINISH_TIMEOUT)
+        end = time.monotonic() + START_TIMEOUT
+
+        def login_and_connect() -> Any:
+            import wandb
+
+            if mode == "online" and not wandb.login(prompt=False, verify=False):  # init would ask, and wait forever
+                raise LookupError("no API key; `wandb login` asks for it")
+            project, seconds = config.log.wandb_project, max(1.0, end - time.monotonic() - GRACE - 1)
+            return connect(self._run_dir, config, run_id, about, mode, project, FINISH_TIMEOUT, seconds)
+
+        run = _within(START_TIMEOUT, login_and_connect)
+        offline = mode == "offline"
+        self._first_unsent_row = _read_marker(self._marker, run_id, recorded) if offline else run.starting_step
         self._run = run
-        if mode == "online":
-            self._first_unsent_row = run.starting_step
 
     def log(self, record: Record) -> None:
         """Send the next record of metrics.jsonl, unless it was sent before."""
@@ -124,6 +133,25 @@ def next_row(records: Iterable[Record]) -> int:
     return max((rows.number(record) for record in records), default=-1) + 1
 
 
+def _within(seconds: float, function: Callable[[], Any]) -> Any:
+    """Return function(), called in a thread, which is left behind by TimeoutError after `seconds`."""
+    result: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=call, name="wandb", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        if result.done():  # a TimeoutError of wandb's own
+            raise
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+
+
 def _read_marker(marker: Path, run_id: str, recorded: int) -> int:
     """Return the first unsent row; without a marker, `recorded` if wandb's directory shows that rows were sent."""
     try:
@@ -148,24 +176,26 @@ def connect(
     mode: Literal["online", "offline"],
     project: str,
     finish_timeout: float,
+    init_timeout: float = START_TIMEOUT - GRACE,
 ) -> Any:
     """Return the wandb run `run_id`, new or continued; any exception of wandb's passes.
 
-    finish_timeout: seconds, 0 for none
+    finish_timeout, init_timeout: seconds; the first 0 for none
     """
     import wandb
 
+    sent = json.loads(valid_unicode(json.dumps(config.to_dict() | {"run": about}, ensure_ascii=False)))
     run = wandb.init(
         project=project,
-        name=run_dir.resolve().name,
+        name=valid_unicode(run_dir.resolve().name),
         dir=str(run_dir),
         id=run_id,
         resume="allow",
         mode=mode,
-        config=config.to_dict() | {"run": about},
+        config=sent,
         allow_val_change=True,  # a resumed run may have other optimizer or evaluation settings
         settings=wandb.Settings(
-            init_timeout=INIT_TIMEOUT, finish_timeout=finish_timeout, finish_timeout_raises=finish_timeout > 0
+            init_timeout=init_timeout, finish_timeout=finish_timeout, finish_timeout_raises=finish_timeout > 0
         ),
     )
     run.define_metric("*", step_metric="step")

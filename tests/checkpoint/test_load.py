@@ -19,6 +19,7 @@ from gpt2_triton.checkpoint.load import find_checkpoint, latest_checkpoint, load
 from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.errors import CheckpointError
 from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, TENSORS, content, example, names, reseal, write
+from tests.support.checkpoints import state as made_state
 
 
 def assert_refused(newest, problem, capsys):
@@ -34,7 +35,7 @@ def assert_refused(newest, problem, capsys):
 def test_load_gives_the_saved_bytes_in_private_memory(newest):
     state, tensors = load_checkpoint(newest)
     assert newest.name == STEP_20 and names(newest) == sorted(FILES)
-    assert state == {"format": FORMAT, "step": 20, "data": None}
+    assert state == {"format": FORMAT} | made_state(20)
     assert content(tensors) == content(example(20))
     for tensor in tensors.values():  # mapped from the file, but privately
         tensor.view(torch.uint8).fill_(255)
@@ -205,10 +206,10 @@ def test_load_refuses_nan_and_infinity(tmp_path, monkeypatch, name, value):
     for at in (0, 9, 10, 32):
         tensors = example(10)
         tensors[name][at] = torch.finfo(tensors[name].dtype).max
-        path = save_checkpoint(tmp_path / f"good{at}", 10, tensors, {}, 0, 0)
+        path = save_checkpoint(tmp_path / f"good{at}", 10, tensors, made_state(10), 0, 0)
         load_checkpoint(find_checkpoint(path))
         tensors[name][at] = value
-        path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, {}, 0, 0)
+        path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, made_state(10), 0, 0)
         with pytest.raises(CheckpointError, match=f"{name}: a NaN or an infinity at element {at}; remove this step"):
             load_checkpoint(find_checkpoint(path))
 
@@ -302,3 +303,23 @@ def test_reader_beside_a_run_that_deletes_as_fast_as_it_can(tmp_path):
         running.clear()
         writer.join()
     assert not failed and steps == sorted(steps)
+
+
+@pytest.mark.parametrize("value", ["missing", "x", -1, [], {"a": {"b": {}}}, 2.5, True], ids=str)
+@pytest.mark.parametrize("key", sorted(made_state(20).keys()))
+def test_state_of_another_shape_counts_as_damaged(tmp_path, capsys, key, value):
+    """A resume takes the step before; the step itself is refused with exit code 4."""
+    write(tmp_path, 10)
+    newest = write(tmp_path, 20)
+    state = json.loads((newest / STATE).read_text())
+    state[key] = value
+    if value == "missing":
+        del state[key]
+    if (key, value) in [("wandb_id", "x"), ("data", [])]:  # good values
+        return
+    (newest / STATE).write_text(json.dumps(state))
+    reseal(newest)
+    assert latest_checkpoint(tmp_path).name == STEP_10
+    assert f"skipping damaged {newest}: state.json: {key}" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=f"state.json: {key}"):
+        find_checkpoint(newest)

@@ -54,8 +54,33 @@ def test_check_config_returns_free_changes_and_raises_a_table_of_fatal_ones():
     ]
 
 
-def test_check_data_refuses_other_training_data():
-    now = [{"name": "train_000000.bin", "bytes": 1024, "sha256": "ab"}]
-    resume.check_data(Path("step"), [dict(row) for row in now], now, "data/*.bin")
-    with pytest.raises(CheckpointError, match=r"step: written with other training data than data/\*.bin; restore it"):
-        resume.check_data(Path("step"), [now[0] | {"sha256": "cd"}], now, "data/*.bin")
+def row(name, digest):
+    return {"name": name, "bytes": 1024, "blocks": digest}
+
+
+def test_check_data_raises_a_table_of_the_files_that_differ():
+    then = [row("a.bin", "11"), row("b.bin", "22"), row("b.bin", "33")]
+    assert resume.check_data(Path("step"), then, [dict(r) for r in then], "data.train", "*.bin", False) == {}
+    now = [row("a.bin", "11"), row("b.bin", "22"), row("b.bin", "44"), row("c.bin", "55")]
+    with pytest.raises(CheckpointError) as error:
+        resume.check_data(Path("step"), then, now, "data.train", "*.bin", False)
+    assert str(error.value).splitlines() == [
+        "step: data.train *.bin is other data than before; restore it, start another run, or accept it with "
+        "--data.allow_changed true",
+        "           checkpoint       now",
+        "b.bin (2)  1,024 bytes, 33  1,024 bytes, 44",
+        "c.bin      None             1,024 bytes, 55",
+    ]
+    changed = {"b.bin (2)": ("1,024 bytes, 33", "1,024 bytes, 44"), "c.bin": (None, "1,024 bytes, 55")}
+    assert resume.check_data(Path("step"), then, now, "data.train", "*.bin", True) == changed
+
+
+def test_check_data_shows_another_order_and_some_of_many_files():
+    then = [row("a.bin", "11"), row("b.bin", "22")]
+    with pytest.raises(CheckpointError, match="order  a.bin b.bin  b.bin a.bin"):
+        resume.check_data(Path("step"), then, then[::-1], "data.train", "*.bin", False)
+    many = [row(f"{i:02d}.bin", "11") for i in range(30)]
+    with pytest.raises(CheckpointError) as error:
+        resume.check_data(Path("step"), many, [], "data.train", "*.bin", False)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 13 and lines[-1] == "and 20 more files"

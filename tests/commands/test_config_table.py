@@ -25,7 +25,7 @@ def test_config_table_shows_types_limits_and_defaults():
         "| `optim.final_frac` | float, at least 0, at most 1 | `0.0` | free "
         "| learning rate at the end, as a fraction of lr |",
         "| `log.wandb` | `online`, `offline`, `disabled` | `disabled` | free | send the metrics to Weights & Biases |",
-        "| `train.total_batch_tokens` | int or `null`, at least 1 | `null` | kept "
+        "| `train.total_batch_tokens` | int or `null`, at least 1, at most 2^40 | `null` | kept "
         "| tokens of a step; null is batch_size * seq_len |",
     ):
         assert row in lines

@@ -25,6 +25,7 @@ from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import options
+from tests.support import checkpoints
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
 from tests.support.pages import (
     FENCE,
@@ -95,7 +96,7 @@ def workplace(tmp_path_factory):
     (directory / "mine.yaml").write_text("model: {size: d12}\n")
     model, config = tiny_model(model=dict(vocab_size=256), data=dict(tokenizer="bytes"))
     for run in ("mine", "other", "124m", "quickstart"):
-        state = {"step": 1, "config": config.to_dict()}
+        state = checkpoints.state(1, config=config.to_dict())
         save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, keep=1)
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))

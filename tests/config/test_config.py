@@ -12,7 +12,7 @@ from gpt2_triton.config.step_shape import StepShape
 
 KEYS = """
 model.n_layer model.n_head model.n_embd model.vocab_size model.block_size
-data.train data.val data.tokenizer data.seed
+data.train data.val data.tokenizer data.seed data.allow_changed data.verify
 train.steps train.batch_size train.seq_len train.total_batch_tokens train.dtype train.precision train.seed
 train.max_minutes train.skip_limit train.skip_loss_z train.skip_norm_z train.rewind_after
 optim.lr optim.warmup optim.schedule optim.final_frac optim.wsd_decay_frac
@@ -77,7 +77,7 @@ def test_head_rows_fill_the_waves_of_an_h200(C, width):
 def test_shipped_configurations_load(name, request):
     path = request.config.rootpath / "configs" / f"{name}.yaml"
     assert path.read_text().startswith("# ")
-    tree, _ = load._read_yaml(path)
+    tree, _ = load.read_yaml(path)
     assert {"n_layer", "n_head", "n_embd"} <= set(tree["model"])
     assert StepShape.of(load_config(path)).accumulation == (1 if name == "quickstart" else 8)
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +16,23 @@ from gpt2_triton.errors import DataError
 SEQ_LEN, VOCAB = 4, 1000
 
 
+class FakeShard:
+    """A shard of the tokens first, first + 1, ..."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, path, first, count):
+        self.path, self.first, self.count = path, first, count
+
+    def read(self, first, out):
+        assert first + len(out) <= self.count
+        out[:] = np.arange(self.first + first, self.first + first + len(out))
+
+
 def fake_shards(*lengths):
     """Shards whose tokens are all different, so that a window shows its place."""
-    ends = np.cumsum(lengths)
-    return [
-        SimpleNamespace(path=f"shard{i}.bin", tokens=np.arange(end - n, end, dtype=np.uint16))
-        for i, (n, end) in enumerate(zip(lengths, ends, strict=True))
-    ]
+    starts = np.cumsum([0, *lengths])
+    return [FakeShard(f"shard{i}.bin", int(starts[i]), n) for i, n in enumerate(lengths)]
 
 
 SHARDS = fake_shards(41, 5, 23)  # 10, 1 and 5 windows; 23 = 5 * 4 + 1 and 2 tokens of no window

@@ -1,14 +1,18 @@
 """Shards have llm.c's format byte for byte, appear whole or not at all, and bad ones are refused in one line."""
 
+import hashlib
 import json
 import os
 import struct
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
 
-from gpt2_triton.data import shards
-from gpt2_triton.data.shards import Shard, fingerprint, open_shards, require_tokenizer, write_shard
+from gpt2_triton.data.loader import Windows
+from gpt2_triton.data.shards import Shard, map_tokens, open_shards, require_tokenizer, write_shard
 from gpt2_triton.errors import DataError
 
 VOCAB, SEQ_LEN = 300, 8
@@ -48,8 +52,11 @@ def test_write_shard_has_the_bytes_of_llmc(shard):
 
 def test_open_shards_returns_the_tokens(shard):
     (opened,) = open_shards(str(shard), VOCAB, SEQ_LEN)
-    assert opened.tokens.dtype == np.uint16
-    np.testing.assert_array_equal(opened.tokens, TOKENS)
+    assert opened.count == len(TOKENS)
+    for first, length in ((0, 100), (7, 50), (99, 1)):
+        out = np.empty(length, np.uint16)
+        opened.read(first, out)
+        np.testing.assert_array_equal(out, TOKENS[first : first + length])
 
 
 def test_shard_with_wrong_magic_is_refused(shard):
@@ -89,15 +96,22 @@ def test_shard_shorter_than_one_window_is_refused(shard):
     assert "got 100 tokens, expected seq_len + 1 = 101 or more; lower train.seq_len" in refusal(shard, seq_len=100)
 
 
-def test_shard_token_outside_the_vocabulary_is_located(shard, monkeypatch):
-    monkeypatch.setattr(shards, "SCAN", 16)  # the token lies in the fifth piece
-    tokens = TOKENS.copy()
-    tokens[[70, 90]] = 299, 300
+@pytest.mark.parametrize("place", [50, 10**5])
+def test_shard_token_outside_the_vocabulary_is_located(shard, place):
+    """In a sampled block at the start of a run, elsewhere in the batch that reads it."""
+    tokens = np.zeros(200_000, np.uint16)
+    tokens[[place, place + 20]] = 299, 300
     write_shard(shard, tokens)
-    assert len(open_shards(str(shard), 301, SEQ_LEN)) == 1
-    message = refusal(shard, vocab_size=300)
-    assert "token 90 (byte 1,204)" in message and "got 300, expected less than 300" in message
-    assert struct.unpack_from("<H", shard.read_bytes(), 1204) == (300,)
+    assert Windows(open_shards(str(shard), 301, SEQ_LEN), SEQ_LEN).read(np.arange(20_000)).max() == 300
+    [opened] = open_shards(str(shard), 300, SEQ_LEN)
+    windows = Windows([opened], SEQ_LEN)
+    with pytest.raises(DataError) as error:
+        opened.fingerprint if place == 50 else windows.read(np.arange(place // SEQ_LEN - 2, place // SEQ_LEN + 5))
+    at = place + 20
+    assert f"token {at:,} (byte {1024 + 2 * at:,}) outside the vocabulary: got 300, expected less than 300" in str(
+        error.value
+    )
+    assert struct.unpack_from("<H", shard.read_bytes(), 1024 + 2 * at) == (300,)
 
 
 def test_open_shards_refuses_a_pattern_without_match(tmp_path):
@@ -129,7 +143,7 @@ def test_open_shards_sorts_a_glob_without_hidden_files(tmp_path):
         write_shard(tmp_path / f"train_{i:06d}.bin", np.full(20, i, np.uint16))
     (tmp_path / ".train_000003.bin.77.tmp").write_bytes(b"unfinished")
     opened = open_shards(str(tmp_path / "*"), VOCAB, SEQ_LEN)
-    assert [int(s.tokens[0]) for s in opened] == [0, 1, 2]
+    assert [int(map_tokens(s.path)[0]) for s in opened] == [0, 1, 2]
 
 
 def test_open_shards_takes_a_path_with_glob_characters(tmp_path):
@@ -150,20 +164,176 @@ def test_write_shard_failure_leaves_the_old_shard(shard, monkeypatch, call):
     assert shard.read_bytes() == before and os.listdir(shard.parent) == [shard.name]
 
 
-def test_fingerprint_covers_names_sizes_and_both_ends(tmp_path):
-    tokens = (np.arange(200_000) % VOCAB).astype(np.uint16)
+# ---- fingerprints ----
+
+
+@pytest.mark.parametrize("count", [20_000, 200_000])
+def test_fingerprint_covers_names_sizes_and_the_whole_file(tmp_path, count):
+    tokens = (np.arange(count) % VOCAB).astype(np.uint16)
 
     def of(name="a.bin", tokens=tokens, directory="x"):
         (tmp_path / directory).mkdir(exist_ok=True)
         write_shard(tmp_path / directory / name, tokens)
-        return fingerprint([Shard(tmp_path / directory / name, VOCAB, SEQ_LEN)])
+        return Shard(tmp_path / directory / name, VOCAB, SEQ_LEN).fingerprint
 
     first = of()
-    assert json.loads(json.dumps(first)) == first and first[0]["name"] == "a.bin" and first[0]["bytes"] == 401_024
-    assert of(directory="y") == first  # data may move
+    assert json.loads(json.dumps(first)) == first and first["name"] == "a.bin" and first["bytes"] == 1024 + 2 * count
+    assert of(directory="y") == first  # data may move, and a copy has another time
     changed = [of(name="b.bin"), of(tokens=tokens[:-1])]
+    for start in range(0, count, count // 16):  # any sixteenth of the file, among them the first and the last tokens
+        other = tokens.copy()
+        other[start : start + count // 16] = 7
+        changed.append(of(tokens=other))
     for at in (0, -1):
         other = tokens.copy()
         other[at] += 1
         changed.append(of(tokens=other))
     assert first not in changed
+
+
+def test_fingerprint_of_ends_is_that_of_earlier_versions(tmp_path):
+    write_shard(tmp_path / "a.bin", np.arange(100_000).astype(np.uint16))
+    data = (tmp_path / "a.bin").read_bytes()
+    found = Shard(tmp_path / "a.bin", 1 << 16, SEQ_LEN).fingerprint_of_ends
+    assert found["sha256"] == hashlib.sha256(data[: 1024 + 65536] + data[-65536:]).hexdigest()
+
+
+def test_verify_compares_with_the_record(shard):
+    [opened] = open_shards(str(shard), VOCAB, SEQ_LEN)
+    assert not opened.verify()
+    for record in ({"shards": []}, {"shards": {shard.name: 7}}, {"shards": {shard.name: {"tokens": 100}}}):
+        shard.with_name("shards.json").write_text(json.dumps(record))
+        assert not opened.verify()
+    digest = hashlib.sha256(shard.read_bytes()).hexdigest()
+    shard.with_name("shards.json").write_text(json.dumps({"shards": {shard.name: {"sha256": digest}}}))
+    assert opened.verify()
+    patched(shard, 1024 + 150, 1)
+    with pytest.raises(
+        DataError, match=f"train_000000.bin: damaged: got sha256 .*, expected {digest} as in shards.json"
+    ):
+        opened.verify()
+
+
+# ---- files that change while they are read ----
+
+
+def cut(path):
+    os.truncate(path, 1024 + 100)
+
+
+def overwrite(path):
+    with open(path, "r+b") as file:
+        file.seek(1024)
+        file.write(bytes(200))
+
+
+def lengthen(path):
+    with open(path, "ab") as file:
+        file.write(bytes(200))
+
+
+def replace(path):
+    write_shard(path, TOKENS[::-1])
+
+
+CHANGES = {
+    cut: "cut off while it was read, at byte 1,124",
+    overwrite: "changed while it was read, at byte 1,114",
+    lengthen: "changed while it was read, at byte 1,114",
+    replace: "removed or replaced while it was read, at byte 1,114",
+    os.unlink: "removed or replaced while it was read, at byte 1,114",
+}
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_shard_that_changes_while_it_is_read_is_a_data_error(shard, change, is_open):
+    [opened] = open_shards(str(shard), VOCAB, SEQ_LEN)
+    out = np.empty(9, np.uint16)
+    assert opened.fingerprint
+    if is_open:
+        opened.read(45, out)
+    os.utime(shard, ns=(1, opened._state.st_mtime_ns - 10**9))  # the clock of a file system can be coarse
+    opened._state = shard.stat()
+    change(shard)
+    with pytest.raises(DataError) as error:
+        opened.read(45, out)
+    expected = CHANGES[change]
+    if not is_open:
+        missing = "cannot read byte 1,114: got No such file or directory"
+        expected = {os.unlink: missing, replace: "changed while it was read, at byte 1,114"}.get(change, expected)
+    assert f"{shard}: {expected}" in str(error.value) and str(error.value).endswith("restore it and resume")
+
+
+def test_shard_with_a_new_time_and_the_same_content_is_read(shard):
+    [opened] = open_shards(str(shard), VOCAB, SEQ_LEN)
+    out = np.empty(9, np.uint16)
+    assert opened.fingerprint
+    for time in (1, 2):
+        os.utime(shard, ns=(time, time))
+        opened.read(45, out)
+        np.testing.assert_array_equal(out, TOKENS[45:54])
+
+
+# ---- many files, and things that are no files ----
+
+
+def limited(program, *args):
+    """Run a program with 1,024 descriptors; return what it prints."""
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n"
+    command = [sys.executable, "-c", limits + textwrap.dedent(program), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("count", [1030, 10_000])
+def test_many_shards_open_fast_in_little_memory_and_few_descriptors(tmp_path, count):
+    header = struct.pack("<256i", 20240520, 1, 10**8, *[0] * 253)
+    for i in range(count):
+        with open(tmp_path / f"train_{i:06d}.bin", "wb") as file:
+            file.write(header)
+            file.truncate(1024 + 2 * 10**8)
+    seconds, megabytes, fingerprint_seconds = map(float, limited("""
+        import sys
+        import numpy as np
+        from gpt2_triton.data.loader import Windows
+        from gpt2_triton.data.shards import open_shards
+
+        def used():
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+        before = used()
+        shards = open_shards(sys.argv[1], 50257, 1024)
+        windows = Windows(shards, 1024)
+        windows.read(np.arange(0, windows.n, windows.n // 1500))  # from more shards than may be open
+        after = used()
+        fingerprints = [shard.fingerprint for shard in shards[:1000]]
+        print(after[0] - before[0], after[1] - before[1], used()[0] - after[0])
+        """, tmp_path / "*.bin"))  # fmt: skip
+    assert seconds < 2 and megabytes < 100 and fingerprint_seconds < 1
+
+
+def test_things_that_are_no_files_are_refused_at_once(shard):
+    os.mkfifo(shard.with_name("train_000001.bin"))
+    assert "no shard: got a pipe or a device, expected a .bin file; leave it out" in refusal(
+        shard.with_name("train_000001.bin")
+    )
+    with pytest.raises(DataError, match="train_000001.bin: no shard: got a pipe or a device"):
+        open_shards(str(shard.with_name("*.bin")), VOCAB, SEQ_LEN)
+    assert "got a pipe or a device" in refusal("/dev/zero")
+    shard.with_name("train_000001.bin").unlink()
+    shard.with_name("train_000001.bin").mkdir()
+    with pytest.raises(DataError, match="train_000001.bin: no shard: got a directory"):
+        open_shards(str(shard.with_name("*.bin")), VOCAB, SEQ_LEN)
+
+
+@pytest.mark.parametrize("directory", ["run[1]", "a*b", "sp ace", "ünïcode"])
+def test_open_shards_takes_a_pattern_in_a_directory_with_glob_characters(tmp_path, directory):
+    for name in (directory, "run1", "axb"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        write_shard(tmp_path / name / "train_0.bin", TOKENS)
+    [opened] = open_shards(str(tmp_path / directory / "train_*.bin"), VOCAB, SEQ_LEN)
+    assert opened.path == tmp_path / directory / "train_0.bin"
+    require_tokenizer(str(tmp_path / directory / "train_*.bin"), "bytes")

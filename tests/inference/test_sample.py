@@ -21,6 +21,7 @@ from gpt2_triton.model import schedule
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
 from tests.kernels.test_sampling import kept, scores
+from tests.support import checkpoints
 from tests.support.tiny import tiny_config, tiny_model
 
 PROMPT = [72, 101, 108, 108, 111]
@@ -159,7 +160,7 @@ def test_stream_text_ends_pieces_between_characters():
 @pytest.fixture(scope="module")
 def step_dir(tmp_path_factory) -> Path:
     model = decoder()
-    state = dict(config=model.config.to_dict(), data="", step=1, sample=0)
+    state = checkpoints.state(1, config=model.config.to_dict())
     return save_checkpoint(tmp_path_factory.mktemp("run"), 1, dict(params=model.state.params.cpu()), state, 1, 0)
 
 

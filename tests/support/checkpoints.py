@@ -27,8 +27,14 @@ def content(tensors):
     return {name: (t.dtype, t.shape, bytes(t.view(torch.uint8).numpy())) for name, t in tensors.items()}
 
 
+def state(step, **keys):
+    """Return the state of a checkpoint after `step` steps, without what save_checkpoint adds."""
+    counts = ("sample", "skipped", "outliers", "skipped_in_a_row", "without_update", "rewinds")
+    return {"step": step, "wandb_id": None, "config": {}, "data": []} | dict.fromkeys(counts, 0) | keys
+
+
 def write(directory, step, keep=0, keep_every=0):
-    return save_checkpoint(directory, step, example(step), {"step": step, "data": None}, keep, keep_every)
+    return save_checkpoint(directory, step, example(step), state(step), keep, keep_every)
 
 
 def reseal(step_dir: Path):

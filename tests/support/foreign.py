@@ -10,6 +10,7 @@ from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
 from gpt2_triton.inference.generate import fill_cache
 from gpt2_triton.inference.load import load_for_decoding
+from tests.support import checkpoints
 from tests.support.tiny import tiny_config
 
 
@@ -30,7 +31,7 @@ def random_params(config: Config, seed: int = 0) -> torch.Tensor:
 
 def checkpoint_of(run: Path, config: Config, tensors: dict[str, torch.Tensor]) -> Path:
     """Write a run with one checkpoint of these tensors; return its step directory."""
-    state = {"step": 1, "config": config.to_dict(), "data": []}
+    state = checkpoints.state(1, config=config.to_dict())
     return save_checkpoint(run / "checkpoints", 1, tensors, state, keep=0)
 
 

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 from gpt2_triton.data.prepare.encoding import conversion, likely_encoding
 from gpt2_triton.errors import DataError, bad_data
-from gpt2_triton.files import sha256
+from gpt2_triton.files import expand_glob, sha256
 
 READ_BYTES = 1 << 20
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
@@ -55,7 +55,7 @@ def _matches(given: Path) -> list[File]:
         names = [(p, p.relative_to(given)) for p in paths]
         found = [File(p, str(name)) for p, name in names if not any(part.startswith(".") for part in name.parts)]
     elif glob.has_magic(str(given)) and not given.exists():
-        found = [s for p in sorted(glob.glob(str(given), recursive=True)) for s in _matches(Path(p))]
+        found = [s for p in expand_glob(str(given)) for s in _matches(Path(p))]
     else:
         found = [File(given, given.name)]
     if not found:

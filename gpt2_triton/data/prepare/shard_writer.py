@@ -127,7 +127,7 @@ def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
     try:
         sizes = {name: (out_dir / name).stat().st_size for name in record["shards"]}
         whole = {name: HEADER_BYTES + 2 * row["tokens"] for name, row in record.pop("shards").items()}
-    except (OSError, LookupError, TypeError, AttributeError):
+    except (OSError, LookupError, TypeError, AttributeError, ValueError):  # ValueError: a name with a zero byte
         return False
     return record == recipe and sizes == whole
 

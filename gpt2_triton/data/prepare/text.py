@@ -7,10 +7,13 @@ lock directories, as most of NFS, each process builds its own directory, none is
 """
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import os
+import re
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -25,6 +28,7 @@ from gpt2_triton.data.prepare.shard_writer import SHARD_TOKENS, Log, ParallelMap
 from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError, bad_data
+from gpt2_triton.files import remove_abandoned
 
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
 
@@ -112,6 +116,7 @@ def prepare_texts(
         raise bad_data("val_fraction", "an empty split", got, expected, "change val_fraction or give more text")
     with shard_writer.disk_errors_as(out_dir):
         if _is_prepared(out_dir, recipe, log):
+            _remove_leftovers(out_dir)
             return out_dir
         get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
         with _hidden_directory(out_dir, log) as hidden:
@@ -142,7 +147,8 @@ def _hidden_directory(out_dir: Path, log: Log) -> Iterator[Path]:
     """
     shared = out_dir.absolute().with_name(f".{out_dir.name}.partial")
     with pipeline.locked(shared, log) as held:
-        own = shared.with_name(f".{out_dir.name}.{os.urandom(4).hex()}.partial")
+        own = shared.with_name(f".{out_dir.name}.{socket.gethostname()}-{os.getpid()}.partial")
+        _remove_abandoned(out_dir)
         try:
             if not held:
                 own.mkdir()
@@ -151,6 +157,25 @@ def _hidden_directory(out_dir: Path, log: Log) -> Iterator[Path]:
             shutil.rmtree(own, ignore_errors=True)
             with contextlib.suppress(OSError):  # it is not empty, or has been renamed
                 shared.rmdir()
+
+
+def _remove_abandoned(out_dir: Path) -> None:
+    """Remove the directories that processes of this host built in without a lock and did not finish."""
+    name, host = re.escape(out_dir.name), re.escape(socket.gethostname())
+    remove_abandoned(out_dir.absolute().parent, re.compile(rf"\.{name}\.{host}-([0-9]+)\.partial"), own=True)
+
+
+def _remove_leftovers(out_dir: Path) -> None:
+    """Remove what stopped preparations of out_dir left, since it is there now, but not what a process has locked."""
+    _remove_abandoned(out_dir)
+    shared = out_dir.absolute().with_name(f".{out_dir.name}.partial")
+    with contextlib.suppress(OSError):  # there is none, or it is locked
+        handle = os.open(shared, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(shared, ignore_errors=True)
+        finally:
+            os.close(handle)
 
 
 def _put_in_place(hidden: Path, out_dir: Path, recipe: dict[str, Any]) -> None:

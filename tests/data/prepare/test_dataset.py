@@ -84,7 +84,7 @@ def test_dataset_shards_hold_the_documents_after_end_of_text(folder, tmp_path):
     np.testing.assert_array_equal(tokens_of(out), llmc_tokens(folder.texts))
     names = sorted(path.name for path in out.glob("*.bin"))
     assert names == [*(f"train_{i:06d}.bin" for i in range(1, len(names))), "val_000000.bin"] and len(names) > 8
-    sizes = [len(shard.tokens) for shard in open_shards(str(out / "*.bin"), 256, 4)]
+    sizes = [shard.count for shard in open_shards(str(out / "*.bin"), 256, 4)]
     *full, last, end, val = sizes
     assert set(full) == {SHARD} == {val} and SHARD // 2 <= end <= last
     record = json.loads((out / "shards.json").read_text())

@@ -1,6 +1,7 @@
 """A data directory is there whole or not at all, records its sources, and holds the tokens of the whole text."""
 
 import errno
+import fcntl
 import functools
 import gzip
 import hashlib
@@ -10,6 +11,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +23,7 @@ from gpt2_triton.data import tokenizer
 from gpt2_triton.data.prepare import pipeline, shard_writer
 from gpt2_triton.data.prepare import text as text_module
 from gpt2_triton.data.prepare.text import prepare_text
-from gpt2_triton.data.shards import open_shards
+from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
 from gpt2_triton.errors import DataError
 
@@ -41,7 +44,7 @@ def text_file(tmp_path):
 
 
 def tokens_of(directory, split):
-    return np.concatenate([s.tokens for s in open_shards(str(directory / f"{split}_*.bin"), 50257, 4)])
+    return np.concatenate([map_tokens(s.path) for s in open_shards(str(directory / f"{split}_*.bin"), 50257, 4)])
 
 
 def contents(directory):
@@ -85,7 +88,7 @@ def test_text_shards_are_neither_too_long_nor_too_short(tmp_path, text_file, sha
     monkeypatch.setattr(shard_writer, "BATCH_CHARS", 50)  # many parts, none of which ends with a shard
     out = prepare_text([text_file], tmp_path / "out", "bytes", shard_tokens=shard_tokens)
     whole = prepare_text([text_file], tmp_path / "whole", "bytes")
-    *full, last, end = [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)]
+    *full, last, end = [s.count for s in open_shards(str(out / "train_*.bin"), 256, 4)]
     assert len(full) > 1 and set(full) == {shard_tokens}
     assert shard_tokens >= last >= end >= shard_tokens // 2
     for split in ("train", "val"):
@@ -95,7 +98,7 @@ def test_text_shards_are_neither_too_long_nor_too_short(tmp_path, text_file, sha
 def test_text_full_last_shard_is_not_balanced(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 40)
     out = prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes", val_fraction=0.5, shard_tokens=5)
-    assert [len(s.tokens) for s in open_shards(str(out / "train_*.bin"), 256, 4)] == [5, 5, 5, 5]
+    assert [s.count for s in open_shards(str(out / "train_*.bin"), 256, 4)] == [5, 5, 5, 5]
 
 
 def test_text_prepared_already_is_left_alone(tmp_path, text_file):
@@ -382,3 +385,38 @@ def test_text_shows_its_progress(tmp_path, text_file, monkeypatch, capsys):
     assert any(re.match(r"measuring: 100%\|.*1.00/1.00", line) for line in shown)
     assert any(re.match(r"tokenising text: +[1-9]\d%\|.*\| [\d.]+k/[\d.]+k \[.*characters/s\]", line) for line in shown)
     assert len(shown) > 10 and lines == [f"prepared {tmp_path}/out: 2 shards"]
+
+
+# ---- leftovers ----
+
+
+def ended_process():
+    """The number of a process that has ended."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return child.pid
+
+
+def test_leftovers_of_killed_preparations_are_removed(tmp_path):
+    """With a lock they are resumed; those of processes without one, and those of a directory that is there, go."""
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    out, host = tmp_path / "out", socket.gethostname()
+    unlocked, living = f".out.{host}-{ended_process()}.partial", f".out.{host}-{os.getppid()}.partial"
+    for again in (False, True):  # prepared now, and before
+        for name in (unlocked, living, ".out.partial"):
+            (tmp_path / name).mkdir(exist_ok=True)
+        if again:
+            (tmp_path / ".out.partial" / "train_000000.bin").write_bytes(b"left")
+        prepare_text([tmp_path / "a.txt"], out, "bytes")
+        assert sorted(os.listdir(tmp_path)) == [living, "a.txt", "out"]
+
+
+def test_leftovers_that_a_process_has_locked_stay(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes")
+    (tmp_path / ".out.partial").mkdir()
+    handle = os.open(tmp_path / ".out.partial", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes")
+    os.close(handle)
+    assert (tmp_path / ".out.partial").is_dir()

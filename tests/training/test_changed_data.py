@@ -1,0 +1,248 @@
+"""Data that changes: while a run reads it, the run saves and ends; before a resume, the resume is refused."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.data.shards import Shard, map_tokens, write_shard
+from gpt2_triton.errors import CheckpointError, DataError, bad_data
+from gpt2_triton.training.setup import restore
+from gpt2_triton.training.trainer import Trainer, make_trainer, train
+from tests.support import ranks
+from tests.support.tiny import tiny_config
+
+STEPS = 5
+
+
+def write_data(directory, train_tokens=4000):
+    """Two shards to train on and two to validate."""
+    directory.mkdir()
+    rng = np.random.default_rng(1)
+    for name in ("train_0", "train_1", "val_0", "val_1"):
+        write_shard(directory / f"{name}.bin", rng.integers(0, 256, train_tokens).astype(np.uint16))
+    return directory
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_data(tmp_path / "data")
+
+
+def run_config(folder, **sections):
+    base = dict(
+        model=dict(n_layer=1),
+        train=dict(steps=STEPS, total_batch_tokens=64, batch_size=2),
+        checkpoint=dict(every=0, keep=0),
+        data=dict(train=f"{folder}/train_*.bin", val=f"{folder}/val_*.bin"),
+    )
+    return tiny_config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+
+
+def final_bytes(run):
+    step_dir = find_checkpoint(run)
+    return step_dir.name, hashlib.sha256((step_dir / "rank_00000.safetensors").read_bytes()).hexdigest()
+
+
+def steps(run):
+    return [json.loads(line).get("step") for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def cut(path):
+    os.truncate(path, 1024)
+
+
+def wrong_ids(path):
+    """Write ids beyond the vocabulary behind the time of the file, as a disk that decays would."""
+    state = path.stat()
+    with open(path, "r+b") as file:
+        file.write(path.read_bytes()[:1024] + b"\xff\xff" * 4000)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [(cut, "train_1.bin: cut off while it was read, at byte"), (wrong_ids, "outside the vocabulary: got 65535")],
+)
+def test_run_saves_and_ends_where_training_data_is_damaged(data, tmp_path, monkeypatch, change, message):
+    """The resumed run, on the data as it was, gives the bytes of an unbroken one."""
+    shutil.copytree(data, tmp_path / "kept")
+    original = Trainer._train_step
+
+    def changing(self, step):
+        if step == 2:
+            change(data / "train_1.bin")
+        original(self, step)
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=message):
+        patch.setattr(Trainer, "_train_step", changing)
+        train(run_config(data), tmp_path / "run", resume=False)
+    saved = load_checkpoint(find_checkpoint(tmp_path / "run"))[0]
+    assert 2 <= saved["step"] < STEPS and saved["sample"] == 4 * saved["step"] and saved["skipped"] == 0
+    assert steps(tmp_path / "run") == list(range(1, saved["step"] + 1))
+
+    shutil.copy(tmp_path / "kept" / "train_1.bin", data)
+    assert train(run_config(data), tmp_path / "run", resume=True) == 0
+    assert train(run_config(tmp_path / "kept"), tmp_path / "unbroken", resume=False) == 0
+    assert final_bytes(tmp_path / "run") == final_bytes(tmp_path / "unbroken")
+
+
+def test_run_saves_and_ends_where_validation_data_is_damaged(data, tmp_path, monkeypatch):
+    original = Trainer._validate
+
+    def changing(self, step):
+        if step == 4:
+            cut(data / "val_0.bin")
+        original(self, step)
+
+    monkeypatch.setattr(Trainer, "_validate", changing)
+    with pytest.raises(DataError, match="val_0.bin: cut off"):
+        train(run_config(data, eval=dict(every=2, tokens=160)), tmp_path / "run", resume=False)
+    assert find_checkpoint(tmp_path / "run").name == "step_00000004"
+
+
+# ---- several ranks ----
+
+needs_fork = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
+
+
+def job(config, run, reads):
+    """Train as train.py does; on rank 1 the data is damaged after a number of reads."""
+    if os.environ["RANK"] == "1":
+        original, done = Shard.read, iter(range(reads))
+
+        def failing(self, first, out):
+            if next(done, None) is None:
+                raise bad_data(self.path, "cut off", 1, 2, "restore it")
+            original(self, first, out)
+
+        Shard.read = failing
+    try:
+        return train(config, run, resume=False)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        os._exit(error.exit_code)
+
+
+@pytest.mark.slow
+@needs_fork
+@pytest.mark.parametrize("reads", [0, 7])  # before the first step; in the middle of a later one
+@pytest.mark.parametrize("zero", [0, 2])
+def test_all_ranks_save_and_end_where_one_cannot_read(data, tmp_path, zero, reads):
+    """Rank 1 takes 2 windows of each of 2 micro-batches of a step."""
+    config = run_config(data, train=dict(total_batch_tokens=128), parallel=dict(zero=zero), debug=dict(hash_state=1))
+    run = tmp_path / "run"
+    run.mkdir()
+    assert ranks.exit_codes(2, tmp_path / "stderr", job, config, run, reads) == [3, 3]
+    errors = (tmp_path / "stderr").read_text()
+    assert errors.count("train_") == 2 and errors.count("cut off") == 2
+    finished = reads // 4
+    assert steps(run) == list(range(1, finished + 1))
+    if not finished:
+        assert not (run / "checkpoints").exists()
+        return
+    state, tensors = load_checkpoint(find_checkpoint(run))
+    assert state["step"] == finished and state["skipped"] == 0
+    undisturbed = run_config(data, train=dict(total_batch_tokens=128, steps=finished), parallel=dict(zero=zero))
+    other = tmp_path / "other"
+    other.mkdir()
+    assert ranks.run(2, tmp_path / "stderr", train, undisturbed, other, False) == [0, 0]
+    for name, tensor in load_checkpoint(find_checkpoint(other))[1].items():
+        assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)), name
+
+
+@pytest.mark.slow
+@needs_fork
+def test_all_ranks_save_and_end_where_one_cannot_validate(data, tmp_path):
+    config, run = run_config(data, eval=dict(every=3, tokens=160)), tmp_path / "run"
+    run.mkdir()
+    reads = 4 + 3 * 2  # 2 of 5 validation batches are of rank 1; a step takes 2 windows, and 3 steps are read ahead
+    assert ranks.exit_codes(2, tmp_path / "stderr", job, config, run, reads) == [3, 3]
+    assert find_checkpoint(run).name in ("step_00000003", "step_00000004", "step_00000005")
+
+
+# ---- other data before a resume ----
+
+
+@pytest.fixture
+def stopped(data, tmp_path):
+    """A run of two steps that can be resumed."""
+    config = run_config(data, train=dict(steps=2), eval=dict(every=2, tokens=160))
+    assert train(config, tmp_path / "run", resume=False) == 0
+    return tmp_path / "run"
+
+
+def changed_shard(path):
+    """Change tokens in the middle of a shard, but not its size."""
+    tokens = np.array(map_tokens(path))
+    tokens[2000:2100] += 1
+    write_shard(path, tokens % 256)
+
+
+def resume_config(folder, **sections):
+    return run_config(folder, train=dict(steps=3), eval=dict(every=2, tokens=160), **sections)
+
+
+@pytest.mark.parametrize("name, key", [("train_1.bin", "data.train"), ("val_0.bin", "data.val")])
+def test_resume_on_changed_data_is_refused_with_a_table_or_recorded(data, stopped, capsys, name, key):
+    changed_shard(data / name)
+    with pytest.raises(CheckpointError) as error:
+        train(resume_config(data), stopped, resume=True)
+    title, header, row = str(error.value).splitlines()
+    assert f"{key} {data}/" in title and "accept it with --data.allow_changed true" in title
+    assert header.split() == ["checkpoint", "now"]
+    cells = row.split()
+    assert cells[0] == name and cells[1:3] == ["9,024", "bytes,"] == cells[4:6] and cells[3] != cells[6]
+
+    capsys.readouterr()
+    assert train(resume_config(data, data=dict(allow_changed=True)), stopped, resume=True) == 0
+    assert f"changed: {name} 9,024 bytes, {cells[3]} -> 9,024 bytes, {cells[6]}" in capsys.readouterr().out
+    starts = json.loads((stopped / "run.json").read_text())["starts"]
+    assert "changed_data" not in starts[0]
+    assert list(starts[1]["changed_data"]) == [name]
+    assert train(resume_config(data), stopped, resume=True) == 0  # the new data is now that of the run
+
+
+def test_resume_on_moved_data_with_other_times_continues(data, stopped, tmp_path):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(data, moved)
+    for path in moved.iterdir():
+        os.utime(path, (1, 1))
+    assert train(resume_config(moved), stopped, resume=True) == 0
+
+
+def test_resume_from_a_checkpoint_without_validation_data_continues(data, stopped):
+    """Earlier versions recorded the training data only, by the hash of its ends."""
+    trainer = make_trainer(resume_config(data), stopped.with_name("new"))
+    state = find_checkpoint(stopped) / "state.json"
+    saved = json.loads(state.read_text())
+    del saved["validation_data"]
+    saved["data"] = [shard.fingerprint_of_ends for shard in trainer.data.train.windows.shards]
+    trainer.close()
+    state.write_text(json.dumps(saved))
+    assert restore(state.parent, resume_config(data), trainer.data).changed_data == {}
+
+
+def test_run_warns_of_validation_data_among_the_training_data(data, tmp_path, capsys):
+    shutil.copy(data / "val_1.bin", data / "train_2.bin")
+    make_trainer(run_config(data, eval=dict(every=2, tokens=160)), tmp_path / "run").close()
+    warning = f"warning: data.train contains the validation data {data}/val_1.bin: the validation loss will be too low"
+    assert warning in capsys.readouterr().err
+
+
+def test_verify_refuses_a_shard_that_differs_from_its_record(data, tmp_path, capsys):
+    digests = {path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in data.iterdir()}
+    del digests["val_1.bin"]
+    (data / "shards.json").write_text(json.dumps({"tokenizer": "bytes", "shards": digests}))
+    config = run_config(data, eval=dict(every=2, tokens=160), data=dict(verify=True))
+    make_trainer(config, tmp_path / "run").close()
+    assert "data.verify: 1 of 4 shards have no sha256 in shards.json" in capsys.readouterr().err
+    changed_shard(data / "train_1.bin")
+    with pytest.raises(DataError, match="train_1.bin: damaged: got sha256"):
+        make_trainer(config, tmp_path / "run")
