@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import yaml
 
 from gpt2_triton.config.config import Config as Config
 from gpt2_triton.console import silent
@@ -64,7 +63,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return Config.model_validate(yaml.safe_load((self.directory / "config.yaml").read_text(encoding="utf-8")))
+        return Config.load(self.directory / "config.yaml")
 
     @property
     def state(self) -> Literal["done", "stopped"]:

@@ -63,6 +63,11 @@ def _release(package: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version(package).split(".")[:2])
 
 
+def local_gpu() -> int:
+    """Return the number of this rank's GPU; SLURM may make only one visible to each process."""
+    return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+
+
 def device_name() -> str:
     """Return the device of tensors: "cuda", or "cpu" for the interpreter."""
     return "cuda" if present() else "cpu"
@@ -77,9 +82,9 @@ def peak_flops() -> float | None:
 
 
 def memory_bytes(name: str | None) -> int:
-    """Return the memory in bytes of a GPU in the table; without a name, of this machine's GPU, else of an h200."""
+    """Return the memory in bytes of a GPU in the table; without a name, of this rank's GPU, else of an h200."""
     if name is None and present():
-        return torch.cuda.mem_get_info()[1]
+        return torch.cuda.mem_get_info(local_gpu())[1]
     return int(GPUS[name or "h200"].memory * 2**30)
 
 

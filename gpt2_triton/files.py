@@ -56,7 +56,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     A failure leaves nothing.  ConfigError if `path` exists and is not an empty directory.
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise ConfigError(f"--out: {path} is there already; choose another, or remove it")
+        raise ConfigError(f"{path} is there already; choose another, or remove it")
     hidden = path.absolute().with_name(f".{path.name}.tmp-{process_mark()}")
     hidden.mkdir(parents=True)
     try:

@@ -26,7 +26,7 @@ ROOMS = {
     "kernels": "kernels",
     "config": "errors config",
     "data": "errors console files data",
-    "distributed": "errors console distributed",
+    "distributed": "errors console device distributed",
     "model": "errors device console config data.packing distributed model",
     "checkpoint": "errors console files config data.tokenizer distributed.control model.buffers model.memory_plan "
     "checkpoint",

@@ -190,9 +190,12 @@ def _find_best(path: Path) -> Path:
             continue  # deleted meanwhile
         if found is None:
             raise CheckpointError(f"{path}: {run_dir} keeps no best checkpoint; train with --checkpoint.best val_loss")
-        if found.exists() or newest == before:
+        try:
             return find_checkpoint(found)
-        before = newest  # while it was read, a newer one may have replaced the best one
+        except CheckpointError:
+            if found.exists() or newest == before:
+                raise
+        before = newest  # meanwhile a newer one has replaced the best one
     raise AssertionError
 
 

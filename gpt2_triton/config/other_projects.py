@@ -66,7 +66,7 @@ LLMC = {
     "-s": "sample.every",
     "-g": "sample.tokens",
     "-h": "eval.hellaswag_every, in steps",
-    "-a": "configs/overfit.yaml",
+    "-a": "the recipe overfit",
     "-f": "none: TF32 is not used",
     "-w": "optim.master, fp32 or none",
     "-ge": "none: GELU is fused where that is faster",

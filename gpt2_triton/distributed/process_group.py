@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt2_triton.console import print_line
+from gpt2_triton.device import local_gpu
 from gpt2_triton.distributed import shared_memory
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
 from gpt2_triton.distributed.launcher_env import rank_and_size
@@ -53,8 +54,7 @@ class ProcessGroup:
         self._allocations = 0
         self._stream_barrier: shared_memory.StreamBarrier | None = None  # of ranks on GPUs that share memory
         if device == "cuda":
-            # SLURM may make only one GPU visible to each process
-            torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(local_gpu())
         if self.size == 1:
             return
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NCCL does not promise an order of multicast sums

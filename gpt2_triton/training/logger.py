@@ -73,7 +73,7 @@ class Logger:
 
     def _describe(self) -> None:
         """Write config.yaml and run.json."""
-        (self._run_dir / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+        write_atomic(self._run_dir / "config.yaml", self.config.to_yaml().encode())  # others may read it
         write_run(self._run_dir, self.wandb_id, self._starts)
 
     def _open_files(self, step: int) -> list[Record]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.console import command_line
+from gpt2_triton.training.preemption import how_to_continue
 
 
 def after_training(run_dir: Path, step: int, best: tuple[int, float] | None) -> list[str]:
@@ -27,5 +28,5 @@ def after_interruption(run_dir: Path, step: int, why: str = "") -> list[str]:
     return [
         f"checkpoint {step_path(run_dir / 'checkpoints', step)}",
         f"  sample   {command_line('sample')} {run}",
-        f"stopped after step {step}{why}; the same command with --run_dir {run} --resume continues",
+        f"stopped after step {step}{why}; {how_to_continue(run_dir)}",
     ]

@@ -10,6 +10,7 @@ therefore travels with its next step's loss, so that all ranks stop after the sa
 
 import contextlib
 import os
+import shlex
 import signal
 import threading
 import time
@@ -122,12 +123,9 @@ class BorrowedSignals(ShutdownSignals):
             signal.signal(number, handler)
         self._replaced.clear()
 
-    def _handle(self, number: int, frame: Any) -> None:
-        if self.received:
-            self._put_back()
-            signal.raise_signal(number)
-        else:
-            super()._handle(number, frame)
+    def _leave(self, number: int) -> None:
+        self._put_back()
+        signal.raise_signal(number)
 
 
 class TimeLimit:
@@ -158,4 +156,4 @@ def mark_preempted(run_dir: Path) -> None:
 
 
 def how_to_continue(run_dir: Path) -> str:
-    return f"the same command with --run_dir {run_dir} --resume continues"
+    return f"the same command with --run_dir {shlex.quote(str(run_dir))} --resume continues"

@@ -38,8 +38,9 @@ from gpt2_triton.training.step_queue import StepQueue
 
 
 def train(config: Config, run_dir: Path | None, resume: Resume = False, signals: ShutdownSignals | None = None) -> int:
-    """Train to the last step, or until a signal or train.max_minutes; return the exit code (0 done or out of time, 130
-    or 143 stopped; the checkpoint of the last finished step is saved).  Every rank calls it; all take rank 0's run_dir.
+    """Train to the last step, or until a signal or train.max_minutes; return the exit code: 0 done or out of time, 129,
+    130 or 143 stopped.  The checkpoint of the last finished step is saved.  Every rank calls it; all take rank 0's
+    run_dir.
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
     control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)

@@ -93,10 +93,10 @@ def test_verify_names_each_missing_rank(newest, capsys, missing):
 
 
 def test_verify_takes_a_read_error_for_damage(newest, capsys, monkeypatch):
-    def fail(path):
+    def fail(path, *rest):
         if path.parent == newest:
             raise OSError(errno.EIO, "Input/output error", str(path))
-        return fingerprint(path)
+        return fingerprint(path, *rest)
 
     monkeypatch.setattr(load, "fingerprint", fail)
     assert_refused(newest, f"cannot be read ([Errno 5] Input/output error: '{newest / TENSORS}')", capsys)
@@ -259,18 +259,47 @@ def test_named_step_that_is_deleted_while_it_is_read_is_an_error(newest, monkeyp
         load.read_checkpoint(newest)
 
 
-def test_best_step_that_is_replaced_while_it_is_looked_up_is_found(tmp_path, monkeypatch):
-    def save_best(step):
-        save_checkpoint(tmp_path / "checkpoints", step, example(step), {"step": step, "best": [step, 1.0]}, 1)
+def save_best(run_dir, step):
+    save_checkpoint(run_dir / "checkpoints", step, example(step), made_state(step, best=[step, 1.0]), 1)
 
-    save_best(10)
+
+def test_best_step_that_is_replaced_while_it_is_verified_is_found(tmp_path, monkeypatch):
+    save_best(tmp_path, 10)
+    original, calls = load.verify, []
+
+    def replaced_before(step_dir):
+        calls.append(step_dir)
+        if len(calls) == 2:  # the newest is verified, and now the best, which is the same step
+            with monkeypatch.context() as patch:
+                patch.setattr(load, "verify", original)
+                save_best(tmp_path, 20)
+        return original(step_dir)
+
+    monkeypatch.setattr(load, "verify", replaced_before)
+    found, state, _ = load.read_checkpoint(tmp_path / "best")
+    assert found.name == STEP_20 and state["step"] == 20
+
+
+def test_best_step_that_is_gone_or_damaged_is_an_error(tmp_path):
+    save_best(tmp_path, 10)
+    save_checkpoint(tmp_path / "checkpoints", 20, example(20), made_state(20, best=[10, 1.0]), 1)
+    (tmp_path / "checkpoints" / STEP_10 / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"{STEP_10}: state.json"):
+        load.read_checkpoint(tmp_path / "best")
+    shutil.rmtree(tmp_path / "checkpoints" / STEP_10)
+    with pytest.raises(CheckpointError, match=f"{STEP_10}: is missing"):
+        load.read_checkpoint(tmp_path / "best")
+
+
+def test_best_step_that_is_replaced_while_it_is_looked_up_is_found(tmp_path, monkeypatch):
+    save_best(tmp_path, 10)
     original, calls = load.find_checkpoint, []
 
     def replaced_after(path):
         found = original(path)
         calls.append(found)
         if len(calls) == 2:  # the newest is found, and read for its best step
-            save_best(20)
+            save_best(tmp_path, 20)
         return found
 
     monkeypatch.setattr(load, "find_checkpoint", replaced_after)

@@ -17,7 +17,7 @@ from gpt2_triton.checkpoint.load import find_checkpoint, verify
 from gpt2_triton.checkpoint.save import FILES_BYTES, require_space
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import process_mark
-from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, TENSORS, example, names, write
+from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, TENSORS, example, names, state, write
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -47,8 +47,7 @@ def test_copy_of_another_step_is_replaced_with_a_warning(newest, capsys):
 def test_step_is_replaced_if_its_configuration_could_not_resume(tmp_path, key, replaced):
     section, _, name = key.partition(".")
     for value in (1, 2):
-        state = {"step": 20, "config": {section: {name: value}}}
-        save.save_checkpoint(tmp_path, 20, example(20), state, 0)
+        save.save_checkpoint(tmp_path, 20, example(20), state(20, config={section: {name: value}}), 0)
     assert load.load_checkpoint(tmp_path / STEP_20)[0]["config"][section][name] == (2 if replaced else 1)
 
 

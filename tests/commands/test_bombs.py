@@ -11,12 +11,14 @@ import torch
 
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.commands.app import main
+from gpt2_triton.commands.sample import print_texts
 from gpt2_triton.commands.train import app
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.hellaswag import load_questions
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import UserError
-from gpt2_triton.inference.sample import encode_prompt, sample_text
+from gpt2_triton.inference.sample import encode_prompt
+from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.training.metrics import read_metrics
 from tests.support.foreign import checkpoint_of, random_params
 from tests.support.tiny import tiny_config
@@ -58,7 +60,7 @@ def refusal(function, *args):
     ("train: {steps: " + ":".join(["59"] * 10_000) + "}", "a number of more than 60 digits"),
     ("train: {steps: 2001-99-99}", "x.yaml: not valid YAML: month must be in 1..12"),
     ("train: {steps: 0b_}", "not valid YAML"),
-], ids=str)  # fmt: skip
+], ids=lambda value: repr(value)[:40])  # fmt: skip
 def test_yaml(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text(text)
@@ -191,15 +193,15 @@ def run(tmp_path_factory):
     config = tiny_config(model=dict(n_layer=1))
     run = tmp_path_factory.mktemp("samples") / "run"
     checkpoint_of(run, config, {"params": random_params(config)})
-    sample_text(run, "a", 1, 1.0, 3, 1.0, 1, 1, 1)  # compiles
+    print_texts(run, "a", 1, Sampling(1.0, 3), 1, 1, 1)  # compiles
     return run
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1.0, 1e30])
 def test_sample_takes_any_top_k_and_temperature(run, capsys, temperature):
-    sample_text(run, "a", 2, temperature, 2**70, 1.0, 1, 1, 1)
+    print_texts(run, "a", 2, Sampling(temperature, 2**70), 1, 1, 1)
     all_tokens = capsys.readouterr().out
-    sample_text(run, "a", 2, temperature, 0, 1.0, 1, 1, 1)
+    print_texts(run, "a", 2, Sampling(temperature), 1, 1, 1)
     assert capsys.readouterr().out == all_tokens
 
 

@@ -42,7 +42,7 @@ def test_the_page_has_the_same_counterparts(rows, column, names):
 
 
 def test_every_counterpart_is_a_key_or_says_why_there_is_none():
-    commands = ("python -m gpt2_triton perplexity", "configs/overfit.yaml", "torchrun or srun")
+    commands = ("python -m gpt2_triton perplexity", "the recipe overfit", "torchrun or srun")
     for text in (*LLMC.values(), *NANOGPT.values()):
         assert text.startswith(("none: ", *commands)) or keys_in(text), text
     assert counterpart("epochs") == ""

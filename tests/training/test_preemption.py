@@ -11,7 +11,7 @@ import time
 import pytest
 
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.training.preemption import PREEMPTED, REPEAT_WINDOW, ShutdownSignals, TimeLimit
+from gpt2_triton.training.preemption import PREEMPTED, REPEAT_WINDOW, BorrowedSignals, ShutdownSignals, TimeLimit
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -58,6 +58,20 @@ def test_signals_on_several_ranks_wait_for_agreement_and_ignore_repeats(exit_cod
     moment += REPEAT_WINDOW + 1
     signal.raise_signal(signal.SIGTERM)
     assert exit_codes == [143]
+
+
+def test_borrowed_signals_of_several_ranks_ignore_repeats(exit_codes, monkeypatch):
+    """A launcher forwards the signal that the process group got too: the save must not end in an exception."""
+    moment, passed_on = 100.0, []
+    signal.signal(signal.SIGTERM, lambda number, _: passed_on.append(number))
+    monkeypatch.setattr("time.monotonic", lambda: moment)
+    with BorrowedSignals(2) as signals:
+        signals.listen()
+        signal.raise_signal(signal.SIGTERM)
+        moment += REPEAT_WINDOW
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.received and not passed_on
+    assert passed_on == [signal.SIGTERM] and not exit_codes
 
 
 STARTING = """

@@ -28,7 +28,7 @@ from gpt2_triton.data.prepare.shard_writer import SHARD_TOKENS, Log, ParallelMap
 from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError, bad_data
-from gpt2_triton.files import remove_abandoned
+from gpt2_triton.files import MARK, process_mark, remove_abandoned
 
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
 
@@ -147,7 +147,7 @@ def _hidden_directory(out_dir: Path, log: Log) -> Iterator[Path]:
     """
     shared = out_dir.absolute().with_name(f".{out_dir.name}.partial")
     with pipeline.locked(shared, log) as held:
-        own = shared.with_name(f".{out_dir.name}.{socket.gethostname()}-{os.getpid()}.partial")
+        own = shared.with_name(f".{out_dir.name}.{socket.gethostname()}-{process_mark()}-{os.urandom(4).hex()}.partial")
         _remove_abandoned(out_dir)
         try:
             if not held:
@@ -162,7 +162,7 @@ def _hidden_directory(out_dir: Path, log: Log) -> Iterator[Path]:
 def _remove_abandoned(out_dir: Path) -> None:
     """Remove the directories that processes of this host built in without a lock and did not finish."""
     name, host = re.escape(out_dir.name), re.escape(socket.gethostname())
-    remove_abandoned(out_dir.absolute().parent, re.compile(rf"\.{name}\.{host}-([0-9]+)\.partial"), own=True)
+    remove_abandoned(out_dir.absolute().parent, re.compile(rf"\.{name}\.{host}-{MARK}-[0-9a-f]{{8}}\.partial"))
 
 
 def _remove_leftovers(out_dir: Path) -> None:

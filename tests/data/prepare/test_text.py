@@ -26,6 +26,7 @@ from gpt2_triton.data.prepare.text import prepare_text
 from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
 from gpt2_triton.errors import DataError
+from gpt2_triton.files import process_mark
 
 SHAKESPEARE = Path(__file__).parents[4] / "shared" / "data" / "tinyshakespeare.txt"
 TEXT = "".join(f"line {i}: \N{GREEK SMALL LETTER PI} is {22 / 7 + i:.3f}\n" for i in range(200))
@@ -401,7 +402,7 @@ def test_leftovers_of_killed_preparations_are_removed(tmp_path):
     """With a lock they are resumed; those of processes without one, and those of a directory that is there, go."""
     (tmp_path / "a.txt").write_text("some text " * 50)
     out, host = tmp_path / "out", socket.gethostname()
-    unlocked, living = f".out.{host}-{ended_process()}.partial", f".out.{host}-{os.getppid()}.partial"
+    unlocked, living = f".out.{host}-{ended_process()}-0123abcd.partial", f".out.{host}-{os.getppid()}-0123abcd.partial"
     for again in (False, True):  # prepared now, and before
         for name in (unlocked, living, ".out.partial"):
             (tmp_path / name).mkdir(exist_ok=True)
@@ -409,6 +410,20 @@ def test_leftovers_of_killed_preparations_are_removed(tmp_path):
             (tmp_path / ".out.partial" / "train_000000.bin").write_bytes(b"left")
         prepare_text([tmp_path / "a.txt"], out, "bytes")
         assert sorted(os.listdir(tmp_path)) == [living, "a.txt", "out"]
+
+
+def test_leftovers_of_an_earlier_process_of_the_same_number_are_removed(tmp_path, monkeypatch):
+    """In a container every first process is number 1; without a lock each builds in a directory of its own."""
+
+    def no_lock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    for mark in (f"{os.getpid()}-1", process_mark()):
+        (tmp_path / f".out.{socket.gethostname()}-{mark}.partial").mkdir()
+    prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes")
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
 
 
 def test_leftovers_that_a_process_has_locked_stay(tmp_path):
