@@ -53,8 +53,8 @@ def main(size: str, batch: int, recompute: str) -> None:
     packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
     plain, with_stats, extremes = step_times(model, packed)
     a = model.train_view.a
-    elements = sum(t.numel() for name in FORWARD for t in getattr(a, name)) + len(a.x) * a.dx.numel()
-    read = elements * a.dx.element_size() + model.dims["N"] * (12 + a.dx.element_size())
+    elements = sum(t.numel() for name in FORWARD for t in getattr(a, name)) + len(a.x) * a.dx[0].numel()
+    read = elements * a.dx[0].element_size() + model.dims["N"] * (12 + a.dx[0].element_size())
     print(f"{size}, batch {batch}, recompute {recompute}: step {plain:.2f} ms, with statistics {with_stats:.2f} ms")
     print(
         f"statistics {with_stats - plain:.2f} ms for {read / 1e9:.1f} GB read "

@@ -8,14 +8,20 @@ from torch import Tensor
 from gpt2_triton.config.config import may_change_on_resume
 from gpt2_triton.errors import CheckpointError
 
+FP8_STATE = {"scale", "history"}
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raise CheckpointError with a table of differences unless names, shapes and dtypes are the expected ones."""
-    wrong = _changes(_describe(tensors), _describe(expected))
+    """Raise CheckpointError with a table of differences unless names, shapes and dtypes are the expected ones.  The
+    scales of fp8 may be missing, or too many, as a resume may change the precision.
+    """
+    then, now = _describe(tensors), _describe(expected)
+    for name in FP8_STATE & (then.keys() ^ now.keys()):
+        (then if name in then else now).pop(name)
+    wrong = _changes(then, now)
     if wrong:
         raise CheckpointError(_table(f"{step_dir} does not fit this model", wrong))
 

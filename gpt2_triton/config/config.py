@@ -24,6 +24,7 @@ class Config(schema.ConfigSection):
     data: schema.DataConfig = schema.DataConfig()
     train: schema.TrainConfig = schema.TrainConfig()
     optim: schema.OptimConfig = schema.OptimConfig()
+    fp8: schema.Fp8Config = schema.Fp8Config()
     memory: schema.MemoryConfig = schema.MemoryConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
     sample: schema.SampleConfig = schema.SampleConfig()
@@ -67,6 +68,14 @@ class Config(schema.ConfigSection):
         c, layers = self.model.n_embd, self.model.n_layer
         layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
         return (self.model.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
+
+    @property
+    def fp8_operations(self) -> list[frozenset[str]]:
+        """The operations of each layer whose operands are in fp8."""
+        if self.train.precision == "bf16":
+            return [frozenset()] * self.model.n_layer
+        kept = schema.kept_in_bf16(self.fp8.keep_bf16, self.model.n_layer)
+        return [frozenset(op for op in schema.OPERATIONS if (op, l) not in kept) for l in range(self.model.n_layer)]
 
     @property
     def flops_per_token(self) -> int:

@@ -6,6 +6,8 @@ step_shape.py has the rules about the number of GPUs.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from gpt2_triton.config.schema import kept_in_bf16
+
 if TYPE_CHECKING:
     from gpt2_triton.config.config import Config
 
@@ -40,6 +42,14 @@ def _model_conflicts(config: "Config") -> Iterator[Problem]:
         yield "data.val", f"data.train is {d.train} and data.val is {d.val}; make both builtin, or neither"
     if o.master == "fp32" and t.dtype == "fp32":
         yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
+    if t.precision == "fp8" and t.dtype == "fp32":
+        yield "train.precision", "fp8 goes with train.dtype bf16; set either to bf16"
+    if t.precision == "fp8" and t.seq_len % 16:
+        yield "train.seq_len", f"train.precision fp8 needs a multiple of 16, got {t.seq_len}; change it"
+    try:
+        kept_in_bf16(config.fp8.keep_bf16, m.n_layer)
+    except ValueError as error:
+        yield "fp8.keep_bf16", str(error)
     source, _, path = config.init_from.partition(":")
     if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
         known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())

@@ -138,6 +138,11 @@ class TrainConfig(ConfigSection):
         None, ge=1, le=1 << 40, description="tokens of a step; null is batch_size * seq_len"
     )
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
+    precision: Literal["bf16", "fp8"] = Field(
+        "bf16",
+        description="operands of the layers' products; fp8 needs dtype bf16 and compute capability 8.9 or more",
+        json_schema_extra=FREE,
+    )
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
     max_minutes: float = Field(
         0,
@@ -164,6 +169,35 @@ class TrainConfig(ConfigSection):
         0,
         ge=0,
         description="after this many skipped steps in a row go back to a checkpoint and leave their data out; 0 never",
+        json_schema_extra=FREE,
+    )
+
+
+OPERATIONS = ("qkv", "attproj", "mlp")  # of a layer, whose products can be in fp8; mlp is fc and fcproj
+
+
+def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
+    """Return the (operation, layer) pairs of fp8.keep_bf16; ValueError for a word that is none of its forms."""
+    pairs: set[tuple[str, int]] = set()
+    for word in value.replace(",", " ").split():
+        operation, _, layer = (
+            word.rpartition(":") if ":" in word or not word.lstrip("-").isdecimal() else ("", "", word)
+        )
+        operation, layer = (layer, "") if not operation and layer in OPERATIONS else (operation, layer)
+        if operation not in ("", *OPERATIONS) or not (layer.lstrip("-").isdecimal() or operation and not layer):
+            raise ValueError(f"{word}: expected {', '.join(OPERATIONS)}, a layer, or both as in attproj:0")
+        if layer and not -n_layer <= int(layer) < n_layer:
+            raise ValueError(f"{word}: there are {n_layer} layers, 0 to {n_layer - 1}")
+        layers = [int(layer) % n_layer] if layer else range(n_layer)
+        pairs |= {(op, l) for op in ([operation] if operation else OPERATIONS) for l in layers}
+    return pairs
+
+
+class Fp8Config(ConfigSection):
+    keep_bf16: str = Field(
+        "",
+        description=f"what train.precision fp8 leaves in bf16: {', '.join(OPERATIONS)} (in all layers), a layer's "
+        "number (-1: the last), or both as in attproj:0; several are separated by commas",
         json_schema_extra=FREE,
     )
 

@@ -88,9 +88,10 @@ class ProcessGroup:
 
     # ---- collectives, in the order of the current stream ----
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """tensor = the sum over ranks; all ranks get the same bits."""
-        self._collective(dist.all_reduce, tensor)
+    def all_reduce(self, tensor: Tensor, largest: bool = False) -> None:
+        """tensor = the sum over ranks, or each element's largest value; all ranks get the same bits."""
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        self._collective(dist.all_reduce, tensor, op=op)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
         """out = this rank's shard of the sum of `whole` over ranks; it may be that shard of `whole`."""
@@ -113,9 +114,9 @@ class ProcessGroup:
     def _all_gather(self, whole: Tensor, part: Tensor, group: Any) -> None:
         self._collective(_collective_by_name("all_gather_single", "all_gather_into_tensor"), whole, part, group=group)
 
-    def _collective(self, function: Callable[..., Any], *tensors: Tensor, group: Any = None) -> None:
+    def _collective(self, function: Callable[..., Any], *tensors: Tensor, group: Any = None, **options: Any) -> None:
         try:
-            function(*tensors, group=group)
+            function(*tensors, group=group, **options)
         except RuntimeError as error:
             reason = re.sub(r"^\[\S+:\d+\] |\. .*", "", str(error).splitlines()[0])  # first sentence, no line of C++
             todo = "another rank has exited; see its log, or the launcher's"

@@ -16,15 +16,18 @@ from gpt2_triton.errors import DataError, bad_data
 from gpt2_triton.model.gpt2 import GPT2
 
 
-def validation_loss(model: GPT2, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS) -> float:
-    """Return the mean loss of a run's validation tokens.  Rank r of `control` computes every size-th batch from r.
+def validation_loss(
+    model: GPT2, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS, fp8: bool = False
+) -> float:
+    """Return the mean loss of a run's validation tokens, with `fp8` that of the forward pass of an fp8 step.  Rank r of
+    `control` computes every size-th batch from r.
 
     If one cannot read its batches, DataError on all.
     """
     total, wrong, batches = 0.0, "", loader.batches(model.B, control.rank, control.size)
     try:
         for ids, targets in batches:
-            total += float(model.evaluate(ids, targets).numpy().sum(dtype=np.float64))
+            total += float(model.evaluate(ids, targets, fp8).numpy().sum(dtype=np.float64))
     except DataError as error:  # the other ranks wait for this one
         wrong = str(error)
     totals = control.all_gather([total, wrong])

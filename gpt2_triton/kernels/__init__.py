@@ -13,6 +13,7 @@ from gpt2_triton.kernels.classifier import (
 )
 from gpt2_triton.kernels.decode import cache_fill, decode_attention, decode_embed, decode_matmul
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
+from gpt2_triton.kernels.fp8 import AMAX_CELLS, HISTORY, Fp8, cast_operand, roll_scales
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.matmul import (
     matmul,
@@ -29,7 +30,7 @@ from gpt2_triton.kernels.philox import fill, normal_init
 from gpt2_triton.kernels.precompile import compiling as compiling  # mypy: used through the package
 from gpt2_triton.kernels.reduce import add_partials, clip_factor, loss_sum, sum_squares, sum_squares_scratch
 from gpt2_triton.kernels.sampling import sample_token
-from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
+from gpt2_triton.kernels.tensor_stats import fp8_stats, parameter_stats, stats_parts, tensor_stats
 
 
 def scratch_elements(d: dict[str, int], dtype: str) -> int:
@@ -44,4 +45,5 @@ def scratch_elements(d: dict[str, int], dtype: str) -> int:
         embedding_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),
         *(matmul_dw_scratch(*shape, dtype) for shape in products),
+        *(matmul_dw_scratch(*shape, "fp8") for shape in products[:4] if d.get("A")),
     )

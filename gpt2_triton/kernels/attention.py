@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
+from gpt2_triton.kernels.fp8 import Fp8, Operand, full, quantise, stored
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
@@ -40,6 +41,14 @@ def _load(desc, b, h, t):
 @triton.jit
 def _store(desc, b, h, t, value):
     desc.store([b, h, t, 0], value.to(desc.dtype).reshape(1, 1, value.shape[0], value.shape[1]))
+
+
+@triton.jit
+def _store_gradient(desc, scale_ptr, amax_ptr, b, h, t, value):
+    """Store rows of a head, which are 0 past the end of the sequence, in fp8 if there is a scale."""
+    if scale_ptr is not None:
+        value = quantise(value, scale_ptr, amax_ptr)
+    _store(desc, b, h, t, value)
 
 
 @triton.jit
@@ -59,7 +68,7 @@ def _online_softmax_step(s, v, m, total, acc, factor):
 
 @triton.jit
 def _attention_fwd_kernel(
-    out_desc, lse_ptr, q_desc, kv_desc, T, NH, factor,
+    out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, q_desc, kv_desc, T, NH, factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(BLOCK_M % BLOCK_N == 0)  # the blocks before `first` are taken whole, without a mask
@@ -85,13 +94,18 @@ def _attention_fwd_kernel(
         s = tl.where(i[:, None] >= j[None, :], dot(q, k.T), -1.0e30)
         m, total, acc = _online_softmax_step(s, v, m, total, acc, factor)
     sums = tl.sum(total, 1)
-    _store(out_desc, b, h, first, acc / sums[:, None])
+    out = (acc / sums[:, None]).to(out_desc.dtype)
+    _store(out_desc, b, h, first, out)
+    if out8_desc is not None:  # of the rounded numbers, so that a cast of out gives the same bits
+        out = tl.where(i[:, None] < T, out.to(tl.float32), 0.0)
+        _store(out8_desc, b, h, first, quantise(out, scale_ptr, amax_ptr))
     tl.store(lse_ptr + bh.to(tl.int64) * T + i, m + tl.log2(sums), mask=i < T)
 
 
 @triton.jit
 def _attention_bwd_dq_kernel(
-    dqkv_desc, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc, out_desc, lse_ptr, T, NH, factor, scale,
+    dqkv_desc, scale_ptr, amax_ptr, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc, out_desc, lse_ptr,
+    T, NH, factor, scale,
     HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_M)
@@ -116,14 +130,14 @@ def _attention_bwd_dq_kernel(
         ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
     dq *= scale
-    _store(dqkv_desc, b, h, first, dq)
+    _store_gradient(dqkv_desc, scale_ptr, amax_ptr, b, h, first, dq)
     d = tl.arange(0, BLOCK_D)
     tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(dq, 0), mask=d < HS)
 
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
-    dqkv_desc, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr, delta_ptr, T, NH, factor, scale,
+    dqkv_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr, delta_ptr, T, NH, factor, scale,
     HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_N)
@@ -152,8 +166,8 @@ def _attention_bwd_dkdv_kernel(
         ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
         dk = dot(ds.to(q.dtype), q, dk)
     dk *= scale
-    _store(dqkv_desc, b, NH + h, first, dk)
-    _store(dqkv_desc, b, 2 * NH + h, first, dv)
+    _store_gradient(dqkv_desc, scale_ptr, amax_ptr, b, NH + h, first, dk)
+    _store_gradient(dqkv_desc, scale_ptr, amax_ptr, b, 2 * NH + h, first, dv)
     d = tl.arange(0, BLOCK_D)
     part_ptr += ((b * blocks + block) * 2 * NH + h) * HS + d
     tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
@@ -176,34 +190,39 @@ def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
 
 
 @contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,3*C]")
-def attention_fwd(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
+def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     """out = causal attention of packed qkv; lse, fp32, is for the backward pass."""
     (B, NH, T), HS = lse.shape, _head_size(qkv, lse)
     row = _row("attention_fwd", dtype_name(qkv), T, HS)
-    out_desc = _rows(out, lse, HS, row["BLOCK_M"])
+    out_desc = _rows(full(out), lse, HS, row["BLOCK_M"])
+    out8, *scaling = stored(out) if isinstance(out, Fp8) else (None, None, None)
+    out8_desc = None if out8 is None else _rows(out8, lse, HS, row["BLOCK_M"])
     width, block = qkv.shape[1], [1, row["BLOCK_M"], 1, row["BLOCK_D"]]
     q_desc = TensorDescriptor(qkv, [B, T, 3 * NH, HS], [T * width, width, HS, 1], block)
     kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
     programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
-    _attention_fwd_kernel[(programs,)](out_desc, lse, q_desc, kv_desc, T, NH, LOG2E.value / math.sqrt(HS), **row)
+    _attention_fwd_kernel[(programs,)](
+        out_desc, out8_desc, *scaling, lse, q_desc, kv_desc, T, NH, LOG2E.value / math.sqrt(HS), **row
+    )
 
 
 @contract("dqkv[B*T,3*C] dbias[3*C]+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,3*C] out[B*T,C] lse[B,NH,T]")
 def attention_bwd(
-    dqkv: Tensor, dbias: Tensor, delta: Tensor, scratch: Tensor,
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, acc: bool,
+    dqkv: Operand, dbias: Tensor, delta: Tensor, scratch: Tensor,
+    dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """dqkv from dout; dbias (+)= its column sums, before rounding; delta is workspace."""
     (B, NH, T), HS, C, dtype = lse.shape, _head_size(qkv, lse), out.shape[1], dtype_name(qkv)
     scale = 1.0 / math.sqrt(HS)
     sizes = dict(T=T, NH=NH, factor=scale * LOG2E.value, scale=scale, HS=HS)
+    out, (dqkv, *scaling) = full(out), stored(dqkv)
 
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks = triton.cdiv(T, row["BLOCK_M"])
     dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dqkv, dout, qkv, out))
     kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
     _attention_bwd_dq_kernel[(blocks * B * NH,)](
-        dq_desc, scratch, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **sizes, **row
+        dq_desc, *scaling, scratch, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **sizes, **row
     )
     column_sums(dbias[:C], None, None, scratch, B * blocks, acc)
 
@@ -212,7 +231,7 @@ def attention_bwd(
     dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (dqkv, qkv))
     dout_desc, q_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dout, qkv))
     _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
-        dkdv_desc, scratch, dout_desc, q_desc, kv_desc, lse, delta, **sizes, **row
+        dkdv_desc, *scaling, scratch, dout_desc, q_desc, kv_desc, lse, delta, **sizes, **row
     )
     column_sums(dbias[C:], None, None, scratch, B * blocks, acc)
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.fp8 import Fp8, Operand, full, quantise, record_bits, row_maxima, stored
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
@@ -29,27 +30,40 @@ def _normalise(x, mean, rstd, w, b):
 
 
 @triton.jit
+def _elements(r, c, C):
+    """Return the indices of rows r, columns c.  Threads hold runs of at most 8 elements, 16 bytes of bf16: a store of
+    e4m3 alone would make them 16 in the whole kernel, and so change the order of its sums.
+    """
+    return tl.max_contiguous(r[:, None] * C + c[None, :], [1, 8])
+
+
+@triton.jit
 def _layernorm_fwd_kernel(
-    out_ptr, mean_ptr, rstd_ptr, x_ptr, w_ptr, b_ptr, R, C, eps, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
-):
+    out_ptr, mean_ptr, rstd_ptr, x_ptr, w_ptr, b_ptr, scale_ptr, amax_ptr, R, C, eps,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = r[:, None] * C + c[None, :]
+    at = _elements(r, c, C)
     mask = (r < R)[:, None] & (c < C)[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / C
     centred = tl.where(mask, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
-    tl.store(out_ptr + at, _normalise(x, mean, rstd, w, b), mask=mask)
+    out = _normalise(x, mean, rstd, w, b)
+    if scale_ptr is not None:
+        out = quantise(tl.where(mask, out, 0.0), scale_ptr, amax_ptr)
+    tl.store(out_ptr + at, out, mask=mask)
     tl.store(mean_ptr + r, mean, mask=r < R)
     tl.store(rstd_ptr + r, rstd, mask=r < R)
 
 
 @triton.jit
 def _layernorm_bwd_kernel(
-    dx_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, R, C,
+    dx_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr,
+    dx8_ptr, dx_scale_ptr, dx_amax_ptr, ln_scale_ptr, R, C,
     ADD_DX: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -59,16 +73,20 @@ def _layernorm_bwd_kernel(
     dw = tl.zeros((ROWS, BLOCK_C), tl.float32)
     db = tl.zeros((ROWS, BLOCK_C), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    top = tl.zeros((ROWS,), tl.int32)
     for first in tl.range(program * ROWS, R, programs * ROWS, num_stages=STAGES):
         r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
-        at = r[:, None] * C + c[None, :]
+        at = _elements(r, c, C)
         mask = (r < R)[:, None] & (c < C)[None, :]
         dout = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(mean_ptr + r, mask=r < R, other=0.0)
         rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
         if ln_ptr is not None:
-            tl.store(ln_ptr + at, _normalise(x, mean, rstd, w, b), mask=mask)
+            ln = _normalise(x, mean, rstd, w, b)
+            if ln_scale_ptr is not None:
+                ln = quantise(ln, ln_scale_ptr, None)  # the forward pass has recorded its amax
+            tl.store(ln_ptr + at, ln, mask=mask)
         # dout is 0 past the end of a row, and rstd past the last row, so the sums get nothing from there
         xhat = (x - mean[:, None]) * rstd[:, None]
         g = dout * w[None, :]
@@ -78,9 +96,14 @@ def _layernorm_bwd_kernel(
         if ADD_DX:
             dx += tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=mask)
+        if dx8_ptr is not None:
+            top = row_maxima(top, tl.where(mask, dx, 0.0))
+            tl.store(dx8_ptr + at, quantise(dx, dx_scale_ptr, None), mask=mask)
         dw += dout * xhat
         db += dout
         dbias += dx
+    if dx_amax_ptr is not None:
+        record_bits(dx_amax_ptr, top)
     at = program * C + c
     tl.store(part_ptr + at, tl.sum(dw, 0), mask=c < C)
     tl.store(part_ptr + programs * C + at, tl.sum(db, 0), mask=c < C)
@@ -88,26 +111,43 @@ def _layernorm_bwd_kernel(
 
 
 @contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
-def layernorm_fwd(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> None:
+def layernorm_fwd(out: Operand, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> None:
     """out = layernorm(x); mean, rstd fp32."""
-    R, C = x.shape
+    (R, C), (out, *scaling) = x.shape, stored(out)
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)
     _layernorm_fwd_kernel[(triton.cdiv(R, row["ROWS"]),)](
-        out, mean, rstd, x, w, b, R, C, eps, BLOCK_C=next_power_of_2(C), **row
+        out, mean, rstd, x, w, b, *scaling, R, C, eps, BLOCK_C=next_power_of_2(C), **row
     )
 
 
 @contract("dx[R,C]+ dw[C]+ db[C]+ dbias[C]?+ ln[R,C]? scratch[*] <- dout[R,C] x[R,C] w[C] b[C] mean[R] rstd[R]")
 def layernorm_bwd(
-    dx: Tensor, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Tensor | None, scratch: Tensor,
+    dx: Operand, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Operand | None, scratch: Tensor,
     dout: Tensor, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor, acc: bool, add_dx: bool = True,
 ) -> None:  # fmt: skip
     """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out."""
     R, C = x.shape
+    dx8 = stored(dx) if isinstance(dx, Fp8) else (None, None, None)
+    ln, ln_scale, _ = stored(ln) if ln is not None else (None, None, None)
     row = _bwd_row(R, C, dtype_name(x))
     programs = row.pop("PROGRAMS")
     _layernorm_bwd_kernel[(programs,)](
-        dx, ln, scratch, dout, x, w, b, mean, rstd, R, C, ADD_DX=add_dx, BLOCK_C=next_power_of_2(C), **row
+        full(dx),
+        ln,
+        scratch,
+        dout,
+        x,
+        w,
+        b,
+        mean,
+        rstd,
+        *dx8,
+        ln_scale,
+        R,
+        C,
+        ADD_DX=add_dx,
+        BLOCK_C=next_power_of_2(C),
+        **row,
     )
     column_sums(dw, db, dbias, scratch, programs, acc)
 

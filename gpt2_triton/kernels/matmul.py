@@ -26,9 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import dgelu, dot, gelu
+from gpt2_triton.kernels.fp8 import Fp8, Operand
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
@@ -190,37 +191,47 @@ def _launch(
 
 
 @contract("out[R,N] <- inp[R,K] w[N,K] b[N]?")
-def matmul(out: Tensor, inp: Tensor, w: Tensor, b: Tensor | None) -> None:
+def matmul(out: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
     """Write out = inp @ w.T + b; out may be fp32 while inp and w are bf16."""
+    if isinstance(inp, Fp8):
+        return fp8_matmul.matmul(out, inp, w, b)
     _launch(out, inp, w, b)
 
 
 @contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]")
-def matmul_gelu(out: Tensor, pre: Tensor, inp: Tensor, w: Tensor, b: Tensor) -> None:
-    """Write pre = inp @ w.T + b and out = gelu(pre as stored)."""
+def matmul_gelu(out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor) -> None:
+    """Write pre = inp @ w.T + b and out = gelu(pre as stored); in fp8, `pre` holds bytes of gelu'(pre)."""
+    if isinstance(inp, Fp8):
+        return fp8_matmul.matmul_gelu(out, pre, inp, w, b)
     _launch(out, inp, w, b, epilogue="gelu", pre=pre)
 
 
 @contract("out[R,N] <- res[R,N] inp[R,K] w[N,K] b[N]")
-def matmul_add(out: Tensor, res: Tensor, inp: Tensor, w: Tensor, b: Tensor) -> None:
+def matmul_add(out: Tensor, res: Tensor, inp: Operand, w: Operand, b: Tensor) -> None:
     """Write out = res + (inp @ w.T + b), the residual add."""
+    if isinstance(inp, Fp8):
+        return fp8_matmul.matmul(out, inp, w, b, res)
     _launch(out, inp, w, b, epilogue="add", res=res)
 
 
 @contract("dinp[R,K] <- dout[R,N] w[N,K]")
-def matmul_dx(dinp: Tensor, dout: Tensor, w: Tensor) -> None:
+def matmul_dx(dinp: Tensor, dout: Operand, w: Operand) -> None:
     """Write dinp = dout @ w."""
+    if isinstance(dout, Fp8):
+        return fp8_matmul.matmul_dx(dinp, dout, w)
     _launch(dinp, dout, w, w_is_nk=False)
 
 
 @contract("dpre[R,K] dbias[K]+ gelu_out[R,K]? scratch[*] <- dout[R,N] w[N,K] pre[R,K]")
 def matmul_dx_dgelu(
-    dpre: Tensor, dbias: Tensor, gelu_out: Tensor | None, scratch: Tensor,
-    dout: Tensor, w: Tensor, pre: Tensor, acc: bool,
+    dpre: Operand, dbias: Tensor, gelu_out: Tensor | None, scratch: Tensor,
+    dout: Operand, w: Operand, pre: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """Write dpre = (dout @ w) * gelu'(pre), dbias (+)= its column sums before rounding, and gelu_out = gelu(pre), with
     the bits of matmul_gelu.  gelu_out may be pre: a program reads its elements of pre before it writes them.
     """
+    if isinstance(dout, Fp8):
+        return fp8_matmul.matmul_dx_dgelu(dpre, dbias, scratch, dout, w, pre, acc)
     _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
     R = dout.shape[0]
     blocks = triton.cdiv(R, tuned("matmul", dtype_name(dout), BLOCK_M=R)["BLOCK_M"])
@@ -237,13 +248,15 @@ def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
 
 
 @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K]")
-def matmul_dw(dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, acc: bool) -> None:
+def matmul_dw(dw: Tensor, scratch: Tensor, dout: Operand, inp: Operand, acc: bool) -> None:
     """Write dw (+)= dout.T @ inp, in fp32."""
     (N, K), R = dw.shape, dout.shape[0]
-    row = _dw_row(N, K, R, dtype_name(dout))
+    row = _dw_row(N, K, R, "fp8" if isinstance(dout, Fp8) else dtype_name(dout))
     split = split_tiles(N, K, R, row)
     assert scratch.numel() >= split.scratch, f"matmul_dw: scratch holds {scratch.numel()}, needs {split.scratch}"
-    if hopper.takes("matmul_dw", N, K, dtype_name(dout)):
+    if isinstance(dout, Fp8):
+        fp8_matmul.matmul_dw(dw, scratch, dout, inp, split, acc, row)
+    elif hopper.takes("matmul_dw", N, K, dtype_name(dout)):
         hopper_matmul_dw.matmul_dw(dw, scratch, dout, inp, split, acc)
     else:
         _launch_dw(dw, scratch, dout, inp, split, acc, row)

@@ -1,29 +1,34 @@
 """Statistics of tensors: sums and maxima over the elements, one partial result per program, finished on the host.
 
 tensor_stats     sum of x^2, largest |x|, non-finite elements                                of an activation
+fp8_stats        elements at the largest number and at 0                                      of an fp8 operand
 parameter_stats  the same of a gradient, sum of w^2, sum of (the update AdamW is about to make)^2
 
 Sums and maxima are over the finite elements.  Both kernels read each tensor once and take the time of that.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
+from gpt2_triton.kernels.fp8 import Fp8, Operand, full
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
 @triton.jit
-def _tensor_stats_kernel(out_ptr, x_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _tensor_stats_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     squares = tl.zeros((BLOCK,), tl.float32)
     largest = tl.zeros((BLOCK,), tl.float32)
     bad = tl.zeros((BLOCK,), tl.float32)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
         i = first + tl.arange(0, BLOCK)
         size = tl.abs(tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32))
+        if scale_ptr is not None:
+            size /= tl.load(scale_ptr)
         finite = size < float("inf")
         size = tl.where(finite, size, 0.0)
         squares += size * size
@@ -80,11 +85,42 @@ def _parameter_stats_kernel(
 
 
 @contract("out[3,P]+ <- x[*]")
-def tensor_stats(out: Tensor, x: Tensor, acc: bool) -> None:
-    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc combined with the old out."""
+def tensor_stats(out: Tensor, x: Operand, acc: bool) -> None:
+    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc combined with the old out.
+
+    Of an fp8 operand they are those of its bf16 tensor, or of what its rows stand for if it has none.
+    """
+    scale = x.scale if isinstance(x, Fp8) and x.value is None else None
+    x = full(x) if scale is None else x.rows
     P = out.shape[1]
     block = _block(x.numel(), 2048)
-    _tensor_stats_kernel[(P,)](out, x, x.numel(), ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
+    _tensor_stats_kernel[(P,)](out, x, scale, x.numel(), ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
+
+
+@triton.jit
+def _fp8_stats_kernel(out_ptr, x_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    largest = tl.zeros((BLOCK,), tl.float32)
+    zero = tl.zeros((BLOCK,), tl.float32)
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        code = tl.load(x_ptr + i, mask=i < n, other=1) & 0x7F  # without the sign
+        largest += tl.where(code == 0x7E, 1.0, 0.0)
+        zero += tl.where(code == 0, 1.0, 0.0)
+    out = out_ptr + tl.program_id(0)
+    saturated, flushed = tl.sum(largest, 0), tl.sum(zero, 0)
+    if ACC:
+        saturated += tl.load(out)
+        flushed += tl.load(out + PARTS)
+    tl.store(out, saturated)
+    tl.store(out + PARTS, flushed)
+
+
+@contract("out[2,P]+ <- x[R,C]")
+def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
+    """out = partial counts of the elements of an fp8 operand at its largest number, 448, and at 0; with acc added."""
+    P, n = out.shape[1], x.rows.numel()
+    block = _block(n, 8192)
+    _fp8_stats_kernel[(P,)](out, x.rows.view(torch.uint8), n, ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
 
 
 @contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[4] step_in[8]")

@@ -112,12 +112,15 @@ def next_power_of_2(n: int) -> int:
 
 
 def tuned(op: str, dtype: str, **sizes: int) -> Row:
-    """Return a new dict of the launch parameters of `op` for storage dtype "bf16" or "fp32".
+    """Return a new dict of the launch parameters of `op` for storage dtype "bf16" or "fp32", or "fp8": those of bf16,
+    with blocks of as many bytes along the contraction.
 
     `sizes` gives the dimension that each block runs along, as in `tuned("matmul", "bf16", BLOCK_M=R, BLOCK_N=N)`.
     Only the interpreter uses them, to make a block cover its dimension (a power of two, at least 16).
     """
-    row = dict(table().rows[op, dtype])
+    row = dict(table().rows[op, "bf16" if dtype == "fp8" else dtype])
+    if dtype == "fp8":
+        row["BLOCK_K"] *= 2
     if INTERPRET:
         for block, size in sizes.items():
             row[block] = min(row[block], max(16, next_power_of_2(size)))
@@ -125,5 +128,5 @@ def tuned(op: str, dtype: str, **sizes: int) -> Row:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return a tensor's storage dtype as the tables spell it, "bf16" or "fp32"."""
-    return {2: "bf16", 4: "fp32"}[tensor.element_size()]
+    """Return a tensor's storage dtype as the tables spell it, "bf16", "fp32" or "fp8"."""
+    return {1: "fp8", 2: "bf16", 4: "fp32"}[tensor.element_size()]

@@ -7,7 +7,7 @@ first; two buffers share bytes only if no phase needs both), and `carve` cuts ty
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -38,22 +38,31 @@ class BufferSpec:
     kind: str
     within: str
     recompute: RecomputeRule | None
+    only: tuple[str, ...] = ()  # "bf16" or "fp8", and the operations of a layer that read its entries, in their order
+    one_copy: bool = False
 
 
-def buf(shape: str, storage: str, live: str, kind: str, drop: str = "", again: str = "", within: str = "") -> Any:
+def buf(
+    shape: str, storage: str, live: str, kind: str, drop: str = "", again: str = "", within: str = "", only: str = "",
+    one_copy: bool = False,
+) -> Any:  # fmt: skip
     """Return a dataclass field that declares a buffer.
 
     shape    "R 4*C", or "L | R 4*C" for a list of L buffers
-    storage  "act" (the run's dtype), "f32", "i32", "i16"
+    storage  "act" (the run's dtype), "f32", "i32", "i16", "e4m3", "u8"
     live     "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
     drop     the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
     again    the first level at which the backward pass writes that copy again, if not `drop`
     within   the buffer whose bytes this one shares; their uses never overlap
+    only     "fp8 qkv mlp": only of layers whose qkv (entries 0, 2 ...) or mlp (1, 3 ...) is in fp8; "bf16 ...": in bf16
+    one_copy all entries of the list use one copy
     """
     count, _, each = shape.rpartition("|")
     level, _, which = drop.partition(":")
     rule = RecomputeRule(level, again or level, which == "odd") if drop else None
-    spec = BufferSpec(count.strip() or None, each.strip(), storage, live, kind, within, rule)
+    spec = BufferSpec(
+        count.strip() or None, each.strip(), storage, live, kind, within, rule, tuple(only.split()), one_copy
+    )
     return dataclasses.field(default=None, metadata=dict(spec=spec))
 
 
@@ -66,7 +75,7 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: torch.dtype
     live: str
-    copy_of: tuple[int, ...] | None  # the copy that each entry of a list uses; None: a single buffer
+    copy_of: tuple[int, ...] | None  # the copy that each entry of a list uses, -1 for none; None: a single buffer
     offset: int = 0
 
     @property
@@ -109,12 +118,14 @@ def eval_shape(shape: str, dims: dict[str, int]) -> tuple[int, ...]:
 
 
 def resolve_buffers(
-    table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str], order: Sequence[str]
-) -> list[Buffer]:
+    table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str], order: Sequence[str],
+    fp8: Sequence[Set[str]] = (),
+) -> list[Buffer]:  # fmt: skip
     """Return the table's buffers for these sizes, not yet placed; those without elements are left out.
 
     levels   the recompute level of each layer; layers of the deeper level come first
     order    all levels, from the one that keeps most to the one that keeps least
+    fp8      the operations of each layer that are in fp8; empty: none
 
     The copies of three layers at level `gelu:1`.  Layer 0 computes the output of GELU again, so its fcg is layer 1's:
 
@@ -134,6 +145,9 @@ def resolve_buffers(
     att  3 copies, entries use 0 1 2
     fch  3 copies, entries use 0 1 2
     fcg  2 copies, entries use 0 0 1
+    dx   1 copies, entries use 0 0 0 0 0 0 0
+    dfch 1 copies, entries use 0 0 0
+    dqkv 1 copies, entries use 0 0 0
     """
     depths = [order.index(level) for level in levels]
     out = []
@@ -141,17 +155,35 @@ def resolve_buffers(
         spec: BufferSpec = field.metadata["spec"]
         rule, live, copy_of = spec.recompute, spec.live, None
         shared = [depth >= order.index(rule.shared_from) for depth in depths] if rule else []
+        present = _present(spec, fp8 or [set[str]()] * len(levels))
+        if present and not any(present):
+            continue
         if spec.count:
-            copy_of = _assign_copies(eval_shape(spec.count, dims)[0], shared, bool(rule and rule.odd_only))
+            n = eval_shape(spec.count, dims)[0]
+            absent = {i for i, there in enumerate(present) if not there}
+            copy_of = (0,) * n if spec.one_copy else _assign_copies(n, shared, bool(rule and rule.odd_only), absent)
         if rule and shared and all(shared) and not rule.odd_only:
             live = "block block_bwd" if depths[0] >= order.index(rule.rewritten_from) else "block"
         out.append(Buffer(field.name, spec, eval_shape(spec.shape, dims), dtypes[spec.storage], live, copy_of))
-    return [buffer for buffer in out if buffer.nbytes]
+    out = [buffer for buffer in out if buffer.nbytes]
+    names = {buffer.name for buffer in out}
+    for buffer in out:
+        if buffer.spec.within not in names:
+            buffer.spec = dataclasses.replace(buffer.spec, within="")
+    return out
 
 
-def _assign_copies(n: int, shared: Sequence[bool], odd_only: bool) -> tuple[int, ...]:
-    """Return the copy that each of a list's n entries, one or two per layer, uses; `shared[l]` is True for the first
-    layers, which have no copy of their own.
+def _present(spec: BufferSpec, fp8: Sequence[Set[str]]) -> list[bool]:
+    """Return for each entry, one for each operation of each layer, whether its operation has the precision that the
+    buffer is for; empty if it is for both.
+    """
+    precision, *operations = spec.only or ("",)
+    return [(op in layer) == (precision == "fp8") for layer in fp8 for op in operations]
+
+
+def _assign_copies(n: int, shared: Sequence[bool], odd_only: bool, absent: Set[int] = frozenset()) -> tuple[int, ...]:
+    """Return the copy that each of a list's n entries, one or two per layer, uses, -1 for those that are absent;
+    `shared[l]` is True for the first layers, which have no copy of their own.
 
     They use the copy of the first layer that has one.  In the forward pass they finish with it before that layer writes
     it; in the backward pass that layer finishes with it before they write it again.
@@ -162,10 +194,10 @@ def _assign_copies(n: int, shared: Sequence[bool], odd_only: bool) -> tuple[int,
     (0, 3, 1, 3, 2, 3, 4, 5, 6)
     """
     per_layer = n // len(shared) if shared else 1
-    kept = [i for i in range(n) if i // per_layer >= sum(shared) or odd_only and i % 2 == 0]
+    kept = [i for i in range(n) if i not in absent and (i // per_layer >= sum(shared) or odd_only and i % 2 == 0)]
     common = next((copy for copy, i in enumerate(kept) if i % 2 or not odd_only), len(kept))
     own = {i: copy for copy, i in enumerate(kept)}
-    return tuple(own.get(i, common) for i in range(n))
+    return tuple(-1 if i in absent else own.get(i, common) for i in range(n))
 
 
 @dataclasses.dataclass
@@ -174,6 +206,7 @@ class MemoryPlan:
 
     buffers: dict[str, Buffer]
     total: int
+    between: "MemoryPlan | None" = None  # of a forward pass in bf16 between the steps of a run in fp8
 
     def by_kind(self) -> dict[str, int]:
         out: dict[str, int] = {}
@@ -182,9 +215,11 @@ class MemoryPlan:
         return out
 
 
-def place_buffers(buffers: list[Buffer]) -> MemoryPlan:
-    """Place every buffer, the largest first, at the lowest offset that is free in all its phases."""
-    placed: list[Buffer] = []
+def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> MemoryPlan:
+    """Place every buffer, the largest first, at the lowest offset that is free in all its phases; `fixed` ones are
+    placed already.
+    """
+    placed = [b for b in fixed if not b.spec.within]
     for b in sorted((b for b in buffers if not b.spec.within), key=lambda b: -b.nbytes):
         offset = 0
         for other in sorted((p for p in placed if p.phases & b.phases), key=lambda p: p.offset):
@@ -193,13 +228,13 @@ def place_buffers(buffers: list[Buffer]) -> MemoryPlan:
             offset = max(offset, other.offset + other.nbytes)
         b.offset = offset
         placed.append(b)
-    by_name = {b.name: b for b in buffers}
+    by_name = {b.name: b for b in (*fixed, *buffers)}
     for b in buffers:
         if b.spec.within:
             host = by_name[b.spec.within]
             assert b.nbytes <= host.nbytes and b.phases <= host.phases, f"{b.name} does not fit in {host.name}"
             b.offset = host.offset
-    return MemoryPlan(by_name, max(b.offset + b.nbytes for b in buffers))
+    return MemoryPlan(by_name, max(b.offset + b.nbytes for b in by_name.values()))
 
 
 def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str, int]) -> Any:
@@ -217,6 +252,8 @@ def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str
         if name not in buffers:
             return None
         b = buffers[name]
-        return view(b, 0) if b.copy_of is None else [view(b, copy) for copy in b.copy_of]
+        if b.copy_of is None:
+            return view(b, 0)
+        return [view(b, copy) if copy >= 0 else None for copy in b.copy_of]
 
     return table(**{field.name: views(field.name) for field in dataclasses.fields(table)})

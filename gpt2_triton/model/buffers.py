@@ -13,7 +13,8 @@ N          parameters.  Nf parameters, Nt moments, Nm low halves of the fp32 mas
            elements of flat buffers: on one rank N, or 0 if not needed (sharding.py)
 Np, W      elements of the packed batch (data/packing.py), of the scratch
 Nw         WINDOW + 1 in training
-Sa, Sp, P  activations and parameters that have statistics, partial results of each
+A          tensors with an fp8 scale, 0 in bf16 (fp8.py)
+Sa, Sp, As activations, parameters and fp8 tensors that have statistics, P partial results of each
 Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logits
 """
 
@@ -35,14 +36,15 @@ class Recompute:
     """Says what the backward pass of a layer computes again instead of reading it, from memory.recompute."""
 
     gelu: bool
-    ln: bool  # also with `block`, where both norms of a layer share a copy of ln
+    ln: bool  # also with `block`, where both norms of a layer share a copy of ln; and casts of weights and att to fp8
     qkv: bool
     block: bool
 
     @classmethod
-    def at(cls, level: str) -> "Recompute":
+    def at(cls, level: str, fp8_mlp: bool = False) -> "Recompute":
+        """Return what a level computes again; with GELU's output in fp8, its input is not kept to compute it from."""
         block, parts = level == "block", level.split("+")
-        return cls(gelu="gelu" in parts, ln="ln" in parts or block, qkv="qkv" in parts, block=block)
+        return cls(gelu="gelu" in parts and not fp8_mlp, ln="ln" in parts or block, qkv="qkv" in parts, block=block)
 
 
 def layer_levels(recompute: str, L: int) -> list[str]:
@@ -102,11 +104,15 @@ class State:
     reduced:    Tensor = buf("Nr",     "f32", "embed..update",    "gradients")   # ZeRO-2: this rank's shard of the sums
     received:   Tensor = buf("Nx",     "f32", "block_bwd",        "gradients")   # of other ranks, to be summed
     window:     Tensor = buf("2 Nw",   "f32", "embed..between",   "optimizer")   # recent losses, norms: outlier.py
+    scale:      Tensor = buf("A",      "f32", "embed..between",   "optimizer")   # of fp8 tensors: kernels/fp8.py
+    history:    Tensor = buf("A 16",   "f32", "embed..between",   "optimizer")   # their amax in the last steps
+    amax:       Tensor = buf("A 32",   "i32", "embed..between",   "optimizer")   # cells of their amax in this step
     # loss, gradient norm, clip factor, apply, squared norm, number of ranks that received a signal to stop
     step_out:   Tensor = buf("6",      "f32", "embed..between",   "inputs")
     z:          Tensor = buf("2",      "f32", "update..between",  "inputs")      # z-scores of loss and gradient norm
     act_stats:  Tensor = buf("Sa 3 P", "f32", "embed..between",   "statistics")  # see tensor_stats.py
     par_stats:  Tensor = buf("Sp 5 P", "f32", "embed..between",   "statistics")
+    fp8_stats:  Tensor = buf("As 2 P", "f32", "embed..between",   "statistics")
     step_in:    Tensor = buf("8",      "f32", "embed..update",    "inputs")      # lr_schedule.step_inputs
     step_key:   Tensor = buf("4",      "i32", "embed..update",    "inputs")      # step, seed low, seed high
     batch:      Tensor = buf("Np",     "i32", "embed..block_bwd", "inputs")      # packed by data/packing.py
@@ -119,14 +125,16 @@ class Acts:
     """
 
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
-    ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln")
+    ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln", only="bf16 qkv mlp")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     rstd:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     qkv:     Tensors = buf("L | R 3*C",  "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
     lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of row sums
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
-    fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block")  # before GELU
-    fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu", again="block")  # after
+    # before and after GELU
+    fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block", only="bf16 mlp")
+    fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu", again="block",
+                           only="bf16 mlp")
     lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final layernorm, that of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
     p:       Tensor  = buf("Rp Vp",      "act", "head",             "head")  # exp(logit - target logit)
@@ -134,11 +142,12 @@ class Acts:
     ks:      Tensor  = buf("R",          "f32", "head..block_bwd",  "head")  # dlogits of the target
     lns:     Tensor  = buf("Rp C",       "act", "head",             "head")  # rs * lnf
     losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")  # of each token, summed over micro-steps
-    dx:      Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")  # gradient of the residual stream
+    dx:      Tensors = buf("S | R C",    "act", "head..block_bwd",  "backward",    one_copy=True)  # gradient at x[i]
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
-    dfch:    Tensor  = buf("R 4*C",      "act", "block_bwd",        "backward")
-    dqkv:    Tensor  = buf("R 3*C",      "act", "block_bwd",        "backward",    within="dfch")
+    dfch:    Tensors = buf("L | R 4*C",  "act", "block_bwd",        "backward",    only="bf16 mlp", one_copy=True)
+    dqkv:    Tensors = buf("L | R 3*C",  "act", "block_bwd",        "backward",    only="bf16 qkv", one_copy=True,
+                           within="dfch")
     delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")  # rowsum(dout * out) of attention
     scratch: Tensor  = buf("W",          "f32", "head..update",     "scratch")  # partial sums of one launch
 
@@ -157,7 +166,8 @@ class Decoding:
 
 def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
     """Return (name, index) of every activation that has statistics, in the order of act_stats; dx[i] is dx at x[i]."""
-    counts = {"x": dims["S"], "qkv": dims["L"], "att": dims["L"], "fch": dims["L"], "dx": dims["S"]}
+    hidden = "fcg" if dims["A"] else "fch"  # of GELU's output in fp8 runs, which do not store its input
+    counts = {"x": dims["S"], "qkv": dims["L"], "att": dims["L"], hidden: dims["L"], "dx": dims["S"]}
     return [(name, i) for name, n in counts.items() for i in range(n)]
 
 

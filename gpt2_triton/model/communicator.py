@@ -44,6 +44,9 @@ class Communicator:
     def all_reduce_scalars(self, scalars: Tensor) -> None:
         """Sum the ranks' losses and squared norms."""
 
+    def all_reduce_max(self, cells: Tensor) -> None:
+        """Set each element to its largest value on any rank."""
+
     def gather_after_update(self, bucket: int) -> None:
         """Gather what is due when this rank has updated its shard of the bucket."""
 
@@ -139,6 +142,9 @@ class BucketedCommunicator(Communicator):
 
     def all_reduce_scalars(self, scalars: Tensor) -> None:
         self._group.all_reduce(scalars)
+
+    def all_reduce_max(self, cells: Tensor) -> None:
+        self._group.all_reduce(cells, largest=True)
 
     def gather_after_update(self, bucket: int) -> None:
         if self._zero and bucket == self._rest:  # updated after the embedding and before the layers

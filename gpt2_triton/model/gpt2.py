@@ -17,7 +17,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ReplicaMismatchError
-from gpt2_triton.model import schedule, state_io
+from gpt2_triton.model import fp8, schedule, state_io
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.buffers import Decoding, Recompute, State
 from gpt2_triton.model.communicator import Communicator, make_communicator
@@ -58,7 +58,10 @@ class GPT2:
             self.shape = StepShape(gpus=1, micro_batch=batch, accumulation=1, zero=0)
         self.B, self.T = self.shape.micro_batch, config.train.seq_len
         self.plan, self.dims = plan_memory(config, K, self.B, self.T, training, dtypes, sequences, self.shape)
-        self.recompute = [Recompute.at(level) for level in recompute_levels(config, training)]
+        self.fp8 = config.fp8_operations if training else []
+        levels = recompute_levels(config, training)
+        self.recompute = [Recompute.at(level, "mlp" in fp8) for level, fp8 in zip(levels, config.fp8_operations)]
+        self.calibrated = False  # whether the scales of fp8 tensors are those of a step, a checkpoint or `calibrate`
         require_fits(self.plan, config, K, self.shape, device, training, sequences)
         try:
             if group:
@@ -75,22 +78,32 @@ class GPT2:
         self.rank = group.rank if group else 0
         self.comm = make_communicator(group, K, self.state, self.dims, arenas)
         self._graphs = GraphCache()
-        self._views: dict[tuple[int, int], ModelView] = {}
-        self.train_view = self.view(self.B, self.T)
+        self._views: dict[tuple[int, int, bool], ModelView] = {}
+        self.train_view = self._make_view(self.B, self.T, self.fp8, record=True)
         self.stats_recorder = StatsRecorder(K, self.state, self.dims) if self.state.act_stats is not None else None
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
         self._with_stats = False  # whether the step in progress takes statistics
 
-    def view(self, B: int, T: int) -> ModelView:
-        """Return the schedule's view for B sequences of T tokens; B*T is at most the plan's."""
-        if (B, T) not in self._views:
-            dims, optim = self.dims | dict(B=B, T=T, R=B * T), self.config.optim
-            self._views[B, T] = make_view(
-                self.plan, self.arena, dims, self.state, self.recompute, optim, self.comm, self.rank
-            )
-        return self._views[B, T]
+    @property
+    def has_fp8(self) -> bool:
+        return any(self.fp8)
+
+    def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
+        """Return the schedule's view for B sequences of T tokens; B*T is at most the plan's.  It is for use between
+        steps: without `fp8` it is all in train.dtype, with it the operands that are in fp8 have the scales of the step.
+        """
+        if (B, T, fp8) not in self._views:
+            self._views[B, T, fp8] = self._make_view(B, T, self.fp8 if fp8 else [])
+        return self._views[B, T, fp8]
+
+    def _make_view(self, B: int, T: int, fp8: list[frozenset[str]], record: bool = False) -> ModelView:
+        plan, dims = self.plan if any(fp8) else self.plan.between or self.plan, self.dims | dict(B=B, T=T, R=B * T)
+        state, optim = self.state, self.config.optim
+        return make_view(
+            plan, self.arena, dims, state, self.recompute, optim, self.comm, self.rank, self.K, fp8, record
+        )
 
     def initialise(self, seed: int) -> None:
         """Set GPT-2's initial weights and zero moments."""
@@ -146,6 +159,7 @@ class GPT2:
         self._with_stats, n = True, 0
         for n, packed in enumerate(batches, start=1):
             self.micro_step(packed, first=n == 1, last=False)
+        fp8.clear(self.state.amax)
         return first_non_finite(self.stats_recorder.read([self.stats_recorder.buffers[0].cpu()], n, control))
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
@@ -161,7 +175,7 @@ class GPT2:
         K, view = self._kernels(with_stats, acc), self.train_view
         view.comm.begin_micro_step(not acc, last)
         schedule.embed(K, view)
-        schedule.block(K, view)
+        schedule.block(K, view, acc)
         schedule.head(K, view, acc)
         schedule.block_bwd(K, view, acc)
         view.comm.end_micro_step()
@@ -169,11 +183,32 @@ class GPT2:
     def _update(self, with_stats: bool) -> None:
         schedule.update(self._kernels(with_stats, False), self.train_view)
 
+    def calibrate(self, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
+        """Set the scales of fp8 tensors by two passes over a step's packed micro-batches, the first with guessed
+        scales; nothing else remains of them.  All ranks call it, before the first step that has no scales.
+        """
+        s, view = self.state, self.train_view
+        s.step_in.copy_(torch.from_numpy(step_in))
+        s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # roll_scales: applied
+        fp8.guess_scales(s, float(step_in[self.K.step_io.LOSS_SCALE.value]))
+        for _ in range(2):
+            fp8.clear(s.history)
+            fp8.clear(s.amax)
+            for n, packed in enumerate(batches):
+                s.batch.copy_(packed)
+                self._forward_backward(n > 0, False, False)
+            schedule.roll_scales(self.K, view)
+        self.calibrated = True
+
     # ---- evaluation and decoding, between steps ----
 
-    def evaluate(self, ids: np.ndarray, targets: np.ndarray) -> Tensor:
-        """Return the losses [B*T] of the tokens, 0 where the target is -1, on the host; ids, targets int32 [B, T]."""
-        v = self.view(*ids.shape)
+    def evaluate(self, ids: np.ndarray, targets: np.ndarray, fp8: bool = False) -> Tensor:
+        """Return the losses [B*T] of the tokens, 0 where the target is -1, on the host; ids, targets int32 [B, T].
+
+        With `fp8`, of the forward pass that a step of an fp8 run makes; its scales do not change.
+        """
+        B, T = ids.shape
+        v = self.view(B, T, fp8)
         v.ids.copy_(torch.from_numpy(ids))
         v.targets.copy_(torch.from_numpy(targets.reshape(-1)))
         schedule.embed(self.K, v)
@@ -231,7 +266,9 @@ class GPT2:
                 self._update(with_stats)
             self.comm.precompile()
             for shape in evaluated:
-                self.evaluate(*np.zeros((2, *shape), np.int32))
+                zeros = np.zeros(shape, np.int32)
+                for in_fp8 in {False, self.has_fp8}:
+                    self.evaluate(zeros, zeros, in_fp8)
             if self.config.sample.every:
                 s = self.config.sample
                 self.prefill([0], slice(0, 1))
@@ -274,7 +311,9 @@ class GPT2:
         return state_io.shard_spans(self.dims, self.rank)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill the buffers from a checkpoint's complete tensors."""
+        """Fill the buffers from a checkpoint's complete tensors; an fp8 run without scales there needs `calibrate`."""
+        fp8.clear(self.state.amax)
+        self.calibrated = "scale" in tensors
         state_io.load(self.state, self.dims, self.rank, tensors)
 
     def state_digest(self) -> str:

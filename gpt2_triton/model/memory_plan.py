@@ -7,6 +7,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ from gpt2_triton.console import format_bytes
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
-from gpt2_triton.model.arena import GIB, MemoryPlan, place_buffers, resolve_buffers
+from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.buffers import WINDOW, Acts, Decoding, State, layer_levels, param_entries, tracked_activations
+from gpt2_triton.model.fp8 import SCALES, Fp8Buffers
 from gpt2_triton.model.sharding import flat_buffer_sizes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FIXED_DTYPES = dict(
+    f32=torch.float32, i32=torch.int32, i16=torch.int16, u8=torch.uint8, e4m3=torch.float8_e4m3fn
+)  # fmt: skip
 CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
 # the kernels' code and the CUDA graphs, 0.16 GiB at 12 layers; on a CPU the interpreter's arrays
 MODULE_BYTES = int(0.25 * GIB)
@@ -55,9 +60,11 @@ def dimensions(
         shape = shape or StepShape.of(config)
         d["ranks"], d["zero"] = shape.gpus, shape.zero
     d |= flat_buffer_sizes(d, training, master)
-    d["Sa"] = d["Sp"] = d["P"] = 0
+    d["A"] = len(SCALES) * d["L"] if training and any(config.fp8_operations) else 0
+    d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:
         d["Sa"], d["Sp"], d["P"] = len(tracked_activations(d)), len(list(param_entries(d))), K.stats_parts()
+        d["As"] = d["A"]
     d["W"] = K.scratch_elements(d, config.train.dtype)
     return d
 
@@ -72,12 +79,30 @@ def plan_memory(
     shape       of a training step, by default StepShape.of(config)
     """
     dims = dimensions(config, K, B, T, training, sequences, shape)
-    dtypes = dtypes or dict(act=DTYPES[config.train.dtype], f32=torch.float32, i32=torch.int32, i16=torch.int16)
-    levels = recompute_levels(config, training)
+    dtypes = FIXED_DTYPES | (dtypes or dict(act=DTYPES[config.train.dtype]))
+    levels, fp8 = recompute_levels(config, training), config.fp8_operations if training else ()
     buffers = [
-        b for table in (State, Acts, Decoding) for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS)
+        b
+        for table in (State, Acts, *([Fp8Buffers] if any(fp8) else []), Decoding)
+        for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS, fp8)
     ]
-    return place_buffers(buffers), dims
+    plan = place_buffers(buffers)
+    if any(fp8):
+        plan.between = _plan_between_steps(plan, dims, dtypes)
+        plan.total = max(plan.total, plan.between.total)
+    return plan, dims
+
+
+def _plan_between_steps(plan: MemoryPlan, dims: dict[str, int], dtypes: dict[str, torch.dtype]) -> MemoryPlan:
+    """Return the plan of a forward pass in bf16 between two steps of an fp8 run.  It has the plan's other buffers, and
+    the activations of a model that only runs forward in bytes that no buffer holds between steps.
+    """
+    forward, names = {"embed", "block", "head"}, {f.name for table in (State, Decoding) for f in fields(table)}
+    levels, dims = [FORWARD_ONLY] * dims["L"], dims | dict(Rp=0)
+    acts = [b for b in resolve_buffers(Acts, dims, dtypes, levels, RECOMPUTE_LEVELS) if b.spec.kind != "backward"]
+    for b in acts:
+        b.live = " ".join(phase for phase in PHASES if phase in b.phases & forward)
+    return place_buffers([b for b in acts if b.live], [b for b in plan.buffers.values() if b.name in names])
 
 
 def recompute_levels(config: Config, training: bool) -> list[str]:

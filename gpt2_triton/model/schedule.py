@@ -2,6 +2,7 @@
 
 K is the kernel package (or tests/support/reference.py, to check the mathematics) and m a ModelView: w parameters, g
 gradients, a activations, s state, ids/targets/order/segments/split_tokens the batch.  buffers.py explains the names.
+With train.precision fp8 the operands of the layers' products are kernels/fp8.py's Fp8, which the launchers take too.
 `acc` is False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
 m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
 its gradients are complete.  On one rank it does nothing (communicator.py).
@@ -30,10 +31,13 @@ def layer(K: Any, m: Any, l: int) -> None:
     K.matmul_gelu(a.fcg[l], a.fch[l], a.ln[i + 1], w.fcw[l], w.fcb[l])
 
 
-def block(K: Any, m: Any) -> None:
+def block(K: Any, m: Any, acc: bool = False) -> None:
     w, a = m.w, m.a
     for l in range(m.L):
         m.comm.wait_params(l)
+        if not acc or m.recompute[0].ln:  # else those of the first micro-step are still there
+            for w8 in m.fp8_weights[l]:
+                K.cast_operand(w8, w8.value)
         layer(K, m, l)
         # x[i+2] = x[i+1] + fcproj(fcg)
         K.matmul_add(a.x[2 * l + 2], a.x[2 * l + 1], a.fcg[l], w.fcprojw[l], w.fcprojb[l])
@@ -63,7 +67,9 @@ def head(K: Any, m: Any, acc: bool) -> None:
         K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
     norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
-    K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.branch_bias_grads[i], None, a.scratch, a.dln, *norm, acc, add_dx=False)
+    K.layernorm_bwd(
+        a.dx[i], g.lnw[i], g.lnb[i], m.branch_bias_grads[i], None, a.scratch, a.dln, *norm, acc, add_dx=False
+    )
 
 
 def head_loss(K: Any, m: Any) -> None:
@@ -106,46 +112,58 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """Run the layers' backward pass, and the embedding's before layer 0's last product.
 
-    dx holds the gradient of the residual stream throughout.  branch_bias_grads[i] is the gradient of the bias whose
-    branch ends at x[i]: the column sums of dx there.
+    dx[i] is the gradient at x[i]; all are one buffer, in which layernorm_bwd adds to dx[i+1] to make dx[i].
+    branch_bias_grads[i] is the gradient of the bias whose branch ends at x[i]: the column sums of dx[i].
     """
     w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_sharded
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]
+        for x8 in m.fp8_again[l]:
+            K.cast_operand(x8, x8.value)
         if redo.block:
             layer(K, m, l)
         # through fcproj, GELU, fc and the norm of x[i+1]; recomputed, gelu(fch) overwrites fch
         fcg = a.fch[l] if redo.gelu else a.fcg[l]
-        K.matmul_dx_dgelu(a.dfch, g.fcb[l], fcg if redo.gelu else None, a.scratch, a.dx, w.fcprojw[l], a.fch[l], acc)
-        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx, fcg, acc_layer)
-        K.matmul_dx(a.dln, a.dfch, w.fcw[l])
+        K.matmul_dx_dgelu(
+            a.dfch[l], g.fcb[l], fcg if redo.gelu else None, a.scratch, a.dx[i + 2], w.fcprojw[l], a.fch[l], acc
+        )
+        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx[i + 2], fcg, acc_layer)
+        K.matmul_dx(a.dln, a.dfch[l], w.fcw[l])
         ln = a.ln[i + 1] if redo.ln else None
         norm = (a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1], a.mean[i + 1], a.rstd[i + 1])
-        K.layernorm_bwd(a.dx, g.lnw[i + 1], g.lnb[i + 1], m.branch_bias_grads[i + 1], ln, a.scratch, a.dln, *norm, acc)
-        K.matmul_dw(g.fcw[l], a.scratch, a.dfch, a.ln[i + 1], acc_layer)
+        K.layernorm_bwd(
+            a.dx[i + 1], g.lnw[i + 1], g.lnb[i + 1], m.branch_bias_grads[i + 1], ln, a.scratch, a.dln, *norm, acc
+        )
+        K.matmul_dw(g.fcw[l], a.scratch, a.dfch[l], a.ln[i + 1], acc_layer)
         # through attproj, attention, qkv and the norm of x[i]
-        K.matmul_dx(a.datt, a.dx, w.attprojw[l])
-        K.matmul_dw(g.attprojw[l], a.scratch, a.dx, a.att[l], acc_layer)
+        K.matmul_dx(a.datt, a.dx[i + 1], w.attprojw[l])
+        K.matmul_dw(g.attprojw[l], a.scratch, a.dx[i + 1], a.att[l], acc_layer)
         if redo.qkv:
             K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
             K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
-        K.attention_bwd(a.dqkv, g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc)
-        K.matmul_dx(a.dln, a.dqkv, w.qkvw[l])
+        K.attention_bwd(a.dqkv[l], g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc)
+        K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
         ln = a.ln[i] if redo.ln and not redo.qkv else None
         norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
-        K.layernorm_bwd(a.dx, g.lnw[i], g.lnb[i], m.branch_bias_grads[i], ln, a.scratch, a.dln, *norm, acc)
+        K.layernorm_bwd(a.dx[i], g.lnw[i], g.lnb[i], m.branch_bias_grads[i], ln, a.scratch, a.dln, *norm, acc)
         if l == 0:  # before the last product, which hides the transfer of wte's gradient, the largest of all
             embed_bwd(K, m, acc)
-        K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv, a.ln[i], acc_layer)
+        K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv[l], a.ln[i], acc_layer)
         m.comm.reduce_grads(l)
 
 
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
     a = m.a
-    K.embedding_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx, a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
+    K.embedding_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx[0], a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
     m.comm.reduce_grads(NOT_A_LAYER)
+
+
+def roll_scales(K: Any, m: Any) -> None:
+    # scales of the next step's fp8 tensors from the largest absolute values of the last steps
+    m.comm.all_reduce_max(m.s.amax)
+    K.roll_scales(m.s.scale, m.s.history, m.s.amax, m.s.step_out[:4])
 
 
 def update(K: Any, m: Any) -> None:
@@ -158,6 +176,8 @@ def update(K: Any, m: Any) -> None:
     m.comm.all_reduce_scalars(s.step_out)
     K.clip_factor(stats, squares, s.step_in)
     K.skip_outliers(stats, s.window, s.z, s.step_in)
+    if m.fp8:
+        roll_scales(K, m)
     for p in m.updates:
         if len(p.w):  # with many ranks the last ones own no part of a small bucket
             K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, *m.betas_eps)

@@ -6,6 +6,8 @@ params   N         State.params, without the padding between buckets
 m, v     N         State.m, State.v
 low      N         State.master_low
 window   2, Nw     State.window, the same on every rank and saved by rank 0
+scale    A         State.scale and State.history of a run in fp8, likewise
+history  A, 16
 """
 
 import hashlib
@@ -16,24 +18,28 @@ from torch import Tensor
 from gpt2_triton.model import sharding
 from gpt2_triton.model.buffers import State
 
+EQUAL = {"window", "scale", "history"}  # on all ranks
+
 
 def state_buffers(s: State) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds, by the names of its tensors."""
-    buffers = dict(params=s.params, m=s.m, v=s.v, low=s.master_low, window=s.window)
+    buffers = dict(params=s.params, m=s.m, v=s.v, low=s.master_low, window=s.window, scale=s.scale, history=s.history)
     return {name: flat for name, flat in buffers.items() if flat is not None}
 
 
 def checkpoint_spec(s: State, dims: dict[str, int]) -> dict[str, Tensor]:
     """Return a checkpoint's tensors without memory, on the device "meta"."""
-    shapes = {name: (dims["N"],) for name in state_buffers(s)} | {"window": tuple(s.window.shape)}
-    return {n: torch.empty(shapes[n], dtype=t.dtype, device="meta") for n, t in state_buffers(s).items()}
+    return {
+        name: torch.empty(t.shape if name in EQUAL else (dims["N"],), dtype=t.dtype, device="meta")
+        for name, t in state_buffers(s).items()
+    }
 
 
 def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Tensor]]:
     """Return the slices of the buffers that this rank saves, in the order of `shard_spans`; a single rank saves all."""
     buffers, owned = state_buffers(s), sharding.owned_shards(dims, rank)
-    window = buffers.pop("window")
-    out = {"window": [window]} if rank == 0 else {}
+    equal = {name: [buffers.pop(name)] for name in EQUAL & buffers.keys()}
+    out = equal if rank == 0 else {}
     for name, flat in buffers.items():
         out[name] = [flat[at : at + n] for at, n in sharding.coalesce((_start(name, p), p.length) for p in owned)]
     return out
@@ -49,8 +55,9 @@ def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) 
     buffers = state_buffers(s)
     all_params, own = sharding.updated_shards(dims | dict(zero=0), rank), sharding.updated_shards(dims, rank)
     for name, tensor in tensors.items():
-        if name == "window":
-            buffers[name].copy_(tensor)
+        if name in EQUAL:
+            if name in buffers:  # not the scales of an fp8 run that continues in bf16
+                buffers[name].copy_(tensor)
             continue
         for p in all_params if name == "params" else own:
             at = _start(name, p)

@@ -4,8 +4,9 @@ A step with statistics runs the same schedule with a `StatsRecorder` in place of
 the package launches and, directly after the launch that writes one of the tensors below, a kernel that reads it.  So
 each buffer is read before another one overwrites its bytes, and no byte of the training changes.
 
-x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in buffers.py
+x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in buffers.py; in an fp8 run fcg[l], not fch[l]
 dx[i]                          the gradient of the loss at x[i], times the loss scale
+each fp8 tensor                the shares of its elements that are saturated, at 448, and that are 0
 each parameter                 its gradient before the update, the weights, and the update before rounding
 
 With several ranks each reads what it computes: the activations of its own sequences, and the parameters that it
@@ -23,6 +24,7 @@ from torch import Tensor
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.buffers import Acts, Params, State, param_entries, tracked_activations
+from gpt2_triton.model.fp8 import SCALES
 
 WRITERS = {  # launcher: the output, by position in its contract, that it writes, and the output's name in the records
     "embedding_fwd": (0, "x"),
@@ -35,6 +37,7 @@ WRITERS = {  # launcher: the output, by position in its contract, that it writes
 FORWARD = ("x", "qkv", "att", "fch")
 MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]
 ACTIVATION = ("rms", "absmax", "nonfinite")
+FP8 = ("saturated", "zero")
 PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio")
 
 Record = dict[str, dict[str, dict[str, list[Any]]]]  # kind -> tensor -> column -> a number for each point or layer
@@ -44,7 +47,10 @@ class StatsRecorder:
     """The kernel package as the schedule of a step with statistics sees it; `wrap` sets the package to launch from."""
 
     def __init__(self, K: Any, state: State, dims: dict[str, int]):
-        self.buffers: tuple[Tensor, Tensor] = (state.act_stats, state.par_stats)
+        has_fp8 = state.fp8_stats is not None
+        self.buffers = (state.act_stats, state.par_stats, *([state.fp8_stats] if has_fp8 else []))
+        self._writers = WRITERS | ({"matmul_gelu": (0, "fcg")} if has_fp8 else {})
+        self._scale, self._fp8_elements = state.scale, [0] * dims["A"]
         for buffer in self.buffers:
             K.fill(buffer, 0.0)
         self._tracked = tracked_activations(dims)
@@ -61,6 +67,7 @@ class StatsRecorder:
         slots: dict[str, list[int]] = {}
         for slot, (name, _) in enumerate(self._tracked):
             slots.setdefault(name, []).append(slot)
+        self._fp8_seen: set[int] = set()  # what the backward pass computes again is counted once
         slots["dx"].reverse()  # the backward pass begins with the last point of the residual stream
         self._next_slot = {name: iter(order) for name, order in slots.items()}
         return self
@@ -72,13 +79,23 @@ class StatsRecorder:
             if launcher == "adamw":
                 self._parameters(*args)
             launch(*args, **keywords)
-            if launcher in WRITERS:
-                position, name = WRITERS[launcher]
+            for output in args[: getattr(launch, "outputs", 0)] if len(self.buffers) > 2 else ():
+                if hasattr(output, "rows"):
+                    self._fp8(output)
+            if launcher in self._writers:
+                position, name = self._writers[launcher]
                 slot = next(self._next_slot[name], None)  # None: recomputed in the backward pass, already recorded
                 if slot is not None:
                     self._K.tensor_stats(self.buffers[0][slot], args[position], self._acc)
 
         return launch_and_record
+
+    def _fp8(self, operand: Any) -> None:
+        slot = (operand.scale.data_ptr() - self._scale.data_ptr()) // operand.scale.itemsize
+        if slot not in self._fp8_seen:
+            self._K.fp8_stats(self.buffers[2][slot], operand, self._acc)
+            self._fp8_elements[slot] = operand.rows.numel()
+            self._fp8_seen.add(slot)
 
     def _parameters(self, w: Tensor, m: Tensor, v: Tensor, low: Any, g: Tensor, step_out: Tensor, step_in: Tensor,
                     step_key: Any, first: int, decay: float, *betas_eps: float) -> None:  # fmt: skip
@@ -92,7 +109,10 @@ class StatsRecorder:
         call it and get the same record.
         """
         record: Record = {"activations": {}, "parameters": {}}
-        found = control.all_gather([_combine_parts(part).tolist() for part in partials])
+        found = control.all_gather(
+            [_combine_parts(part).tolist() for part in partials[:2]]
+            + [part.numpy().sum(-1, dtype=np.float64).tolist() for part in partials[2:]]
+        )
         names, elements = [name for name, _ in self._tracked], np.array(self._elements) * micro_steps * len(found)
         columns = _combine_ranks([np.array(parts[0]) for parts in found], elements)
         _append(record["activations"], names, dict(zip(ACTIVATION, columns, strict=True)))
@@ -101,6 +121,13 @@ class StatsRecorder:
             elements = np.array([stop - start for start, stop in self._spans])
             columns = _combine_ranks([np.array(parts[1]) for parts in ranks], elements)
             _append(record["parameters"], [e.name for e in self._entries], dict(zip(PARAMETER, columns, strict=True)))
+        if len(partials) > 2:
+            counts = np.sum([parts[2] for parts in found], axis=0)
+            names = [SCALES[slot % len(SCALES)] for slot in range(len(counts))]
+            passes = [1 if name.endswith("w") else micro_steps for name in names]  # weights are cast once a step
+            elements = np.array(self._fp8_elements) * passes * len(found)
+            shares = (counts / np.maximum(elements, 1)[:, None]).T
+            _append(record.setdefault("fp8", {}), names, dict(zip(FP8, shares, strict=True)))
         return record
 
 
@@ -139,7 +166,7 @@ def _append(kind: dict[str, dict[str, list[Any]]], names: list[str], columns: di
 def first_non_finite(record: Record) -> str:
     """Return the first tensor, in the order of a step, that has non-finite elements, with their number, or ""."""
     acts = record["activations"]
-    for name, i in _in_order(len(acts["qkv"]["rms"])):
+    for name, i in _in_order(len(acts["qkv"]["rms"]), "fcg" if "fcg" in acts else "fch"):
         if count := acts[name]["nonfinite"][i]:
             return f"{activation_name(name, i)} ({count:,} elements)"
     for name, columns in record["parameters"].items():
@@ -149,10 +176,10 @@ def first_non_finite(record: Record) -> str:
     return ""
 
 
-def _in_order(layers: int) -> Iterator[tuple[str, int]]:
+def _in_order(layers: int, hidden: str) -> Iterator[tuple[str, int]]:
     yield "x", 0
     for l in range(layers):
-        yield from (("qkv", l), ("att", l), ("x", 2 * l + 1), ("fch", l), ("x", 2 * l + 2))
+        yield from (("qkv", l), ("att", l), ("x", 2 * l + 1), (hidden, l), ("x", 2 * l + 2))
     for point in reversed(range(2 * layers + 1)):
         yield "dx", point
 
@@ -178,7 +205,9 @@ def format_summary(record: Record) -> str:
     """
     acts, params = record["activations"], record["parameters"]
     columns = {
-        "activation": [(v, activation_name(name, i)) for name in FORWARD for i, v in enumerate(acts[name]["absmax"])],
+        "activation": [
+            (v, activation_name(name, i)) for name in acts if name != "dx" for i, v in enumerate(acts[name]["absmax"])
+        ],
         "gradient rms": [(v, parameter_name(n, i, c)) for n, c in params.items() for i, v in enumerate(c["grad_rms"])],
         "update/weight": [
             (v, parameter_name(n, i, params[n])) for n in MATRICES for i, v in enumerate(params[n]["update_ratio"])
@@ -188,6 +217,11 @@ def format_summary(record: Record) -> str:
     for what, values in columns.items():
         most, where = max((math.inf if v is None else v, where) for v, where in values)
         parts.append(f"largest {what} {most:.3g} in {where}")
+    if "fp8" in record:
+        shares = [
+            (v, f"{name} of layer {i}") for name, c in record["fp8"].items() for i, v in enumerate(c["saturated"])
+        ]
+        parts.append("most saturated fp8 tensor {1}, {0:.1%}".format(*max(shares)))
     bad = first_non_finite(record)
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))
 
@@ -195,11 +229,12 @@ def format_summary(record: Record) -> str:
 def format_table(record: Record) -> str:
     """Return all of a record as text, one line per tensor."""
     lines = []
-    for kind, columns in (("activations", ACTIVATION), ("parameters", PARAMETER)):
+    kinds = [("activations", ACTIVATION), ("parameters", PARAMETER), *([("fp8", FP8)] if "fp8" in record else [])]
+    for kind, columns in kinds:
         lines += [f"{kind:<14}" + "".join(f"{column:>14}" for column in columns)]
         for name, values in record[kind].items():
             for i, row in enumerate(zip(*(values[column] for column in columns), strict=True)):
-                shown = name + (f"[{i}]" if len(values["nonfinite"]) > 1 else "")
+                shown = name + (f"[{i}]" if len(values[columns[0]]) > 1 else "")
                 cells = (f"{'-' if v is None else format(v, '.4g' if isinstance(v, float) else ','):>14}" for v in row)
                 lines.append(f"{shown:<14}" + "".join(cells))
         lines.append("")

@@ -1,8 +1,8 @@
 """The schedule's view of a model: the buffers cut for one batch shape, and the constants of the run."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from gpt2_triton.model import sharding
 from gpt2_triton.model.arena import MemoryPlan, carve
 from gpt2_triton.model.buffers import Acts, Params, Recompute, State, param_views
 from gpt2_triton.model.communicator import Communicator
+from gpt2_triton.model.fp8 import Fp8Buffers, cast_again, place_operands
 
 
 class UpdateSpan(NamedTuple):
@@ -51,6 +52,9 @@ class ModelView:
     comm: Communicator  # to the other ranks
     norm_grads: list[Tensor]  # the gradients whose squares this rank sums for the norm
     updates: list[UpdateSpan]
+    fp8: bool  # some operands are in fp8
+    fp8_weights: list[list[Any]]  # of each layer
+    fp8_again: list[list[Any]]  # fp8 operands of each layer that the backward pass casts again
     grads_sharded: bool  # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
 
     def head_chunks(self) -> Iterator[slice]:
@@ -60,15 +64,25 @@ class ModelView:
 
 def make_view(
     plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], optim: OptimConfig,
-    comm: Communicator, rank: int,
+    comm: Communicator, rank: int, K: Any = None, fp8: Sequence[Set[str]] = (), record: bool = False,
 ) -> ModelView:  # fmt: skip
-    """Return the view for dims["B"] sequences of dims["T"] tokens, which may be fewer than the plan's."""
+    """Return the view for dims["B"] sequences of dims["T"] tokens, which may be fewer than the plan's.
+
+    fp8      the operations of each layer whose operands are K.Fp8; empty: none
+    record   whether the kernels record the maxima of fp8 tensors, as in training
+    """
     d = dims | dict(Rc=min(dims["Rc"], dims["R"]))
     starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None
     g = param_views(state.grads, d, sharding.grad_offsets(d)) if training else None
+    w, a = param_views(state.params, d, starts), carve(Acts, plan.buffers, arena, d)
+    weights: list[list[Any]] = [[]] * d["L"]
+    again = weights
+    if any(fp8):
+        weights = place_operands(K, w, a, carve(Fp8Buffers, plan.buffers, arena, d), state, fp8, record)
+        again = [cast_again(a.att[l], weights[l], recompute[l]) for l in range(d["L"])]
     biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []
     return ModelView(
-        w=param_views(state.params, d, starts), g=g, a=carve(Acts, plan.buffers, arena, d), s=state,
+        w=w, g=g, a=a, s=state, fp8=any(fp8), fp8_weights=weights, fp8_again=again,
         **_batch_parts(state.batch, d), branch_bias_grads=[None, *biases],
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,

@@ -149,9 +149,13 @@ class Logger:
         self._stats.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
         self.info(f"{self._at(step)} | stats: {summary}")
 
-    def validation(self, step: int, loss: float) -> None:
-        self._write({"step": step, "val_loss": loss})
-        self.info(f"{self._at(step)} | val loss {loss:.4f}")
+    def validation(self, step: int, loss: float, fp8_loss: float | None = None) -> None:
+        """Log a validation loss, and in an fp8 run that of its own forward pass."""
+        record, also = {"step": step, "val_loss": loss}, ""
+        if fp8_loss is not None:
+            record["val_loss_fp8"], also = fp8_loss, f", in fp8 {fp8_loss:.4f}"
+        self._write(record)
+        self.info(f"{self._at(step)} | val loss {loss:.4f}{also}")
 
     def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:
         self._write({"step": step, "hellaswag": acc_norm, "hellaswag_acc": acc})

@@ -15,6 +15,7 @@ from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, TrainLoader
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
+from gpt2_triton.model import state_io
 from gpt2_triton.model.gpt2 import GPT2
 
 
@@ -41,8 +42,9 @@ def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer
     if control.size > 1 and model.dims["zero"] == 0 or not checkpointer.restore_from_host(target, model.local_shards()):
         return False
     model.comm.gather_params()
-    window = control.from_rank0(model.state.window.tolist)  # only rank 0 saves it
-    model.state.window.copy_(torch.from_numpy(np.array(window, np.float32)))
+    for name in sorted(state_io.EQUAL & model.state_buffers().keys()):  # only rank 0 saves them
+        row = model.state_buffers()[name]
+        row.copy_(torch.from_numpy(np.array(control.from_rank0(row.tolist), np.float32)))
     return True
 
 

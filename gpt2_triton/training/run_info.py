@@ -18,8 +18,13 @@ from gpt2_triton.version import code_state, package_versions
 RUN = "run.json"
 
 
-def describe_start(config: Config, shape: StepShape, arena_bytes: int, device: str, after_step: int) -> dict[str, Any]:
-    """Return the entry of a start; `config` has the recompute level that was chosen, `device` is the GPU's name."""
+def describe_start(
+    config: Config, shape: StepShape, arena_bytes: int, device: str, after_step: int, calibrated: bool = False
+) -> dict[str, Any]:
+    """Return the entry of a start; `config` has the recompute level that was chosen, `device` is the GPU's name.
+
+    calibrated   whether the start finds new scales for the tensors in fp8
+    """
     o, tokens = config.optim, config.total_batch_tokens
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -30,6 +35,7 @@ def describe_start(config: Config, shape: StepShape, arena_bytes: int, device: s
         "device": device,
         "gpus": shape.gpus,
         "zero": shape.zero,
+        "precision": {"products": config.train.precision, "keep_bf16": config.fp8.keep_bf16, "calibrated": calibrated},
         "plan": {"arena_bytes": arena_bytes, "recompute": config.memory.recompute, "parameters": config.n_params},
         "schedule": {
             "steps": config.train.steps,

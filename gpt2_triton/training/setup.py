@@ -25,6 +25,7 @@ from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
@@ -152,6 +153,7 @@ def build_model(
 
     On a GPU the kernels are compiled.  Raise CheckpointError if the disk has no space for a checkpoint of it.
     """
+    require_fp8(config, group.device)
     budget = min(control.all_gather(free_bytes(group.device)))
     fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
     if fitting is not config:
@@ -169,6 +171,14 @@ def build_model(
         resume.check_tensors(start.checkpoint, start.tensors, model.checkpoint_spec())
     model.load(start.tensors)
     return model
+
+
+def require_fp8(config: Config, device: str) -> None:
+    """Raise ConfigError if the run is in fp8 and its GPU has no fp8 products."""
+    if config.train.precision == "fp8" and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        has = "{}.{}".format(*torch.cuda.get_device_capability())
+        needs = f"fp8 needs compute capability 8.9 or more, {torch.cuda.get_device_name()} has {has}"
+        raise ConfigError(f"train.precision: {needs}; set it to bf16")
 
 
 def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
@@ -195,7 +205,9 @@ def open_log(
         return NullLogger()
     where = torch.cuda.get_device_name() if group.device == "cuda" else "the CPU, through Triton's interpreter"
     state, planned, t = start.state, model.plan.total, config.train
-    about = describe_start(model.config, model.shape, planned, where, state.step)
+    about = describe_start(
+        model.config, model.shape, planned, where, state.step, model.has_fp8 and not model.calibrated
+    )
     about |= {"changed_data": start.changed_data} if start.changed_data else {}
     log = Logger(run_dir, config, state.step, state.wandb_id, about, group.size)
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""

@@ -145,6 +145,7 @@ class Trainer:
     def _loop(self) -> int:
         first = step = self.state.step
         last = self.config.train.steps
+        self._calibrate()
         if step == 0 and self._due(step, self.config.eval.every):
             self._finish_step()
             self._validate(step)
@@ -245,7 +246,16 @@ class Trainer:
         self.log.rewind(failed, target, self.state.sample)
         self.batches.close()
         self.batches = self._prefetch()
+        self._calibrate()
         return target
+
+    def _calibrate(self) -> None:
+        """Give a run in fp8 its first scales, unless its checkpoint had some."""
+        if self.model.has_fp8 and not self.model.calibrated:
+            with self.watchdog.phase("calibrating the scales of fp8"):
+                inputs = step_inputs(self.state.step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
+                self.model.calibrate(list(self.batches.step(self.state.sample)), inputs)
+            self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")
 
     # ---- between steps ----
 
@@ -275,7 +285,10 @@ class Trainer:
         assert self.data.validation
         with self.watchdog.phase("validating"):
             loss = validation_loss(self.model, self.data.validation, self.control)
-        self.log.validation(step, loss)
+            in_fp8 = None
+            if self.model.has_fp8:
+                in_fp8 = validation_loss(self.model, self.data.validation, self.control, fp8=True)
+        self.log.validation(step, loss, in_fp8)
         if self.config.checkpoint.best == "val_loss":
             self.state.record_validation(step, loss)
 

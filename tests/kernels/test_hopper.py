@@ -16,7 +16,9 @@ SHARED = 227 * 1024  # bytes that a program may have
 
 
 def cases() -> dict[str, tuple[str, dict[str, object]]]:
-    """Return each launched form: name -> (kernel, argument -> type, (rows, columns) of a descriptor, or constant)."""
+    """Return each launched form: name -> (kernel, argument -> type, (rows, columns) of a descriptor in bf16 or in a
+    third, or constant).
+    """
     tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
     nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None)
     base = dict(out_ptr=BF16, out_desc=tile, a_desc=(128, 64)) | nothing | sizes
@@ -32,7 +34,26 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     factors = dict(rs_ptr=F32, ks_ptr=F32, targets_ptr="*i32", wte_ptr=BF16)
     wide_forward = wide | dict(w_desc=(256, 32), w_strip_desc=(64, 32), b_ptr=BF16, W_T=True)
     wide_backward = wide | dict(w_desc=(32, 256), w_strip_desc=(32, 64), W_T=False)
+    fp8 = dict(out_desc=tile, a_desc=(128, 128, "fp8e4nv"), w_desc=(256, 128, "fp8e4nv"), res_desc=None) | sizes
+    fp8 |= dict(b_ptr=BF16, a_scale_ptr=F32, w_scale_ptr=F32)
+    fp8_gelu = dict(a_desc=(128, 64, "fp8e4nv"), w_desc=(256, 64, "fp8e4nv"), rows_desc=(64, 64, "fp8e4nv")) | sizes
+    fp8_gelu |= dict(columns_desc=(64, 32, "i16"), slope_desc=(32, 128, "u8"), b_ptr=BF16, part_ptr=None)
+    fp8_gelu |= dict(a_scale_ptr=F32, w_scale_ptr=F32, scale_ptr=F32, amax_ptr="*i32", DGELU=False)
+    fp8_dw = dw | dict(a_desc=(128, 128, "fp8e4nv"), w_desc=(256, 128, "fp8e4nv"))
+    fp8_dw |= dict(dout_scale_ptr=F32, inp_scale_ptr=F32)
+    turned = dict(ROWS=256, COLUMNS=128, ACC=True)
+    transpose = dict(out_desc=(128, 64, "i16"), x_desc=(128, 128, "fp8e4nv"))
     return {
+        "fp8 matmul": ("_fp8_kernel", fp8),
+        "fp8 matmul_add": ("_fp8_kernel", fp8 | dict(res_desc=tile)),
+        "fp8 matmul_dx": ("_fp8_kernel", fp8 | dict(b_ptr=None)),
+        "fp8 matmul_gelu": ("_fp8_gelu_kernel", fp8_gelu),
+        "fp8 matmul_gelu, evaluation": ("_fp8_gelu_kernel", fp8_gelu | dict(amax_ptr=None)),
+        "fp8 matmul_dx_dgelu": ("_fp8_gelu_kernel", fp8_gelu | dict(b_ptr=None, part_ptr=F32, DGELU=True)),
+        "fp8 matmul_dw": ("_fp8_dw_kernel", fp8_dw | dict(ACC=False)),
+        "fp8 matmul_dw, acc": ("_fp8_dw_kernel", fp8_dw | dict(ACC=True)),
+        "fp8 matmul_dw, acc, turned": ("_fp8_dw_kernel", fp8_dw | turned),
+        "fp8 transpose": ("_transpose_kernel", transpose),
         "matmul": ("_matmul_kernel", forward),
         "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),
         "matmul, wide": ("_wide_kernel", wide_forward),
@@ -60,26 +81,30 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from gpt2_triton.kernels.hopper import classifier as hopper_classifier
+    from gpt2_triton.kernels.hopper import fp8_gelu, fp8_matmul, fp8_matmul_dw, pipeline, transpose
     from gpt2_triton.kernels.hopper import matmul as hopper_matmul
     from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
     from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
-    from gpt2_triton.kernels.hopper import pipeline
 
     modules = hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier
-    kernel = next(vars(module)[kernel_name] for module in modules if kernel_name in vars(module))
+    modules += fp8_matmul, fp8_gelu, fp8_matmul_dw, transpose
+    module = next(module for module in modules if kernel_name in vars(module))
+    kernel = vars(module)[kernel_name]
+    types = dict(bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, i16=gl.int16, u8=gl.uint8)
     signature, constants, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
         if isinstance(value, tuple):
-            layout = gl.NVMMASharedLayout.get_default_for(list(value), gl.bfloat16)
-            signature[name] = f"tensordesc<bf16[{value[0]}, {value[1]}],{layout!r}>"
+            rows, columns, dtype = (*value, "bf16")[:3]
+            layout = gl.NVMMASharedLayout.get_default_for([rows, columns], types[dtype])
+            signature[name] = f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
         elif name != "EPILOGUE" and isinstance(value, str):
             signature[name] = value
             aligned[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name], constants[name] = "constexpr", value
     source = GluonASTSource(kernel, signature, constants, aligned)
-    options = {name: value for name, value in pipeline.OPTIONS.items() if value is not None}
+    options = vars(module).get("OPTIONS", dict(num_warps=8) if module is transpose else pipeline.OPTIONS)
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 

@@ -8,9 +8,11 @@ import torch
 
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
+from gpt2_triton.kernels.hopper import fp8_matmul, fp8_matmul_dw
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+from gpt2_triton.kernels.tiles import split_tiles
 from gpt2_triton.kernels.tuning import TABLES, read_table
 from tests.support import reference
 from tests.support.gluon_simulator import NAMES, Race, simulated
@@ -52,6 +54,45 @@ def test_matmul_forward_matches_float64(rng, M, N, K, seed):
     assert error(added, want + b.double() + res.double()) < EPS[BF16]
     assert error(pre, want + b.double()) < EPS[BF16]
     assert error(out, reference.gelu(pre.double())) < EPS[BF16]
+
+
+def fp8(x, scale):
+    return (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn), torch.tensor([scale])
+
+
+@seeds
+@pytest.mark.parametrize("M,N,K", [(416, 320, 208), (128, 256, 128), (32, 64, 48)], ids=lambda size: str(size))
+def test_fp8_matmul_matches_float64(rng, M, N, K, seed):
+    (a, a_scale), (w, w_scale) = fp8(rng(M, K), 32.0), fp8(rng(N, K), 64.0)
+    want = (a.double() / a_scale.double()) @ (w.double() / w_scale.double()).T
+    b, res = rng(N, dtype=BF16), rng(M, N, dtype=BF16)
+    plain, added = (poisoned(M, N, dtype=BF16) for _ in range(2))
+    with simulated(fp8_matmul, seed):
+        fp8_matmul.matmul(plain, a, a_scale, w, w_scale, None, None)
+        fp8_matmul.matmul(added, a, a_scale, w, w_scale, b, res)
+    assert error(plain, want) < EPS[BF16]
+    assert error(added, want + b.double() + res.double()) < EPS[BF16]
+
+
+@seeds
+@pytest.mark.parametrize("N,K,R,wave", [(304, 320, 640, 2), (272, 128, 400, 1), (128, 256, 128, 4)])
+def test_fp8_matmul_dw_matches_float64(rng, N, K, R, wave, seed):
+    """Whole tiles and parts of split ones, in both orientations, overwritten and added to."""
+    (dout, dout_scale), (inp, inp_scale) = fp8(rng(N, R), 32.0), fp8(rng(K, R), 64.0)
+    want = (dout.double() / dout_scale.double()) @ (inp.double() / inp_scale.double()).T
+    row = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP_M=8, WAVE=wave)
+    split = split_tiles(N, K, R, row)
+    dw, scratch = poisoned(N, K), poisoned(max(1, split.scratch))
+    for acc in (False, True):
+        with simulated(fp8_matmul_dw, seed):
+            fp8_matmul_dw.matmul_dw(dw, scratch, dout, dout_scale, inp, inp_scale, split, acc)
+        if split.split_tiles:
+            tiles = split.split_tiles * split.rows // 8
+            mm._add_dw_partials_kernel[(tiles,)](
+                dw, scratch, N, K, split.whole_tiles, split.k_parts, ACC=acc,
+                BLOCK_M=split.rows, BLOCK_N=split.columns, GROUP_M=8, ROWS=8,
+            )  # fmt: skip
+        assert error(dw, want * (1 + acc)) < 1e-6
 
 
 @seeds

@@ -32,15 +32,14 @@ import torch
 import triton
 
 from gpt2_triton.kernels import device_math, tiles, tuning
-from gpt2_triton.kernels.hopper import activation, mainloop, pipeline
+from gpt2_triton.kernels.hopper import activation, fp8_matmul, fp8_matmul_dw, mainloop, pipeline
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 
-KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier)
+KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier, fp8_matmul, fp8_matmul_dw)
 MODULES = (tiles, device_math, pipeline, mainloop, activation, *KERNELS)
-WARPS = 8  # of the first partition
 local = threading.local()  # .worker: the partition of this thread
 
 
@@ -368,11 +367,11 @@ def _store(pointer: Pointer, x: torch.Tensor, mask: Any = None) -> None:
 
 
 def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    assert sum(warps) <= 4, "twelve warps"
-    turns = local.worker.turns
+    turns, default = local.worker.turns, local.worker.warps
+    assert default + sum(warps) <= 12, "twelve warps"
     todo = [
         (function.__name__, n, function, arguments)
-        for (function, arguments), n in zip(partitions, (WARPS, *warps), strict=True)
+        for (function, arguments), n in zip(partitions, (default, *warps), strict=True)
     ]
     local.worker.then = lambda: turns.run(todo)
 
@@ -399,6 +398,7 @@ LANGUAGE = dict(
     constexpr=None,
     float32=torch.float32,
     bfloat16=torch.bfloat16,
+    float8e4nv=torch.float8_e4m3fn,
     int64=torch.int64,
     # of triton.language, in device functions
     inline_asm_elementwise=lambda asm, constraints, arguments, **_: torch.tanh(*arguments),

@@ -24,8 +24,10 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
       With GELU they are not an option: the second accumulator leaves its partition no registers.
     - The classifier's dX is ours in tiles of 320 only (4.46 to 3.62 ms at 1558M); the generic kernel has tiles of 256.
     """
-    if not tuning.is_hopper() or dtype != "bf16":
+    if not tuning.is_hopper() or dtype == "fp32":
         return None
+    if dtype == "fp8":
+        return _takes_fp8(op, M, N)
     if op in ("matmul_dw", "classifier_fwd"):
         return {"matmul_dw": "matmul_dw", "classifier_fwd": "classifier"}[op]
     if op == "classifier_dx":
@@ -33,6 +35,14 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
     if M % SLICE_M.value or N % SLICE_N.value:
         return None
     return "matmul_wide" if op in ("matmul", "matmul_add") and wide_is_faster(M, N) else "matmul"
+
+
+def _takes_fp8(op: str, M: int, N: int) -> str | None:
+    """Return the module for a product of fp8 operands with an output [M, N], or for the transposition of [M, N]."""
+    fused = op in ("matmul_gelu", "matmul_dgelu")
+    if op == "transpose" and (M % 16 or N % 16) or fused and (M % TILE_M or N % TILE_N):
+        return None
+    return {"transpose": "transpose", "matmul_dw": "fp8_matmul_dw"}.get(op, "fp8_gelu" if fused else "fp8_matmul")
 
 
 def wide_is_faster(M: int, N: int) -> bool:

@@ -11,6 +11,7 @@ Registers limit a tile.  An accumulator of 128 x 256 takes 128 registers of each
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,6 +41,10 @@ GROUP_M = gl.constexpr(8)
 STAGES = gl.constexpr(3)
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 16]))  # of an accumulator
 OPTIONS = dict(num_warps=8, maxnreg=168)
+DTYPES = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int16: gl.int16, torch.uint8: gl.uint8,
+}  # fmt: skip
 
 
 # A tuple that holds constexprs or sizes is written in the call: assigned to a name, Triton makes tensors of them, which
@@ -76,10 +81,11 @@ def corner(tile, M, N, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def barriers(n: gl.constexpr):
+def barriers(n: gl.constexpr, count: gl.constexpr = 1):
+    """Return n barriers, of which each completes a phase with `count` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(i), count=count)
     return bars
 
 
@@ -152,6 +158,8 @@ def mma_loop(accs, ring, step, steps, A_T: gl.constexpr, W_T: gl.constexpr):
 
 
 def describe(tensor: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
-    """Return TMA's view of a bf16 matrix in blocks of rows x columns."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return None if tensor is None else TensorDescriptor.from_tensor(tensor, [rows, columns], layout)
+    """Return TMA's view of a matrix in blocks of rows x columns."""
+    if tensor is None:
+        return None
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[tensor.dtype])
+    return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)

@@ -1,0 +1,223 @@
+"""fp8 operands (e4m3) of products: their rounding, their scales, and the launches that only fp8 has.
+
+An operand is stored as q = e4m3(x * scale), with one scale for a tensor, a power of two.  The kernel that writes the
+tensor also records its largest |x|, amax; roll_scales turns the maxima of the last 16 steps into the scales of the next
+step.  So no pass over a tensor is made for its scale, and a scale is fixed during a step: it depends neither on ranks
+nor on micro-steps.
+
+wgmma reads 8-bit operands only along their contraction.  A weight gradient contracts tokens, so its operands are also
+stored transposed, `columns`, with the tokens of each 16 in pairs: position 2g + h holds token g + 8h.  That is what
+Hopper's stmatrix writes; products do not depend on an order that both operands share.  Those of weights are in order.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.hopper import transpose as hopper_transpose
+from gpt2_triton.kernels.step_io import APPLY
+from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
+
+AMAX_CELLS = 32  # of a tensor, so that programs seldom wait for each other
+HISTORY = 16  # steps
+
+_EXACT = tl.constexpr(INTERPRET)
+_CELLS = tl.constexpr(AMAX_CELLS)
+LARGEST = tl.constexpr(448.0)  # of e4m3
+MARGIN = tl.constexpr(2.0)  # by which a tensor may grow from one step to the next
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """An operand of products, [R, C], in the forms that they read."""
+
+    rows: Tensor  # e4m3 [R, C]
+    columns: Tensor  # e4m3 [C, R]
+    scale: Tensor  # fp32 [1]
+    amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
+    transposed: bool  # True: `columns` is written with `rows`; else by matmul_dw, in memory that operands share
+    value: Tensor | None = None  # bf16 [R, C], for those that read it in full
+    scratch: Tensor | None = None  # e4m3, of a weight: its rows in another order
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    def dim(self) -> int:
+        return 2
+
+    def is_contiguous(self) -> bool:
+        return self.rows.is_contiguous()
+
+
+Operand = Tensor | Fp8
+
+
+def full(operand: Operand) -> Tensor:
+    """Return the bf16 tensor of an operand that has one."""
+    if not isinstance(operand, Fp8):
+        return operand
+    assert operand.value is not None
+    return operand.value
+
+
+def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the tensor that a kernel writes, and for fp8 its scale and the cells of its amax."""
+    return (operand.rows, operand.scale, operand.amax) if isinstance(operand, Fp8) else (operand, None, None)
+
+
+# ---- device functions ----
+
+
+@triton.jit
+def to_e4m3(x):
+    """Return fp32 x as e4m3, rounded to nearest even and saturated at 448; NaN stays NaN.
+
+    Triton's interpreter truncates and wraps, so there x is made a number of e4m3 before the cast.
+    """
+    if not _EXACT:
+        return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    bits = x.to(tl.uint32, bitcast=True)
+    a = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    a = tl.where(a > LARGEST, LARGEST, a)  # NaN is not above it
+    normal = a.to(tl.uint32, bitcast=True)
+    normal = (normal + 0x7FFFF + ((normal >> 20) & 1)) & 0xFFF00000
+    rounded = tl.where(a < 0.015625, a + 24576.0 - 24576.0, normal.to(tl.float32, bitcast=True))
+    code = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    code = tl.where(a != a, 0x7F, code).to(tl.uint8)
+    return (code | ((bits >> 24) & 0x80).to(tl.uint8)).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def record_amax(amax_ptr, x):
+    """Record the largest |x| of a tile: a maximum of bits, exact in any order, where NaN and infinity are largest."""
+    record_bits(amax_ptr, tl.abs(x).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def row_maxima(top, x):
+    """Return the larger of top, bits of fp32, and the largest |x| of each row, for record_bits at the end of a loop."""
+    return tl.maximum(top, tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1))
+
+
+@triton.jit
+def record_bits(amax_ptr, top):
+    tl.atomic_max(amax_ptr + tl.program_id(0) % _CELLS, tl.max(top), sem="relaxed")
+
+
+@triton.jit
+def quantise(x, scale_ptr, amax_ptr):
+    """Return x in e4m3 times its tensor's scale, and record its amax where there are cells for it."""
+    if amax_ptr is not None:
+        record_amax(amax_ptr, x)
+    return to_e4m3(x * tl.load(scale_ptr))
+
+
+@triton.jit
+def token_at(p):
+    """Return the token at position p of a transposed row."""
+    return p // 16 * 16 + p % 2 * 8 + p % 16 // 2
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _roll_scales_kernel(scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: tl.constexpr, STEPS: tl.constexpr):
+    slot = tl.program_id(0)
+    i = tl.arange(0, CELLS)
+    top = tl.max(tl.load(amax_ptr + slot * CELLS + i), 0).to(tl.float32, bitcast=True)
+    tl.store(amax_ptr + slot * CELLS + i, tl.zeros((CELLS,), tl.int32))
+    if (tl.load(step_out_ptr + APPLY) == 1.0) & (top < float("inf")):  # false for NaN
+        s = tl.arange(0, STEPS)
+        history = tl.load(history_ptr + slot * STEPS + s - 1, mask=s > 0, other=0.0)
+        history = tl.where(s == 0, top, history)
+        tl.store(history_ptr + slot * STEPS + s, history)
+        most = tl.max(history, 0)
+        # 2^floor(log2(448 / 2 / most)) from the exponents: 448 / 2 is 1.75 * 2^7
+        bits = most.to(tl.uint32, bitcast=True)
+        above = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
+        exponent = tl.minimum(7 - ((bits >> 23).to(tl.int32) - 127) - above, 100)
+        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        tl.store(scale_ptr + slot, scale, mask=most > 0.0)
+
+
+@triton.jit
+def _cast_kernel(out_ptr, ordered_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Write x in e4m3, and to ordered_ptr with row 2g + h of each 16 at row g + 8h."""
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    top = tl.zeros((BLOCK_R,), tl.int32)
+    scale = tl.load(scale_ptr)
+    for first in range(0, C, BLOCK_C):
+        c = first + tl.arange(0, BLOCK_C)
+        mask = (r < R)[:, None] & (c < C)[None, :]
+        x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        if amax_ptr is not None:
+            top = row_maxima(top, x)
+        q = to_e4m3(x * scale)
+        tl.store(out_ptr + r.to(tl.int64)[:, None] * C + c[None, :], q, mask=mask)
+        if ordered_ptr is not None:
+            tl.store(ordered_ptr + token_at(r).to(tl.int64)[:, None] * C + c[None, :], q, mask=mask)
+    if amax_ptr is not None:
+        record_bits(amax_ptr, top)
+
+
+@triton.jit
+def _transpose_kernel(out_ptr, x_ptr, R, C, PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    p = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    r = p
+    if PAIRS:
+        r = token_at(p)
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=(r < R)[:, None] & (c < C)[None, :])
+    tl.store(out_ptr + c[:, None] * R + p[None, :], tl.trans(x), mask=(c < C)[:, None] & (p < R)[None, :])
+
+
+# ---- launchers ----
+
+
+def _block(n: int, most: int) -> int:
+    return min(next_power_of_2(n), 1024 if INTERPRET else most)
+
+
+def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
+    """Write out[C, R] = x[R, C] transposed; with `pairs`, R is a multiple of 16 and tokens are in pairs."""
+    R, C = x.shape
+    if pairs and hopper.takes("transpose", R, C, "fp8"):
+        return hopper_transpose.transpose(out, x)
+    block_r, block_c = _block(R, 128), _block(C, 128)
+    grid = (triton.cdiv(R, block_r), triton.cdiv(C, block_c))
+    _transpose_kernel[grid](
+        out.view(torch.uint8), x.view(torch.uint8), R, C, PAIRS=pairs, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
+    )
+
+
+@contract("x8[R,C] <- x[R,C]")
+def cast_operand(x8: Fp8, x: Tensor) -> None:
+    """Write the rows of x, bf16, and record its amax; of a weight (x8.transposed) also the columns, in order."""
+    R, C = x.shape
+    ordered = None
+    if x8.transposed and x8.scratch is not None and hopper.takes("transpose", R, C, "fp8"):
+        ordered = x8.scratch[: R * C].view(R, C)
+    block_r, block_c = _block(R, 4), _block(C, 256)
+    _cast_kernel[(triton.cdiv(R, block_r),)](
+        x8.rows, ordered, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
+    )
+    if x8.transposed:
+        transpose(x8.columns, x8.rows if ordered is None else ordered, pairs=ordered is not None)
+
+
+@contract("scale[A]+ history[A,H]+ amax[A,P]+ <- step_out[4]")
+def roll_scales(scale: Tensor, history: Tensor, amax: Tensor, step_out: Tensor) -> None:
+    """Move each tensor's amax into its history, set its scale to the largest power of two with which twice the
+    history's maximum is at most 448, and clear its cells.
+
+    A step that is not applied (step_out[APPLY]) changes no history, nor does a non-finite amax or a tensor without one.
+    """
+    A, steps = history.shape
+    _roll_scales_kernel[(A,)](scale, history, amax, step_out, CELLS=amax.shape[1], STEPS=steps, num_warps=1)

@@ -1,0 +1,180 @@
+"""Products of fp8 operands (fp8.py), the counterparts of matmul.py's launchers, which call these.
+
+Both operands lie along the contraction: [M, K] and [N, K].  Products are summed in fp32, scaled back by the operands'
+powers of two, which is exact, and finished as in matmul.py, with two differences:
+
+matmul_gelu      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte: round(STEPS * gelu') + ZERO.
+                 GELU's input is not kept.  The error of a byte is below half a step, 0.0025 of values -0.13 ... 1.13.
+matmul_dx_dgelu  multiplies by those bytes and writes dpre as an fp8 operand, rows and columns.
+
+On Hopper hopper.takes decides, as in matmul.py.  The bytes of gelu' lie in an order of the kernel that wrote them.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels.device_math import dgelu, dot, gelu
+from gpt2_triton.kernels.fp8 import Fp8, quantise, stored, transpose
+from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
+from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
+from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_dw
+from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.tiles import TileSplit, describe, halves, split_item, tile_position
+from gpt2_triton.kernels.tuning import programs, tuned
+
+STEPS = tl.constexpr(202.25)
+ZERO = tl.constexpr(26.0)
+
+
+@triton.jit
+def _finish(
+    acc, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr,
+    M, N, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """Finish and store half a tile that begins at row m, column n."""
+    r = m + tl.arange(0, acc.shape[0])
+    c = n + tl.arange(0, acc.shape[1])
+    at = r.to(tl.int64)[:, None] * N + c[None, :]
+    mask = (r < M)[:, None] & (c < N)[None, :]
+    if b_ptr is not None:
+        acc += tl.load(b_ptr + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+    if EPILOGUE == "gelu":
+        tl.store(slope_ptr + at, tl.floor(tl.maximum(dgelu(acc) * STEPS + ZERO, 0.0) + 0.5).to(tl.uint8), mask=mask)
+        tl.store(rows_ptr + at, quantise(tl.where(mask, gelu(acc), 0.0), scale_ptr, amax_ptr), mask=mask)
+    elif EPILOGUE == "dgelu":
+        slope = tl.load(slope_ptr + at, mask=mask, other=0).to(tl.float32)
+        acc *= (slope - ZERO) / STEPS  # rows past the end of a are 0
+        tl.store(part_ptr + tile_m * N + c, tl.sum(acc, 0), mask=c < N)
+        tl.store(rows_ptr + at, quantise(tl.where(mask, acc, 0.0), scale_ptr, amax_ptr), mask=mask)
+    else:
+        if EPILOGUE == "add":
+            acc += res_desc.load([m, n]).to(tl.float32)
+        out_desc.store([m, n], acc.to(out_desc.dtype))
+
+
+@triton.jit
+def _fp8_matmul_kernel(
+    out_desc, a_desc, w_desc, a_scale_ptr, w_scale_ptr, b_ptr, res_desc,
+    rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, M, N, K, EPILOGUE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Write epilogue(a[M, K] @ w[N, K].T / scales)."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    unscale = 1.0 / (tl.load(a_scale_ptr) * tl.load(w_scale_ptr))
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
+        m = tile_m * BLOCK_M
+        n = tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            acc = dot(a_desc.load([m, k]), w_desc.load([n, k]).T, acc)
+        left, right = halves(acc * unscale)
+        _finish(left, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr,
+                part_ptr, M, N, EPILOGUE)  # fmt: skip
+        n += BLOCK_N // 2
+        _finish(right, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr,
+                part_ptr, M, N, EPILOGUE)  # fmt: skip
+
+
+@triton.jit
+def _fp8_matmul_dw_kernel(
+    out_desc, part_desc, dout_desc, inp_desc, dout_scale_ptr, inp_scale_ptr, N, K, whole_tiles, k_parts, steps,
+    part_steps, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Write tiles [0, whole_tiles) of out[N, K] (+)= dout[N, R] @ inp[K, R].T / scales; partial sums of the others to
+    part[k_part][tile].
+    """
+    tiles_n = tl.cdiv(N, BLOCK_M)
+    tiles_k = tl.cdiv(K, BLOCK_N)
+    split_tiles = tiles_n * tiles_k - whole_tiles
+    unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))
+    for item in tl.range(tl.program_id(0), whole_tiles + split_tiles * k_parts, tl.num_programs(0)):
+        slot = item - whole_tiles  # negative for a whole tile
+        tile, first, count, _ = split_item(item, whole_tiles, split_tiles, steps, part_steps)
+        tile_n, tile_k = tile_position(tile, tiles_n, tiles_k, GROUP_M)
+        n = tile_n * BLOCK_M
+        k = tile_k * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(first, first + count):
+            acc = dot(dout_desc.load([n, step * BLOCK_K]), inp_desc.load([k, step * BLOCK_K]).T, acc)
+        left, right = halves(acc * unscale)
+        if slot >= 0:
+            part_desc.store([slot * BLOCK_M, 0], left)
+            part_desc.store([slot * BLOCK_M, BLOCK_N // 2], right)
+        else:
+            if ACC:
+                left += out_desc.load([n, k])
+                right += out_desc.load([n, k + BLOCK_N // 2])
+            out_desc.store([n, k], left)
+            out_desc.store([n, k + BLOCK_N // 2], right)
+
+
+def _launch(
+    out: Tensor | Fp8, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None = None, *,
+    epilogue: str = "", res: Tensor | None = None, slope: Tensor | None = None, part: Tensor | None = None,
+) -> None:  # fmt: skip
+    (M, K), N = a.shape, w.shape[0]
+    kernel = hopper.takes(f"matmul_{epilogue}" if epilogue else "matmul", M, N, "fp8")
+    if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
+        forms = out.rows, out.columns, out.scale, out.amax
+        return hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
+    if kernel == "fp8_matmul":
+        return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res)
+    row = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
+    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
+    plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
+    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    _fp8_matmul_kernel[(programs(tiles),)](
+        describe(plain, block_m, block_n // 2), describe(a, block_m, block_k), describe(w, block_n, block_k),
+        a_scale, w_scale, b, describe(res, block_m, block_n // 2), *parts, slope, part, M, N, K,
+        EPILOGUE=epilogue, **row,
+    )  # fmt: skip
+    if isinstance(out, Fp8):
+        transpose(out.columns, out.rows, pairs=True)
+
+
+def matmul(out: Tensor, inp: Fp8, w: Fp8, b: Tensor | None, res: Tensor | None = None) -> None:
+    """Write out = inp @ w.T + b (+ res), in bf16."""
+    _launch(out, inp.rows, inp.scale, w.rows, w.scale, b, epilogue="" if res is None else "add", res=res)
+
+
+def matmul_gelu(out: Fp8, slope: Tensor, inp: Fp8, w: Fp8, b: Tensor) -> None:
+    """Write out = gelu(pre) and slope = gelu'(pre) as bytes, pre = inp @ w.T + b."""
+    _launch(out, inp.rows, inp.scale, w.rows, w.scale, b, epilogue="gelu", slope=slope)
+
+
+def matmul_dx(dinp: Tensor, dout: Fp8, w: Fp8) -> None:
+    """Write dinp = dout @ w, in bf16."""
+    _launch(dinp, dout.rows, dout.scale, w.columns, w.scale)
+
+
+def matmul_dx_dgelu(dpre: Fp8, dbias: Tensor, scratch: Tensor, dout: Fp8, w: Fp8, slope: Tensor, acc: bool) -> None:
+    """Write dpre = (dout @ w) * gelu'(pre) and dbias (+)= its column sums before rounding."""
+    _launch(dpre, dout.rows, dout.scale, w.columns, w.scale, epilogue="dgelu", slope=slope, part=scratch)
+    R = dout.shape[0]
+    column_sums(dbias, None, None, scratch, triton.cdiv(R, tuned("matmul", "fp8", BLOCK_M=R)["BLOCK_M"]), acc)
+
+
+def matmul_dw(
+    dw: Tensor, scratch: Tensor, dout: Fp8, inp: Fp8, split: TileSplit, acc: bool, row: dict[str, int]
+) -> None:
+    """Write dw (+)= dout.T @ inp for the whole tiles, and the partial sums of the others to scratch."""
+    for operand in (dout, inp):
+        if not operand.transposed:
+            transpose(operand.columns, operand.rows, pairs=True)
+    if hopper.takes("matmul_dw", *dw.shape, "fp8"):
+        return hopper_dw.matmul_dw(dw, scratch, dout.columns, dout.scale, inp.columns, inp.scale, split, acc)
+    (N, K), block_m, block_n, block_k = dw.shape, split.rows, split.columns, row["BLOCK_K"]
+    row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
+    part_shape = [max(1, split.split_tiles * split.k_parts) * block_m, block_n]
+    part_desc = TensorDescriptor(scratch, part_shape, [block_n, 1], [block_m, block_n // 2])
+    _fp8_matmul_dw_kernel[(programs(split.items),)](
+        describe(dw, block_m, block_n // 2), part_desc, describe(dout.columns, block_m, block_k),
+        describe(inp.columns, block_n, block_k), dout.scale, inp.scale, N, K, split.whole_tiles, split.k_parts,
+        split.steps, split.part_steps, ACC=acc, **row,
+    )  # fmt: skip

@@ -1,0 +1,289 @@
+"""fc's product with GELU, and dX of fcproj times GELU's derivative, of fp8 operands for Hopper.
+
+fp8_multiply_partition  two warpgroups multiply tiles of 128 x 256, as two halves of 128 columns: their registers leave
+                        room for a kernel of 16 warps
+fp8_activation_partition  four warps read the last tile, in fp16, in slices of 64 x 64, and write e4m3 in both orders
+load_partition, slope_partition  one warp each loads the operands, and the bytes of gelu'
+
+The arithmetic of a slice is in fp16 pairs, whose error is far below e4m3's.  gelu' is a byte, round(202.25 gelu') + 26:
+one fp16 addition of 1050 to the product writes it, and a permutation of bytes and a subtraction read it.  The tile is
+passed on in units of what is written, so that fp16's range is enough.  The bytes lie as the threads hold them, 16 in a
+row, slice after slice.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from gpt2_triton.kernels.device_math import gelu
+from gpt2_triton.kernels.hopper.fp8_matmul import unscale_of
+from gpt2_triton.kernels.hopper.mainloop import load_partition
+from gpt2_triton.kernels.hopper.pipeline import (
+    BLOCK_M,
+    BLOCK_N,
+    TILE_M,
+    TILE_N,
+    Channel,
+    Operands,
+    barriers,
+    corner,
+    describe,
+    tiles,
+    tma_load,
+    tma_store,
+    wait_empty,
+    wait_full,
+)
+from gpt2_triton.kernels.hopper.transpose import pairs
+from gpt2_triton.kernels.tuning import programs
+
+BLOCK_K = gl.constexpr(64)
+STAGES = gl.constexpr(5)
+HALF = gl.constexpr(TILE_N // 2)
+HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF.value, 32]))
+SIDE = gl.constexpr(64)  # of a slice
+DOWN = gl.constexpr(TILE_M // SIDE.value)
+SLICES = gl.constexpr(DOWN.value * (TILE_N // SIDE.value))
+RING = gl.constexpr(4)  # slices of gelu' in flight
+WARPS = gl.constexpr(4)  # of the activation partition
+SLICE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [WARPS.value, 1], [16, 8]))
+TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_N], gl.float16))  # in shared memory
+BYTES_LAYOUT = gl.constexpr(  # of a slice's bytes as [32, 128]
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]], [[4, 0], [16, 0]], [],
+        [32, 128],
+    )
+)  # fmt: skip
+STEPS = gl.constexpr(202.25)
+LOWEST = gl.constexpr(0.17)  # the largest |gelu| of a negative number
+FP16_MAX = gl.constexpr(65504.0)
+OPTIONS = dict(num_warps=8, maxnreg=128)
+
+# four fp16 numbers x in $2, $3 -> e4m3 of gelu(x) times the scale in $4, and bytes of gelu'(x).  With y = min(x^2, 64),
+# which keeps fp16 finite:  u = x (0.79785 + 0.035677 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,
+# gelu' = s + x (1.5957 + 0.21406 y) (s - s^2);  then 202.25 gelu' + 1050 has the byte below its exponent
+_GELU = """
+mul.f16x2 y, {x}, {x}; min.f16x2 y, y, top; fma.rn.f16x2 u, y, c1, c2; mul.f16x2 u, u, {x}; tanh.approx.f16x2 t, u;
+fma.rn.f16x2 s, t, half, half; mul.f16x2 g, {x}, s; mul.f16x2 g, g, sc; cvt.rn.satfinite.e4m3x2.f16x2 {e}, g;
+fma.rn.f16x2 y, y, c3, c4; mul.f16x2 y, y, {x}; neg.f16x2 t, s; fma.rn.f16x2 t, t, s, s; fma.rn.f16x2 d, y, t, s;
+fma.rn.f16x2 {d}, d, m1, m2;"""
+GELU_ASM = gl.constexpr(
+    "{ .reg .b32 y, u, t, s, g, d, c1, c2, c3, c4, half, m1, m2, sc, top, d0, d1; .reg .b16 e0, e1;"
+    "mov.b32 c1, 0x28912891; mov.b32 c2, 0x3A623A62; mov.b32 half, 0x38003800; mov.b32 c3, 0x32D832D8;"
+    "mov.b32 c4, 0x3E623E62; mov.b32 m1, 0x5A525A52; mov.b32 m2, 0x641A641A; mov.b32 sc, $4; mov.b32 top, 0x54005400;"
+    + _GELU.format(x="$2", e="e0", d="d0")
+    + _GELU.format(x="$3", e="e1", d="d1")
+    + "mov.b32 $0, {e0, e1}; prmt.b32 $1, d0, d1, 0x6420; }"
+)
+
+# fp16 $3, $4 times the derivatives of the bytes $5: the products in $1, $2 and in e4m3 in $0
+DGELU_ASM = gl.constexpr(
+    "{ .reg .b32 a, b, o; .reg .b16 e0, e1; mov.b32 o, 0xE41AE41A;"
+    "prmt.b32 a, $5, 0x64646464, 0x4140; prmt.b32 b, $5, 0x64646464, 0x4342;"
+    "add.rn.f16x2 a, a, o; add.rn.f16x2 b, b, o; mul.f16x2 $1, a, $3; mul.f16x2 $2, b, $4;"
+    "cvt.rn.satfinite.e4m3x2.f16x2 e0, $1; cvt.rn.satfinite.e4m3x2.f16x2 e1, $2; mov.b32 $0, {e0, e1}; }"
+)
+
+
+@gluon.jit
+def to_bytes(d):
+    """Return a slice's bytes as [32, 128], 16 in a row from each thread."""
+    return gl.reshape(gl.permute(gl.reshape(d, (2, 2, 2, 8, 2, 4, 4, 2)), (0, 4, 1, 3, 6, 5, 2, 7)), (32, 128))
+
+
+@gluon.jit
+def from_bytes(d):
+    """Return the slice of to_bytes."""
+    return gl.reshape(gl.permute(gl.reshape(d, (2, 2, 2, 8, 4, 4, 2, 2)), (0, 2, 6, 3, 1, 5, 4, 7)), (SIDE, SIDE))
+
+
+@gluon.jit
+def sums_of_thread(x):
+    """Return the sums over the rows of a slice that one thread holds."""
+    return gl.reshape(gl.sum(gl.reshape(x, (2, 2, 2, 8, SIDE)), 2), (4, 8, SIDE))
+
+
+@gluon.jit
+def fp8_multiply_partition(
+    b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, DGELU: gl.constexpr
+):  # fmt: skip
+    """Multiply and pass the tile on, in fp16: pre, or the gradient of gelu's output in units of dpre / 202.25."""
+    factor = unscale_of(a_scale_ptr, w_scale_ptr)
+    if DGELU:
+        factor *= gl.load(scale_ptr) * (1.0 / STEPS)
+    step = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
+        left = warpgroup_mma_init(gl.zeros([BLOCK_M, HALF], gl.float32, HALF_LAYOUT))
+        right = warpgroup_mma_init(gl.zeros([BLOCK_M, HALF], gl.float32, HALF_LAYOUT))
+        for k in range(0, gl.cdiv(K, BLOCK_K)):
+            wait_full(ring.full, step, STAGES)
+            a = ring.a.index(step % STAGES)
+            w = ring.w[0].index(step % STAGES)
+            left = warpgroup_mma(a, w.slice(0, HALF, 0).permute((1, 0)), left, is_async=True)
+            right = warpgroup_mma(a, w.slice(HALF, HALF, 0).permute((1, 0)), right, is_async=True)
+            left, right = warpgroup_mma_wait(2, deps=(left, right))
+            left = warpgroup_mma_init(left)
+            right = warpgroup_mma_init(right)
+            mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            step += 1
+        left, right = warpgroup_mma_wait(0, deps=(left, right))
+        mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1)
+        left = left * factor
+        right = right * factor
+        if b_ptr is not None:
+            cols = n + gl.arange(0, HALF, layout=gl.SliceLayout(0, HALF_LAYOUT))
+            left += gl.load(b_ptr + cols).to(gl.float32)[None, :]
+            right += gl.load(b_ptr + HALF + cols).to(gl.float32)[None, :]
+        mbarrier.wait(c.empty, (turn & 1) ^ 1)
+        c.buf.index(0).store(left.to(gl.float16))
+        c.buf.index(1).store(right.to(gl.float16))
+        fence_async_shared()
+        mbarrier.arrive(c.full, count=1)
+        turn += 1
+
+
+@gluon.jit
+def slope_partition(slope_desc, slopes, M, N):
+    """Load the bytes of gelu', slice after slice, in the order in which the activation partition takes them."""
+    step = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        for s in range(SLICES):
+            wait_empty(slopes.empty, step, RING)
+            slot = step % RING
+            mbarrier.expect(slopes.full.index(slot), slope_desc.block_type.nbytes)
+            tma_load(slope_desc, [(tile * SLICES + s) * 32, 0], slopes.full.index(slot), slopes.buf.index(slot))
+            step += 1
+
+
+@gluon.jit
+def fp8_activation_partition(
+    rows_desc, columns_desc, slope_desc, part_ptr, scale_ptr, amax_ptr, c_slices, r_bufs, t_bufs, slopes, c, M, N,
+    DGELU: gl.constexpr,
+):  # fmt: skip
+    """Store each tile's gelu and bytes of gelu', or its product with gelu' and the sums of that product's columns to
+    part[tile_m]; at the end, record the largest absolute value.
+    """
+    cols = gl.arange(0, SIDE, layout=gl.SliceLayout(0, SLICE_LAYOUT))
+    scale = gl.load(scale_ptr)
+    if DGELU:
+        sums = sums_of_thread(gl.zeros([SIDE, SIDE], gl.float32, SLICE_LAYOUT))
+    else:
+        half_scale = gl.full([SIDE, SIDE], 1.0, gl.float16, SLICE_LAYOUT) * scale.to(gl.float16)
+    top = gl.zeros([SIDE, SIDE], gl.float16, SLICE_LAYOUT)
+    turn = 0
+    step = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
+        mbarrier.wait(c.full, turn & 1)
+        for s in range(SLICES):
+            x = c_slices.index(s).load(SLICE_LAYOUT)
+            row = m + s % DOWN * SIDE
+            col = n + s // DOWN * SIDE
+            if DGELU:
+                slot = step % RING
+                wait_full(slopes.full, step, RING)
+                d = gl.convert_layout(
+                    from_bytes(slopes.buf.index(slot).load(BYTES_LAYOUT)), SLICE_LAYOUT, assert_trivial=True
+                )
+                mbarrier.arrive(slopes.empty.index(slot), count=1)
+                q, v = gl.inline_asm_elementwise(
+                    DGELU_ASM, "=r,=r,=r,r,r,r", [x, d], dtype=(gl.float8e4nv, gl.float16), is_pure=True, pack=4
+                )
+                top = gl.maximum(top, gl.maximum(v, -v))
+                sums += sums_of_thread(v.to(gl.float32))
+                tma.store_wait(2)
+            else:
+                q, d = gl.inline_asm_elementwise(
+                    GELU_ASM, "=r,=r,r,r,r,r", [x, half_scale], dtype=(gl.float8e4nv, gl.uint8), is_pure=True, pack=4
+                )
+                top = gl.maximum(top, x)
+                tma.store_wait(3)
+            r_bufs.index(s % 2).store(q)
+            t_bufs.index(s % 2).permute((1, 0)).store(pairs(q))
+            if not DGELU:
+                slopes.buf.index(s % 2).store(to_bytes(d))
+            fence_async_shared()
+            tma_store(rows_desc, [row, col], r_bufs.index(s % 2))
+            tma_store(columns_desc, [col, row // 2], t_bufs.index(s % 2))
+            if not DGELU:
+                tma_store(slope_desc, [(tile * SLICES + s) * 32, 0], slopes.buf.index(s % 2))
+            if DGELU:
+                if s % DOWN == DOWN - 1:
+                    total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), gl.SliceLayout(0, SLICE_LAYOUT))
+                    gl.store(part_ptr + m // BLOCK_M * N + col + cols, total / scale)
+                    sums = sums * 0.0
+            step += 1
+        mbarrier.arrive(c.empty, count=1)
+        turn += 1
+    if amax_ptr is not None:
+        largest = gl.max(gl.max(top, 1), 0).to(gl.float32)
+        if DGELU:
+            largest = gl.minimum(largest, FP16_MAX) / scale
+        else:
+            largest = gl.maximum(gelu(largest), LOWEST)  # gelu grows with x where it is above that
+        gl.atomic_max(amax_ptr + gl.program_id(0) % 32, largest.to(gl.int32, bitcast=True), sem="relaxed")
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _fp8_gelu_kernel(
+    a_desc, w_desc, rows_desc, columns_desc, slope_desc, b_ptr, part_ptr, a_scale_ptr, w_scale_ptr, scale_ptr,
+    amax_ptr, M, N, K, DGELU: gl.constexpr,
+):  # fmt: skip
+    a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    # in memory TMA's [BLOCK_M, BLOCK_N] is its columns 0 ... 63, row by row, then the next 64
+    c_slices = gl.allocate_shared_memory(gl.float16, [SLICES, SIDE, SIDE], TILE_LAYOUT)
+    c_halves = c_slices.reinterpret(gl.float16, [2, BLOCK_M, HALF], TILE_LAYOUT)
+    r_bufs = gl.allocate_shared_memory(gl.float8e4nv, [2, SIDE, SIDE], rows_desc.layout)
+    t_bufs = gl.allocate_shared_memory(gl.int16, [2, SIDE, SIDE // 2], columns_desc.layout)
+    ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
+    c = Channel(c_halves, barriers(1).index(0), barriers(1).index(0))
+    slope_bufs = gl.allocate_shared_memory(gl.uint8, [RING if DGELU else 2, 32, 128], slope_desc.layout)
+    slopes = Channel(slope_bufs, barriers(RING), barriers(RING))
+    # fmt: off
+    if DGELU:
+        gl.warp_specialize([
+            (fp8_multiply_partition, (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, True)),
+            (fp8_activation_partition, (rows_desc, columns_desc, slope_desc, part_ptr, scale_ptr, amax_ptr, c_slices,
+                                        r_bufs, t_bufs, slopes, c, M, N, True)),
+            (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
+            (slope_partition, (slope_desc, slopes, M, N)),
+        ], [WARPS, 1, 1], [104, 24, 24])
+    else:
+        gl.warp_specialize([
+            (fp8_multiply_partition, (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, False)),
+            (fp8_activation_partition, (rows_desc, columns_desc, slope_desc, part_ptr, scale_ptr, amax_ptr, c_slices,
+                                        r_bufs, t_bufs, slopes, c, M, N, False)),
+            (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
+        ], [WARPS, 1], [120, 24])
+    # fmt: on
+
+
+def matmul(
+    rows: Tensor, columns: Tensor, scale: Tensor, amax: Tensor | None, a: Tensor, a_scale: Tensor, w: Tensor,
+    w_scale: Tensor, b: Tensor | None, slope: Tensor, part: Tensor | None,
+) -> None:  # fmt: skip
+    """Write gelu(a[M, K] @ w[N, K].T / scales + b) in e4m3, rows [M, N] and columns [N, M], and bytes of gelu' to
+    slope; or with `part`, the product times gelu' from slope, and to part[M / 128, N] the sums of its columns.
+
+    M is a multiple of 128, N of 256.
+    """
+    (M, K), N, side, k = a.shape, w.shape[0], SIDE.value, BLOCK_K.value
+    _fp8_gelu_kernel[(programs(M // TILE_M * (N // TILE_N)),)](
+        describe(a, TILE_M, k), describe(w, TILE_N, k),
+        describe(rows, side, side), describe(columns.view(torch.int16), side, side // 2),
+        describe(slope.view(-1, 128), 32, 128), b, part, a_scale, w_scale, scale, amax, M, N, K,
+        DGELU=part is not None, **OPTIONS,
+    )  # fmt: skip

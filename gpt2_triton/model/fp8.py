@@ -1,0 +1,129 @@
+"""Operands of the layers' products in fp8: their buffers, and their places in the schedule's view.
+
+An operation of a layer is qkv, attproj or mlp (fc and fcproj, which share GELU's output).  In fp8, its operands and
+those of its backward pass are kernels/fp8.py's Fp8 in the places of the bf16 tensors; everything else is as in bf16.
+
+A scale belongs to one tensor of one layer.  The 12 of a layer, in the order of State.scale:
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2_triton.model.arena import buf
+from gpt2_triton.model.buffers import Acts, Params, Recompute, State, Tensors
+
+SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
+# datt and dfcg are the scales of dx where it enters attproj's and fcproj's backward pass
+OPERATIONS = dict(qkvw="qkv", attprojw="attproj", fcw="mlp", fcprojw="mlp")
+
+
+# fmt: off
+@dataclasses.dataclass
+class Fp8Buffers:
+    """Rows are [tokens, channels], columns (t) the transpose, which weight gradients read; slope is gelu' in bytes."""
+
+    ln8:        Tensors = buf("2*L | R C", "e4m3", "block..block_bwd", "activations", only="fp8 qkv mlp",
+                            drop="gelu+ln")
+    att8:       Tensors = buf("L | R C",   "e4m3", "block..block_bwd", "activations", only="fp8 attproj",
+                            drop="gelu+ln")
+    fcg8:       Tensors = buf("L | R 4*C", "e4m3", "block..block_bwd", "activations", only="fp8 mlp",
+                            drop="none", again="block")
+    fcg8t:      Tensors = buf("L | 4*C R", "e4m3", "block..block_bwd", "activations", only="fp8 mlp", drop="block")
+    slope:      Tensors = buf("L | R 4*C", "u8",   "block..block_bwd", "activations", only="fp8 mlp", drop="block")
+    dx8:        Tensor  = buf("R C",       "e4m3", "head..block_bwd",  "backward",    only="fp8 attproj mlp")
+    dfch8:      Tensor  = buf("R 4*C",     "e4m3", "block_bwd",        "backward",    only="fp8 mlp")
+    dfch8t:     Tensor  = buf("4*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 mlp")
+    dqkv8:      Tensor  = buf("R 3*C",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv", within="dfch8")
+    inp8t:      Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
+    dout8t:     Tensor  = buf("3*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
+    weight8:    Tensor  = buf("4*C C",     "e4m3", "block block_bwd",  "scratch",     only="fp8 qkv attproj mlp")
+    qkvw8:      Tensors = buf("L | 3*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv", drop="gelu+ln")
+    qkvw8t:     Tensors = buf("L | C 3*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv", drop="gelu+ln")
+    attprojw8:  Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 attproj",
+                            drop="gelu+ln")
+    attprojw8t: Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 attproj",
+                            drop="gelu+ln")
+    fcw8:       Tensors = buf("L | 4*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp", drop="gelu+ln")
+    fcw8t:      Tensors = buf("L | C 4*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp", drop="gelu+ln")
+    fcprojw8:   Tensors = buf("L | C 4*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp", drop="gelu+ln")
+    fcprojw8t:  Tensors = buf("L | 4*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 mlp", drop="gelu+ln")
+# fmt: on
+
+
+def scale_index(layer: int, name: str) -> int:
+    return layer * len(SCALES) + SCALES.index(name)
+
+
+def place_operands(
+    K: Any, w: Params, a: Acts, q: Fp8Buffers, s: State, operations: Sequence[Set[str]], record: bool
+) -> list[list[Any]]:
+    """Put Fp8 operands into w and a where an operation of a layer is in fp8; return each layer's fp8 weights.
+
+    record   whether kernels record the tensors' amax, as in training
+    """
+    weights: list[list[Any]] = []
+    R = len(a.x[0])
+    for name in ("ln", "fch", "fcg", "dfch", "dqkv"):
+        if getattr(a, name) is None:  # no layer has one in bf16
+            setattr(a, name, [None] * (2 * len(operations)))
+
+    def operand(rows: Tensor, columns: Tensor | None, layer: int, name: str, **forms: Any) -> Any:
+        i = scale_index(layer, name)
+        amax = s.amax[i] if record else None
+        if columns is None:  # made by matmul_dw
+            shared = q.dout8t if name[0] == "d" else q.inp8t
+            return K.Fp8(rows, shared.view(-1)[: rows.numel()].view(-1, R), s.scale[i : i + 1], amax, False, **forms)
+        return K.Fp8(rows, columns, s.scale[i : i + 1], amax, True, **forms)
+
+    for l, fp8 in enumerate(operations):
+        i, own = 2 * l, []
+        if "qkv" in fp8:
+            a.ln[i] = operand(q.ln8[i], None, l, "ln1")
+            a.dqkv[l] = operand(q.dqkv8, None, l, "dqkv")
+        if "attproj" in fp8:
+            a.att[l] = operand(q.att8[l], None, l, "att", value=a.att[l])
+            a.dx[i + 1] = operand(q.dx8, None, l, "datt", value=a.dx[i + 1])
+        if "mlp" in fp8:
+            a.ln[i + 1] = operand(q.ln8[i + 1], None, l, "ln2")
+            a.fcg[l] = operand(q.fcg8[l], q.fcg8t[l], l, "fcg")
+            a.fch[l] = q.slope[l]
+            a.dfch[l] = operand(q.dfch8, q.dfch8t, l, "dfch")
+            a.dx[i + 2] = operand(q.dx8, None, l, "dfcg", value=a.dx[i + 2])
+        for name, operation in OPERATIONS.items():
+            if operation in fp8:
+                tensors, rows, columns = getattr(w, name), getattr(q, f"{name}8")[l], getattr(q, f"{name}8t")[l]
+                tensors[l] = operand(rows, columns, l, name, value=tensors[l], scratch=q.weight8.view(-1))
+                own.append(tensors[l])
+        weights.append(own)
+    return weights
+
+
+def cast_again(att: Any, weights: list[Any], redo: Recompute) -> list[Any]:
+    """Return the operands of a layer whose fp8 rows are not kept until its backward pass.  Attention's output is there
+    in bf16, unless the whole layer is computed again.
+    """
+    if not redo.ln:
+        return []
+    return weights if redo.block or isinstance(att, Tensor) else [*weights, att]
+
+
+def clear(row: Tensor | None) -> None:
+    """Set a row of State, of 4 bytes an element, to 0 if there is one."""
+    if row is not None:
+        row.copy_(torch.from_numpy(np.zeros(row.shape, np.int32)).view(row.dtype))
+
+
+def guess_scales(state: State, loss_scale: float) -> None:
+    """Set the scales of the first calibration pass: for activations of about 1, weights of about 1/64, and gradients of
+    a loss that is multiplied by loss_scale.
+    """
+    gradient = 2.0 ** round(math.log2(4 / loss_scale))
+    guess = [gradient if name[0] == "d" else 64.0 if name[-1] == "w" else 8.0 for name in SCALES]
+    scales = np.tile(np.array(guess, np.float32), len(state.scale) // len(SCALES))
+    state.scale.copy_(torch.from_numpy(scales))

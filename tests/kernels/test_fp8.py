@@ -1,0 +1,306 @@
+"""fp8 operands: rounding bit by bit, maxima and scales, and products against float64 of the dequantised operands."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gpt2_triton import kernels as K
+from gpt2_triton.kernels import fp8
+from gpt2_triton.kernels.attention import attention_bwd_scratch
+from gpt2_triton.kernels.fp8 import AMAX_CELLS, Fp8, to_e4m3, token_at
+from gpt2_triton.kernels.layernorm import layernorm_bwd_scratch
+from gpt2_triton.kernels.matmul import matmul_dw_scratch
+from tests.conftest import DEVICE
+from tests.support import reference
+from tests.support.helpers import error, poisoned
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+R, C = 96, 80
+
+
+def as_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Return x rounded by torch, which does not saturate."""
+    return torch.where(x.isnan(), x, x.clamp(-448, 448)).to(E4M3)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)
+
+
+def operand(rows: int, columns: int, scale: float = 1.0, transposed: bool = True, value=None) -> Fp8:
+    """Return an operand full of NaN, or with the rows and columns of `value`."""
+    x8, x8t = (torch.full(shape, 0x7F, dtype=torch.uint8, device=DEVICE).view(E4M3) for shape in
+               ((rows, columns), (columns, rows)))  # fmt: skip
+    cells = torch.zeros(AMAX_CELLS, dtype=torch.int32, device=DEVICE)
+    out = Fp8(x8, x8t, torch.tensor([scale], device=DEVICE), cells, transposed)
+    if value is not None:
+        out.rows.copy_(as_e4m3(value * scale))
+        out.columns.copy_(in_pairs(out.rows) if transposed else out.columns)
+    return out
+
+
+def in_pairs(x: torch.Tensor) -> torch.Tensor:
+    """Return x transposed, with rows 0 8 1 9 ... 7 15 of each 16: a definition of its own."""
+    order = torch.arange(len(x)).view(-1, 2, 8).transpose(1, 2).flatten()
+    return bits(x)[order].T.contiguous().view(E4M3)
+
+
+def dequantised(x: Fp8) -> torch.Tensor:
+    return x.rows.double() / x.scale.double()
+
+
+def amax_of(x: Fp8) -> float:
+    return x.amax.view(torch.float32).max().item()
+
+
+@triton.jit
+def _round_kernel(out_ptr, x_ptr, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out_ptr + i, to_e4m3(tl.load(x_ptr + i)))
+
+
+def test_rounding_equals_torch_in_every_bit():
+    """Random numbers of all binades, every number of e4m3 and its neighbours, midpoints, ends, NaN and infinity."""
+    generator = np.random.default_rng(0)
+    random = generator.standard_normal(40_000) * np.exp2(generator.integers(-14, 12, 40_000))
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    finite = codes[codes.isfinite()].sort().values
+    middle = (finite[1:] + finite[:-1]) / 2
+    near = [torch.nextafter(middle, torch.tensor(side)) for side in (-1e9, 1e9)]
+    ends = torch.tensor([0.0, -0.0, 448.0, 464.0, 480.0, 1e9, -1e9, 1e-30, -1e-30, float("inf"), -float("inf")])
+    nan = torch.tensor([float("nan"), -float("nan")])
+    x = torch.cat([torch.from_numpy(random).float(), codes, middle, *near, ends, nan]).to(DEVICE)
+    x = torch.cat([x, x.new_zeros(65536 - len(x))])
+    out = torch.empty(len(x), dtype=E4M3, device=DEVICE)
+    _round_kernel[(64,)](out, x, len(x) // 64)
+    want = as_e4m3(x)
+    wrong = (bits(out) != bits(want)) & ~(out.float().isnan() & want.float().isnan())
+    assert not wrong.any(), x[wrong][:5]
+
+
+@triton.jit
+def _order_kernel(out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, token_at(i))
+
+
+def test_tokens_lie_in_pairs():
+    out = torch.empty(32, dtype=torch.int32, device=DEVICE)
+    _order_kernel[(1,)](out, 32)
+    assert out[:16].tolist() == [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
+    assert out[16:].tolist() == [16 + t for t in out[:16].tolist()]
+
+
+# ---- scales ----
+
+
+def rolled(amax, history=None, applied=1.0):
+    """Return scale and history after one roll of maxima [A]; the scales before are 3."""
+    A = len(amax)
+    cells = torch.zeros(A, AMAX_CELLS, device=DEVICE)
+    cells[:, 5] = torch.tensor(amax)
+    cells[:, 7] = torch.tensor(amax) / 2
+    cells = cells.view(torch.int32)
+    history = torch.zeros(A, 16, device=DEVICE) if history is None else history.clone()
+    scale, step_out = torch.full((A,), 3.0, device=DEVICE), torch.tensor([2.0, 1.0, 1.0, applied], device=DEVICE)
+    K.roll_scales(scale, history, cells, step_out)
+    assert not cells.any()
+    return scale, history
+
+
+def test_scales_are_the_largest_powers_of_two_with_margin():
+    amax = [1.0, 1.75, 1.7500001, 448.0, 3e-5, 1e30, 224.0]
+    scale, history = rolled(amax)
+    assert history[:, 0].tolist() == torch.tensor(amax).tolist() and not history[:, 1:].any()
+    for s, a in zip(scale.double().tolist(), torch.tensor(amax).double().tolist(), strict=True):
+        assert np.log2(s) == round(np.log2(s)) and 2 * a * s <= 448 < 4 * a * s, a
+
+
+def test_the_window_is_sixteen_steps():
+    history = torch.zeros(1, 16, device=DEVICE)
+    history[0, 14] = 100.0
+    _, history = rolled([1.0], history)
+    scale, history = rolled([2.0], history)
+    assert history[0].tolist() == [2.0, 1.0] + [0.0] * 14 and scale.item() == 64.0
+
+
+@pytest.mark.parametrize("amax, applied", [([0.0], 1.0), ([1.0], 0.0), ([float("nan")], 1.0), ([float("inf")], 1.0)])
+def test_what_is_not_recorded_changes_no_scale(amax, applied):
+    before = torch.arange(16.0, device=DEVICE).view(1, 16)
+    scale, history = rolled(amax, before, applied)
+    if amax == [0.0]:
+        assert history[0, 0] == 0 and scale.item() == 16.0  # 14 is the largest of those that stay
+    else:
+        assert torch.equal(history, before) and scale.item() == 3.0
+    assert rolled([0.0])[0].item() == 3.0
+
+
+# ---- the tensors that kernels write ----
+
+
+@pytest.mark.parametrize("shape", [(64, 80), (208, 48)])
+def test_weights_are_cast_and_transposed(shape, rng):
+    w = rng(*shape, dtype=BF16) * 0.02
+    scratch = bits(operand(*shape).rows).view(E4M3).flatten()
+    w8 = dataclasses.replace(operand(*shape, scale=64.0), scratch=scratch)
+    K.cast_operand(w8, w)
+    want = as_e4m3(w.float() * 64)
+    assert torch.equal(bits(w8.rows), bits(want)) and torch.equal(bits(w8.columns), bits(want).T)
+    assert amax_of(w8) == w.float().abs().max().item()
+
+
+def test_saturated_and_flushed_elements_are_counted(rng):
+    x = operand(R, C, 300.0, value=torch.cat([rng(R - 1, C), torch.zeros(1, C, device=DEVICE)]))
+    parts = poisoned(2, K.stats_parts())
+    for acc in (False, True):
+        K.fp8_stats(parts, x, acc)
+        want = [(x.rows.float().abs() == 448).sum().item(), (x.rows.float() == 0).sum().item()]
+        assert parts.sum(1).tolist() == [n * (1 + acc) for n in want] and min(want) >= C
+
+
+def test_transposition_in_pairs(rng):
+    x = as_e4m3(rng(R, C))
+    out = torch.zeros(C, R, dtype=torch.uint8, device=DEVICE).view(E4M3)
+    fp8.transpose(out, x, pairs=True)
+    assert torch.equal(bits(out), bits(in_pairs(x)))
+
+
+def close_to_rounded(got: Fp8, want: torch.Tensor, most: float = 2e-3) -> None:
+    """Compare with the rounding of float64 numbers: a share of at most `most` is rounded the other way, one step off.
+
+    On a GPU, tensor cores add fp8 products to 14 bits, and GELU's arithmetic is in fp16.
+    """
+    most = 0.08 if DEVICE == "cuda" else most
+    exact = as_e4m3((want * got.scale).float())
+    differ = bits(got.rows) != bits(exact)
+    assert differ.float().mean() < most
+    assert error(got.rows, exact) < (1e-2 if DEVICE == "cuda" else 2e-3)
+    assert abs(amax_of(got) / want.abs().max().item() - 1) < (1e-3 if DEVICE == "cuda" else 1e-5)
+
+
+def test_layernorm_writes_fp8(rng):
+    x, w, b = rng(R, C, dtype=BF16), rng(C, dtype=BF16), rng(C, dtype=BF16)
+    out, mean, rstd = operand(R, C, 16.0), poisoned(R), poisoned(R)
+    K.layernorm_fwd(out, mean, rstd, x, w, b)
+    want, *_ = outputs(reference.layernorm_fwd, 3, (R, C), (R,), (R,), x, w, b)
+    close_to_rounded(out, want)
+
+
+def outputs(launcher, n, *args, **keywords):
+    """Return the outputs, of the first n arguments as shapes, of a reference launcher in float64."""
+    out = [torch.zeros(shape, dtype=torch.float64, device=DEVICE) for shape in args[:n]]
+    launcher(*out, *(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args[n:]),
+             **keywords)  # fmt: skip
+    return out
+
+
+def test_layernorm_bwd_writes_gradient_and_norm_in_fp8(rng):
+    x, w, b, dout, dx = (rng(*s, dtype=BF16) for s in ((R, C), (C,), (C,), (R, C), (R, C)))
+    mean, rstd = poisoned(R), poisoned(R)
+    forward = operand(R, C, 16.0)
+    K.layernorm_fwd(forward, mean, rstd, x, w, b)
+    results = []
+    for quantised in (False, True):
+        value = dx.clone()
+        out = Fp8(*dataclass_parts(operand(R, C, 8.0)), value=value) if quantised else value
+        ln = operand(R, C, 16.0) if quantised else poisoned(R, C, dtype=BF16)
+        sums = [poisoned(C) for _ in range(3)]
+        scratch = poisoned(layernorm_bwd_scratch(R, C, "bf16"))
+        K.layernorm_bwd(out, *sums, ln, scratch, dout, x, w, b, mean, rstd, False)
+        results.append((value, *sums))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert torch.equal(bits(ln.rows), bits(forward.rows)) and not ln.amax.any()
+    assert error(dequantised(out), value) < 0.03  # e4m3 itself: 0.027
+    assert abs(amax_of(out) / value.abs().max().item() - 1) < 2**-7  # the interpreter truncates to bf16
+
+
+def dataclass_parts(x: Fp8):
+    return x.rows, x.columns, x.scale, x.amax, x.transposed
+
+
+def test_attention_writes_fp8(rng):
+    B, T, NH, HS = 2, 48, 2, 80
+    width = NH * HS
+    qkv, dout = rng(B * T, 3 * width, dtype=BF16), rng(B * T, width, dtype=BF16)
+    lse, delta = poisoned(B, NH, T), poisoned(B, NH, T)
+    scratch = poisoned(attention_bwd_scratch(B, T, width, HS, "bf16"))
+    plain, dqkv = poisoned(B * T, width, dtype=BF16), poisoned(B * T, 3 * width, dtype=BF16)
+    K.attention_fwd(plain, lse, qkv)
+    K.attention_bwd(dqkv, poisoned(3 * width), delta, scratch, dout, qkv, plain, lse, False)
+    out = Fp8(*dataclass_parts(operand(B * T, width, 32.0)), value=poisoned(B * T, width, dtype=BF16))
+    dqkv8, dbias = operand(B * T, 3 * width, 64.0), poisoned(3 * width)
+    K.attention_fwd(out, lse, qkv)
+    K.attention_bwd(dqkv8, dbias, delta, scratch, dout, qkv, out, lse, False)
+    assert torch.equal(out.value, plain)
+    for got, want in ((out, plain), (dqkv8, dqkv)):
+        assert error(dequantised(got), want) < 0.03  # e4m3's own 0.027
+        assert abs(amax_of(got) / want.abs().max().item() - 1) < 2**-7  # the interpreter truncates to bf16
+
+
+# ---- products ----
+
+
+def product_operands(rng, M, N, depth):
+    a = operand(M, depth, 16.0, value=rng(M, depth))
+    w = operand(N, depth, 64.0)
+    w.rows.copy_(as_e4m3(rng(N, depth)))
+    w.columns.copy_(w.rows.T)
+    return a, w
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_products_equal_float64(residual, rng):
+    a, w = product_operands(rng, R, 112, C)
+    b, res, out = rng(112, dtype=BF16), rng(R, 112, dtype=BF16), poisoned(R, 112, dtype=BF16)
+    want = dequantised(a) @ dequantised(w).T + b.double()
+    if residual:
+        K.matmul_add(out, res, a, w, b)
+        want += res.double()
+    else:
+        K.matmul(out, a, w, b)
+    assert error(out, want) < 4e-3  # the rounding to bf16, which the interpreter truncates
+    dinp, (dout, _) = poisoned(R, C, dtype=BF16), product_operands(rng, R, 16, 112)
+    K.matmul_dx(dinp, dout, w)
+    assert error(dinp, dequantised(dout) @ dequantised(w)) < 4e-3
+
+
+@pytest.mark.parametrize("R, N", [(96, 112), pytest.param(384, 512, marks=pytest.mark.gpu)])
+def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
+    """In the portable kernels, and on Hopper, where M and N fill whole tiles, in those of kernels/hopper."""
+    a, w = product_operands(rng, R, N, C)
+    b, slope = rng(N, dtype=BF16), torch.zeros(R, N, dtype=torch.uint8, device=DEVICE)
+    out = operand(R, N, 16.0)
+    K.matmul_gelu(out, slope, a, w, b)
+    pre = dequantised(a) @ dequantised(w).T + b.double()
+    close_to_rounded(out, reference.gelu(pre))
+    assert torch.equal(bits(out.columns), bits(in_pairs(out.rows)))
+
+    dout, w2 = product_operands(rng, R, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
+    dpre, dbias, scratch = operand(R, N, 4.0), poisoned(N), poisoned(R * N)
+    K.matmul_dx_dgelu(dpre, dbias, None, scratch, dout, w2, slope, False)
+    product = dequantised(dout) @ dequantised(w2)
+    want = product * reference.dgelu(pre)
+    assert (error(dequantised(dpre), want)) < 0.03
+    assert torch.equal(bits(dpre.columns), bits(in_pairs(dpre.rows)))
+    assert abs(amax_of(dpre) / want.abs().max().item() - 1) < 0.01
+    # half a step of the byte in each of R terms, which are independent
+    assert error(dbias, want.sum(0)) < 0.005
+    once = dbias.clone()
+    K.matmul_dx_dgelu(dpre, dbias, None, scratch, dout, w2, slope, True)
+    assert torch.equal(dbias, 2 * once)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weight_gradients_equal_float64(transposed, rng):
+    dout, inp = (operand(R, n, s, transposed, value=rng(R, n)) for n, s in ((48, 8.0), (C, 32.0)))
+    dw = poisoned(48, C)
+    scratch = poisoned(max(1, matmul_dw_scratch(48, C, R, "fp8")))
+    want = dequantised(dout).T @ dequantised(inp)
+    for acc in (False, True):
+        K.matmul_dw(dw, scratch, dout, inp, acc)
+        assert error(dw, want * (1 + acc)) < (2e-4 if DEVICE == "cuda" else 1e-6)  # 14 bits within 128 terms
+    assert torch.equal(bits(dout.columns), bits(in_pairs(dout.rows)))

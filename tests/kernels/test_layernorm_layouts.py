@@ -1,0 +1,73 @@
+"""Row sums of layernorm's backward kernel: their order on Hopper is the same whichever outputs are in fp8.
+
+    python -m tests.kernels.test_layernorm_layouts
+
+compiles the kernel for an H200, without one, and prints for each variant the layouts of the tensors that it sums.
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WIDTHS = {768: "layernorm_bwd", 1600: "layernorm_bwd_wide"}
+# the types of `ln`, which deeper recompute levels write, and of the gradient's fp8 rows
+VARIANTS = [(C, *types) for C in WIDTHS for types in (("", ""), ("*fp8e4nv", ""), ("*fp8e4nv", "*fp8e4nv"))]
+
+
+def summed_layouts(C: int, ln: str, dx8: str) -> list[str]:
+    """Return the layouts of the float tensors of two dimensions that the kernel sums; ln and dx8 are types, or "" for
+    outputs that are not written.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from gpt2_triton.kernels import layernorm
+    from gpt2_triton.kernels.tuning import next_power_of_2
+
+    row = json.loads((ROOT / "gpt2_triton/kernels/tables/h200.json").read_text())["rows"][WIDTHS[C]]["bf16"].copy()
+    row.pop("PROGRAMS")
+    options = dict(num_warps=row.pop("num_warps"))
+    types = dict.fromkeys(("dx_ptr", "dout_ptr", "x_ptr", "w_ptr", "b_ptr"), "*bf16")
+    types |= dict.fromkeys(("part_ptr", "mean_ptr", "rstd_ptr"), "*fp32") | dict.fromkeys(("R", "C"), "i32")
+    types |= dict(ln_ptr=ln) if ln else {}
+    types |= dict(ln_scale_ptr="*fp32") if "fp8" in ln else {}
+    types |= dict(dx8_ptr=dx8, dx_scale_ptr="*fp32", dx_amax_ptr="*i32") if dx8 else {}
+    kernel, constants = layernorm._layernorm_bwd_kernel, row | dict(ADD_DX=True, BLOCK_C=next_power_of_2(C))
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
+    source = ASTSource(kernel, signature, {name: constants.get(name) for name in names if name not in types}, aligned)
+    ir = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", ir, re.MULTILINE))
+    summed = re.findall(r"\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\) -> tensor", ir)
+    return [layouts[name] for name in summed]
+
+
+@pytest.mark.slow
+def test_row_sums_have_the_same_order_whichever_outputs_are_in_fp8():
+    """A store of e4m3 must not change the layout of the kernel, or recompute levels would differ in their last bits."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_layernorm_layouts"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = [ast.literal_eval(line) for line in run.stdout.splitlines()]
+    assert len(found) == len(VARIANTS)
+    for width in WIDTHS:
+        first, *others = (layouts for (C, *_), layouts in found if width == C)
+        assert len(first) >= 5  # two means of a row, three sums of columns
+        assert all(layouts[: len(first)] == first for layouts in others)
+
+
+if __name__ == "__main__":
+    for variant in VARIANTS:
+        print((variant, summed_layouts(*variant)))
