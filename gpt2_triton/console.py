@@ -218,6 +218,11 @@ class Progress:
         with contextlib.suppress(OSError, ValueError):  # ValueError: stderr is closed
             self._bar.close()
 
+    def show(self, done: int, total: int) -> None:
+        """Show that `done` of `total` units are done."""
+        self._bar.total = total
+        self.advance(done - self._bar.n)
+
     def advance(self, count: int, note: str = "") -> None:
         """Count `count` more units as done; `note`, such as a loss, is shown behind the figures."""
         with contextlib.suppress(OSError, ValueError):

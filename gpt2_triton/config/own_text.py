@@ -96,7 +96,7 @@ def choose(
         "train.total_batch_tokens": step_tokens,
         "train.dtype": "fp32" if gpu_gib is None else "bf16",
         "optim.lr": row.lr,
-        "optim.warmup": min(700, steps // 10),
+        "optim.warmup": min(700, max(steps // 10, min(30, steps // 3))),  # of 10 steps, 2e-3 gives a spike
         "eval.every": every,
         "eval.tokens": evaluated if 0 < 4 * evaluated <= val_tokens else 0,  # a token may have more characters
         "sample.every": max(1, steps // 2),

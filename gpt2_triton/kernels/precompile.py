@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,12 +34,14 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def compiling(ignore_errors: bool = False) -> Iterator[Compiled]:
+def compiling(
+    ignore_errors: bool = False, report: Callable[[int, int], None] = lambda done, total: None
+) -> Iterator[Compiled]:
     """Submit each kernel launched in the context to a thread pool; at its end, wait until all are loaded.
 
     This includes Gluon's kernels, which are JITFunctions.  Threads suffice, since MLIR's passes, ptxas and gcc run
     without Python's lock.  With `ignore_errors`, a kernel that does not compile, or needs more than the GPU has, raises
-    at its launch instead.
+    at its launch instead.  `report` is called with the number of launches whose kernel is compiled, and of all.
     """
     out, began, gpu = Compiled(), time.perf_counter(), torch.cuda.current_device()
     launched, cached = [], []
@@ -56,7 +58,11 @@ def compiling(ignore_errors: bool = False) -> Iterator[Compiled]:
                 yield out
             finally:
                 JITFunction.run = launch
-        kernels = {_result(kernel, ignore_errors) for kernel in launched} - {None}
+        kernels = set()
+        for done, kernel in enumerate(launched, 1):
+            kernels.add(_result(kernel, ignore_errors))
+            report(done, len(launched))
+        kernels.discard(None)
         ignored = (Exception,) if ignore_errors else ()  # Triton's and the driver's
         list(pool.map(lambda kernel: _make_launcher(kernel, ignored), kernels))
     for kernel in kernels:

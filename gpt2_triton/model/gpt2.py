@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import Progress
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ReplicaMismatchError
@@ -258,7 +259,7 @@ class GPT2:
                     multiples of 16 or 32, and B*T selects among some kernels.
         """
         self.train_view.comm = Communicator()
-        with self.K.compiling() as compiled:
+        with Progress("compiling", None, "kernels") as progress, self.K.compiling(report=progress.show) as compiled:
             self.initialise(self.config.train.seed)
             for with_stats in (False, True) if self.stats_recorder else (False,):
                 for acc in (False, True):

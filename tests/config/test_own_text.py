@@ -77,7 +77,7 @@ def test_other_keys_follow_the_given_ones():
     half = config_for(1_000_000, 139.8, train__total_batch_tokens="8192")
     assert (half.total_batch_tokens, half.train.steps) == (8192, pytest.approx(2 * usual.train.steps, abs=1))
     short = config_for(1_000_000, train__steps="20")
-    assert (short.train.steps, short.optim.warmup, short.eval.every, short.sample.every) == (20, 2, 5, 10)
+    assert (short.train.steps, short.optim.warmup, short.eval.every, short.sample.every) == (20, 6, 5, 10)
     wide = config_for(1_000_000, model__n_embd="256")
     assert (wide.model.n_head, wide.model.n_layer) == (4, 2)
     assert config_for(1_000_000, model__n_head="3").model.n_embd == 192

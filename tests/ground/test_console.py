@@ -154,6 +154,17 @@ def test_progress_without_a_total_has_no_time_left(monkeypatch):
     assert text.startswith("\rwork: 500 tokens [00:10, 50.0 tokens/s, loss 3.1]")
 
 
+def test_progress_learns_its_total_while_it_works(monkeypatch):
+    stderr = Stderr(terminal=True)
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setattr(console, "DELAY", 0)
+    with Progress("compiling", None, "kernels") as progress:
+        monkeypatch.setattr(progress._bar, "mininterval", 0)
+        for done in (1, 3):
+            progress.show(done, 4)
+    assert "compiling:  75%" in stderr.text and "3.00/4.00" in stderr.text
+
+
 def test_progress_of_short_work_shows_nothing(monkeypatch):
     for terminal in (False, True):
         assert work(monkeypatch, Stderr(terminal), [1.0, 4.0, 4.9]) == ""

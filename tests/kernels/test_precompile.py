@@ -64,8 +64,10 @@ SCRIPT = """
         clip_factor(x[:4], x[4:5], x[8:])
         gluon_kernel[(1,)](x)
 
-    with compiling() as compiled:
+    shown = []
+    with compiling(report=lambda *counts: shown.append(counts)) as compiled:
         launches()
+    assert shown == [(1, 4), (2, 4), (3, 4), (4, 4)], shown
     print(compiled.kernels, compiled.from_cache, Device.launched)
     with compiling() as again:
         launches()

@@ -22,7 +22,7 @@ class Log:
     """
 
     device = "cpu"
-    compiling = contextlib.nullcontext
+    compiling = staticmethod(lambda **_: contextlib.nullcontext())
 
     def __init__(self, shared: bool, rank: int = 0, size: int = 2):
         self.calls: list[tuple[str, int | None]] = []
