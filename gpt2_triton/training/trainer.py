@@ -141,6 +141,9 @@ class Trainer:
                     self.checkpointer.wait()
             self.control.leave()
             raise
+        except NonFiniteError:  # on every rank; a later rank still reads what was gathered for the message
+            self.control.leave()
+            raise
 
     def _loop(self) -> int:
         first = step = self.state.step
