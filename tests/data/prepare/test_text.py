@@ -420,10 +420,13 @@ def test_leftovers_of_an_earlier_process_of_the_same_number_are_removed(tmp_path
 
     monkeypatch.setattr(fcntl, "flock", no_lock)
     (tmp_path / "a.txt").write_text("some text " * 50)
-    for mark in (f"{os.getpid()}-1", process_mark()):
-        (tmp_path / f".out.{socket.gethostname()}-{mark}.partial").mkdir()
+    earlier, own = (
+        f".out.{socket.gethostname()}-{mark}-0123abcd.partial" for mark in (f"{os.getpid()}-1", process_mark())
+    )
+    for name in (earlier, own):
+        (tmp_path / name).mkdir()
     prepare_text([tmp_path / "a.txt"], tmp_path / "out", "bytes")
-    assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
+    assert sorted(os.listdir(tmp_path)) == sorted([own, "a.txt", "out"])  # another thread of this process has its own
 
 
 def test_leftovers_that_a_process_has_locked_stay(tmp_path):
