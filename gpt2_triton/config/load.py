@@ -73,7 +73,7 @@ def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> I
             yield from (_at(places, path, name, message) for name, message in cause.problems)
         elif entry["type"] == "extra_forbidden":
             sections = [] if "." in key else [name.partition(".")[0] for name in fields]
-            near = suggestion(key, [*sections, *fields]) or "; docs/guide/config.md lists them"
+            near = suggestion(key, [*sections, *fields]) or "; train --help lists them"
             yield _at(places, path, key, f"unknown key{near}")
         elif entry["type"] in ("model_type", "model_attributes_type"):
             yield _at(places, path, key, f"must be a section of keys, got {_shown(entry['input'])}")

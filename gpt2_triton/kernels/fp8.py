@@ -174,7 +174,7 @@ def _transpose_kernel(out_ptr, x_ptr, R, C, PAIRS: tl.constexpr, BLOCK_R: tl.con
     r = p
     if PAIRS:
         r = token_at(p)
-    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=(r < R)[:, None] & (c < C)[None, :])
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=(r < R)[:, None] & (c < C)[None, :], other=0)
     tl.store(out_ptr + c[:, None] * R + p[None, :], tl.trans(x), mask=(c < C)[:, None] & (p < R)[None, :])
 
 

@@ -1,4 +1,4 @@
-"""--help of every command: fits a narrow terminal, explains every parameter, and tells the commands apart."""
+"""The help text of each command fits a narrow terminal and explains every parameter; no two summaries are equal."""
 
 import functools
 import operator

@@ -45,7 +45,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"train.steps": "many"}, "--train.steps: must be a valid integer, got 'many' (optimizer steps)"),
     ("optimizer: {lr: 1}", {}, "x.yaml:1: optimizer: unknown key; did you mean optim?"),
     ("dropout: 0.1", {}, "x.yaml:1: dropout: unknown key; nanoGPT's dropout has no counterpart here: models"),
-    ("epochs: 3", {}, "x.yaml:1: epochs: unknown key; docs/guide/config.md lists them"),
+    ("epochs: 3", {}, "x.yaml:1: epochs: unknown key; train --help lists them"),
     ("data: {path: x}", {}, "x.yaml:1: data.path: unknown key; data has train, val, tokenizer, seed"),
     ("every: 3", {}, "; did you mean eval.every or sample.every or checkpoint.every or log.every?"),
     ("optim: {warmup_steps: 3}", {}, "optim.warmup_steps: unknown key; did you mean train.steps or optim.warmup?"),

@@ -1,4 +1,4 @@
-"""Every launcher at ragged sizes, each tensor in an allocation of its own, for NVIDIA's compute-sanitizer:
+"""Every launcher of bf16 and fp32 at ragged sizes, its tensors in allocations of their own, for compute-sanitizer:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.gpu.sanitize
 
