@@ -56,6 +56,9 @@ def select_interpreter() -> bool:
             "first call of gpt2_triton, or set TRITON_INTERPRET=1 before"
         )
     os.environ["TRITON_INTERPRET"] = "1"
+    from gpt2_triton import fast_interpreter
+
+    fast_interpreter.install()
     return True
 
 

@@ -10,7 +10,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is decorated
 
-    from tests.support import fast_interpreter
+    from gpt2_triton import fast_interpreter
 
     fast_interpreter.install()
 

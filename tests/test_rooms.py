@@ -20,7 +20,8 @@ GROUND = "errors console device files version"
 ROOMS = {
     "errors": "",
     "console": "errors",
-    "device": "errors",
+    "device": "errors fast_interpreter",
+    "fast_interpreter": "",
     "files": "errors",
     "version": "__init__",
     "kernels": "kernels",

@@ -13,7 +13,11 @@ LANGUAGES = (interpreter.tl, interpreter.tl.core)
 
 
 def install() -> None:
-    original, patched, nothing = interpreter._patch_lang, set[int](), SimpleNamespace(restore=lambda: None)
+    """Replace the interpreter's _patch_lang; does nothing the second time, or in a Triton without such a function."""
+    original = getattr(interpreter, "_patch_lang", None)
+    if original is None or original.__module__ == __name__:
+        return
+    patched, nothing = set[int](), SimpleNamespace(restore=lambda: None)
 
     def patch_lang(fn: Any) -> Any:
         """Patch the languages in fn's globals, unless the kernel that is running has done so."""
