@@ -126,7 +126,7 @@ TABLE = {
     "file deleted": Fault(delete_file, ENDED_BY_SIGNAL),
     "copied checkpoint": Fault(copy_as_later_step, ENDED_BY_SIGNAL),
     "line cut": Fault(cut_line, ENDED_BY_SIGNAL),
-    "second writer": Fault(second_writer, set()),
+    "second writer": Fault(second_writer, {2, 1}),  # of the first, if the second has the directory before it
     "dead wandb": Fault(
         lambda i: time.sleep(0),
         set(),
