@@ -1,7 +1,8 @@
 """Ends of a run before its last step: signals, and the time limit train.max_minutes.
 
-After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends; the second ends
-it at once, as does one before the first step, when there is nothing to save.  Each leaves the file PREEMPTED in the
+After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends, and a resumed
+run validates and samples as was due; the second ends it at once, as does one before the first step, when there is
+nothing to save.  Each leaves the file PREEMPTED in the
 run directory, since launchers hide exit codes.
 
 A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  Each rank's request
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.console import print_line
+from gpt2_triton.console import print_from_handler, print_line
 
 PREEMPTED = "PREEMPTED"  # a file in the run directory of a run that ended before its last step and can be continued
 REPEAT_WINDOW = 5  # seconds in which a signal counts as the same one: launchers forward what the process group also got
@@ -86,6 +87,10 @@ class ShutdownSignals:
     def _handle(self, number: int, _frame: Any) -> None:
         if self.received and (self._ranks == 1 or time.monotonic() - self._received_at > REPEAT_WINDOW):
             self._leave(number)  # a half-written checkpoint stays hidden
+        if not self.received and not self._leaves_at_once:
+            later = "" if self._ranks == 1 else f" after {REPEAT_WINDOW} seconds"
+            again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
+            print_from_handler(f"stopping after this step; {again}{later} ends at once without a checkpoint")
         self.received, self._received_at = number, time.monotonic()
 
     def _leave(self, number: int) -> None:

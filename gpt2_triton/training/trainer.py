@@ -6,6 +6,7 @@ checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -152,6 +153,9 @@ class Trainer:
         if step == 0 and self._due(step, self.config.eval.every):
             self._finish_step()
             self._validate(step)
+        if self.state.left_out:
+            self._finish_step()
+            self._do(self.state.left_out, step)
         if step >= last:
             self.log.info(f"all {last} steps are done; raise train.steps to continue")
         while step < last and not self.signals.stop:
@@ -265,24 +269,40 @@ class Trainer:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
-    def _between_steps(self, step: int) -> bool:
-        """Evaluate, sample and save as is due after `step` steps; return True, without, if the run has to rewind."""
+    def _tasks(self) -> dict[str, tuple[int, Callable[[int], None]]]:
+        """Return what is done between steps, by the key that says how often: the key's value and the function."""
         c = self.config
-        tasks = (
-            (c.eval.every, self._validate),
-            (c.eval.hellaswag_every, self._answer_hellaswag),
-            (c.sample.every, self._sample),
-            (c.debug.hash_state, self._compare_replicas),
-        )
-        due = [task for every, task in tasks if self._due(step, every)]
-        save = self._due(step, c.checkpoint.every) or step == c.train.steps
-        if due and self._finish_step() or save and self._read_step():
+        return {
+            "eval.every": (c.eval.every, self._validate),
+            "eval.hellaswag_every": (c.eval.hellaswag_every, self._answer_hellaswag),
+            "sample.every": (c.sample.every, self._sample),
+            "debug.hash_state": (c.debug.hash_state, self._compare_replicas),
+        }
+
+    def _between_steps(self, step: int) -> bool:
+        """Evaluate, sample and save as is due after `step` steps; return True, without, if the run has to rewind.
+
+        A run that is to stop, but for the last step, leaves that to the resumed run, and _end saves.
+        """
+        due = [key for key, (every, _) in self._tasks().items() if self._due(step, every)]
+        save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
+        if not self._stops_at(step) and (due and self._finish_step() or save and self._read_step()):
             return True
-        for task in due:
-            task(step)
-        if save or self.state.best_step == step:
+        self._do(due, step)
+        if not self._stops_at(step) and (save or self.state.best_step == step):
             self._save(step)
         return False
+
+    def _stops_at(self, step: int) -> bool:
+        return self.signals.stop and step < self.config.train.steps
+
+    def _do(self, due: list[str], step: int) -> None:
+        """Do the tasks of these keys, until the run is to stop; state.left_out keeps the others."""
+        tasks, self.state.left_out = self._tasks(), list(due)
+        while self.state.left_out and not self._stops_at(step):
+            every, task = tasks[self.state.left_out.pop(0)]
+            if every:
+                task(step)
 
     def _validate(self, step: int) -> None:
         assert self.data.validation

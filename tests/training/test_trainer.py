@@ -87,6 +87,21 @@ def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp
     assert metrics(tmp_path) == metrics(unbroken)
 
 
+def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkeypatch, capfd):
+    """The signal comes in step 2, after which a validation is due; the first resume fails before its next checkpoint."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        train(run_config(), tmp_path, resume=False)
+    assert [record["step"] for record in metrics(tmp_path) if "val_loss" in record] == [0]
+    assert load_checkpoint(find_checkpoint(tmp_path))[0]["left_out"] == ["eval.every"]
+    assert "\nstopping after this step; a second signal ends at once without a checkpoint\n" in capfd.readouterr().out
+    with monkeypatch.context() as patch, pytest.raises(DataError):
+        patch.setattr(Trainer, "_train_step", lambda *_: raise_data_error())
+        train(run_config(), tmp_path, resume=True)
+    assert train(run_config(), tmp_path, resume=True) == 0
+    assert metrics(tmp_path) == metrics(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
+
+
 def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(unbroken, tmp_path, monkeypatch):
     """Within the second step the limit comes near."""
     calls = iter([False, True])
