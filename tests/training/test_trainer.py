@@ -88,7 +88,7 @@ def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp
 
 
 def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkeypatch, capfd):
-    """The signal comes in step 2, after which a validation is due; the first resume fails before its next checkpoint."""
+    """The signal comes in step 2, after which a validation is due; the first resume fails before it saves."""
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         train(run_config(), tmp_path, resume=False)
