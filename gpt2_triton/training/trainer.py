@@ -155,7 +155,7 @@ class Trainer:
             self._validate(step)
         if self.state.left_out:
             self._finish_step()
-            self._do(self.state.left_out, step)
+            self._call(self.state.left_out, step)
         if step >= last:
             self.log.info(f"all {last} steps are done; raise train.steps to continue")
         while step < last and not self.signals.stop:
@@ -288,7 +288,7 @@ class Trainer:
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
         if not self._stops_at(step) and (due and self._finish_step() or save and self._read_step()):
             return True
-        self._do(due, step)
+        self._call(due, step)
         if not self._stops_at(step) and (save or self.state.best_step == step):
             self._save(step)
         return False
@@ -296,8 +296,8 @@ class Trainer:
     def _stops_at(self, step: int) -> bool:
         return self.signals.stop and step < self.config.train.steps
 
-    def _do(self, due: list[str], step: int) -> None:
-        """Do the tasks of these keys, until the run is to stop; state.left_out keeps the others."""
+    def _call(self, due: list[str], step: int) -> None:
+        """Call the tasks of these keys, until the run is to stop; state.left_out keeps the others."""
         tasks, self.state.left_out = self._tasks(), list(due)
         while self.state.left_out and not self._stops_at(step):
             every, task = tasks[self.state.left_out.pop(0)]
