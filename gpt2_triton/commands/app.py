@@ -17,7 +17,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import errors
-from gpt2_triton.console import discard_unwritten, prepare_streams, print_line, printable
+from gpt2_triton.console import command_line, discard_unwritten, prepare_streams, print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
@@ -29,6 +29,11 @@ def make_app(name: str, help: str | None = None) -> App:
     """
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
     return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
+
+
+def usage_line(command: str, arguments: str) -> str:
+    """Return the first line of a command's help."""
+    return f"Usage: {command_line(command)} {arguments}"
 
 
 def main(app: App, argv: list[str]) -> int:
