@@ -26,6 +26,8 @@ from gpt2_triton.training import trainer
 MISTAKES = [  # arguments of train.py, part of the message
     ([], "CONFIG requires an argument; see --help"),
     (["nope"], "nope: neither a file nor a recipe; recipes: finetune_shakespeare, gpt2_124m,"),
+    (["onw", "--data", "my.txt"], "onw: neither a file nor a recipe; did you mean own? recipes: "),
+    (["my.txt"], "my.txt: text, no configuration; `python -m gpt2_triton train own --data my.txt` trains on it"),
     (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
     (["x.yaml", "--optim.lrr", "1"], "--optim.lrr: unknown option; did you mean --optim.lr?"),
     (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
@@ -59,6 +61,7 @@ def here(tmp_path, monkeypatch, request):
     """An empty working directory with x.yaml, the quickstart, and a run `old` with checkpoints."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text((request.config.rootpath / "configs" / "quickstart.yaml").read_text())
+    (tmp_path / "my.txt").write_text("To be, or not to be\n")
     for step in (10, 20):
         (tmp_path / "old" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
     return tmp_path
