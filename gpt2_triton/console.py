@@ -230,12 +230,12 @@ class Progress:
         with contextlib.suppress(OSError, ValueError):  # ValueError: stderr is closed
             self._bar.close()
 
-    def show(self, done: int, total: int) -> None:
+    def show(self, done: float, total: int, note: str = "") -> None:
         """Show that `done` of `total` units are done."""
         self._bar.total = total
-        self.advance(done - self._bar.n)
+        self.advance(done - self._bar.n, note)
 
-    def advance(self, count: int, note: str = "") -> None:
+    def advance(self, count: float, note: str = "") -> None:
         """Count `count` more units as done; `note`, such as a loss, is shown behind the figures."""
         with contextlib.suppress(OSError, ValueError):
             self._bar.set_postfix_str(note, refresh=False)
