@@ -114,7 +114,8 @@ def _start(
     set_env_from_slurm()
     rank, ranks = rank_and_size()
     signals = ShutdownSignals(ranks)
-    signals.run_dir = run_dir
+    is_new = rank == 0 and not (run_dir and run_dir.exists())
+    signals.run_dir = run_dir if is_new else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals.leaving_at_once())
         if not data:
@@ -127,7 +128,8 @@ def _start(
         select_device()  # before numpy is imported
         if data:
             settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
-        signals.run_dir = run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
+        run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
+        signals.run_dir = run_dir if is_new else None
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume, signals)

@@ -3,7 +3,8 @@
 After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends, and a resumed
 run validates and samples as was due; the second ends it at once, as does one before the first step, when there is
 nothing to save.  Each leaves the file PREEMPTED in the
-run directory, since launchers hide exit codes.
+run directory, since launchers hide exit codes, if this start has made the directory or locked it.  The loop removes
+that of an earlier start.
 
 A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  Each rank's request
 therefore travels with its next step's loss, so that all ranks stop after the same step.
@@ -33,7 +34,7 @@ class ShutdownSignals:
         self.received = 0  # number of the signal that this rank received last
         self.time_is_up = False  # train.max_minutes on this rank
         self.all_ranks_agree = False  # some rank had requested the end before the last finished step began
-        self.run_dir: Path | None = None  # for PREEMPTED before the first step
+        self.run_dir: Path | None = None  # for PREEMPTED: a directory that this start makes, or has locked
         self.made_at = time.monotonic()
         self._ranks, self._received_at = ranks, 0.0
         self._replaced: dict[int, Any] = {}  # the handlers before, by signal
@@ -79,8 +80,8 @@ class ShutdownSignals:
     def _leave_on_signal(self, pipe: int) -> None:
         while number := os.read(pipe, 1):
             if self._leaves_at_once and number[0] in NUMBERS:
-                if self.run_dir:
-                    print_line(f"stopped before the first step; {how_to_continue(self.run_dir)}")
+                todo = f"; {how_to_continue(self.run_dir)}" if self.run_dir else ""
+                print_line(f"stopped before the first step{todo}")
                 self._leave(number[0])
         os.close(pipe)
 
@@ -154,9 +155,8 @@ class TimeLimit:
 
 
 def mark_preempted(run_dir: Path) -> None:
-    """Leave PREEMPTED in the run directory, unless that cannot be written."""
+    """Leave PREEMPTED in the run directory, unless that cannot be written or is not made yet."""
     with contextlib.suppress(OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / PREEMPTED).touch()
 
 

@@ -31,7 +31,7 @@ from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.next_steps import after_interruption, after_training
-from gpt2_triton.training.preemption import ShutdownSignals, TimeLimit, mark_preempted
+from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit, mark_preempted
 from gpt2_triton.training.run_dir import Resume, open_run_dir
 from gpt2_triton.training.run_state import RunState
 from gpt2_triton.training.setup import Data, build_model, open_checkpointer, open_data, open_log, restore, saved_config
@@ -47,9 +47,10 @@ def train(config: Config, run_dir: Path | None, resume: Resume = False, signals:
     control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
     with contextlib.ExitStack() as held:
         with watchdog.phase("reading checkpoints"):
-            signals.run_dir = run_dir = Path(control.from_rank0(lambda: str(run_dir)))
+            run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             consistency.require_shared_run_dir(run_dir, control)
             found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
+            signals.run_dir = run_dir  # which rank 0 has locked
         with make_trainer(config, run_dir, Path(found) if found else None, watchdog, signals) as trainer:
             code = trainer.run()
     group.close()
@@ -130,6 +131,8 @@ class Trainer:
 
         If data cannot be read, save the last finished step before DataError, which every rank raises.
         """
+        if self.is_first_rank:
+            (self.run_dir / PREEMPTED).unlink(missing_ok=True)  # of an earlier start
         self.signals.begin_loop()
         try:
             return self._loop()

@@ -126,6 +126,12 @@ def test_train_passes_config_run_dir_and_resume(here, trained):
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
 
 
+def test_before_the_lock_a_signal_marks_a_new_directory_only(here, trained):
+    for run_dir in ("old", "new"):
+        assert main(train_app, ["x.yaml", "--run_dir", run_dir, "--resume"]) == 0
+    assert [signals.run_dir for *_, signals in trained] == [None, Path("new")]
+
+
 def test_train_takes_the_arguments_of_a_wandb_sweep(here, trained):
     """An agent writes --key=value for ${args}, --key value for ${args_no_equals}, with Python's str of each value."""
     values = {"optim.lr": 0.0003, "optim.weight_decay": 1e-05, "train.steps": 20, "optim.schedule": "linear"}

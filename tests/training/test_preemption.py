@@ -97,6 +97,7 @@ with signals.leaving_at_once():
 @pytest.mark.parametrize("waits", ["C", "gil"])
 def test_signal_before_the_loop_marks_and_ends_the_process(tmp_path, request, number, waits):
     """The main thread is in C: without the lock of the interpreter, or for a second with it."""
+    (tmp_path / "run").mkdir()
     command = [sys.executable, "-c", STARTING, str(tmp_path), waits]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=request.config.rootpath, restore_signals=True,
