@@ -6,7 +6,7 @@ checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -18,7 +18,7 @@ from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, Watchdog
-from gpt2_triton.errors import DataError, NonFiniteError
+from gpt2_triton.errors import DataError, NonFiniteError, PeerLostError, UserError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
@@ -45,7 +45,7 @@ def train(config: Config, run_dir: Path | None, resume: Resume = False, signals:
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
     control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, _comparing_errors(group.control("errors")):
         with watchdog.phase("reading checkpoints"):
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             consistency.require_shared_run_dir(run_dir, control)
@@ -55,6 +55,16 @@ def train(config: Config, run_dir: Path | None, resume: Resume = False, signals:
             code = trainer.run()
     group.close()
     return code
+
+
+@contextlib.contextmanager
+def _comparing_errors(control: ControlGroup) -> Iterator[None]:
+    """Find out of a UserError whether every rank raises it; not of lost peers, which do not answer."""
+    try:
+        yield
+    except UserError as error:
+        error.on_every_rank = error.exit_code != PeerLostError.exit_code and control.is_said_by_all(str(error))
+        raise
 
 
 def make_trainer(

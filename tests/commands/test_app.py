@@ -126,6 +126,25 @@ def test_train_passes_config_run_dir_and_resume(here, trained):
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
 
 
+@pytest.mark.parametrize(("everywhere", "rank", "line"), [
+    (True, "0", "error: cut off\n"), (True, "1", ""), (False, "0", "error: rank 0: cut off\n"),
+    (False, "1", "error: rank 1: cut off\n"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.DataError])
+def test_error_of_every_rank_is_printed_once(here, monkeypatch, capsys, kind, everywhere, rank, line):
+    def command():
+        error = kind("cut off")
+        error.on_every_rank = everywhere
+        raise error
+
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(app.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(command) == kind.exit_code
+    assert capsys.readouterr().err == line
+
+
 def test_before_the_lock_a_signal_marks_a_new_directory_only(here, trained):
     for run_dir in ("old", "new"):
         assert main(train_app, ["x.yaml", "--run_dir", run_dir, "--resume"]) == 0
