@@ -183,7 +183,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> str
     chosen = choose_recompute(config, K, budget, shape)
     plan, dims = plan_memory(chosen, K, shape.micro_batch, config.train.seq_len, shape=shape)
     fits = "fits" if plan.total <= budget else "does not fit"
-    rest = f"besides {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
+    rest = f"and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
     at_levels = _at_levels(chosen, K, shape, budget)
     gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
     return "\n".join(
