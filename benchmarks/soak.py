@@ -33,7 +33,7 @@ def of_process(pid: int) -> dict[str, float]:
 
 
 def gpu_memory() -> list[float]:
-    """Return the MiB in use of each GPU in CUDA_VISIBLE_DEVICES, by default of all; an empty list without nvidia-smi."""
+    """Return the MiB in use of each GPU in CUDA_VISIBLE_DEVICES, else of all; an empty list without nvidia-smi."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = ["--id", visible] if visible else []
     command = ["nvidia-smi", *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
