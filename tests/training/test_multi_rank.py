@@ -257,9 +257,12 @@ def short_of_time_on_rank_1(config, run):
 
 
 def test_time_limit_of_one_rank_stops_all_with_one_checkpoint(tmp_path):
-    config = config_of(train=dict(steps=4), debug=dict(hash_state=0))
+    """The validation after step 2 is left to the resumed run."""
+    config = config_of(train=dict(steps=4), debug=dict(hash_state=0), eval=dict(every=2, tokens=80))
     assert ranks.run(2, tmp_path / "stderr", short_of_time_on_rank_1, config, tmp_path) == [0, 0]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+    assert [record["step"] for record in records(tmp_path) if "val_loss" in record] == [0]
+    assert load_checkpoint(find_checkpoint(tmp_path))[0]["left_out"] == ["eval.every"]
     assert (tmp_path / PREEMPTED).exists()
 
 
