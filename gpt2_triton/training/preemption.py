@@ -2,9 +2,8 @@
 
 After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends, and a resumed
 run validates and samples as was due; the second ends it at once, as does one before the first step, when there is
-nothing to save.  Each leaves the file PREEMPTED in the
-run directory, since launchers hide exit codes, if this start has made the directory or locked it.  The loop removes
-that of an earlier start.
+nothing to save.  Each leaves the file PREEMPTED in the run directory, since launchers hide exit codes, if this start
+has made the directory or locked it.  The loop removes that of an earlier start.
 
 A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  Each rank's request
 therefore travels with its next step's loss, so that all ranks stop after the same step.

@@ -63,7 +63,7 @@ def _comparing_errors(control: ControlGroup) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        error.on_every_rank = error.exit_code != PeerLostError.exit_code and control.is_said_by_all(str(error))
+        error.on_every_rank = error.exit_code != PeerLostError.exit_code and control.is_raised_by_all(str(error))
         raise
 
 
