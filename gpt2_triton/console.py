@@ -141,6 +141,11 @@ class LogFile:
         print_line(f"warning: {self._path}: was removed or moved while running; it is written again", error=True)
         self._made_again()
 
+    def sync(self) -> None:
+        """Return once the lines are on the disk, so that they survive a power cut; an error is left to `write`."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: closed
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Try once more to write what is waiting; print a warning if that fails."""
         self.write("")

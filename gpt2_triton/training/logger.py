@@ -168,10 +168,17 @@ class Logger:
         self._close_files()
         self._wandb.close(failed)
 
+    def sync(self) -> None:
+        """Return once all lines are on the disk."""
+        for file in self._files():
+            file.sync()
+
     def _close_files(self) -> None:
-        for file in (self._file, self._main_log, self._stats):
-            if file:
-                file.close()
+        for file in self._files():
+            file.close()
+
+    def _files(self) -> list[LogFile]:
+        return [file for file in (self._file, self._main_log, self._stats) if file]
 
     def _write(self, record: Record) -> None:
         record = null_non_finite(record)

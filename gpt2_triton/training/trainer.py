@@ -350,7 +350,7 @@ class Trainer:
         about = {"config": saved_config(self.config)} | self.data.fingerprints()
         with self.watchdog.phase(SAVING):
             state = self.state.as_dict() | about | self.model.shard_spans()
-            self.checkpointer.save(step, self.model.local_shards(), state)
+            self.checkpointer.save(step, self.model.local_shards(), state, before=self.log.sync)
 
     # ---- the end ----
 
