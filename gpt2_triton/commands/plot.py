@@ -1,9 +1,10 @@
-"""`plot`: loss, learning rate, gradient norm, speed and HellaSwag of runs, from their metrics.jsonl, as one picture.
+"""`plot`: loss, learning rate, gradient norm, speed and scores of runs, from their metrics.jsonl, as one picture.
 
 The colours are Okabe and Ito's, which remain distinct to colour-blind readers.  Equal curves are drawn over each other
 in alternate dashes.  The same runs give the same file: it holds no date and no random name.
 """
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ NAME_CHARS = 28  # of a run's name in a line of the legend
 DASH = 4.0  # of equal curves, in widths of the line
 SMOOTH_FROM = 200  # points; a shorter curve is readable without smoothing
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+TASK_TITLES = {"lambada": "LAMBADA", "arc_easy": "ARC-Easy", "piqa": "PIQA", "winogrande": "WinoGrande"}
 
 # OpenAI's checkpoints: loss on FineWeb's validation shard of llm.c, HellaSwag (acc_norm), from llm.c's vislog
 OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0.4320), "1558M": (2.8313, 0.4889)}
@@ -63,15 +66,21 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
     scales = [run.tokens_per_step or 1.0 if by_tokens else 1.0 for run in runs]
     automatic = not openai and all(run.on_fineweb() for run in runs)
     panels = ["lr", "norm", "speed"] + ["hellaswag"] * any(len(run.points("hellaswag")) for run in runs)
-    figure = Figure(figsize=(11, 7), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    rows: list[Any] = [["loss"] * len(panels), panels]
-    axes = figure.subplot_mosaic(rows, height_ratios=[2, 1])
+    tasks = [task for task in TASK_TITLES if any(len(run.points(f"{task}_acc")) for run in runs)]
+    figure = Figure(figsize=(11, 9 if tasks else 7), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    rows = [["loss"], panels, *([tasks] if tasks else [])]
+    columns = math.lcm(*map(len, rows))
+    mosaic: list[Any] = [[name for name in row for _ in range(columns // len(row))] for row in rows]
+    axes = figure.subplot_mosaic(mosaic, height_ratios=[2, 1, 1][: len(rows)])
     levels = _draw_loss(axes["loss"], runs, scales, openai, automatic)
     _draw_lines(axes["lr"], runs, scales, "lr", "learning rate")
     _draw_lines(axes["norm"], runs, scales, "norm", "gradient norm")
     _draw_lines(axes["speed"], runs, scales, "tok_s", "tokens per second")
     if "hellaswag" in axes:
         levels += _draw_hellaswag(axes["hellaswag"], runs, scales, openai or automatic)
+    for task in tasks:
+        _draw_scores(axes[task], [run.points(f"{task}_acc", x) * [1, 100] for run, x in zip(runs, scales, strict=True)])
+        axes[task].set_title(f"{TASK_TITLES[task]}, %", loc="left", fontsize=10)
     last = max(panel.dataLim.x1 for panel in axes.values())
     for name, panel in axes.items():
         panel.set_xlim(-0.01 * last, 1.01 * last)  # equal in all panels; markers at the ends are not cut
@@ -209,16 +218,19 @@ def _draw_lines(axes: Any, runs: Sequence[Run], scales: Sequence[float], key: st
 
 def _draw_hellaswag(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: bool) -> list[str]:
     """Draw the scores in percent; return the sizes of GPT-2 that are drawn as levels."""
-    best = 25.0  # four endings to choose from
     curves = [run.points("hellaswag", scale) * [1, 100] for run, scale in zip(runs, scales, strict=True)]
-    for i, points in enumerate(curves):
-        if len(points):
-            _draw_curve(axes, curves, i)
-            best = max(best, points[-1, 1])
+    _draw_scores(axes, curves)
+    best = max(25.0, *(points[-1, 1] for points in curves if len(points)))  # 25: four endings to choose from
     levels = {size: 100 * score for size, (_, score) in OPENAI.items() if openai and 100 * score < best + 5}
     _draw_levels(axes, levels)
     axes.set_title("HellaSwag, %", loc="left", fontsize=10)
     return list(levels)
+
+
+def _draw_scores(axes: Any, curves: Sequence[np.ndarray]) -> None:
+    for i, points in enumerate(curves):
+        if len(points):
+            _draw_curve(axes, curves, i)
 
 
 def _draw_curve(axes: Any, curves: Sequence[np.ndarray], i: int, width: float = 1.3, smooth: bool = True) -> np.ndarray:
@@ -288,7 +300,7 @@ def _short(value: float) -> str:
 def plot(
     *runs: Path, out: Annotated[Path, Parameter(name=("out", "-o"))] = Path("loss.png"), openai: bool = False
 ) -> None:
-    """Draw loss, learning rate, gradient norm, speed and HellaSwag of runs over tokens, as one picture.
+    """Draw loss, learning rate, gradient norm, speed and task scores of runs over tokens, as one picture.
 
     Parameters
     ----------

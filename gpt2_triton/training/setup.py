@@ -16,9 +16,9 @@ from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import Progress, format_bytes, print_line
-from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import builtin_shards
+from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency
@@ -26,7 +26,7 @@ from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.inference import hellaswag
+from gpt2_triton.inference import tasks
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.training.logger import Logger, NullLogger
@@ -39,7 +39,8 @@ class Data(NamedTuple):
 
     train: TrainLoader
     validation: ValidationLoader | None  # None if eval.every is 0
-    questions: Questions | None  # None if eval.hellaswag_every is 0
+    hellaswag: Questions | None  # None if eval.hellaswag_every is 0
+    tasks: dict[str, Questions]  # those of eval.tasks
 
     @property
     def shards(self) -> dict[str, Sequence[Shard]]:
@@ -67,7 +68,7 @@ def open_data(config: Config, control: ControlGroup) -> Data:
     T = config.train.seq_len
     train = TrainLoader(_open_shards(config, "train"), T, config.data.seed)
     validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
-    data = Data(train, validation, hellaswag.questions_of_run(config))
+    data = Data(train, validation, tasks.hellaswag_of_run(config), tasks.tasks_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
     if config.sample.every:
         get_tokenizer(config.data.tokenizer)  # if it is missing, fail now and not at the first sample
@@ -184,10 +185,18 @@ def require_fp8(config: Config, device: str) -> None:
 def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
     """Compile on one rank of each host; the other ranks then find all kernels in Triton's cache."""
     evaluated = data.validation.shapes(model.B) if data.validation else set()
-    evaluated |= hellaswag.shapes(model, data.questions) if data.questions else set()
-    made = model.compile(evaluated) if group.local_rank == 0 else None
+    asked = data.tasks | ({"hellaswag": data.hellaswag} if data.hellaswag else {})
+    for name, questions in asked.items():
+        evaluated |= tasks.shapes(model, name, questions)
+
+    def compile_all() -> Any:
+        for name, questions in data.tasks.items():
+            tasks.compile_kernels(model, name, questions)
+        return model.compile(evaluated)
+
+    made = compile_all() if group.local_rank == 0 else None
     control.all_gather(None)
-    return made or model.compile(evaluated)
+    return made or compile_all()
 
 
 def open_checkpointer(config: Config, run_dir: Path, watchdog: Watchdog) -> AsyncCheckpointer:

@@ -18,7 +18,7 @@ from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, Watchdog
 from gpt2_triton.errors import DataError, NonFiniteError
-from gpt2_triton.inference import hellaswag
+from gpt2_triton.inference import tasks
 from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
@@ -268,18 +268,19 @@ class Trainer:
     def _between_steps(self, step: int) -> bool:
         """Evaluate, sample and save as is due after `step` steps; return True, without, if the run has to rewind."""
         c = self.config
-        tasks = (
+        evaluations = (
             (c.eval.every, self._validate),
             (c.eval.hellaswag_every, self._answer_hellaswag),
+            (c.eval.tasks_every if self.data.tasks else 0, self._answer_tasks),
             (c.sample.every, self._sample),
             (c.debug.hash_state, self._compare_replicas),
         )
-        due = [task for every, task in tasks if self._due(step, every)]
+        due = [evaluation for every, evaluation in evaluations if self._due(step, every)]
         save = self._due(step, c.checkpoint.every) or step == c.train.steps
         if due and self._finish_step() or save and self._read_step():
             return True
-        for task in due:
-            task(step)
+        for evaluation in due:
+            evaluation(step)
         if save or self.state.best_step == step:
             self._save(step)
         return False
@@ -296,10 +297,17 @@ class Trainer:
             self.state.record_validation(step, loss)
 
     def _answer_hellaswag(self, step: int) -> None:
-        assert self.data.questions
+        assert self.data.hellaswag
         with self.watchdog.phase("answering HellaSwag"):
-            scores = hellaswag.evaluate(self.model, self.data.questions, self.control)
-        self.log.hellaswag(step, scores.acc, scores.acc_norm)
+            scores = tasks.evaluate(self.model, "hellaswag", self.data.hellaswag, self.control)
+        self.log.hellaswag(step, scores["acc"], scores["acc_norm"])
+
+    def _answer_tasks(self, step: int) -> None:
+        scores = {}
+        for name, questions in self.data.tasks.items():
+            with self.watchdog.phase(f"answering {name}"):
+                scores[name] = tasks.evaluate(self.model, name, questions, self.control)
+        self.log.tasks(step, scores)
 
     def _sample(self, step: int) -> None:
         if self.is_first_rank:

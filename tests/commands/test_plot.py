@@ -87,6 +87,13 @@ def test_hellaswag_has_a_panel_when_it_was_measured(panels, tmp_path):
     assert drawn["legend"][1] == "OpenAI GPT-2 124M\nloss 3.425, HellaSwag 29.45"
 
 
+def test_tasks_have_a_row_of_panels_when_they_were_measured(panels, tmp_path):
+    scores = dict(piqa_acc=0.625, piqa_acc_norm=0.6, lambada_acc=0.25, lambada_perplexity=40.0)
+    drawn = panels(write_run(tmp_path / "run", 20, **scores), write_run(tmp_path / "other", 20))
+    assert [list(drawn).index(title) for title in ("LAMBADA, %", "PIQA, %")] == [4, 5] and len(drawn) == 7
+    assert [drawn[title].lines[0].get_ydata().tolist() for title in ("LAMBADA, %", "PIQA, %")] == [[25.0], [62.5]]
+
+
 def test_runs_without_tokens_are_drawn_over_steps(panels, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n')
     loss = panels(tmp_path / "metrics.jsonl")["loss, nats per token"]

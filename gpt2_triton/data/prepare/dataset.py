@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_triton.console import print_line
+from gpt2_triton.data.hub import hub_errors_as, repository
 from gpt2_triton.data.prepare import pipeline, shard_writer
-from gpt2_triton.data.prepare.hub import hub_errors_as, repository
 from gpt2_triton.data.prepare.pipeline import PROGRESS, Batch
 from gpt2_triton.data.prepare.shard_writer import SHARD_TOKENS, Log, Pieces, ShardRecords
 from gpt2_triton.data.shards import RECORD, read_record
