@@ -111,6 +111,9 @@ class DataConfig(ConfigSection):
     )
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
+    align: Literal["none", "document"] = Field(
+        "none", description="document: each training sequence begins with an end-of-text token, at a document"
+    )
     allow_changed: bool = Field(
         False,
         description="resume on other data than the checkpoint's, and record what differs",
