@@ -12,7 +12,7 @@ ranks can read what any other number wrote.  File names follow the rules below a
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -50,6 +50,7 @@ class SavedState(BaseModel):
     skipped_in_a_row: Count
     without_update: Count
     rewinds: Count
+    left_out: list[Literal["eval.every", "eval.hellaswag_every", "sample.every", "debug.hash_state"]] = []
     config: dict[str, dict[str, Scalar] | Scalar]
     data: list[_DataRow]
     validation_data: list[_DataRow] = []

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from benchmarks import torch_reference
 from gpt2_triton.data import hellaswag as data
 from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import tasks
 from gpt2_triton.training.trainer import train
@@ -295,29 +297,30 @@ def test_damaged_llmc_bin_is_reported_in_one_line(tmp_path, rows_file):
 # ---- in training ----
 
 
-class Pair:
-    """A control group of two ranks that run one after the other; the second receives the values of both."""
+class MadeUpLosses:
+    """A model whose loss of a token follows from the token and the one before it."""
 
-    size = 2
+    B, T, config = 2, 64, tiny_config(model=dict(block_size=64))
 
-    def __init__(self):
-        self.rank, self.gathered = 0, []
-
-    def all_gather(self, value):
-        self.gathered.append(json.loads(json.dumps(value)))
-        return self.gathered
+    def evaluate(self, ids, targets):
+        return torch.from_numpy(np.where(targets < 0, 0, np.sin(7.0 * ids + 3.0 * targets) + 1).reshape(-1))
 
 
-@pytest.mark.slow
-def test_ranks_divide_the_questions_and_score_as_one_rank(model, rows_file):
+def test_each_of_two_ranks_has_the_scores_of_one(rows_file):
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
-    pair = Pair()
-    tasks.evaluate(model, "hellaswag", questions, pair)
-    pair.rank = 1
-    together, alone = (tasks.evaluate(model, "hellaswag", questions, *group) for group in ([pair], []))
-    assert together == alone
-    places = [set(values[0]) for values in pair.gathered]
-    assert all(places) and not places[0] & places[1] and len(places[0] | places[1]) == len(questions.endings)
+    model, store = MadeUpLosses(), torch.distributed.HashStore()
+
+    def evaluate(*group):
+        return tasks.evaluate(model, "hellaswag", questions, *group)
+
+    with ThreadPoolExecutor(2) as ranks:
+        together = ranks.map(lambda rank: evaluate(ControlGroup("hellaswag", rank, 2, store)), range(2))
+        assert [*together] == [evaluate()] * 2
+    parts = [tasks.answer(model, "hellaswag", questions, shard=(rank, 2)).losses for rank in range(2)]
+    assert np.array_equal(sum(parts), answer(model, questions))
+    for part in parts:  # neither has the scores without the other
+        answers = tasks.Answers(part, np.zeros(len(part), bool))
+        assert part.any() and tasks.scores(questions, answers) != evaluate()
 
 
 @pytest.mark.slow
