@@ -251,6 +251,14 @@ class _Bar(tqdm):
     _lock = threading.RLock()  # tqdm's own is a semaphore of the system, for bars of several processes
     monitor_interval = 0  # no thread
 
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Draw the bar, unless the terminal is gone: an error that left tqdm's `refresh` would leave the lock held, and
+        the next bar of another thread would wait for ever.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            return bool(super().display(msg, pos))
+        return False
+
 
 def is_terminal(stream: TextIO | None = None) -> bool:
     """Return whether the stream, by default stderr, is a terminal."""

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import threading
 
 import pytest
 
@@ -185,7 +186,14 @@ def test_progress_of_other_ranks_shows_nothing(monkeypatch):
     "error", [OSError(errno.EPIPE, "broken pipe"), OSError(errno.ENOSPC, "full"), ValueError("I/O on closed file")]
 )
 def test_progress_on_a_broken_console_continues(monkeypatch, terminal, error):
+    """And leaves no lock held, for which the bar of another thread would wait."""
     work(monkeypatch, Stderr(terminal, error), [10.0, 20.0])
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(console._Bar.get_lock().acquire(timeout=10)))
+    thread.start()
+    thread.join()
+    assert taken == [True]
+    console._Bar.set_lock(threading.RLock())  # that one has ended with its thread, held
     assert console.DELAY == 5.0
 
 
