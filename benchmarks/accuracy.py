@@ -245,7 +245,7 @@ def our_adamw(w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float)
         row = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), 1, 0, 0, 0, 0]
         step_in = torch.tensor(row, dtype=F32, device=DEVICE)
         step_key = torch.tensor([t, 1, 0, 0], dtype=torch.int32, device=DEVICE)
-        K.adamw(w, m, v, low, g, stats, step_in, step_key, 0, DECAY, BETA1, BETA2, EPS)
+        K.adamw(w, m, v, low, g, stats, step_in, step_key, 0, DECAY, 1.0, BETA1, BETA2, EPS)
     return m, v
 
 

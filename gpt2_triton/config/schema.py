@@ -204,8 +204,11 @@ class Fp8Config(ConfigSection):
 
 class OptimConfig(ConfigSection):
     lr: float = Field(6e-4, gt=0, description="peak learning rate", json_schema_extra=FREE)
+    embed_lr: float = Field(
+        1.0, gt=0, description="factor on the learning rate of the embeddings, wte and wpe", json_schema_extra=FREE
+    )
     warmup: int = Field(700, ge=0, description="steps of linear warmup", json_schema_extra=FREE)
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = Field(
         "cosine", description="learning rate after the warmup", json_schema_extra=FREE
     )
     final_frac: float = Field(
@@ -215,7 +218,7 @@ class OptimConfig(ConfigSection):
         0.2,
         gt=0,
         le=1,
-        description="fraction of the steps over which the wsd schedule decays",
+        description="fraction of the steps over which the schedules wsd and trapezoid decay",
         json_schema_extra=FREE,
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment", json_schema_extra=FREE)

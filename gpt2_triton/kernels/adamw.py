@@ -27,15 +27,15 @@ from gpt2_triton.kernels.tuning import dtype_name, tuned
 
 @triton.jit(do_not_specialize=["first"])  # an index, not an address: divisibility gains nothing
 def _adamw_kernel(
-    w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, first, decay, alpha1, alpha2, eps,
-    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, first, decay, lr_factor,
+    alpha1, alpha2, eps, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(step_out_ptr + APPLY) == 0.0:
         return
     at = tl.program_id(0).to(tl.int64) * BLOCK
     i = at + tl.arange(0, BLOCK)
     mask = i < n
-    lr = tl.load(step_in_ptr + LR)
+    lr = tl.load(step_in_ptr + LR) * lr_factor
     stored = tl.load(w_ptr + i, mask=mask, other=0.0)
     if low_ptr is None:
         w = stored.to(tl.float32)
@@ -68,13 +68,15 @@ def _adamw_kernel(
 @contract("w[n] m[n] v[n] low[n]?+ <- g[n] step_out[4] step_in[8] step_key[4]")
 def adamw(
     w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, step_out: Tensor, step_in: Tensor,
-    step_key: Tensor, first: int, decay: float, beta1: float, beta2: float, eps: float,
+    step_key: Tensor, first: int, decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    """Update w, m, v (and low) in place; `first`, a multiple of 4, is the flat index of w[0] in the whole model."""
+    """Update w, m, v (and low) in place with lr_factor times the learning rate; `first`, a multiple of 4, is the flat
+    index of w[0] in the whole model.
+    """
     n = w.numel()
     dtype = dtype_name(w)
     row = tuned("adamw", dtype, BLOCK=n)
     _adamw_kernel[(triton.cdiv(n, row["BLOCK"]),)](
-        w, m, v, low, g, step_out, step_in, step_key, n, first, decay, 1.0 - beta1, 1.0 - beta2, eps,
+        w, m, v, low, g, step_out, step_in, step_key, n, first, decay, lr_factor, 1.0 - beta1, 1.0 - beta2, eps,
         STOCHASTIC=dtype == "bf16" and low is None, **row,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def _tensor_stats_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, PARTS:
 
 @triton.jit
 def _parameter_stats_kernel(
-    out_ptr, w_ptr, m_ptr, v_ptr, g_ptr, step_out_ptr, step_in_ptr, n, decay, alpha1, alpha2, eps,
+    out_ptr, w_ptr, m_ptr, v_ptr, g_ptr, step_out_ptr, step_in_ptr, n, decay, lr_factor, alpha1, alpha2, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -55,7 +55,7 @@ def _parameter_stats_kernel(
     bad = tl.zeros((BLOCK,), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     updates = tl.zeros((BLOCK,), tl.float32)
-    lr = tl.load(step_in_ptr + LR) * tl.load(step_out_ptr + APPLY)  # no update in a step that is skipped
+    lr = tl.load(step_in_ptr + LR) * lr_factor * tl.load(step_out_ptr + APPLY)  # no update in a step that is skipped
     factor = tl.load(step_out_ptr + CLIP_FACTOR)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -126,7 +126,7 @@ def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
 @contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[4] step_in[8]")
 def parameter_stats(
     out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
-    decay: float, beta1: float, beta2: float, eps: float,
+    decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     """out = tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py.
 
@@ -136,7 +136,7 @@ def parameter_stats(
     n, P = w.numel(), out.shape[1]
     alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
     _parameter_stats_kernel[(P,)](
-        out, w, m, v, g, step_out, step_in, n, decay, *alphas, eps, PARTS=P, BLOCK=block, num_warps=4
+        out, w, m, v, g, step_out, step_in, n, decay, lr_factor, *alphas, eps, PARTS=P, BLOCK=block, num_warps=4
     )
 
 

@@ -180,5 +180,7 @@ def update(K: Any, m: Any) -> None:
         roll_scales(K, m)
     for p in m.updates:
         if len(p.w):  # with many ranks the last ones own no part of a small bucket
-            K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, *m.betas_eps)
+            K.adamw(
+                p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, p.lr_factor, *m.betas_eps
+            )
         m.comm.gather_after_update(p.bucket)

@@ -98,14 +98,14 @@ def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
 
 
 def updated_shards(dims: dict[str, int], rank: int) -> list[Shard]:
-    """Return what `rank` updates: its own shards, or at stage 0 all parameters, in as few parts as possible."""
+    """Return what `rank` updates: its own shards, or at stage 0 all parameters: the embedding, the layers, the rest."""
     if dims["zero"]:
         shards = owned_shards(dims, rank)
         return [shards[0], shards[-1], *shards[1:-1]]  # the order in which the next forward pass needs them
     out: list[Shard] = []
     for i, b in enumerate(buckets(dims)):
         last = out[-1] if out else None
-        if last and last.decay == b.decay and last.param + last.length == b.start:
+        if last and last.bucket and last.decay == b.decay and last.param + last.length == b.start:
             out[-1] = last._replace(length=last.length + b.length)
         else:
             out.append(Shard(i, b.first, b.length, b.start, b.start, b.start, b.decay))

@@ -98,11 +98,11 @@ class StatsRecorder:
             self._fp8_seen.add(slot)
 
     def _parameters(self, w: Tensor, m: Tensor, v: Tensor, low: Any, g: Tensor, step_out: Tensor, step_in: Tensor,
-                    step_key: Any, first: int, decay: float, *betas_eps: float) -> None:  # fmt: skip
+                    step_key: Any, first: int, decay: float, lr_factor: float, *betas_eps: float) -> None:  # fmt: skip
         for out, (start, stop) in zip(self.buffers[1], self._spans, strict=True):
             r = slice(max(start, first) - first, min(stop, first + w.numel()) - first)
             if r.start < r.stop:
-                self._K.parameter_stats(out, w[r], m[r], v[r], g[r], step_out, step_in, decay, *betas_eps)
+                self._K.parameter_stats(out, w[r], m[r], v[r], g[r], step_out, step_in, decay, lr_factor, *betas_eps)
 
     def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Record:
         """Return the record of a step from host copies of `buffers`; the first alone gives activations only.  All ranks

@@ -25,6 +25,7 @@ class UpdateSpan(NamedTuple):
     g: Tensor
     first: int
     decay: float
+    lr_factor: float
 
 
 @dataclasses.dataclass
@@ -87,7 +88,7 @@ def make_view(
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
-        updates=list(_update_spans(state, d, rank, optim.weight_decay)) if training else [],
+        updates=list(_update_spans(state, d, rank, optim)) if training else [],
     )  # fmt: skip
 
 
@@ -111,9 +112,10 @@ def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:
     return [_reduced(state)[start : start + n] for start, n in spans]
 
 
-def _update_spans(state: State, dims: dict[str, int], rank: int, weight_decay: float) -> Iterator[UpdateSpan]:
+def _update_spans(state: State, dims: dict[str, int], rank: int, optim: OptimConfig) -> Iterator[UpdateSpan]:
     for p in sharding.updated_shards(dims, rank):
         own = slice(p.moment, p.moment + p.length)
         low = None if state.master_low is None else state.master_low[own]
         w, g = state.params[p.param : p.param + p.length], _reduced(state)[p.grad : p.grad + p.length]
-        yield UpdateSpan(p.bucket, w, state.m[own], state.v[own], low, g, p.first, weight_decay if p.decay else 0.0)
+        decay, lr_factor = optim.weight_decay if p.decay else 0.0, optim.embed_lr if p.bucket == 0 else 1.0
+        yield UpdateSpan(p.bucket, w, state.m[own], state.v[own], low, g, p.first, decay, lr_factor)

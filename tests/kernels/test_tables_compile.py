@@ -64,7 +64,7 @@ def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
             K.embedding_bwd,
             (f(VP, C), f(1024, C), scratch, x(R, C), x(R, C), f(R), i(2 * R), i(R, 4), i(64, 4), 1024, False),
         ),
-        (K.adamw, (x(R * C), f(R * C), f(R * C), None, f(R * C), f(4), f(8), i(4), 0, 0.1, 0.9, 0.95, 1e-8)),
+        (K.adamw, (x(R * C), f(R * C), f(R * C), None, f(R * C), f(4), f(8), i(4), 0, 0.1, 1.0, 0.9, 0.95, 1e-8)),
     ]
     for c in (768, 1600):
         norm = (x(R, c), x(R, c), x(c), x(c), f(R), f(R), False)

@@ -56,7 +56,7 @@ def test_tensor_stats_count_and_leave_out_non_finite_elements(rng):
 
 @pytest.mark.parametrize("applied", [1.0, 0.0])
 def test_parameter_stats_give_the_update_of_adamw(rng, applied):
-    n, decay, betas_eps = 5000, 0.1, (0.9, 0.95, 1e-8)
+    n, scaling, betas_eps = 5000, (0.1, 2.0), (0.9, 0.95, 1e-8)  # decay and lr_factor
     w, m, g, out = rng(n), 0.01 * rng(n), rng(n), poisoned(5, stats_parts())
     v = m.square() + 1e-3
     stats = torch.tensor([0.0, 0.0, 0.5, applied], device=DEVICE)
@@ -64,9 +64,9 @@ def test_parameter_stats_give_the_update_of_adamw(rng, applied):
         torch.tensor([1e-2, 2.0, 3.0, 0, 0, 0, 0, 0], device=DEVICE),
         torch.zeros(4, dtype=torch.int32).to(DEVICE),
     )
-    parameter_stats(out, w, m, v, g, stats, hyper, decay, *betas_eps)
+    parameter_stats(out, w, m, v, g, stats, hyper, *scaling, *betas_eps)
     before = w.double()
-    K.adamw(w, m, v, None, g, stats, hyper, key, 0, decay, *betas_eps)
+    K.adamw(w, m, v, None, g, stats, hyper, key, 0, *scaling, *betas_eps)
     assert finish(out)[0] == pytest.approx(g.double().square().sum().item(), rel=SUMS)
     assert out[3].sum().item() == pytest.approx(before.square().sum().item(), rel=SUMS)
     # w's own rounding, 6e-8 of w, is 6e-6 of an update of a hundredth of it
