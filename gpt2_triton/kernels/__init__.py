@@ -25,6 +25,15 @@ from gpt2_triton.kernels.matmul import (
     matmul_dx_dgelu_scratch,
     matmul_gelu,
 )
+from gpt2_triton.kernels.muon import (
+    muon_apply,
+    muon_gram,
+    muon_momentum,
+    muon_normalise,
+    muon_normalise_scratch,
+    muon_poly,
+    muon_update,
+)
 from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.kernels.philox import fill, normal_init
 from gpt2_triton.kernels.precompile import compiling as compiling  # mypy: used through the package

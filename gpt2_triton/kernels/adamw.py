@@ -6,12 +6,7 @@ in.
     w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
 
 lr, the bias corrections, the clip factor, the step and the seed are read from device memory (step_io.py), so that a
-captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  The new w is stored in one of three ways:
-fp32            as it is
-bf16            rounded stochastically: 16 random bits are added below the ones that stay, so that the rounding error
-                is 0 on average and updates smaller than half an ulp are not lost; the bits are Philox's for (seed,
-                step, element)
-bf16 with low   exactly, as bf16 and the 16 lower bits (device_math.split_master)
+captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  weights.py stores the new w.
 """
 
 import triton
@@ -19,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import adamw_moments, adamw_update, join_master, split_master
-from gpt2_triton.kernels.philox import ROUND, philox_words
-from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, SEED_HIGH, SEED_LOW, STEP, V_CORRECTION
+from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
+from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import dtype_name, tuned
+from gpt2_triton.kernels.weights import load_weights, store_weights
 
 
 @triton.jit(do_not_specialize=["first"])  # an index, not an address: divisibility gains nothing
@@ -36,11 +31,7 @@ def _adamw_kernel(
     i = at + tl.arange(0, BLOCK)
     mask = i < n
     lr = tl.load(step_in_ptr + LR) * lr_factor
-    stored = tl.load(w_ptr + i, mask=mask, other=0.0)
-    if low_ptr is None:
-        w = stored.to(tl.float32)
-    else:
-        w = join_master(stored, tl.load(low_ptr + i, mask=mask, other=0))
+    w = load_weights(w_ptr, low_ptr, i, mask)
     g = tl.load(g_ptr + i, mask=mask, other=0.0) * tl.load(step_out_ptr + CLIP_FACTOR)
     m = tl.load(m_ptr + i, mask=mask, other=0.0)
     v = tl.load(v_ptr + i, mask=mask, other=0.0)
@@ -50,19 +41,7 @@ def _adamw_kernel(
     m_correction = tl.load(step_in_ptr + M_CORRECTION)
     v_correction = tl.load(step_in_ptr + V_CORRECTION)
     w -= adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
-    if STOCHASTIC:
-        seed = tl.load(step_key_ptr + SEED_LOW).to(tl.int64) | (tl.load(step_key_ptr + SEED_HIGH).to(tl.int64) << 32)
-        noise = philox_words(seed, first + at, tl.load(step_key_ptr + STEP), ROUND, BLOCK) & 0xFFFF
-        bits = w.to(tl.uint32, bitcast=True)
-        finite = (bits & 0x7F800000) != 0x7F800000
-        bits = tl.where(finite, (bits + noise) & 0xFFFF0000, bits)
-        tl.store(w_ptr + i, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=mask)
-    elif low_ptr is not None:
-        hi, low = split_master(w)
-        tl.store(w_ptr + i, hi, mask=mask)
-        tl.store(low_ptr + i, low, mask=mask)
-    else:
-        tl.store(w_ptr + i, w, mask=mask)
+    store_weights(w, w_ptr, low_ptr, i, mask, step_key_ptr, first + at, STOCHASTIC, BLOCK)
 
 
 @contract("w[n] m[n] v[n] low[n]?+ <- g[n] step_out[4] step_in[8] step_key[4]")
