@@ -203,6 +203,10 @@ class Fp8Config(ConfigSection):
 
 
 class OptimConfig(ConfigSection):
+    name: Literal["adamw", "muon"] = Field(  # decides which moments a checkpoint has
+        "adamw",
+        description="optimizer of the layers' matrices; embeddings, norms and biases have AdamW with either",
+    )
     lr: float = Field(6e-4, gt=0, description="peak learning rate", json_schema_extra=FREE)
     embed_lr: float = Field(
         1.0, gt=0, description="factor on the learning rate of the embeddings, wte and wpe", json_schema_extra=FREE
@@ -224,6 +228,7 @@ class OptimConfig(ConfigSection):
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment", json_schema_extra=FREE)
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's second moment", json_schema_extra=FREE)
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon", json_schema_extra=FREE)
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's momentum", json_schema_extra=FREE)
     weight_decay: float = Field(
         0.1, ge=0, description="decoupled weight decay of matrices and embeddings", json_schema_extra=FREE
     )

@@ -1,4 +1,17 @@
-"""The polynomials of Muon, which kernels/muon.py applies."""
+"""Muon's views of the arena, the layers' matrices in three classes of one shape each, and its polynomials.
+
+kernels/muon.py has the arithmetic, schedule.update_matrices its order.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gpt2_triton.config.schema import OptimConfig
+from gpt2_triton.model import sharding
+from gpt2_triton.model.buffers import State
 
 # Each row (a, b, c) is p(s) = a s + b s^3 + c s^5 of the singular values s.  The rows are those of Polar Express (Amsel
 # et al. 2025, https://arxiv.org/abs/2505.16932): each one is the odd quintic nearest to 1 on the interval into which
@@ -13,3 +26,60 @@ POLAR_EXPRESS = (
     (3.305347928536547, -2.429741964928751, 0.4868975867879092),
     (2.31826076950585, -1.6846590469245175, 0.4205115823539365),
 )
+
+
+class MatrixClass(NamedTuple):
+    """The weight matrices of one shape in all layers, as Muon updates them: q, k, v and attproj; fc; or fcproj.
+
+    This rank updates a part of them, the same n elements in each layer, and orthogonalises some of them.
+    """
+
+    w: Tensor  # [L, n], the layers apart, as the next four
+    low: Tensor | None
+    m: Tensor
+    g: Tensor
+    x: Tensor  # within all matrices of the class
+    owned: Tensor  # [k, rows, columns], those of all matrices of the class that this rank orthogonalises
+    next: Tensor  # [k, rows, columns]
+    gram: Tensor  # [k, C, C]
+    poly: Tensor  # [k, C, C]
+    first: int  # flat index of w[0, 0]
+    distance: int  # from it to that of w[1, 0]
+    decay: float
+    scale: float  # of an update with singular values 1
+
+
+def matrix_classes(state: State, dims: dict[str, int], rank: int, optim: OptimConfig) -> Iterator[MatrixClass]:
+    """Yield the three classes of the layers' matrices.  Each has 4 C^2 elements of a layer, in the flat order, and the
+    4 C^2 L elements of `orth` that follow those of the class before.
+    """
+    C, L, ranks = dims["C"], dims["L"], dims["ranks"]
+    layer, size = sharding.buckets(dims)[1], 4 * C * C
+    shard = sharding.owned_shards(dims, rank)[1] if dims["zero"] else None
+    lowest = shard.first - layer.first if shard else 0  # this rank updates [lowest, highest) of each layer
+    highest = lowest + shard.length if shard else layer.length
+    moments, grads = (shard.moment, shard.grad) if shard else (layer.start, layer.start)
+    part = layer.padded // ranks
+    for i, (rows, columns) in enumerate(((C, C), (4 * C, C), (C, 4 * C))):
+        start = min(max(lowest, i * size), (i + 1) * size)
+        n = max(0, min(highest, (i + 1) * size) - start)
+        at, whole = start - lowest, state.orth[i * L * size : (i + 1) * L * size]
+        owned = whole.view(-1, rows, columns)[rank::ranks]
+        k = len(owned)
+        moment = (moments + at, part if dims["zero"] else layer.padded, n)
+        gradient = (grads + at, part if dims["zero"] == 2 else layer.padded, n)
+        yield MatrixClass(
+            w=_layers(state.params, L, layer.start + start, layer.padded, n),
+            low=None if state.master_low is None else _layers(state.master_low, L, *moment),
+            m=_layers(state.m, L, *moment), g=_layers(sharding.reduced_gradients(state), L, *gradient),
+            x=_layers(whole, L, start - i * size, size, n), owned=owned,
+            next=state.orth_next[: k * rows * columns].view(k, rows, columns),
+            gram=state.gram[: k * C * C].view(k, C, C), poly=state.poly[: k * C * C].view(k, C, C),
+            first=layer.first + start, distance=layer.length,
+            decay=optim.weight_decay, scale=0.2 * math.sqrt(max(rows, columns)),
+        )  # fmt: skip
+
+
+def _layers(flat: Tensor, L: int, offset: int, distance: int, n: int) -> Tensor:
+    """Return [L, n]: n elements of each layer, the first layer's at `offset`, each other's `distance` further."""
+    return flat.as_strided((L, n), (distance, 1), flat.storage_offset() + offset)

@@ -3,7 +3,8 @@ number of ranks.
 
 tensor   elements  buffer
 params   N         State.params, without the padding between buckets
-m, v     N         State.m, State.v
+m        N         State.m
+v        N         State.v; with Muon without the elements of the layers' matrices
 low      N         State.master_low
 window   2, Nw     State.window, the same on every rank and saved by rank 0
 scale    A         State.scale and State.history of a run in fp8, likewise
@@ -30,7 +31,7 @@ def state_buffers(s: State) -> dict[str, Tensor]:
 def checkpoint_spec(s: State, dims: dict[str, int]) -> dict[str, Tensor]:
     """Return a checkpoint's tensors without memory, on the device "meta"."""
     return {
-        name: torch.empty(t.shape if name in EQUAL else (dims["N"],), dtype=t.dtype, device="meta")
+        name: torch.empty(t.shape if name in EQUAL else (_elements(name, dims),), dtype=t.dtype, device="meta")
         for name, t in state_buffers(s).items()
     }
 
@@ -41,7 +42,8 @@ def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Te
     equal = {name: [buffers.pop(name)] for name in EQUAL & buffers.keys()}
     out = equal if rank == 0 else {}
     for name, flat in buffers.items():
-        out[name] = [flat[at : at + n] for at, n in sharding.coalesce((_start(name, p), p.length) for p in owned)]
+        spans = ((at, p.length) for p in owned if (at := _start(name, p)) is not None)
+        out[name] = [flat[at : at + n] for at, n in sharding.coalesce(spans)]
     return out
 
 
@@ -61,19 +63,27 @@ def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) 
             continue
         for p in all_params if name == "params" else own:
             at = _start(name, p)
-            buffers[name][at : at + p.length].copy_(tensor[p.first : p.first + p.length])
+            first = p.first - (dims["N"] - _elements(name, dims) if p.bucket == dims["L"] + 1 else 0)
+            if at is not None:
+                buffers[name][at : at + p.length].copy_(tensor[first : first + p.length])
 
 
 def state_digest(s: State, dims: dict[str, int]) -> str:
     """Return the sha256 of the weights in flat order, and of the moments if every rank holds all of them."""
     digest, buffers = hashlib.sha256(), state_buffers(s)
     names = ["params"] if dims["zero"] else ["params", "m", "v", "low"]
-    for flat in (buffers[name] for name in names if name in buffers):
-        for bucket in sharding.buckets(dims):
-            part = flat[bucket.start : bucket.start + bucket.length]
-            digest.update(part.cpu().view(torch.uint8).numpy().data)
+    for name in (name for name in names if name in buffers):
+        for p in sharding.updated_shards(dims | dict(zero=0), 0):
+            if (at := _start(name, p)) is not None:
+                digest.update(buffers[name][at : at + p.length].cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _start(name: str, p: sharding.Shard) -> int:
-    return p.param if name == "params" else p.moment
+def _elements(name: str, dims: dict[str, int]) -> int:
+    """Return the elements of a checkpoint's tensor."""
+    return dims["N"] - (dims["No"] if name == "v" else 0)
+
+
+def _start(name: str, p: sharding.Shard) -> int | None:
+    """Return the offset of a shard in the buffer of this tensor; None if the buffer does not have it."""
+    return {"params": p.param, "v": p.second}.get(name, p.moment)

@@ -26,7 +26,7 @@ def test_check_tensors_raises_a_table_of_the_differences():
 
 
 FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size data.tokenizer data.seed
-    train.seq_len train.total_batch_tokens train.dtype train.seed optim.master""".split()
+    train.seq_len train.total_batch_tokens train.dtype train.seed optim.name optim.master""".split()
 UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]
 
 
@@ -38,6 +38,13 @@ def test_config_differences_are_fatal_or_free_for_every_key(key):
     expected = (change, none) if key in FATAL + UNKNOWN else (none, change)
     assert resume.config_differences(saved, current) == expected
     assert resume.config_differences(saved, saved) == (none, none)
+
+
+def test_key_that_a_checkpoint_lacks_has_its_default():
+    """A run of before optim.name had AdamW."""
+    assert resume.config_differences({"optim": {}}, {"optim": {"name": "adamw"}}) == ({}, {})
+    fatal, _ = resume.config_differences({"optim": {}}, {"optim": {"name": "muon"}})
+    assert fatal == {"optim.name": ("adamw", "muon")}
 
 
 def test_check_config_returns_free_changes_and_raises_a_table_of_fatal_ones():
