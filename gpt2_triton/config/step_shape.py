@@ -35,8 +35,6 @@ class StepShape:
             raise ConfigError(
                 f"parallel.gpus: {config.parallel.gpus}, but {gpus} started; start as many, or leave it out"
             )
-        if gpus > 1 and config.optim.name == "muon":
-            raise ConfigError(f"optim.name: muon runs on one GPU, got {gpus}; start one, or set it to adamw")
         if problems := list(step_conflicts(t, gpus)):
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
         rows = config.total_batch_tokens // (t.seq_len * gpus)  # of each GPU

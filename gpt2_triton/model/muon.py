@@ -31,7 +31,8 @@ POLAR_EXPRESS = (
 class MatrixClass(NamedTuple):
     """The weight matrices of one shape in all layers, as Muon updates them: q, k, v and attproj; fc; or fcproj.
 
-    This rank updates a part of them, the same n elements in each layer, and orthogonalises some of them.
+    This rank updates a part of them, the same n elements in each layer, and orthogonalises some of them, as a whole.
+    `parts` are the elements of a layer's 4 C^2 that each rank updates.
     """
 
     w: Tensor  # [L, n], the layers apart, as the next four
@@ -39,7 +40,8 @@ class MatrixClass(NamedTuple):
     m: Tensor
     g: Tensor
     x: Tensor  # within all matrices of the class
-    owned: Tensor  # [k, rows, columns], those of all matrices of the class that this rank orthogonalises
+    whole: Tensor  # [matrices, rows, columns], all matrices of the class
+    owned: Tensor  # [k, rows, columns], those that this rank orthogonalises: every ranks-th
     next: Tensor  # [k, rows, columns]
     gram: Tensor  # [k, C, C]
     poly: Tensor  # [k, C, C]
@@ -47,37 +49,54 @@ class MatrixClass(NamedTuple):
     distance: int  # from it to that of w[1, 0]
     decay: float
     scale: float  # of an update with singular values 1
+    parts: list[range]
 
 
 def matrix_classes(state: State, dims: dict[str, int], rank: int, optim: OptimConfig) -> Iterator[MatrixClass]:
     """Yield the three classes of the layers' matrices.  Each has 4 C^2 elements of a layer, in the flat order, and the
     4 C^2 L elements of `orth` that follow those of the class before.
     """
-    C, L, ranks = dims["C"], dims["L"], dims["ranks"]
+    C, L, ranks, zero = (dims[name] for name in ("C", "L", "ranks", "zero"))
     layer, size = sharding.buckets(dims)[1], 4 * C * C
-    shard = sharding.owned_shards(dims, rank)[1] if dims["zero"] else None
-    lowest = shard.first - layer.first if shard else 0  # this rank updates [lowest, highest) of each layer
-    highest = lowest + shard.length if shard else layer.length
-    moments, grads = (shard.moment, shard.grad) if shard else (layer.start, layer.start)
-    part = layer.padded // ranks
+    share = layer.padded // ranks if zero else layer.length
+    shard = sharding.owned_shards(dims, rank)[1]
+    moments, grads = (shard.moment, shard.grad) if zero else (layer.start, layer.start)
     for i, (rows, columns) in enumerate(((C, C), (4 * C, C), (C, 4 * C))):
-        start = min(max(lowest, i * size), (i + 1) * size)
-        n = max(0, min(highest, (i + 1) * size) - start)
-        at, whole = start - lowest, state.orth[i * L * size : (i + 1) * L * size]
-        owned = whole.view(-1, rows, columns)[rank::ranks]
+        parts = [_common(r * share if zero else 0, share, i * size, size) for r in range(ranks)]
+        part, whole = parts[rank], state.orth[i * L * size : (i + 1) * L * size].view(-1, rows, columns)
+        n, at = len(part), i * size + part.start  # in the layer's bucket
+        within = at - (rank * share if zero else 0)  # in this rank's shard of it
+        moment = (moments + within, share if zero else layer.padded, n)
+        gradient = (grads + within, share if zero == 2 else layer.padded, n)
+        owned = whole[rank::ranks]
         k = len(owned)
-        moment = (moments + at, part if dims["zero"] else layer.padded, n)
-        gradient = (grads + at, part if dims["zero"] == 2 else layer.padded, n)
         yield MatrixClass(
-            w=_layers(state.params, L, layer.start + start, layer.padded, n),
+            w=_layers(state.params, L, layer.start + at, layer.padded, n),
             low=None if state.master_low is None else _layers(state.master_low, L, *moment),
             m=_layers(state.m, L, *moment), g=_layers(sharding.reduced_gradients(state), L, *gradient),
-            x=_layers(whole, L, start - i * size, size, n), owned=owned,
+            x=_layers(whole, L, part.start, size, n), whole=whole, owned=owned,
             next=state.orth_next[: k * rows * columns].view(k, rows, columns),
             gram=state.gram[: k * C * C].view(k, C, C), poly=state.poly[: k * C * C].view(k, C, C),
-            first=layer.first + start, distance=layer.length,
-            decay=optim.weight_decay, scale=0.2 * math.sqrt(max(rows, columns)),
+            first=layer.first + at, distance=layer.length,
+            decay=optim.weight_decay, scale=0.2 * math.sqrt(max(rows, columns)), parts=parts,
         )  # fmt: skip
+
+
+def _common(start: int, length: int, other: int, size: int) -> range:
+    """Return what [start, start + length) and [other, other + size) have in common, counted from `other`."""
+    first = min(max(start - other, 0), size)
+    return range(first, max(first, min(start + length - other, size)))
+
+
+def pieces(c: MatrixClass, rank: int, holder: int) -> Iterator[Tensor]:
+    """Yield the contiguous pieces of the class's matrices that `rank` orthogonalises and `holder` updates."""
+    ranks, flat, part = len(c.parts), c.whole.view(-1), c.parts[holder]
+    matrix, layer = c.whole[0].numel(), flat.numel() // len(c.w)
+    for i in range(rank, len(c.whole), ranks):
+        l, at = divmod(i * matrix, layer)
+        inside = _common(part.start, len(part), at, matrix)
+        if inside:
+            yield flat[l * layer + at :][inside.start : inside.stop]
 
 
 def _layers(flat: Tensor, L: int, offset: int, distance: int, n: int) -> Tensor:

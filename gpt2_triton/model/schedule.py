@@ -193,8 +193,10 @@ def update_matrices(K: Any, m: Any) -> None:
     """Run Muon on the layers' matrices: x, their momentum, becomes the nearest matrix with singular values near 1."""
     s, a, stats = m.s, m.a, m.s.step_out[:4]
     for c in m.matrices:
-        K.muon_momentum(c.x, c.m, c.g, stats, m.momentum)
-    for c in m.matrices:
+        if c.x.numel():
+            K.muon_momentum(c.x, c.m, c.g, stats, m.momentum)
+    m.comm.collect_matrices(m.matrices)
+    for c in (c for c in m.matrices if len(c.owned)):
         K.muon_normalise(c.next, a.scratch, c.owned)
         x, y = c.next, c.owned
         for p in m.polynomials:  # y = p[0] x + (p[1] A + p[2] A A) x with A = x x^T; the last y is c.owned
@@ -202,5 +204,7 @@ def update_matrices(K: Any, m: Any) -> None:
             K.muon_poly(c.poly, c.gram, *p[1:])
             K.muon_apply(y, x, c.poly, p[0])
             x, y = y, x
+    m.comm.deliver_matrices(m.matrices)
     for c in m.matrices:
-        K.muon_update(c.w, c.low, c.x, stats, s.step_in, s.step_key, c.first, c.distance, c.decay, c.scale)
+        if c.x.numel():  # with many ranks some own no part of a class
+            K.muon_update(c.w, c.low, c.x, stats, s.step_in, s.step_key, c.first, c.distance, c.decay, c.scale)

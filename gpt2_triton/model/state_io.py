@@ -48,8 +48,16 @@ def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Te
 
 
 def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
-    """Return, for a checkpoint's state.json, (flat index, elements) of each slice of the shards; empty for one rank."""
-    return {"shares": [[p.first, p.length] for p in sharding.owned_shards(dims, rank)]} if dims["ranks"] > 1 else {}
+    """Return, for a checkpoint's state.json, (flat index, elements) of each slice of the shards, and with Muon those of
+    `v` by its own elements; empty for one rank.
+    """
+    if dims["ranks"] == 1:
+        return {}
+    shards = sharding.owned_shards(dims, rank)
+    spans = {"shares": [[p.first, p.length] for p in shards]}
+    if dims["No"]:
+        spans["second_shares"] = [[_first("v", p, dims), p.length] for p in shards if p.second is not None]
+    return spans
 
 
 def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) -> None:
@@ -63,7 +71,7 @@ def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) 
             continue
         for p in all_params if name == "params" else own:
             at = _start(name, p)
-            first = p.first - (dims["N"] - _elements(name, dims) if p.bucket == dims["L"] + 1 else 0)
+            first = _first(name, p, dims)
             if at is not None:
                 buffers[name][at : at + p.length].copy_(tensor[first : first + p.length])
 
@@ -82,6 +90,11 @@ def state_digest(s: State, dims: dict[str, int]) -> str:
 def _elements(name: str, dims: dict[str, int]) -> int:
     """Return the elements of a checkpoint's tensor."""
     return dims["N"] - (dims["No"] if name == "v" else 0)
+
+
+def _first(name: str, p: sharding.Shard, dims: dict[str, int]) -> int:
+    """Return the index of a shard's first element in a checkpoint's tensor."""
+    return p.first - (dims["N"] - _elements(name, dims) if p.bucket == dims["L"] + 1 else 0)
 
 
 def _start(name: str, p: sharding.Shard) -> int | None:

@@ -8,17 +8,21 @@ import torch
 
 import gpt2_triton.kernels as kernels
 from benchmarks import torch_reference
+from gpt2_triton.checkpoint.load import covered_length, find_checkpoint, load_checkpoint, merge_shards
+from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
+from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
+from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
 from tests.model.test_lifetimes import recorded_step, violations
+from tests.support import ranks, reference
 from tests.support.helpers import max_error
-from tests.support.models import EXACT, batches, exact_model, train_steps
+from tests.support.models import EXACT, F64, batches, exact_model, train_steps
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
 
@@ -87,8 +91,11 @@ def muon_step(matrices, momenta, lr, decay, momentum=0.95):
 
 
 def test_three_updates_equal_those_of_pytorch():
-    """Autograd, clipping, torch's AdamW for embedding, norms and biases, and q, k, v orthogonalised apart."""
-    model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=MUON)
+    """Autograd, clipping, torch's AdamW for embedding, norms and biases; q, k, v are orthogonalised apart, and momentum
+    moves once in a step of two micro-steps.
+    """
+    model = exact_model(optim=MUON)
+    assert model.shape.accumulation == 2
     d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
     got = train_steps(model, 3)
     listed = list(torch_reference.tensors(params, d))
@@ -98,8 +105,8 @@ def test_three_updates_equal_those_of_pytorch():
     adamw = torch.optim.AdamW([*groups, dict(params=other, weight_decay=0)], lr=o.lr, betas=(0.9, 0.95), eps=o.eps)
     momenta = [torch.zeros_like(w) for w in inner]
     for step in range(3):
-        (ids, targets), *_ = batches(model.config, 1, seed=step)
-        loss = torch_reference.gpt2_loss(params, ids, targets, d["V"], d["NH"])
+        two = batches(model.config, 2, seed=step)
+        loss = sum(torch_reference.gpt2_loss(params, i, t, d["V"], d["NH"]) for i, t in two) / 2
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([w for _, w, _ in listed], o.clip)
         # lr and bias corrections are float32, 6e-8 relative, and reach the next gradient through the weights
@@ -200,9 +207,82 @@ def test_second_moments_are_those_of_embedding_norms_and_biases(ranks, zero):
         assert end <= dims["Nv"]
 
 
-# ---- the configuration ----
+# ---- several ranks ----
+
+COUNTERS = ("skipped", "outliers", "skipped_in_a_row", "without_update", "rewinds")
+REST = ("lnw", "lnb", "qkvb", "attprojb", "fcb", "fcprojb")
+ONE = None  # instead of a group: a single rank
+WAYS = [(zero, shared) for zero in (0, 1, 2) for shared in (True, False)]
 
 
-def test_muon_on_several_gpus_is_refused():
-    with pytest.raises(ConfigError, match="optim.name: muon runs on one GPU, got 2; start one"):
-        StepShape.of(tiny_config(optim=dict(name="muon")), 2)
+def write_gradients(model, tensors, step):
+    """Set these gradients to small random integers on rank 0 and zeros on others: sums and norms of them are exact."""
+    generator = torch.Generator().manual_seed(step)
+    for g in tensors:
+        g.copy_(torch.randint(-3, 4, g.shape, generator=generator) * (model.rank == 0))
+
+
+def backward(model, step):
+    """Write gradients where a backward pass writes them, and send them as it does."""
+    view, L = model.train_view, model.dims["L"]
+    view.a.losses.zero_()
+    view.a.losses[0] = float(model.rank == 0)
+    view.comm.begin_micro_step(True, True)
+    for l in reversed(range(L)):
+        view.comm.wait_grad_buffer(l)
+        write_gradients(model, (view.g.qkvw[l], view.g.attprojw[l], view.g.fcw[l], view.g.fcprojw[l]), 10 * step + l)
+        if l == 0:
+            rest = (view.g.wte, view.g.wpe, *(getattr(view.g, name) for name in REST))
+            write_gradients(model, rest, 10 * step + L)
+            view.comm.reduce_grads(NOT_A_LAYER)
+        view.comm.reduce_grads(l)
+    view.comm.end_micro_step()
+
+
+def after_two_updates(zero, group):
+    """Return what this rank saves after two updates, as arrays, and its spans."""
+    train = dict(batch_size=6, seq_len=8, total_batch_tokens=48)
+    config = tiny_config(model=EXACT["model"], train=train, optim=MUON, parallel=dict(zero=zero))
+    model = GPT2(config, reference, "cpu", dtypes=F64, group=group)
+    model.arena.zero_()
+    model.state.params[: model.dims["Vp"] * model.dims["C"]] = 0.1
+    for step in range(2):
+        model.begin_step(step_inputs(step, config, 1.0), step, 1)
+        backward(model, step)
+        assert model.end_step().result().applied
+    model.comm.gather_params()
+    flat = {name: torch.cat([part.flatten() for part in parts]) for name, parts in model.local_shards().items()}
+    return {name: t.numpy() for name, t in flat.items()}, model.shard_spans(), model.comm.__class__.__name__
+
+
+def in_every_way(directory):
+    """Return `after_two_updates` for each of WAYS; save the state of the last one."""
+    group, out = ProcessGroup("cpu", 60), []
+    for zero, shared in WAYS:
+        group.single_node = shared
+        out.append(after_two_updates(zero, group))
+    flat, spans, _ = out[-1]
+    state = dict(sample=0, wandb_id=None, config={}, data=[]) | dict.fromkeys(COUNTERS, 0) | spans
+    tensors = {name: torch.from_numpy(t).float() for name, t in flat.items()}  # checkpoints have no float64
+    save_checkpoint(directory, 2, tensors, state, keep=0, control=group.control("saving"))
+    group.close()
+    return out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_give_the_bytes_of_one_rank_for_equal_sums_of_gradients(tmp_path, n):
+    """At every ZeRO stage, by copies and by collectives: matrices are whole, and momentum moves once."""
+    want, _, _ = after_two_updates(0, ONE)
+    for way, of_ranks in zip(
+        WAYS, zip(*ranks.run(n, tmp_path / "stderr", in_every_way, tmp_path), strict=True), strict=True
+    ):
+        assert {name for *_, name in of_ranks} == {"PeerCopyCommunicator" if way[1] else "NcclCommunicator"}
+        shards = [{name: torch.from_numpy(t) for name, t in flat.items()} for flat, *_ in of_ranks]
+        spans, second = ([s[key] for _, s, _ in of_ranks] for key in ("shares", "second_shares"))
+        assert covered_length(second) == len(want["v"]) < covered_length(spans)
+        for name, tensor in merge_shards(shards, spans, {"v": second}).items():
+            assert np.array_equal(tensor.numpy(), want[name]), (way, name)
+    saved = load_checkpoint(find_checkpoint(tmp_path))[1]
+    assert saved.keys() == want.keys()
+    assert all(np.array_equal(saved[name].numpy(), want[name].astype(np.float32)) for name in want)
