@@ -351,7 +351,7 @@ class ParallelConfig(ConfigSection):
         1,
         ge=0,
         le=2,
-        description="ZeRO stage: GPUs shard nothing (0), AdamW's moments (1), or gradients too (2)",
+        description="ZeRO stage: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)",
         json_schema_extra=FREE,
     )
     timeout: float = Field(
@@ -366,6 +366,6 @@ class DebugConfig(ConfigSection):
     hash_state: int = Field(
         0,
         ge=0,
-        description="steps between comparisons of all GPUs' weights, and AdamW's state at ZeRO stage 0; 0 never",
+        description="steps between comparisons of all GPUs' weights, and moments at ZeRO stage 0; 0 never",
         json_schema_extra=FREE,
     )

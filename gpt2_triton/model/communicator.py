@@ -169,6 +169,8 @@ class BucketedCommunicator(Communicator):
         n, received = self._shard_length(1), self._s.received
         for parts in {1, self._group.size - 1}:
             self._K.add_partials(received[:n], received[: parts * n].view(parts, n))
+        if self._s.orth is not None:
+            self._K.fill(self._s.orth, 0.0)
 
     def gather_params(self) -> None:
         if self._zero:
