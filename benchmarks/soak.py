@@ -8,6 +8,7 @@ taken from the means of blocks of 15 samples.
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -32,8 +33,10 @@ def of_process(pid: int) -> dict[str, float]:
 
 
 def gpu_memory() -> list[float]:
-    """Return the MiB in use of each GPU; an empty list without nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Return the MiB in use of each GPU in CUDA_VISIBLE_DEVICES, else of all; an empty list without nvidia-smi."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = ["--id", visible] if visible else []
+    command = ["nvidia-smi", *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
         return [float(line) for line in subprocess.check_output(command, text=True).split()]
     return []
@@ -111,6 +114,8 @@ def soak(
         bad = grows(float(values.mean()), fitted, error)
         growing += bad
         print(f"{name:16}{values[0]:12.1f}{values[-1]:12.1f}{fitted:14.2f}{error:10.2f}{'  GROWS' if bad else ''}")
+    start = json.loads((run_dir / "run.json").read_text())["starts"][-1]
+    print(f"arena by the memory plan: {start['plan']['arena_bytes'] / 2**20:.1f} MiB")
     return int(growing > 0)
 
 

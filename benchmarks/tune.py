@@ -10,7 +10,6 @@ of forty measurements is partly luck.  A row is replaced if the launchers that u
 """
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ import gpt2_triton.kernels as kernels
 from benchmarks import calls, tuning_tables
 from benchmarks.calls import Call, Trial
 from benchmarks.candidates import SPACE, candidates
+from gpt2_triton.console import Progress
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.tuning import Key, Row
@@ -79,22 +79,6 @@ def winner(rows: list[Row], times: Times) -> int:
     return best if gain(times, best) >= GAIN else 0
 
 
-@dataclasses.dataclass
-class Progress:
-    """Formats lines with the fraction that is done and the time left."""
-
-    passes: tuple[float, ...] = (0.8, 0.2)  # shares of the time: screening, finals
-    began: float = dataclasses.field(default_factory=time.monotonic)
-    number: int = 0
-
-    def line(self, share: float, text: str) -> str:
-        """Return the line when `share` of the current pass is done."""
-        done = sum(self.passes[: self.number]) + self.passes[self.number] * share
-        left = (time.monotonic() - self.began) * (1 - done) / done if done else math.nan
-        rest = f"{left // 60:.0f}:{left % 60:02.0f} left" if done else "-:-- left"
-        return f"[{done:4.0%}, {rest}] {text}"
-
-
 @contextlib.contextmanager
 def trying(rows: dict[Key, Row], key: Key, row: Row) -> Iterator[None]:
     """Replace the row of `key` inside the context."""
@@ -109,24 +93,25 @@ def trying(rows: dict[Key, Row], key: Key, row: Row) -> Iterator[None]:
 class Search:
     """One pass over the sizes: times of all candidates of each row, at each call of a step that uses the row."""
 
-    def __init__(self, rows: dict[Key, Row], tries: dict[str, list[Row]], rounds: int, progress: Progress):
-        self.rows, self.tries, self.rounds, self.progress = rows, tries, rounds, progress
+    def __init__(self, rows: dict[Key, Row], tries: dict[str, list[Row]], rounds: int):
+        self.rows, self.tries, self.rounds = rows, tries, rounds
         self.times: dict[str, Times] = {op: {} for op in tries}
         self.dropped: dict[tuple[str, int], str] = {}
 
-    def run(self, sizes: list[str], step: Callable[..., Any]) -> "Search":
-        """Run `step(size, on_call)` for each size; the step calls on_call(call, share done) before each launch."""
-        for number, size in enumerate(sizes):
+    def run(self, what: str, sizes: list[str], step: Callable[..., Any]) -> "Search":
+        """Run `step(size, on_call)` for each size, with progress under the name `what`; the step calls
+        on_call(call, share done) before each launch.
+        """
+        with Progress(what, len(sizes), "sizes") as progress:
+            for number, size in enumerate(sizes):
 
-            def on_call(call: Call, share: float, number: int = number, size: str = size) -> None:
-                ops = [op for op in self.tries if (op, DTYPE) in call.used and len(self.tries[op]) > 1]
-                if ops:
-                    counts = ", ".join(f"{op} {len(self._alive(op))}" for op in ops)
-                    print(self.progress.line((number + share) / len(sizes), f"{size} {call}: {counts}"), flush=True)
-                for op in ops:
-                    self._measure(size, op, call)
+                def on_call(call: Call, share: float, number: int = number, size: str = size) -> None:
+                    progress.show(number + share, len(sizes), f"{size} {call}")
+                    for op in self.tries:
+                        if (op, DTYPE) in call.used and len(self.tries[op]) > 1:
+                            self._measure(size, op, call)
 
-            step(size, on_call)
+                step(size, on_call)
         return self
 
     def _alive(self, op: str) -> list[int]:
@@ -161,18 +146,17 @@ def tune(sizes: list[str], batch: int | None, only: str | None, out: Path | None
     ops, table = select(only), tuning.table()
     shared = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
     tries = {op: candidates(op, table.rows[op, DTYPE], shared) for op in ops}
-    progress = Progress()
+    began = time.monotonic()
     with calls.recorded_rows() as rows:
 
         def step(size: str, on_call: Callable[[Call, float], None]) -> None:
             calls.intercepted_step(size, batch, rows, on_call)
 
-        screened = Search(rows, tries, SCREEN, progress).run(sizes, step)
+        screened = Search(rows, tries, SCREEN).run("screening", sizes, step)
         tries = {op: finalists(tries[op], screened.times[op]) for op in ops}
-        progress.number = 1
-        final = Search(rows, tries, FINAL, progress)
+        final = Search(rows, tries, FINAL)
         if any(len(rows) > 1 for rows in tries.values()):
-            final.run(sizes, step)
+            final.run("finals", sizes, step)
     print(f"\n{report(tries, final.times)}")
     for line in faults(screened, final):
         print(line)
@@ -183,7 +167,7 @@ def tune(sizes: list[str], batch: int | None, only: str | None, out: Path | None
     file, new = tuning_tables.updated(table, tuning.table_name(), torch.cuda.get_device_name(), changes)
     target = out or file
     target.write_text(tuning_tables.text(new))
-    print(f"wrote {target}: {len(changes)} rows changed, in {time.monotonic() - progress.began:.0f} s")
+    print(f"wrote {target}: {len(changes)} rows changed, in {time.monotonic() - began:.0f} s")
     return 0
 
 

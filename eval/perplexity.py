@@ -1,6 +1,7 @@
 """Print a model's loss, perplexity and bits per byte over token shards; the same as `gpt2-triton perplexity`.
 
 python eval/perplexity.py runs/124m "data/fineweb10B/val_*.bin"           a run, or one of its step directories
+python eval/perplexity.py runs/124m                                      over the data.val of the run
 python eval/perplexity.py hf:gpt2 "data/fineweb10B/val_*.bin"             weights of transformers, llm.c or nanoGPT
 python eval/perplexity.py --help                                          every option with its meaning and default
 """

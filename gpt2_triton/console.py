@@ -141,6 +141,11 @@ class LogFile:
         print_line(f"warning: {self._path}: was removed or moved while running; it is written again", error=True)
         self._made_again()
 
+    def sync(self) -> None:
+        """Return once the lines are on the disk, so that they survive a power cut; an error is left to `write`."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: closed
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Try once more to write what is waiting; print a warning if that fails."""
         self.write("")
@@ -179,6 +184,18 @@ def print_line(text: str, error: bool = False) -> None:
         print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
+def print_from_handler(text: str) -> None:
+    """Print a line from a signal handler, on rank 0 alone: `print` fails if the signal interrupts another one."""
+    if not _is_silent and _is_first_rank():
+        newline = "\n" if os.isatty(1) else ""  # the terminal shows ^C at the beginning of the line
+        with contextlib.suppress(OSError):
+            os.write(1, f"{newline}{text}\n".encode())
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def format_bytes(count: float) -> str:
     """Return a size in GiB with two digits after the point, or below 1 GiB in MiB with one."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
@@ -208,7 +225,7 @@ class Progress:
             dynamic_ncols=True,
             leave=False,
             file=sys.stderr,
-            disable=_is_silent or os.environ.get("RANK", "0") != "0" or not is_terminal(),
+            disable=_is_silent or not _is_first_rank() or not is_terminal(),
         )
 
     def __enter__(self) -> "Progress":
@@ -218,12 +235,12 @@ class Progress:
         with contextlib.suppress(OSError, ValueError):  # ValueError: stderr is closed
             self._bar.close()
 
-    def show(self, done: int, total: int) -> None:
+    def show(self, done: float, total: int, note: str = "") -> None:
         """Show that `done` of `total` units are done."""
         self._bar.total = total
-        self.advance(done - self._bar.n)
+        self.advance(done - self._bar.n, note)
 
-    def advance(self, count: int, note: str = "") -> None:
+    def advance(self, count: float, note: str = "") -> None:
         """Count `count` more units as done; `note`, such as a loss, is shown behind the figures."""
         with contextlib.suppress(OSError, ValueError):
             self._bar.set_postfix_str(note, refresh=False)

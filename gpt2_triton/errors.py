@@ -4,13 +4,16 @@ traceback.
 
 
 class UserError(Exception):
-    """Base class.  `exit_code` is the exit code of the process."""
+    """Base class.  `exit_code` is the exit code of the process; if every rank raises the error, one prints it."""
 
     exit_code = 2
+    on_every_rank = False
 
 
 class ConfigError(UserError):
     """The configuration or the command line is wrong; one line for each mistake."""
+
+    on_every_rank = True  # all have the same; trainer.train decides about those that it raises
 
 
 class DataError(UserError):

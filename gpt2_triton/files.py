@@ -108,6 +108,14 @@ def remove_abandoned(directory: Path, hidden: re.Pattern[str], own: bool = False
                 path.unlink(missing_ok=True)
 
 
+TEXT_SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")  # of text that can be tokenised
+
+
+def is_text(path: str | Path) -> bool:
+    """Return whether the name is that of text to tokenise."""
+    return str(path).endswith(TEXT_SUFFIXES)
+
+
 def expand_glob(pattern: str) -> list[str]:
     """Return the paths that match a glob, sorted.
 

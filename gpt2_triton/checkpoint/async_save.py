@@ -4,7 +4,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,23 @@ class AsyncCheckpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def save(self, step: int, shard: dict[str, list[Tensor]], state: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        shard: dict[str, list[Tensor]],
+        state: dict[str, Any],
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         """Copy this rank's shard, each tensor in pieces, to the host and start to write it as `save_checkpoint` does.
 
-        The pieces may change as soon as this returns.
+        The pieces may change as soon as this returns.  The thread calls `before` first.
         """
         self.wait()
         self._step, began = None, time.monotonic()
         for piece, host in self._pairs(shard):
             host.copy_(piece)
         self._step = step
-        self._thread = threading.Thread(target=self._write, args=(step, state, began), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, state, began, before), name="checkpoint")
         self._thread.start()
 
     def restore_from_host(self, step: int, shard: dict[str, list[Tensor]]) -> bool:
@@ -78,8 +84,9 @@ class AsyncCheckpointer:
         """Return how long a save of this rank's `nbytes` may take: as the slowest so far, or at UNKNOWN_RATE."""
         return self._slowest or nbytes / UNKNOWN_RATE
 
-    def _write(self, step: int, state: dict[str, Any], began: float) -> None:
+    def _write(self, step: int, state: dict[str, Any], began: float, before: Callable[[], None]) -> None:
         try:
+            before()
             save_checkpoint(self._directory, step, self._host, state, *self._kept, self._control, self._progress)
             self._slowest = max(self._slowest, time.monotonic() - began)
         except Exception as error:  # raised or reported by the thread that waits

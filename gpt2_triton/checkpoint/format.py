@@ -13,7 +13,7 @@ its elements.  File names follow the rules below and are never taken from a file
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -53,6 +53,7 @@ class SavedState(BaseModel):
     skipped_in_a_row: Count
     without_update: Count
     rewinds: Count
+    left_out: list[Literal["eval.every", "eval.hellaswag_every", "sample.every", "debug.hash_state"]] = []
     config: dict[str, dict[str, Scalar] | Scalar]
     data: list[_DataRow]
     validation_data: list[_DataRow] = []

@@ -5,6 +5,7 @@ in a file is followed: a checkpoint may come from somebody else.
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,10 @@ def find_checkpoint(path: Path) -> Path:
         return path
     inner = path / "checkpoints"
     found = latest_checkpoint(inner if inner.is_dir() else path)
+    if found is None and (path / "config.yaml").is_file():
+        todo = f"wait for its next one, or continue it by `train` with --run_dir {shlex.quote(str(path))} --resume"
+        saves = "it saves every checkpoint.every steps, at its end and when it is stopped"
+        raise CheckpointError(f"{path}: this run has no checkpoint yet; {saves}: {todo}")
     if found is None:
         got = f"{path} is a file" if path.is_file() else f"expected {inner}/step_NNNNNNNN"
         todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"

@@ -73,7 +73,13 @@ def _foreign_weights(source: str) -> Weights | None:
     kind, _, where = source.partition(":")
     if kind in READERS and where:
         return READERS[kind](where)
-    return huggingface.read(source) if (Path(source) / "config.json").is_file() else None
+    return None if is_run(source) else huggingface.read(source)
+
+
+def is_run(source: str) -> bool:
+    """Return whether the source is one of our runs by its name, not another project's."""
+    kind, _, where = source.partition(":")
+    return not (kind in READERS and where) and not (Path(source) / "config.json").is_file()
 
 
 def _config_and_tensors(path: Path) -> tuple[Path, Config, dict[str, Tensor]]:

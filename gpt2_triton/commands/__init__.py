@@ -6,9 +6,15 @@ variables, which `select_device` sets, when they are imported.
 
 import sys
 
-from gpt2_triton.commands.app import main, make_app
+from gpt2_triton.commands.app import main, make_app, usage_line
 from gpt2_triton.console import command_line
 
+OF_A_CHECKOUT = ("config-table", "bench", "verify")  # not listed
+ARGUMENTS = {  # in the usage line, where cyclopts would write [ARGS]
+    "configs": "[NAME]",
+    "plot": "[OPTIONS] RUNS...",
+    "perplexity": "[OPTIONS] CHECKPOINT [SHARDS...]",
+}
 tools = make_app(command_line(""), "Train GPT-2: prepare data, train, sample, evaluate, export.")
 for name, path in {
     "train": "train:command",
@@ -25,7 +31,8 @@ for name, path in {
     "bench": "bench:bench",
     "verify": "bench:verify",
 }.items():
-    tools.command(f"gpt2_triton.commands.{path}", name=name)
+    usage = {"usage": usage_line(name, ARGUMENTS[name])} if name in ARGUMENTS else {}
+    tools.command(f"gpt2_triton.commands.{path}", name=name, show=name not in OF_A_CHECKOUT, **usage)
 
 
 def run() -> int:

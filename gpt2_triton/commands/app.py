@@ -17,7 +17,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from gpt2_triton import errors
-from gpt2_triton.console import discard_unwritten, prepare_streams, print_line, printable
+from gpt2_triton.console import command_line, discard_unwritten, prepare_streams, print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
@@ -31,6 +31,11 @@ def make_app(name: str, help: str | None = None) -> App:
     return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
 
 
+def usage_line(command: str, arguments: str) -> str:
+    """Return the first line of a command's help."""
+    return f"Usage: {command_line(command)} {arguments}"
+
+
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
     prepare_streams()
@@ -42,11 +47,11 @@ def main(app: App, argv: list[str]) -> int:
         sys.stdout.flush()  # while errors are still caught
         return code
     except CycloptsError as error:
-        return _fail(_wrong_call(error), 2)
+        return _fail(_wrong_call(error), 2, on_every_rank=True)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except UserError as error:
-        return _exit_if_distributed(_fail(str(error), error.exit_code))
+        return _exit_if_distributed(_fail(str(error), error.exit_code, error.on_every_rank))
     except Exception as error:
         if not _is_distributed():
             raise
@@ -83,14 +88,14 @@ def _exit_if_distributed(code: int) -> int:
     return code
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
     """Print the message to stderr, each line with the rank if it is the rank's own error, and return the code."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    repeats = code == 2 and rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
-    if repeats:  # all ranks have the same configuration: rank 0 prints, and needs time before the launcher ends it
+    repeats = on_every_rank and rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
+    if repeats:  # rank 0 prints it, and needs time before the launcher ends it
         time.sleep(2)
         return code
-    name = f"rank {rank}: " if _is_distributed() and code != 2 else ""
+    name = f"rank {rank}: " if _is_distributed() and not on_every_rank else ""
     print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
     discard_unwritten()
     return code

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from gpt2_triton.commands.app import require_at_least, require_directory, select_device
+from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
 
 # arguments of both commands
@@ -70,21 +71,25 @@ def perplexity(
     Parameters
     ----------
     shards: str
-        Token shards to evaluate on: .bin files, or quoted globs of them.
+        Token shards to evaluate on: .bin files, or quoted globs of them; by default the validation data of a run.
     tokens: int
         Number of tokens, from the first on, in whole windows of train.seq_len; 0 takes all.
     """
-    if not shards:
-        raise ConfigError("perplexity: expected one or more shards after the checkpoint")
     require_at_least(tokens=(tokens, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
     select_device()
-    from gpt2_triton.checkpoint.sources import load_weights
+    from gpt2_triton.checkpoint.sources import is_run, load_weights
+    from gpt2_triton.data.prepare.builtin import pattern_of
     from gpt2_triton.data.shards import open_shards, require_tokenizer
     from gpt2_triton.inference import losses
     from gpt2_triton.inference.load import load_for_losses
 
+    if not (shards or is_run(checkpoint)):
+        raise ConfigError(f"perplexity: {checkpoint} is no run with data.val; name shards after it")
     config, tensors = load_weights(checkpoint)
+    if not shards:
+        shards = (pattern_of(config.data.val, "val", config.data.tokenizer),)
+        print_line(f"data.val of the run: {shards[0]}")
     V, T = config.model.vocab_size, config.train.seq_len
     for given in shards:
         require_tokenizer(given, config.data.tokenizer)

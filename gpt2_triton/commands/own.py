@@ -5,22 +5,28 @@ changed text gets a new directory.
 """
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpt2_triton.config import own_text
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
-from gpt2_triton.config.recipes import OWN
-from gpt2_triton.console import print_line
+from gpt2_triton.config.recipes import OWN, find
+from gpt2_triton.console import command_line, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError, DataError
+from gpt2_triton.files import is_text
 
 
 def require_data(config: Path, data: Sequence[Path] | None) -> None:
-    """Refuse the recipe without text, and text for another recipe."""
+    """Refuse the recipe without text, text in the place of a recipe, and text for another recipe."""
+    if is_text(config) and config.is_file():
+        own = f"`{command_line(f'train {OWN}')} --data {shlex.quote(str(config))}`"
+        raise ConfigError(f"{config}: text, no configuration; {own} trains on it")
     is_own = config.stem == OWN
     if data is not None and not is_own:
+        find(config)  # a name that is no recipe's may be mistyped
         raise ConfigError(
             f"--data: goes with the recipe own, not {config}; for others run `prepare text` and --data.train"
         )

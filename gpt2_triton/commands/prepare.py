@@ -5,14 +5,14 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from gpt2_triton.commands.app import make_app, require_at_least
+from gpt2_triton.commands.app import make_app, require_at_least, usage_line
 from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
 Tokenizer = Literal["gpt2", "bytes"]
 
 
-@app.command(name="text")
+@app.command(name="text", usage=usage_line("prepare text", "[OPTIONS] INPUTS..."))
 def prepare_text(
     *inputs: Path,
     out: Path = Path("data/text"),

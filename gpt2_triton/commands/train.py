@@ -24,7 +24,7 @@ from gpt2_triton.training.start import check_run_dir, starting
 FLAGS = ("data", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
-config_app = make_app(NAME, "Train a GPT-2 from a YAML file; every key below can be overridden.")
+config_app = make_app(NAME, "Train a GPT-2 from a recipe or a YAML file; any key below can be given another value.")
 app = config_app.meta
 config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
 app.group_parameters = Group("Run", sort_key=1)
@@ -48,29 +48,28 @@ def train(
     gpus: int | None = None,
     print_config: bool = False,
     run_dir: Path | None = None,
-    resume: bool | Literal["must"] = False,
+    resume: Annotated[bool | Literal["must"], Parameter(show_choices=False)] = False,
 ) -> int:
-    """Train a GPT-2 from a YAML file; every key below can be overridden.
+    """Train a GPT-2 from a recipe or a YAML file; any key below can be given another value.
 
     Parameters
     ----------
     config: Path
-        Name of a recipe, for example quickstart (`gpt2-triton configs` lists them), or a YAML file.
+        A recipe, such as quickstart (`gpt2-triton configs` lists them), or a YAML file.
     data: Path
-        With the recipe own: text files, folders or quoted globs to train on, .txt or .jsonl, also .gz.
+        Your own text, for the recipe own: files, folders or quoted globs of .txt and .jsonl, also as .gz.
     plan: bool
-        Print the memory plan and stop; needs neither a GPU nor data.
+        Print the memory that the run needs and the largest batch that fits a GPU, and stop.
     gpu: str
         GPU of --plan: a100-40, a100-80, h100-pcie, h100, h200, b200, 4090 or l40s; by default the present one, or h200.
     gpus: int
         Number of GPUs of --plan; by default parallel.gpus, or 1.
     print_config: bool
-        Print the whole configuration as YAML and stop.
+        Print the value of every key as YAML and stop.
     run_dir: Path
-        Directory of the run; by default runs/<config>-<time>.
+        Directory of checkpoints and metrics; by default runs/CONFIG-TIME.
     resume: bool | Literal["must"]
-        Resume from the newest checkpoint in --run_dir that verifies; if there is none, start a new run, or end with
-        exit code 4 for `--resume must`.
+        Continue after the newest intact checkpoint; if there is none, start a new run, or with `must` end with code 4.
     """
     if str(config).startswith("-"):
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
@@ -115,7 +114,8 @@ def _start(
     set_env_from_slurm()
     rank, ranks = rank_and_size()
     signals = ShutdownSignals(ranks)
-    signals.run_dir = run_dir
+    is_new = rank == 0 and not (run_dir and run_dir.exists())
+    signals.run_dir = run_dir if is_new else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals.leaving_at_once())
         if not data:
@@ -128,7 +128,8 @@ def _start(
         select_device()  # before numpy is imported
         if data:
             settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
-        signals.run_dir = run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
+        run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
+        signals.run_dir = run_dir if is_new else None
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume, signals)

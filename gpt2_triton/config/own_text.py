@@ -11,7 +11,7 @@ Where the rows of the tables come from:
               channels on 1 MB, with steps of 16,384 characters at 1e-3, and for a CPU 4 layers of 128.
               From 5 GB on it is GPT-2 124M with llm.c's steps, at most the 10B tokens of the recipe gpt2_124m.
   CPU         2 layers of 128 channels and steps of 1,024 bytes take 1.5 to 3.5 seconds of a core in the interpreter,
-              so that 100 steps and the start take less than 5 minutes.
+              so that 100 steps take 3 to 6 minutes, validations and samples aside.
 """
 
 import math

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+import shlex
 import stat
 import struct
 import threading
@@ -20,7 +21,7 @@ import numpy as np
 
 from gpt2_triton.console import command_line
 from gpt2_triton.errors import bad_data
-from gpt2_triton.files import expand_glob, sha256, write_atomic
+from gpt2_triton.files import expand_glob, is_text, sha256, write_atomic
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
@@ -242,11 +243,17 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
 
 
 def require_tokenizer(pattern: str, tokenizer: str) -> None:
-    """DataError if the record next to the shards names another tokenizer; shards of other projects have no record.
+    """DataError for text, and if the record next to the shards names another tokenizer; shards of other projects have
+    no record.
 
     Bytes are also tokens of GPT-2's vocabulary, so such a run would train, but on the wrong text.
     """
-    for record in sorted({Path(path).parent / RECORD for path in expand_glob(pattern)}):
+    found = expand_glob(pattern)
+    if text := [path for path in found if is_text(path)]:
+        made = f"{command_line('prepare text')} {shlex.quote(text[0])} --tokenizer {tokenizer} --out data/shards"
+        todo = f"`{made}` makes data/shards/*.bin"
+        raise bad_data(text[0], "no shard", "text", "a .bin file of tokens", todo)
+    for record in sorted({Path(path).parent / RECORD for path in found}):
         made_with = read_record(record).get("tokenizer", tokenizer)
         if made_with != tokenizer:
             todo = f"set data.tokenizer and model.vocab_size to those of {made_with}, or choose other data"

@@ -176,25 +176,29 @@ def memory_in_use_report(plan: MemoryPlan, before: int) -> str:
 
 
 def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> str:
-    """Return as text the plan, the bytes of each recompute level and the largest micro-batch with which it fits a GPU
-    of this size; needs no GPU.
+    """Return as text whether the run fits a GPU of this size, its step, the bytes of each recompute level with the
+    largest micro-batch that fits, and the plan; needs no GPU.
     """
     budget = gpu_bytes - CONTEXT_BYTES - MODULE_BYTES
     chosen = choose_recompute(config, K, budget, shape)
     plan, dims = plan_memory(chosen, K, shape.micro_batch, config.train.seq_len, shape=shape)
     fits = "fits" if plan.total <= budget else "does not fit"
+    rest = f"and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
+    at_levels = _at_levels(chosen, K, shape, budget)
+    gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
     return "\n".join(
         [
-            format_plan(plan),
-            "shapes in the letters of gpt2_triton/model/buffers.py, live in the phases of a step that need the buffer",
+            f"memory {format_bytes(plan.total)}, {rest}: {fits} a GPU of {format_bytes(gpu_bytes)}",
+            f"tokens of a step {config.total_batch_tokens:,}: {gpus}{shape.accumulation} x "
+            f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
+            f"largest train.batch_size that fits {at_levels[chosen.memory.recompute][1]:,}",
             f"parameters {dims['N']:,}",
-            f"micro-batch {shape.micro_batch} x {config.train.seq_len} tokens, {shape.accumulation} in a step, "
-            f"recompute {config.memory.recompute}",
-            f"{fits} a GPU of {format_bytes(gpu_bytes)}, of which "
-            f"{format_bytes(CONTEXT_BYTES + MODULE_BYTES)} are for the CUDA context, kernels and graphs",
             "",
-            *_recompute_table(chosen, K, shape, budget),
+            *_recompute_table(chosen, at_levels),
             *_zero_table(chosen, K, shape),
+            "",
+            "buffers: shapes in the letters of gpt2_triton/model/buffers.py, live in the phases of a step",
+            format_plan(plan),
         ]
     )
 
@@ -213,15 +217,22 @@ def format_plan(plan: MemoryPlan) -> str:
     return "\n".join(lines)
 
 
-def _recompute_table(config: Config, K: Any, shape: StepShape, budget: int) -> list[str]:
-    lines = [f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
-    taken = config.memory.recompute
+def _at_levels(config: Config, K: Any, shape: StepShape, budget: int) -> dict[str, tuple[int, int]]:
+    """Return (bytes, largest micro-batch that fits) by recompute level, that of the configuration among them."""
+    taken, found = config.memory.recompute, {}
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
-    for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
+    for level in (*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:]):
         at_level = config.replace(memory={"recompute": level})
-        mark = "  <-" if level == taken else ""
-        largest = _largest_batch(at_level, K, shape, budget)
-        lines.append(f"{level:<16}{format_bytes(_plan_bytes(at_level, K, shape)):>12}{largest:>28}{mark}")
+        if level not in found:
+            found[level] = _plan_bytes(at_level, K, shape), _largest_batch(at_level, K, shape, budget)
+    return found
+
+
+def _recompute_table(config: Config, at_levels: dict[str, tuple[int, int]]) -> list[str]:
+    lines = [f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
+    for level, (nbytes, largest) in at_levels.items():
+        mark = "  <-" if level == config.memory.recompute else ""
+        lines.append(f"{level:<16}{format_bytes(nbytes):>12}{largest:>28,}{mark}")
     return lines
 
 

@@ -79,6 +79,7 @@ class Logger:
     def _open_files(self, step: int) -> list[Record]:
         """Drop the lines of steps after `step`, open the files to append to, and return the records that stay."""
         history = truncate(self._run_dir / METRICS, step)
+        self._of_last_step = [record for record in history if record["step"] == step]
         self._file = LogFile(self._run_dir / METRICS, made_again=self._describe)
         llmc = self.config.log.main_log == "llmc"
         self._main_log = _open_main_log(self._run_dir / MAIN_LOG, history) if llmc else None
@@ -127,9 +128,7 @@ class Logger:
         self._wandb.close(failed=True)
         self._wandb = WandbLogger(self._run_dir, self.config, None, self._about, history)
         self._describe()
-        record = {"step": target, "rewound_from": step, "sample": sample}
-        if record not in history:  # a run that resumes before its next checkpoint rewinds once more
-            self._write(record)
+        self._write({"step": target, "rewound_from": step, "sample": sample})
         self.info(f"{self._at(step)} | rewind to step {target}; data continues at sample {sample:,}")
 
     def _measure(self, seconds: float) -> None:
@@ -169,13 +168,22 @@ class Logger:
         self._close_files()
         self._wandb.close(failed)
 
+    def sync(self) -> None:
+        """Return once all lines are on the disk."""
+        for file in self._files():
+            file.sync()
+
     def _close_files(self) -> None:
-        for file in (self._file, self._main_log, self._stats):
-            if file:
-                file.close()
+        for file in self._files():
+            file.close()
+
+    def _files(self) -> list[LogFile]:
+        return [file for file in (self._file, self._main_log, self._stats) if file]
 
     def _write(self, record: Record) -> None:
         record = null_non_finite(record)
+        if record in self._of_last_step:  # a run that resumes from one checkpoint twice repeats what comes first
+            return
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._main_log:
             self._main_log.write(llmc_line(record))

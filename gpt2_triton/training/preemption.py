@@ -1,8 +1,9 @@
 """Ends of a run before its last step: signals, and the time limit train.max_minutes.
 
-After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends; the second ends
-it at once, as does one before the first step, when there is nothing to save.  Each leaves the file PREEMPTED in the
-run directory, since launchers hide exit codes.
+After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends, and a resumed
+run validates and samples as was due; the second ends it at once, as does one before the first step, when there is
+nothing to save.  Each leaves the file PREEMPTED in the run directory, since launchers hide exit codes, if this start
+has made the directory or locked it.  The loop removes that of an earlier start.
 
 A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  Each rank's request
 therefore travels with its next step's loss, so that all ranks stop after the same step.
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.console import print_line
+from gpt2_triton.console import print_from_handler, print_line
 
 PREEMPTED = "PREEMPTED"  # a file in the run directory of a run that ended before its last step and can be continued
 REPEAT_WINDOW = 5  # seconds in which a signal counts as the same one: launchers forward what the process group also got
@@ -32,7 +33,7 @@ class ShutdownSignals:
         self.received = 0  # number of the signal that this rank received last
         self.time_is_up = False  # train.max_minutes on this rank
         self.all_ranks_agree = False  # some rank had requested the end before the last finished step began
-        self.run_dir: Path | None = None  # for PREEMPTED before the first step
+        self.run_dir: Path | None = None  # for PREEMPTED: a directory that this start makes, or has locked
         self.made_at = time.monotonic()
         self._ranks, self._received_at = ranks, 0.0
         self._replaced: dict[int, Any] = {}  # the handlers before, by signal
@@ -78,14 +79,18 @@ class ShutdownSignals:
     def _leave_on_signal(self, pipe: int) -> None:
         while number := os.read(pipe, 1):
             if self._leaves_at_once and number[0] in NUMBERS:
-                if self.run_dir:
-                    print_line(f"stopped before the first step; {how_to_continue(self.run_dir)}")
+                todo = f"; {how_to_continue(self.run_dir)}" if self.run_dir else ""
+                print_line(f"stopped before the first step{todo}")
                 self._leave(number[0])
         os.close(pipe)
 
     def _handle(self, number: int, _frame: Any) -> None:
         if self.received and (self._ranks == 1 or time.monotonic() - self._received_at > REPEAT_WINDOW):
             self._leave(number)  # a half-written checkpoint stays hidden
+        if not self.received and not self._leaves_at_once:
+            later = "" if self._ranks == 1 else f" after {REPEAT_WINDOW} seconds"
+            again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
+            print_from_handler(f"stopping after this step; {again}{later} ends at once without a checkpoint")
         self.received, self._received_at = number, time.monotonic()
 
     def _leave(self, number: int) -> None:
@@ -149,9 +154,8 @@ class TimeLimit:
 
 
 def mark_preempted(run_dir: Path) -> None:
-    """Leave PREEMPTED in the run directory, unless that cannot be written."""
+    """Leave PREEMPTED in the run directory, unless that cannot be written or is not made yet."""
     with contextlib.suppress(OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / PREEMPTED).touch()
 
 

@@ -12,7 +12,6 @@ from gpt2_triton.console import print_line
 from gpt2_triton.distributed.run_lock import RunLock
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
-from gpt2_triton.training.preemption import PREEMPTED
 
 Resume = bool | Literal["must"]
 
@@ -24,7 +23,6 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
     """
     held.enter_context(RunLock(run_dir))
-    (run_dir / PREEMPTED).unlink(missing_ok=True)
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
     if found is None:
         _begin(run_dir, resume)

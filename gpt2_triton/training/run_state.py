@@ -6,7 +6,7 @@ host reads of it one step later and counts it here.  docs/engineering/stability.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gpt2_triton.config.config import Config
@@ -18,7 +18,9 @@ MAX_REWINDS = 10  # to one checkpoint; if that many did not help, the data is no
 
 @dataclass
 class RunState:
-    """The state after `step` finished steps.  The fields are keys of a checkpoint's state.json, in its order."""
+    """The state after `step` finished steps.  The fields are keys of a checkpoint's state.json, in its order; an empty
+    `left_out` is not in it.
+    """
 
     step: int = 0
     sample: int = 0  # the next global sample; after a rewind it is ahead of the step
@@ -29,16 +31,17 @@ class RunState:
     skipped_in_a_row: int = 0  # not finite
     without_update: int = 0  # skipped in a row for either reason
     rewinds: int = 0  # since the last checkpoint that was due
+    left_out: list[str] = field(default_factory=list)  # keys of what was due after `step` when the run was stopped
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any]) -> "RunState":
         """Return the state in a state.json, whose other keys are ignored."""
         best = saved.get("best")  # older checkpoints have none
-        own = {field.name: saved[field.name] for field in fields(cls) if field.name != "best"}
-        return cls(best=(best[0], best[1]) if best else None, **own)
+        own = {f.name: saved[f.name] for f in fields(cls) if f.name not in ("best", "left_out")}
+        return cls(best=(best[0], best[1]) if best else None, left_out=saved.get("left_out", []), **own)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "left_out" or value}
 
     # ---- the lowest validation loss ----
 

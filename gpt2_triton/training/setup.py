@@ -18,7 +18,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import Progress, format_bytes, print_line
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
-from gpt2_triton.data.prepare.builtin import builtin_shards
+from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency
@@ -105,8 +105,7 @@ def _verify(shards: Sequence[Shard], control: ControlGroup) -> None:
 
 def _open_shards(config: Config, split: str) -> list[Shard]:
     """Open the shards of data.train or data.val; `builtin` ones are written on first use."""
-    given = getattr(config.data, split)
-    pattern = str(builtin_shards(config.data.tokenizer) / f"{split}_*.bin") if given == "builtin" else given
+    pattern = pattern_of(getattr(config.data, split), split, config.data.tokenizer)
     return open_shards(pattern, config.model.vocab_size, config.train.seq_len)
 
 

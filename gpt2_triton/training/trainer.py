@@ -6,6 +6,7 @@ checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +18,7 @@ from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, Watchdog
-from gpt2_triton.errors import DataError, NonFiniteError
+from gpt2_triton.errors import DataError, NonFiniteError, PeerLostError, UserError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
@@ -30,7 +31,7 @@ from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.next_steps import after_interruption, after_training
-from gpt2_triton.training.preemption import ShutdownSignals, TimeLimit, mark_preempted
+from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit, mark_preempted
 from gpt2_triton.training.run_dir import Resume, open_run_dir
 from gpt2_triton.training.run_state import RunState
 from gpt2_triton.training.setup import Data, build_model, open_checkpointer, open_data, open_log, restore, saved_config
@@ -44,15 +45,26 @@ def train(config: Config, run_dir: Path | None, resume: Resume = False, signals:
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
     control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, _comparing_errors(group.control("errors")):
         with watchdog.phase("reading checkpoints"):
-            signals.run_dir = run_dir = Path(control.from_rank0(lambda: str(run_dir)))
+            run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             consistency.require_shared_run_dir(run_dir, control)
             found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
+            signals.run_dir = run_dir  # which rank 0 has locked
         with make_trainer(config, run_dir, Path(found) if found else None, watchdog, signals) as trainer:
             code = trainer.run()
     group.close()
     return code
+
+
+@contextlib.contextmanager
+def _comparing_errors(control: ControlGroup) -> Iterator[None]:
+    """Find out of a UserError whether every rank raises it; not of lost peers, which do not answer."""
+    try:
+        yield
+    except UserError as error:
+        error.on_every_rank = error.exit_code != PeerLostError.exit_code and control.is_raised_by_all(str(error))
+        raise
 
 
 def make_trainer(
@@ -129,6 +141,8 @@ class Trainer:
 
         If data cannot be read, save the last finished step before DataError, which every rank raises.
         """
+        if self.is_first_rank:
+            (self.run_dir / PREEMPTED).unlink(missing_ok=True)  # of an earlier start
         self.signals.begin_loop()
         try:
             return self._loop()
@@ -152,6 +166,9 @@ class Trainer:
         if step == 0 and self._due(step, self.config.eval.every):
             self._finish_step()
             self._validate(step)
+        if self.state.left_out:
+            self._finish_step()
+            self._call(self.state.left_out, step)
         if step >= last:
             self.log.info(f"all {last} steps are done; raise train.steps to continue")
         while step < last and not self.signals.stop:
@@ -265,24 +282,40 @@ class Trainer:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
-    def _between_steps(self, step: int) -> bool:
-        """Evaluate, sample and save as is due after `step` steps; return True, without, if the run has to rewind."""
+    def _tasks(self) -> dict[str, tuple[int, Callable[[int], None]]]:
+        """Return what is done between steps, by the key that says how often: the key's value and the function."""
         c = self.config
-        tasks = (
-            (c.eval.every, self._validate),
-            (c.eval.hellaswag_every, self._answer_hellaswag),
-            (c.sample.every, self._sample),
-            (c.debug.hash_state, self._compare_replicas),
-        )
-        due = [task for every, task in tasks if self._due(step, every)]
-        save = self._due(step, c.checkpoint.every) or step == c.train.steps
-        if due and self._finish_step() or save and self._read_step():
+        return {
+            "eval.every": (c.eval.every, self._validate),
+            "eval.hellaswag_every": (c.eval.hellaswag_every, self._answer_hellaswag),
+            "sample.every": (c.sample.every, self._sample),
+            "debug.hash_state": (c.debug.hash_state, self._compare_replicas),
+        }
+
+    def _between_steps(self, step: int) -> bool:
+        """Evaluate, sample and save as is due after `step` steps; return True, without, if the run has to rewind.
+
+        A run that is to stop, but for the last step, leaves that to the resumed run, and _end saves.
+        """
+        due = [key for key, (every, _) in self._tasks().items() if self._due(step, every)]
+        save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
+        if not self._stops_at(step) and (due and self._finish_step() or save and self._read_step()):
             return True
-        for task in due:
-            task(step)
-        if save or self.state.best_step == step:
+        self._call(due, step)
+        if not self._stops_at(step) and (save or self.state.best_step == step):
             self._save(step)
         return False
+
+    def _stops_at(self, step: int) -> bool:
+        return self.signals.stop and step < self.config.train.steps
+
+    def _call(self, due: list[str], step: int) -> None:
+        """Call the tasks of these keys, until the run is to stop; state.left_out keeps the others."""
+        tasks, self.state.left_out = self._tasks(), list(due)
+        while self.state.left_out and not self._stops_at(step):
+            every, task = tasks[self.state.left_out.pop(0)]
+            if every:
+                task(step)
 
     def _validate(self, step: int) -> None:
         assert self.data.validation
@@ -317,7 +350,7 @@ class Trainer:
         about = {"config": saved_config(self.config)} | self.data.fingerprints()
         with self.watchdog.phase(SAVING):
             state = self.state.as_dict() | about | self.model.shard_spans()
-            self.checkpointer.save(step, self.model.local_shards(), state)
+            self.checkpointer.save(step, self.model.local_shards(), state, before=self.log.sync)
 
     # ---- the end ----
 

@@ -37,6 +37,14 @@ def test_save_copies_before_it_returns(tmp_path):
     assert content(load_checkpoint(tmp_path / STEP_10)[1]) == content(example(10))
 
 
+def test_save_calls_before_it_writes(tmp_path):
+    """Lines of the metrics up to a step have to be on the disk before its checkpoint is."""
+    seen, saver = [], AsyncCheckpointer(tmp_path, keep=0)
+    saver.save(10, pieces(10), {}, before=lambda: seen.append([*tmp_path.iterdir()]))
+    saver.wait(raise_errors=True)
+    assert seen == [[]] and [*tmp_path.iterdir()]
+
+
 def test_restore_from_host_gives_the_last_save(tmp_path):
     saver, now = AsyncCheckpointer(tmp_path, keep=0), pieces(30)
     assert not saver.restore_from_host(10, now)

@@ -130,6 +130,9 @@ def test_latest_checkpoint_gives_none_where_find_raises(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "checkpoints"):
         with pytest.raises(CheckpointError, match=f"{path}: no checkpoint found"):
             find_checkpoint(path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(CheckpointError, match=f"this run has no checkpoint yet; .* --run_dir {tmp_path} --resume$"):
+        find_checkpoint(tmp_path / "best")
     (tmp_path / "ckpt.pt").touch()
     with pytest.raises(CheckpointError, match="ckpt.pt: no checkpoint found, .* is a file; .* or nanogpt:FILE$"):
         find_checkpoint(tmp_path / "ckpt.pt")

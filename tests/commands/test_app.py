@@ -26,6 +26,8 @@ from gpt2_triton.training import trainer
 MISTAKES = [  # arguments of train.py, part of the message
     ([], "CONFIG requires an argument; see --help"),
     (["nope"], "nope: neither a file nor a recipe; recipes: finetune_shakespeare, gpt2_124m,"),
+    (["onw", "--data", "my.txt"], "onw: neither a file nor a recipe; did you mean own? recipes: "),
+    (["my.txt"], "my.txt: text, no configuration; `python -m gpt2_triton train own --data my.txt` trains on it"),
     (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
     (["x.yaml", "--optim.lrr", "1"], "--optim.lrr: unknown option; did you mean --optim.lr?"),
     (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
@@ -59,6 +61,7 @@ def here(tmp_path, monkeypatch, request):
     """An empty working directory with x.yaml, the quickstart, and a run `old` with checkpoints."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text((request.config.rootpath / "configs" / "quickstart.yaml").read_text())
+    (tmp_path / "my.txt").write_text("To be, or not to be\n")
     for step in (10, 20):
         (tmp_path / "old" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
     return tmp_path
@@ -121,6 +124,31 @@ def test_train_passes_config_run_dir_and_resume(here, trained):
     assert main(train_app, ["x.yaml"]) == 0
     [(_, run_dir, resume, _)] = trained
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
+
+
+@pytest.mark.parametrize(("everywhere", "rank", "line"), [
+    (True, "0", "error: cut off\n"), (True, "1", ""), (False, "0", "error: rank 0: cut off\n"),
+    (False, "1", "error: rank 1: cut off\n"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.DataError])
+def test_error_of_every_rank_is_printed_once(here, monkeypatch, capsys, kind, everywhere, rank, line):
+    def command():
+        error = kind("cut off")
+        error.on_every_rank = everywhere
+        raise error
+
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(app.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(command) == kind.exit_code
+    assert capsys.readouterr().err == line
+
+
+def test_before_the_lock_a_signal_marks_a_new_directory_only(here, trained):
+    for run_dir in ("old", "new"):
+        assert main(train_app, ["x.yaml", "--run_dir", run_dir, "--resume"]) == 0
+    assert [signals.run_dir for *_, signals in trained] == [None, Path("new")]
 
 
 def test_train_takes_the_arguments_of_a_wandb_sweep(here, trained):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpt2_triton.commands import tools
+from gpt2_triton.commands import OF_A_CHECKOUT, tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.prepare import app as prepare
 from gpt2_triton.commands.train import app as train
@@ -24,12 +24,17 @@ def page(app, words, monkeypatch, capsys):
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_parameter_is_explained(words, monkeypatch, capsys):
     text = page(tools, words, monkeypatch, capsys)
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= 80 and "ARGS" not in text
     app = functools.reduce(operator.getitem, words, tools)
     arguments = app.assemble_argument_collection(parse_docstring=True) if app.default_command else []
     for parameter in (argument.parameter for argument in arguments if argument.show):
         assert parameter.help, parameter.name
         assert " ".join(parameter.help.split()[:3]) in " ".join(re.sub("[│╰─╯]", "", text).split())
+
+
+def test_list_leaves_out_what_needs_a_checkout(monkeypatch, capsys):
+    text = page(tools, [], monkeypatch, capsys)
+    assert "plot" in text and not any(name in text for name in OF_A_CHECKOUT)
 
 
 @pytest.mark.parametrize("words", [[], ["prepare"]], ids=["tools", "prepare"])

@@ -330,6 +330,17 @@ def test_every_promise_has_a_test():
             assert files and all("\ndef test_" in f.read_text() or path.startswith("benchmarks") for f in files), path
 
 
+def test_every_case_of_reliability_names_tests_that_exist():
+    page = text_of(ROOT / "docs" / "engineering" / "reliability.md")
+    rows = [line.split(" | ") for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [int(row[0].strip("| ")) for row in rows] == list(range(1, 61))
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", row[-1])
+        assert named or "chaos" in row[-1], row
+        for file, name in named:
+            assert f"def test_{name}(" in text_of(ROOT / "tests" / file), f"{file}::{name}"
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize("target", ["quickstart", "test", "verify"])
 def test_make_targets_run_commands_that_exist(target, capsys):

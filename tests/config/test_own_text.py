@@ -1,17 +1,19 @@
 """Keys for a user's own text: valid on every machine, in proportion to the text, and after the keys that are given."""
 
+from pathlib import Path
+
 import pytest
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton import device
 from gpt2_triton.config.load import load_config
-from gpt2_triton.config.own_text import VAL_FRACTION, choose, row_for, summary
+from gpt2_triton.config.own_text import CPU, GPU, VAL_FRACTION, choose, row_for, summary
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
 LENGTHS = (5_000, 100_000, 1_000_000, 100_000_000, 10_000_000_000)
-GPUS = {"4090": 23.5, "h200": 139.8}
+CARDS = {"4090": 23.5, "h200": 139.8}
 DATA = {"data.train": "t.bin", "data.val": "v.bin"}
 
 
@@ -24,9 +26,9 @@ def config_for(characters, gpu_gib=None, gpus=1, **given):
 
 
 @pytest.mark.parametrize("characters", LENGTHS)
-@pytest.mark.parametrize("gpu", [None, *GPUS])
+@pytest.mark.parametrize("gpu", [None, *CARDS])
 def test_keys_are_valid_and_fit_the_machine(characters, gpu):
-    config = config_for(characters, GPUS.get(gpu))
+    config = config_for(characters, CARDS.get(gpu))
     shape = StepShape.of(config)
     budget = (device.memory_bytes(gpu) if gpu else 2 << 30) - CONTEXT_BYTES - MODULE_BYTES
     config = choose_recompute(config, kernels, budget, shape)
@@ -96,6 +98,19 @@ def test_too_little_text_is_refused_with_what_is_needed():
     ):
         config_for(2599)
     assert config_for(1000, train__seq_len="64").train.seq_len == 64
+
+
+def test_guide_has_the_rows_of_the_tables():
+    page = (Path(__file__).parents[2] / "docs/guide/own_text.md").read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    tokenizers, numbers = {"bytes": "bytes", "gpt2": "GPT-2's"}, []
+    for row in (*CPU, *GPU):
+        sizes = row.seq_len, row.step_tokens, row.epochs, row.most_steps
+        numbers.append([tokenizers[row.tokenizer], f"{row.n_layer} x {row.n_embd}", *(f"{n:,}" for n in sizes)])
+    assert [line[1:] for line in cells[1:]] == numbers
+    texts = ["any, without a GPU", f"under {GPU[1].characters:,}", f"from {GPU[1].characters:,}"]
+    texts += [f"from {row.characters // 10**6} million" for row in GPU[2:4]]
+    assert [line[0] for line in cells[1:]] == [*texts, f"from {GPU[4].characters // 10**9} billion"]
 
 
 def test_summary_tells_what_was_picked():

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from benchmarks import torch_reference
 from gpt2_triton.data import hellaswag as data
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.training.trainer import train
@@ -291,28 +293,28 @@ def test_damaged_llmc_bin_is_reported_in_one_line(tmp_path, rows_file):
 # ---- in training ----
 
 
-class Pair:
-    """A control group of two ranks that run one after the other; the second receives the values of both."""
+class MadeUpLosses:
+    """A model whose loss of a token follows from the token and the one before it."""
 
-    size = 2
+    B, T, config = 2, 64, tiny_config(model=dict(block_size=64))
 
-    def __init__(self):
-        self.rank, self.gathered = 0, []
-
-    def all_gather(self, value):
-        self.gathered.append(json.loads(json.dumps(value)))
-        return self.gathered
+    def evaluate(self, ids, targets):
+        return torch.from_numpy(np.where(targets < 0, 0, np.sin(7.0 * ids + 3.0 * targets) + 1).reshape(-1))
 
 
-@pytest.mark.slow
-def test_ranks_divide_the_questions_and_score_as_one_rank(model, rows_file):
+def test_each_of_two_ranks_has_the_scores_of_one(rows_file):
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
-    pair = Pair()
-    hellaswag.evaluate(model, questions, pair)
-    pair.rank = 1
-    assert hellaswag.evaluate(model, questions, pair) == hellaswag.evaluate(model, questions)
-    places = [set(values[0]) for values in pair.gathered]
-    assert all(places) and not places[0] & places[1] and len(places[0] | places[1]) == len(questions.endings)
+    model, store = MadeUpLosses(), torch.distributed.HashStore()
+
+    def evaluate(rank):
+        return hellaswag.evaluate(model, questions, ControlGroup("hellaswag", rank, 2, store))
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert [*ranks.map(evaluate, range(2))] == [hellaswag.evaluate(model, questions)] * 2
+    parts = [hellaswag.ending_losses(model, questions, shard=(rank, 2)) for rank in range(2)]
+    assert np.array_equal(sum(parts), hellaswag.ending_losses(model, questions))
+    for part in parts:  # neither has the scores without the other
+        assert part.any() and hellaswag.scores(questions, part) != hellaswag.evaluate(model, questions)
 
 
 @pytest.mark.slow

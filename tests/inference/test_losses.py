@@ -42,14 +42,14 @@ def test_perplexity_equals_the_validation_loss_of_training(trained, tmp_path, ca
     directory, records = trained
     [val_loss] = [record["val_loss"] for record in records if record["step"] == 1 and "val_loss" in record]
     out = tmp_path / "out.json"
-    arguments = [str(directory / "run"), str(directory / "val_*.bin"), "--tokens", "256", "--json", str(out)]
+    arguments = [str(directory / "run"), "--tokens", "256", "--json", str(out)]
     assert main(app, ["perplexity", *arguments, "--batch_tokens", "200"]) == 0
     found = json.loads(out.read_text())
     assert found["loss"] == pytest.approx(val_loss, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(val_loss), rel=1e-5)
     assert found["tokens"] == 256 and len(found["shards"]) == 2
     printed = f"256 tokens | loss {val_loss:.4f} | perplexity {math.exp(val_loss):.2f} | "
-    assert printed in capsys.readouterr().out
+    assert f"data.val of the run: {directory}/val_*.bin\n{printed}" in capsys.readouterr().out
 
 
 def test_perplexity_refuses_shards_of_another_tokenizer(trained, tmp_path, capsys):
@@ -135,7 +135,12 @@ def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, caps
         (["hellaswag", "RUN", "--data", "none.jsonl"], 3, "none.jsonl: cannot be used"),
         (["hellaswag", "RUN", "--limit", "-1"], 2, "--limit: must be at least 0, got -1"),
         (["hellaswag", "RUN", "--json", "none/out.json"], 2, "--json: none is not a directory"),
-        (["perplexity", "RUN"], 2, "perplexity: expected one or more shards after the checkpoint"),
+        (["perplexity", "hf:DIR"], 2, "perplexity: hf:DIR is no run with data.val; name shards after it"),
+        (
+            ["perplexity", "RUN", "my.txt"],
+            3,
+            "got text, expected a .bin file of tokens; `python -m gpt2_triton prepare text my.txt --tokenizer bytes ",
+        ),
         (["perplexity", "RUN", "none_*.bin"], 3, "none_*.bin: no such shards"),
         (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "--tokens: does not suit these shards: got 15"),
         (["perplexity", "RUN", "VAL", "--batch_tokens", "0"], 2, "--batch_tokens: must be at least 1"),
@@ -144,6 +149,7 @@ def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, caps
 def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsys, argv, code, message):
     directory, _ = trained
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").touch()
     words = {"RUN": str(directory / "run"), "VAL": str(directory / "val_0.bin")}
     assert main(app, [words.get(word, word) for word in argv]) == code
     err = capsys.readouterr().err

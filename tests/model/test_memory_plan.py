@@ -136,6 +136,12 @@ def test_plan_report_lists_levels_and_stages_and_marks_the_chosen():
     assert levels == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]]
     assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(shape.zero)]
     assert f"parameters {config.n_params:,}" in lines
+    assert lines[0].startswith("memory ") and lines[0].endswith(
+        " for the CUDA context, kernels and graphs: fits a GPU of 8.00 GiB"
+    )
+    assert lines[1] == "tokens of a step 32: 2 GPUs, on each 1 x 1 sequences of 16"
+    assert lines[2] == f"largest train.batch_size that fits {int(table[1].split()[-2].replace(',', '')):,}"
+    assert lines[-1].startswith("arena ")
     assert not any("0.00" in line or " 0.01" in line for line in lines)  # a small model's sizes are in MiB
     assert all(" MiB " in line for line in table[: len(levels)])
 

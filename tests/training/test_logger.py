@@ -1,6 +1,7 @@
 """The logger: its console lines and files, also of a resumed run."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -60,6 +61,17 @@ def test_logger_writes_a_removed_directory_again(tmp_path, capsys):
     assert [r["step"] for r in read_metrics(tmp_path / "run" / METRICS)] == [5]
     assert (tmp_path / "run" / MAIN_LOG).read_text().startswith("s:4 trl:4.5")
     assert capsys.readouterr().err.count("was removed or moved") == 2
+
+
+def test_logger_syncs_its_files(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    logger = Logger(tmp_path, config())
+    synced.clear()
+    logger.sync()
+    assert str(tmp_path / METRICS) in synced
+    logger.close()
+    logger.sync()  # nothing is open: no error
 
 
 def test_logger_writes_full_records(tmp_path, monkeypatch):

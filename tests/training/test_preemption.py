@@ -28,13 +28,15 @@ def exit_codes(monkeypatch):
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, number):
+def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, capfd, number):
     signals = ShutdownSignals(1)
     signals.run_dir = tmp_path
     signals.listen()
     assert not signals.stop
     signal.raise_signal(number)
     assert signals.stop and signals.received == number and not exit_codes and not os.listdir(tmp_path)
+    again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
+    assert capfd.readouterr().out == f"stopping after this step; {again} ends at once without a checkpoint\n"
     signal.raise_signal(signal.SIGINT)
     assert exit_codes == [130] and os.listdir(tmp_path) == [PREEMPTED]
 
@@ -47,7 +49,7 @@ def test_signals_ignore_sighup_under_nohup(exit_codes):
     assert not signals.stop and not exit_codes
 
 
-def test_signals_on_several_ranks_wait_for_agreement_and_ignore_repeats(exit_codes, monkeypatch):
+def test_signals_on_several_ranks_wait_for_agreement_and_ignore_repeats(exit_codes, monkeypatch, capfd):
     signals, moment = ShutdownSignals(2), 100.0
     monkeypatch.setattr("time.monotonic", lambda: moment)
     signals.listen()
@@ -58,6 +60,10 @@ def test_signals_on_several_ranks_wait_for_agreement_and_ignore_repeats(exit_cod
     moment += REPEAT_WINDOW + 1
     signal.raise_signal(signal.SIGTERM)
     assert exit_codes == [143]
+    line = (
+        f"stopping after this step; a second signal after {REPEAT_WINDOW} seconds ends at once without a checkpoint\n"
+    )
+    assert capfd.readouterr().out == line
 
 
 def test_borrowed_signals_of_several_ranks_ignore_repeats(exit_codes, monkeypatch):
@@ -91,6 +97,7 @@ with signals.leaving_at_once():
 @pytest.mark.parametrize("waits", ["C", "gil"])
 def test_signal_before_the_loop_marks_and_ends_the_process(tmp_path, request, number, waits):
     """The main thread is in C: without the lock of the interpreter, or for a second with it."""
+    (tmp_path / "run").mkdir()
     command = [sys.executable, "-c", STARTING, str(tmp_path), waits]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=request.config.rootpath, restore_signals=True,

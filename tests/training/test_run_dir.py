@@ -24,13 +24,13 @@ def held():
         yield stack
 
 
-def test_newest_checkpoint_is_found_and_the_marker_of_the_start_before_removed(tmp_path, held, capsys):
+def test_newest_checkpoint_is_found_and_nothing_is_removed(tmp_path, held, capsys):
     write(tmp_path / "checkpoints", 10)
     write(tmp_path / "checkpoints", 20)
     (tmp_path / PREEMPTED).touch()
     (tmp_path / "metrics.jsonl").write_text(METRICS)
     assert open_run_dir(tmp_path, True, held).name == STEP_20
-    assert sorted(os.listdir(tmp_path)) == [".lock", "checkpoints", "metrics.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", PREEMPTED, "checkpoints", "metrics.jsonl"]
     assert capsys.readouterr() == ("", "")
 
 

@@ -20,7 +20,7 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, trainer
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
+from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit
 from gpt2_triton.training.trainer import Trainer, make_trainer, train
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
@@ -85,6 +85,21 @@ def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp
     assert train(run_config(), tmp_path, resume=True) == 0
     assert final_bytes(tmp_path) == final_bytes(unbroken)
     assert metrics(tmp_path) == metrics(unbroken)
+
+
+def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkeypatch, capfd):
+    """The signal comes in step 2, after which a validation is due; the first resume fails before it saves."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        train(run_config(), tmp_path, resume=False)
+    assert [record["step"] for record in metrics(tmp_path) if "val_loss" in record] == [0]
+    assert load_checkpoint(find_checkpoint(tmp_path))[0]["left_out"] == ["eval.every"]
+    assert "\nstopping after this step; a second signal ends at once without a checkpoint\n" in capfd.readouterr().out
+    with monkeypatch.context() as patch, pytest.raises(DataError):
+        patch.setattr(Trainer, "_train_step", lambda *_: raise_data_error())
+        train(run_config(), tmp_path, resume=True)
+    assert train(run_config(), tmp_path, resume=True) == 0
+    assert metrics(tmp_path) == metrics(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
 
 
 def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(unbroken, tmp_path, monkeypatch):
@@ -206,9 +221,10 @@ def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, mo
 
 
 def test_second_start_in_a_directory_is_refused_before_it_writes(tmp_path):
+    signals = ShutdownSignals(1)
     with RunLock(tmp_path), pytest.raises(ConfigError, match="writes to .*; wait for its end, or choose another"):
-        train(run_config(), tmp_path, resume=True)
-    assert list(tmp_path.iterdir()) == []
+        train(run_config(), tmp_path, True, signals)
+    assert list(tmp_path.iterdir()) == [] and signals.run_dir is None  # so that a signal leaves no marker
 
 
 def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):

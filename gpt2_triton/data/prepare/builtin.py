@@ -29,5 +29,10 @@ def builtin_shards(tokenizer: str, root: Path = Path("data")) -> Path:
     return prepare_builtin(root / name, tokenizer, log=lambda line: None)
 
 
+def pattern_of(given: str, split: str, tokenizer: str) -> str:
+    """Return the path or glob in data.train or data.val; for `builtin` that of its shards of this split."""
+    return str(builtin_shards(tokenizer) / f"{split}_*.bin") if given == "builtin" else given
+
+
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

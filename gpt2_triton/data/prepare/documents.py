@@ -14,10 +14,9 @@ from typing import BinaryIO, NamedTuple, cast
 
 from gpt2_triton.data.prepare.encoding import conversion, likely_encoding
 from gpt2_triton.errors import DataError, bad_data
-from gpt2_triton.files import expand_glob, sha256
+from gpt2_triton.files import expand_glob, is_text, sha256
 
 READ_BYTES = 1 << 20
-SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 ENDINGS = "names that end in .txt or .jsonl, or in .txt.gz or .jsonl.gz"
 SAFE_CUT = re.compile(r"(?<=\S)[ \t\r\n]")
 
@@ -41,7 +40,7 @@ def find_files(inputs: Sequence[Path]) -> list[File]:
         if not path.exists():
             got, expected = "No such file or directory", "a file, a folder or a quoted glob"
             raise bad_data(path, "cannot read", got, expected, "correct the path")
-        if not path.name.endswith(SUFFIXES):
+        if not is_text(path):
             raise bad_data(path, "unknown kind of text", path.name, ENDINGS, "rename it or leave it out")
         if path.resolve() in seen:
             raise bad_data(path, "the same file again", "it twice", "each file once", "leave one out")
@@ -51,7 +50,7 @@ def find_files(inputs: Sequence[Path]) -> list[File]:
 
 def _matches(given: Path) -> list[File]:
     if given.is_dir():
-        paths = [p for p in sorted(given.rglob("*")) if p.name.endswith(SUFFIXES) and p.is_file()]
+        paths = [p for p in sorted(given.rglob("*")) if is_text(p) and p.is_file()]
         names = [(p, p.relative_to(given)) for p in paths]
         found = [File(p, str(name)) for p, name in names if not any(part.startswith(".") for part in name.parts)]
     elif glob.has_magic(str(given)) and not given.exists():
