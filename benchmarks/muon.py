@@ -24,7 +24,7 @@ from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.muon import MatrixClass
+from gpt2_triton.model.muon import POLAR_EXPRESS, MatrixClass
 from gpt2_triton.model.view import ModelView
 
 STEPS, WARM = 24, 6
@@ -69,14 +69,14 @@ def times(size: str, optimizer: str) -> tuple[float, float]:
 
 def print_launches(m: ModelView) -> None:
     """Print time and speed of each launch, and the singular values of the last update's matrices."""
-    s, stats, (a, b, c) = m.s, m.s.step_out[:4], m.polynomials[0]
+    s, stats, (a, b, c) = m.s, m.s.step_out[:4], POLAR_EXPRESS[0]
     rows = stats, s.step_in, s.step_key
     print(f"{'launch':<16}{'matrices':<18}{'a step':>7}{'ms':>9}{'ms a step':>11}{'TFLOP/s':>9}")
     for k in m.matrices:
         count, M, N = k.owned.shape
         C = min(M, N)
         launches: list[tuple[str, int, float, Callable[[], None]]] = [
-            ("muon_momentum", 1, 0, lambda k=k: K.muon_momentum(k.x, k.m, k.g, stats, m.momentum)),
+            ("muon_momentum", 1, 0, lambda k=k: K.muon_momentum(k.x, k.m, k.g, stats, k.momentum)),
             ("muon_normalise", 1, 0, lambda k=k: K.muon_normalise(k.next, m.a.scratch, k.owned)),
             ("muon_gram", 5, C * (C + 1) * max(M, N), lambda k=k: K.muon_gram(k.gram, k.next)),
             ("muon_poly", 5, C * (C + 1) * C, lambda k=k: K.muon_poly(k.poly, k.gram, b, c)),
@@ -111,7 +111,7 @@ def print_singular_values(m: ModelView) -> None:
 def orthogonalise(m: ModelView, k: MatrixClass) -> None:
     K.muon_normalise(k.next, m.a.scratch, k.owned)
     x, y = k.next, k.owned
-    for a, b, c in m.polynomials:
+    for a, b, c in k.polynomials:
         K.muon_gram(k.gram, x)
         K.muon_poly(k.poly, k.gram, b, c)
         K.muon_apply(y, x, k.poly, a)

@@ -18,17 +18,17 @@ import torch
 
 from gpt2_triton.commands.app import select_device
 
-ROWS = 32  # questions in PyTorch's groups: the fp32 logits of 128 sequences take 4 GB
+SEQUENCES = 128  # in PyTorch's groups: their fp32 logits take 4 GB
 
 
 def torch_losses(params, dims, questions, device: str, autocast: bool) -> np.ndarray:
-    """Return the summed loss of each ending's tokens, float64 [rows, 4]."""
+    """Return the summed loss of each ending's tokens, float64 [endings]."""
     from benchmarks.torch_reference import gpt2_loss
 
     out = []
-    for first in range(0, len(questions.labels), ROWS):
-        rows = range(4 * first, 4 * min(first + ROWS, len(questions.labels)))
-        pairs = [(questions.contexts[i // 4], questions.endings[i]) for i in rows]
+    endings = list(zip(questions.contexts, questions.endings, strict=True))
+    for first in range(0, len(endings), SEQUENCES):
+        pairs = endings[first : first + SEQUENCES]
         T = max(len(context) + len(ending) for context, ending in pairs) - 1
         ids, targets = np.zeros((len(pairs), T), np.int64), np.full((len(pairs), T), -1, np.int64)
         for row, (context, ending) in enumerate(pairs):
@@ -39,32 +39,39 @@ def torch_losses(params, dims, questions, device: str, autocast: bool) -> np.nda
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
             losses = gpt2_loss(params, *tensors, dims["V"], dims["NH"], reduction="none")
         out.append(losses.double().view(-1, T).sum(1).cpu().numpy())
-    return np.concatenate(out).reshape(-1, 4)
+    return np.concatenate(out)
+
+
+def our_losses(model, questions) -> np.ndarray:
+    """Return the summed loss of each ending's tokens, float64 [endings]."""
+    from gpt2_triton.inference import tasks
+
+    return tasks.answer(model, "hellaswag", questions).losses
 
 
 def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int, float]]:
     """Return, for choices by sum and by sum over length, how many differ from the reference's and the largest gap."""
-    from gpt2_triton.inference import hellaswag
+    from gpt2_triton.inference import tasks
 
-    rows, found = np.arange(len(reference)), []
-    pairs = zip(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, reference))
+    firsts, found = np.cumsum(questions.counts) - questions.counts, []
+    pairs = zip(tasks.predictions(questions, losses), tasks.predictions(questions, reference))
     for (mine, theirs), scale in zip(pairs, (1.0, questions.lengths)):
         likely = reference / scale
-        gap = likely[rows, mine] - likely[rows, theirs]
+        gap = likely[firsts + mine] - likely[firsts + theirs]
         found.append((int((mine != theirs).sum()), float(gap.max())))
     return found
 
 
 def report(style: str, questions, runs: dict[str, tuple[np.ndarray, float]]) -> None:
-    from gpt2_triton.inference import hellaswag
+    from gpt2_triton.inference import tasks
 
     print(f"\n{style}, {len(questions.labels):,} questions")
     head = ("acc", "acc_norm", "seconds", "differ", "largest gap", "differ, norm", "largest gap, norm")
     print(f"{'':<20}" + "".join(f"{name:>{max(len(name), 8) + 2}}" for name in head))
     for name, (losses, seconds) in runs.items():
-        scores = hellaswag.scores(questions, losses)
+        scores = tasks.scores(questions, tasks.Answers(losses, np.zeros(len(losses), bool)))
         (plain, gap), (norm, gap_norm) = gaps(questions, losses, runs["PyTorch fp32"][0])
-        cells = (f"{scores.acc:.4f}", f"{scores.acc_norm:.4f}", f"{seconds:.1f}", plain, f"{gap:.4f}", norm)
+        cells = (f"{scores['acc']:.4f}", f"{scores['acc_norm']:.4f}", f"{seconds:.1f}", plain, f"{gap:.4f}", norm)
         cells = (*map(str, cells), f"{gap_norm:.4f}")
         print(f"{name:<20}" + "".join(f"{c:>{max(len(h), 8) + 2}}" for c, h in zip(cells, head)), flush=True)
 
@@ -87,7 +94,6 @@ def main(argv: list[str] | None = None) -> int:
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.hellaswag import TEXTS, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
-    from gpt2_triton.inference import hellaswag
     from gpt2_triton.inference.load import load_for_losses
 
     config, tensors = load_weights(a.checkpoint)
@@ -103,12 +109,12 @@ def main(argv: list[str] | None = None) -> int:
     params = leaves(tensors["params"].to(device), dims, torch.float32)
     all_equal = True
     for style, questions in questions_by_style.items():
-        runs = {f"ours, {dtype}": timed(hellaswag.ending_losses, model, questions) for dtype, model in models.items()}
+        runs = {f"ours, {dtype}": timed(our_losses, model, questions) for dtype, model in models.items()}
         runs["PyTorch fp32"] = timed(torch_losses, params, dims, questions, device, False)
         runs["PyTorch autocast"] = timed(torch_losses, params, dims, questions, device, True)
         report(style, questions, runs)
         small = load_for_losses(config, tensors, a.batch_tokens // 10, "bf16")
-        equal = np.array_equal(hellaswag.ending_losses(small, questions), runs["ours, bf16"][0])
+        equal = np.array_equal(our_losses(small, questions), runs["ours, bf16"][0])
         print(f"same bits with {small.B * small.T:,} tokens per batch: {'yes' if equal else 'NO'}")
         all_equal &= equal
     return 0 if all_equal or device == "cpu" else 1  # the interpreter's blocks, and so its sums, depend on the batch

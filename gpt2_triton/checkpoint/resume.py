@@ -5,13 +5,17 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2_triton.config.config import Config, may_change_on_resume
+from gpt2_triton.config.config import may_change_on_resume
 from gpt2_triton.errors import CheckpointError
 
 FP8_STATE = {"scale", "history"}
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
+LATER_KEYS = {
+    "data.align": "none",
+    "optim.name": "adamw",
+}  # fatal ones that earlier versions did not save, and what their runs did
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -31,11 +35,8 @@ def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
-    """Return the (fatal, free) differences between two configurations by dotted key.  A key that one of them does not
-    have came with a later version, and has its default.
-    """
-    default = _flatten(Config().to_dict())
-    changes = _changes(default | _flatten(saved), default | _flatten(current))
+    """Return the (fatal, free) differences between two configurations by dotted key."""
+    changes = _changes(LATER_KEYS | _flatten(saved), LATER_KEYS | _flatten(current))
     free = {key: changes[key] for key in changes if may_change_on_resume(key)}
     return {key: changes[key] for key in changes if key not in free}, free
 

@@ -22,6 +22,7 @@ for name, path in {
     "prepare": "prepare:app",
     "sample": "sample:sample",
     "export": "export:export",
+    "evaluate": "evaluate:evaluate",
     "hellaswag": "evaluate:hellaswag",
     "perplexity": "evaluate:perplexity",
     "plot": "plot:plot",

@@ -1,4 +1,4 @@
-"""Commands `hellaswag` and `perplexity`: evaluate a model."""
+"""Commands `evaluate`, `hellaswag` and `perplexity`: evaluate a model."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +9,7 @@ from gpt2_triton.commands.app import require_at_least, require_directory, select
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
 
-# arguments of both commands
+# arguments of several commands
 Checkpoint = Annotated[
     str, Parameter(help="A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
 ]
@@ -43,18 +43,68 @@ def hellaswag(
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data import hellaswag as rows
     from gpt2_triton.data.tokenizer import get_tokenizer
-    from gpt2_triton.inference import hellaswag as hs
+    from gpt2_triton.inference import tasks
     from gpt2_triton.inference.load import load_for_losses
 
     config, tensors = load_weights(checkpoint)
     questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
     model = load_for_losses(config, tensors, batch_tokens, dtype)
-    by_style = {style: hs.ending_losses(model, asked, style) for style, asked in questions.items()}
-    results = {style: hs.scores(asked, by_style[style]) for style, asked in questions.items()}
+    results = {style: tasks.evaluate(model, f"hellaswag {style}", asked) for style, asked in questions.items()}
     print(f"HellaSwag, {len(next(iter(questions.values())).labels):,} questions")
-    print(hs.format_table(results))
+    print(tasks.format_styles(results))
     if json:
-        _write(json, {"checkpoint": checkpoint, "data": str(data or rows.URL)} | hs.as_dict(results))
+        _write(json, {"checkpoint": checkpoint, "data": str(data or rows.URL)} | results)
+
+
+def evaluate(
+    checkpoint: Checkpoint,
+    /,
+    *,
+    tasks: str = "hellaswag,lambada,arc_easy,piqa,winogrande",
+    data: Path | None = None,
+    limit: int = 0,
+    json: Json = None,
+    batch_tokens: BatchTokens = 65536,
+    dtype: Dtype = None,
+) -> None:
+    """Print a model's scores on evaluation tasks, by the rules of lm-evaluation-harness.
+
+    Parameters
+    ----------
+    tasks: str
+        Names of tasks, separated by commas; by default all.
+    data: Path
+        Rows of the one task as published, .jsonl, or a folder of TASK.jsonl; by default downloaded.
+    limit: int
+        Number of rows of each task, from the first on; 0 takes all.
+    """
+    require_at_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
+    require_directory("json", json)
+    select_device()
+    from gpt2_triton.checkpoint.sources import load_weights
+    from gpt2_triton.data.tasks import TASKS, load_questions
+    from gpt2_triton.data.tokenizer import get_tokenizer
+    from gpt2_triton.inference import tasks as inference
+    from gpt2_triton.inference.load import load_for_losses
+
+    names = [*dict.fromkeys(tasks.replace(",", " ").split())]
+    if unknown := [name for name in names if name not in TASKS]:
+        raise ConfigError(f"--tasks: unknown task {unknown[0]}; known are {', '.join(TASKS)}")
+    folder = data is not None and data.is_dir()
+    if len(names) != 1 and data and not folder:
+        raise ConfigError(f"--data: {data} is no folder of TASK.jsonl; give one, or one task with its file")
+    config, tensors = load_weights(checkpoint)
+    tokenizer, results = get_tokenizer(config.data.tokenizer), {}
+    asked = {
+        name: load_questions(name, data / f"{name}.jsonl" if data and folder else data, tokenizer, limit)
+        for name in names
+    }
+    model = load_for_losses(config, tensors, batch_tokens, dtype)
+    for name, questions in asked.items():
+        results[name] = inference.evaluate(model, name, questions)
+    print(inference.format_table(results))
+    if json:
+        _write(json, {"checkpoint": checkpoint} | ({"data": str(data)} if data else {}) | {"tasks": results})
 
 
 def perplexity(

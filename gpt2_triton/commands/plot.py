@@ -1,9 +1,11 @@
-"""`plot`: loss, learning rate, gradient norm, speed and HellaSwag of runs, from their metrics.jsonl, as one picture.
+"""`plot`: loss, learning rate, gradient norm, speed and scores of runs, from their metrics.jsonl, as one picture.
 
 The colours are Okabe and Ito's, which remain distinct to colour-blind readers.  Equal curves are drawn over each other
 in alternate dashes.  The same runs give the same file: it holds no date and no random name.
 """
 
+import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -23,6 +25,10 @@ NAME_CHARS = 28  # of a run's name in a line of the legend
 DASH = 4.0  # of equal curves, in widths of the line
 SMOOTH_FROM = 200  # points; a shorter curve is readable without smoothing
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+TASK_TITLES = {"lambada": "LAMBADA", "arc_easy": "ARC-Easy", "piqa": "PIQA", "winogrande": "WinoGrande"}
+
+CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").glob("*.json"))}  # for --beside
 
 # OpenAI's checkpoints: loss on FineWeb's validation shard of llm.c, HellaSwag (acc_norm), from llm.c's vislog
 OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0.4320), "1558M": (2.8313, 0.4889)}
@@ -46,43 +52,87 @@ class Run(NamedTuple):
         return data.get("tokenizer") == "gpt2" and "fineweb" in str(data.get("val")).lower()
 
 
-def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False) -> None:
-    """Draw all runs over tokens, or over steps if the tokens of a run are unknown.
+class Reference(NamedTuple):
+    """A published run: validation losses on FineWeb's validation shard."""
+
+    name: str
+    title: str
+    points: np.ndarray  # (tokens, validation loss) [n, 2]
+
+
+def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()) -> list[str]:
+    """Draw all runs over tokens, or over steps if the tokens of a run are unknown; return lines that compare them with
+    the curves `beside`, names of CURVES, which are drawn as far as the runs have come.
 
     `openai` adds OpenAI's GPT-2 as horizontal lines.  Without it, those near the curves are drawn if the validation
     data of every run is FineWeb in GPT-2's tokens.
     """
     if out.suffix not in FORMATS:
         raise ConfigError(f"-o: {out} does not end in {', '.join(FORMATS)}; choose one of them")
+    references = [read_reference(name) for name in beside]
     runs = _distinct_names([read_run(path) for path in paths])
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     by_tokens = all(run.tokens_per_step for run in runs)
+    if references and not by_tokens:
+        raise ConfigError("plot: --beside needs the tokens of every run; leave it out, or the runs without")
     scales = [run.tokens_per_step or 1.0 if by_tokens else 1.0 for run in runs]
     automatic = not openai and all(run.on_fineweb() for run in runs)
     panels = ["lr", "norm", "speed"] + ["hellaswag"] * any(len(run.points("hellaswag")) for run in runs)
-    figure = Figure(figsize=(11, 7), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    rows: list[Any] = [["loss"] * len(panels), panels]
-    axes = figure.subplot_mosaic(rows, height_ratios=[2, 1])
-    levels = _draw_loss(axes["loss"], runs, scales, openai, automatic)
+    tasks = [task for task in TASK_TITLES if any(len(run.points(f"{task}_acc")) for run in runs)]
+    figure = Figure(figsize=(11, 9 if tasks else 7), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    rows = [["loss"], panels, *([tasks] if tasks else [])]
+    columns = math.lcm(*map(len, rows))
+    mosaic: list[Any] = [[name for name in row for _ in range(columns // len(row))] for row in rows]
+    axes = figure.subplot_mosaic(mosaic, height_ratios=[2, 1, 1][: len(rows)])
+    levels = _draw_loss(axes["loss"], runs, scales, openai, automatic, references)
     _draw_lines(axes["lr"], runs, scales, "lr", "learning rate")
     _draw_lines(axes["norm"], runs, scales, "norm", "gradient norm")
     _draw_lines(axes["speed"], runs, scales, "tok_s", "tokens per second")
     if "hellaswag" in axes:
         levels += _draw_hellaswag(axes["hellaswag"], runs, scales, openai or automatic)
+    for task in tasks:
+        _draw_scores(axes[task], [run.points(f"{task}_acc", x) * [1, 100] for run, x in zip(runs, scales, strict=True)])
+        axes[task].set_title(f"{TASK_TITLES[task]}, %", loc="left", fontsize=10)
     last = max(panel.dataLim.x1 for panel in axes.values())
     for name, panel in axes.items():
         panel.set_xlim(-0.01 * last, 1.01 * last)  # equal in all panels; markers at the ends are not cut
         _finish(panel, "tokens" if by_tokens else "steps", 8 if name == "loss" else 3)
-    _add_legend(figure, runs, [size for size in OPENAI if size in levels], "hellaswag" in axes)
+    _add_legend(figure, runs, [size for size in OPENAI if size in levels], "hellaswag" in axes, references)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with rc_context({"svg.hashsalt": "gpt2_triton"}):
             figure.savefig(out, dpi=150, metadata=FORMATS[out.suffix])
     except OSError as error:
         raise ConfigError(f"plot: cannot write {out}: {error.strerror}; choose another -o") from error
+    return [compare(run, reference) for reference in references for run in runs]
+
+
+def read_reference(name: str) -> Reference:
+    """Return a curve of CURVES; ConfigError for another name."""
+    if name not in CURVES:
+        raise ConfigError(f"--beside: unknown curve {name}; known are {', '.join(CURVES)}")
+    curve = json.loads(CURVES[name].read_text())
+    points = np.array(curve["val_loss"], np.float64) * [curve["tokens_per_step"], 1]
+    return Reference(name, curve["title"], points)
+
+
+def compare(run: Run, reference: Reference) -> str:
+    """Return a line with the run's last validation loss and the reference's at as many tokens, between its points on a
+    straight line.
+    """
+    val = run.points("val_loss", run.tokens_per_step or 1.0)
+    if not len(val):
+        return f"{run.name}: no validation loss to lay beside {reference.name}"
+    tokens, loss = val[-1]
+    if tokens > reference.points[-1, 0]:
+        there = f"ended at {reference.points[-1, 1]:.4f} after {_short(reference.points[-1, 0])}"
+    else:
+        there = f"has {np.interp(tokens, *reference.points.T):.4f} there"
+    other = "" if run.on_fineweb() else "; not comparable: the run's validation data is not FineWeb in GPT-2's tokens"
+    return f"{run.name}: val loss {loss:.4f} at {_short(tokens)} tokens; {reference.name} {there}{other}"
 
 
 def read_run(path: Path) -> Run:
@@ -151,8 +201,10 @@ def _equal_losses(run: Run, other: Run) -> bool:
     return all(np.array_equal(run.points(key), other.points(key)) for key in ("loss", "val_loss"))
 
 
-def _add_legend(figure: Any, runs: Sequence[Run], levels: Sequence[str], hellaswag: bool) -> None:
-    """Add one legend for all panels at the right: the runs, and the sizes of OpenAI's GPT-2 that are drawn."""
+def _add_legend(
+    figure: Any, runs: Sequence[Run], levels: Sequence[str], hellaswag: bool, references: Sequence[Reference]
+) -> None:
+    """Add one legend for all panels at the right: the runs, the references, the sizes of OpenAI's GPT-2."""
     from matplotlib.lines import Line2D
 
     entries = [Line2D([], [], label=summary(run, runs[:i]), **_style(i)) for i, run in enumerate(runs)]
@@ -160,6 +212,10 @@ def _add_legend(figure: Any, runs: Sequence[Run], levels: Sequence[str], hellasw
         loss, score = OPENAI[size]
         label = f"OpenAI GPT-2 {size}\nloss {loss:.3f}" + (f", HellaSwag {100 * score:.2f}" if hellaswag else "")
         entries.append(Line2D([], [], label=label, **_level_style(size)))
+    for i, reference in enumerate(references):
+        end, loss = reference.points[-1]
+        lines = [*_name_lines(reference.name), *_name_lines(reference.title), f"val {loss:.4f} after {_short(end)}"]
+        entries.append(Line2D([], [], label="\n".join(lines), **_reference_style(i)))
     legend = figure.legend(
         handles=entries, loc="outside right upper", frameon=False, fontsize=8.5, labelcolor="linecolor"
     )
@@ -170,7 +226,14 @@ def _add_legend(figure: Any, runs: Sequence[Run], levels: Sequence[str], hellasw
 # ---- the panels ----
 
 
-def _draw_loss(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: bool, automatic: bool) -> list[str]:
+def _draw_loss(
+    axes: Any,
+    runs: Sequence[Run],
+    scales: Sequence[float],
+    openai: bool,
+    automatic: bool,
+    references: Sequence[Reference] = (),
+) -> list[str]:
     """Draw training loss as a line and validation loss as dots; return the sizes of GPT-2 that are drawn as levels."""
     lows, highs = [], []
     curves = [run.points("loss", scale) for run, scale in zip(runs, scales, strict=True)]
@@ -182,6 +245,11 @@ def _draw_loss(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: 
         axes.plot(*val.T, color=_style(i)["color"], lw=0, marker="o", ms=size, mec="white", mew=0.7, zorder=4)
         lows.append(min(curve[:, 1].min() for curve in (line, val) if len(curve)))
         highs.append(_top(line if len(line) else val))
+    last = max(curve[-1, 0] for curve in (*curves, *dots) if len(curve))
+    for i, reference in enumerate(references):
+        shown = reference.points[reference.points[:, 0] <= last]
+        axes.plot(*shown.T, zorder=2, **_reference_style(i))
+        lows.append(shown[:, 1].min())
     low, high = min(lows), max(highs)
     levels = {size: loss for size, (loss, _) in OPENAI.items() if openai or automatic and low - 0.25 < loss < high}
     _draw_levels(axes, levels)
@@ -209,16 +277,19 @@ def _draw_lines(axes: Any, runs: Sequence[Run], scales: Sequence[float], key: st
 
 def _draw_hellaswag(axes: Any, runs: Sequence[Run], scales: Sequence[float], openai: bool) -> list[str]:
     """Draw the scores in percent; return the sizes of GPT-2 that are drawn as levels."""
-    best = 25.0  # four endings to choose from
     curves = [run.points("hellaswag", scale) * [1, 100] for run, scale in zip(runs, scales, strict=True)]
-    for i, points in enumerate(curves):
-        if len(points):
-            _draw_curve(axes, curves, i)
-            best = max(best, points[-1, 1])
+    _draw_scores(axes, curves)
+    best = max(25.0, *(points[-1, 1] for points in curves if len(points)))  # 25: four endings to choose from
     levels = {size: 100 * score for size, (_, score) in OPENAI.items() if openai and 100 * score < best + 5}
     _draw_levels(axes, levels)
     axes.set_title("HellaSwag, %", loc="left", fontsize=10)
     return list(levels)
+
+
+def _draw_scores(axes: Any, curves: Sequence[np.ndarray]) -> None:
+    for i, points in enumerate(curves):
+        if len(points):
+            _draw_curve(axes, curves, i)
 
 
 def _draw_curve(axes: Any, curves: Sequence[np.ndarray], i: int, width: float = 1.3, smooth: bool = True) -> np.ndarray:
@@ -277,6 +348,10 @@ def _level_style(size: str) -> dict[str, Any]:
     return dict(color="0.45", lw=1.1, linestyle=(0, LEVEL_DASHES[size]))
 
 
+def _reference_style(i: int) -> dict[str, Any]:
+    return dict(color="0.2", lw=1.0, marker="sDv^"[i % 4], ms=3)
+
+
 def _short(value: float) -> str:
     """Return the value with a unit: 624k, 1.5M or 10B."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -286,9 +361,12 @@ def _short(value: float) -> str:
 
 
 def plot(
-    *runs: Path, out: Annotated[Path, Parameter(name=("out", "-o"))] = Path("loss.png"), openai: bool = False
+    *runs: Path,
+    out: Annotated[Path, Parameter(name=("out", "-o"))] = Path("loss.png"),
+    openai: bool = False,
+    beside: str = "",
 ) -> None:
-    """Draw loss, learning rate, gradient norm, speed and HellaSwag of runs over tokens, as one picture.
+    """Draw loss, learning rate, gradient norm, speed and task scores of runs over tokens, as one picture.
 
     Parameters
     ----------
@@ -298,8 +376,12 @@ def plot(
         Picture to write; its ending, .png, .svg or .pdf, is its format.
     openai: bool
         Draw OpenAI's GPT-2 as horizontal lines, even if the validation data is not FineWeb.
+    beside: str
+        Published curves of validation loss to draw too, separated by commas: gpt2_124m_llmc, modded_nanogpt_adamw,
+        modded_nanogpt_muon.
     """
     if not runs:
         raise ConfigError("plot: expected one or more run directories")
-    draw_runs(runs, out, openai)
+    for line in draw_runs(runs, out, openai, beside.replace(",", " ").split()):
+        print(printable(line))
     print(printable(f"wrote {out}"))

@@ -124,6 +124,41 @@ for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items(
     app.command(_command, name=_name, help=_help)
 
 
+@app.command(name="climbmix")
+def prepare_climbmix(
+    *,
+    source: str = "nvidia/ClimbMix",
+    revision: str | None = None,
+    out: Path = Path("data/climbmix"),
+    tokens: int | None = None,
+    shard_tokens: int = 100_000_000,
+) -> None:
+    """Convert ClimbMix, published as GPT-2's tokens, while it is streamed; the same command resumes it.
+
+    The dataset has 400 billion tokens and is under CC BY-NC 4.0, which allows no commercial use.
+
+    Parameters
+    ----------
+    source: str
+        Name of the dataset on the Hub, or a folder of its files (jsonl or parquet).
+    revision: str
+        Branch or commit of the dataset; by default the newest, which a resumed conversion keeps.
+    out: Path
+        Directory of the shards, val_000000.bin and train_*.bin.
+    tokens: int
+        Stop after this many tokens, of which at most a tenth become validation data; by default take all.
+    shard_tokens: int
+        Tokens per shard; the first shard is the validation data.
+    """
+    require_at_least(shard_tokens=(shard_tokens, 1), tokens=(10 if tokens is None else tokens, 10))
+    from gpt2_triton.console import print_line
+    from gpt2_triton.data.prepare import dataset
+
+    print_line("ClimbMix is under CC BY-NC 4.0: no commercial use")
+    given = dataset.Dataset(source, None, revision, "tokens")
+    dataset.prepare_dataset(given, out, "gpt2", tokens, 1, shard_tokens)
+
+
 @app.command(name="pretokenized")
 def prepare_pretokenized(name: str, /, *, shards: int | None = None, out: Path | None = None) -> None:
     """Download shards that others have tokenised; the same command resumes a stopped download.

@@ -111,6 +111,9 @@ class DataConfig(ConfigSection):
     )
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
+    align: Literal["none", "document"] = Field(
+        "none", description="document: each training sequence begins with an end-of-text token, at a document"
+    )
     allow_changed: bool = Field(
         False,
         description="resume on other data than the checkpoint's, and record what differs",
@@ -270,6 +273,25 @@ class MemoryConfig(ConfigSection):
     )
 
 
+TASKS = ("lambada", "arc_easy", "piqa", "winogrande")  # of eval.tasks; HellaSwag has keys of its own
+
+
+def join_words(value: Any) -> Any:
+    """Return a list of words, as YAML has it, as one text with commas; any other value as it is."""
+    return ",".join(value) if isinstance(value, list) and all(isinstance(word, str) for word in value) else value
+
+
+def check_tasks(value: str) -> str:
+    """Return the names of tasks, separated by commas; ValueError for an unknown one."""
+    names = value.replace(",", " ").split()
+    for name in names:
+        if name == "hellaswag":
+            raise ValueError("hellaswag has a key of its own; set eval.hellaswag_every")
+        if name not in TASKS:
+            raise ValueError(f"unknown task {name}; known are {', '.join(TASKS)}")
+    return ",".join(dict.fromkeys(names))
+
+
 class EvalConfig(ConfigSection):
     every: int = Field(
         250, ge=0, description="steps between validations; also after the last step; 0 never", json_schema_extra=FREE
@@ -288,6 +310,30 @@ class EvalConfig(ConfigSection):
     hellaswag_limit: int = Field(
         0, ge=0, description="number of questions, from the first on; 0 takes all", json_schema_extra=FREE
     )
+    tasks: Annotated[str, BeforeValidator(join_words), AfterValidator(check_tasks)] = Field(
+        "",
+        description=f"tasks to evaluate: {', '.join(TASKS)}; several are separated by commas, or a list in YAML",
+        json_schema_extra=FREE,
+    )
+    tasks_every: int = Field(
+        250,
+        ge=0,
+        description="steps between evaluations of eval.tasks; also after the last step; 0 never",
+        json_schema_extra=FREE,
+    )
+    tasks_data: str = Field(
+        "",
+        description="folder with the rows of each task as TASK.jsonl; empty downloads them",
+        json_schema_extra=FREE,
+    )
+    tasks_limit: int = Field(
+        0, ge=0, description="number of rows of a task, from the first on; 0 takes all", json_schema_extra=FREE
+    )
+
+    @property
+    def task_names(self) -> list[str]:
+        """The tasks that are evaluated."""
+        return self.tasks.split(",") if self.tasks and self.tasks_every else []
 
 
 class SampleConfig(ConfigSection):

@@ -16,13 +16,13 @@ import re
 import urllib.request
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
-from itertools import islice
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field
 
+from gpt2_triton.data.questions import PublishedRow, Question, Questions, encode, harness_question, read_jsonl, reading
 from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import bad_data
 from gpt2_triton.files import sha256, write_atomic
@@ -37,17 +37,10 @@ IN_COMMAND = f"{GET} and give it as --data FILE"
 IN_TRAINING = f"{GET} and set eval.hellaswag_data to it, or eval.hellaswag_every to 0"
 
 
-class Questions(NamedTuple):
-    """Rows as tokens.  contexts [rows] and endings [rows * 4] are uint16 arrays of at least one token."""
-
-    contexts: list[np.ndarray]
-    endings: list[np.ndarray]
-    lengths: np.ndarray  # of the endings, for acc_norm: float64 [rows, 4]
-    labels: np.ndarray  # the right ending: int64 [rows]
-
-
-class Row(BaseModel):
+class Row(PublishedRow):
     """The fields of a line of the .jsonl that are used."""
+
+    expected: ClassVar[str] = "an object with activity_label, ctx_a, ctx_b, ctx, 4 endings and a label from 0 to 3"
 
     activity_label: str
     ctx_a: str
@@ -64,18 +57,18 @@ def load_questions(
 
     An error ends with `todo`, IN_COMMAND or IN_TRAINING.
     """
-    where = path or Path.home() / CACHED
-    try:
-        if path is None:
-            _download(where, todo)
-        if where.exists() and not where.is_file():  # to read a pipe would wait for its writer
-            raise bad_data(where, "not a regular file", "something else", "HellaSwag's rows", todo)
-        if where.suffix == ".bin":
-            return {"completion": _read_bin(where, tokenizer, limit, todo)}
-        rows = _read_jsonl(where, limit, todo)
-    except OSError as error:
-        raise bad_data(where, "cannot be used", error.strerror, "HellaSwag's rows", todo) from None
-    return {style: TEXTS[style](rows, tokenizer) for style in styles}
+    where = path or downloaded(todo)
+    if where.suffix == ".bin":
+        return {"completion": _read_bin(where, tokenizer, limit, todo)}
+    rows = read_jsonl(where, Row, limit, todo)
+    return {style: encode([*map(TEXTS[style], rows)], tokenizer) for style in styles}
+
+
+def downloaded(todo: str = IN_COMMAND) -> Path:
+    """Return the .jsonl in the cache, where it is downloaded to if it is not there."""
+    with reading(where := Path.home() / CACHED, todo):
+        _download(where, todo)
+    return where
 
 
 def _download(target: Path, todo: str = IN_COMMAND) -> None:
@@ -102,46 +95,15 @@ def _download(target: Path, todo: str = IN_COMMAND) -> None:
 # ---- text ----
 
 
-def _read_jsonl(path: Path, limit: int, todo: str) -> list[Row]:
-    with open(path, "rb") as file:
-        rows = [_parse(line, f"{path}:{number}", todo) for number, line in enumerate(islice(file, limit or None), 1)]
-    if not rows:
-        raise bad_data(path, "no rows", "an empty file", "one JSON object per line", todo)
-    return rows
+def completion(row: Row) -> Question:
+    """Return llm.c's question, with the text unchanged."""
+    return Question([row.ctx] * ENDINGS, [" " + ending for ending in row.endings], None, row.label)
 
 
-def _parse(line: bytes, where: str, todo: str) -> Row:
-    try:
-        return Row.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        what = ".".join(map(str, first["loc"])) or "not a row"
-        message = first["msg"]
-        got = first["input"] if what in ("label", "endings") else type(first["input"]).__name__
-        expected = "an object with activity_label, ctx_a, ctx_b, ctx, 4 endings and a label from 0 to 3"
-        raise bad_data(where, f"{what}: {message}", repr(got), expected, todo) from None
-
-
-def completion(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
-    """Return llm.c's questions, with the text unchanged."""
-    endings = [" " + ending for row in rows for ending in row.endings]
-    contexts, tokens = _encode(tokenizer, [row.ctx for row in rows], endings)
-    return Questions(contexts, tokens, _matrix(map(len, tokens)), _labels(rows))
-
-
-def harness(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
-    """Return lm-evaluation-harness's questions.
-
-    The harness tokenises context and ending together and takes the tokens after those of the context.  These are the
-    tokens of the ending alone, since the context does not end in a space and the ending begins with one: GPT-2 splits
-    text there before it merges bytes.
-    """
-    queries = [clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}") for row in rows]
-    cleaned = [clean(ending) for row in rows for ending in row.endings]
-    spaces = [query[len(query.rstrip()) :] for query in queries for _ in range(ENDINGS)]  # belong to the ending
-    endings = [f"{space} {ending}" for space, ending in zip(spaces, cleaned, strict=True)]
-    contexts, tokens = _encode(tokenizer, [query.rstrip() for query in queries], endings)
-    return Questions(contexts, tokens, _matrix(map(len, cleaned)), _labels(rows))
+def harness(row: Row) -> Question:
+    """Return lm-evaluation-harness's question."""
+    context = clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}")
+    return harness_question([context] * ENDINGS, [*map(clean, row.endings)], row.label)
 
 
 def clean(text: str) -> str:
@@ -150,25 +112,7 @@ def clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-TEXTS: dict[str, Callable[[Sequence[Row], Tokenizer], Questions]] = {"completion": completion, "harness": harness}
-
-
-def _encode(tokenizer: Tokenizer, contexts: list[str], endings: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the tokens of both; an empty context becomes the end-of-text token.
-
-    One text at a time takes 0.9 s for all of HellaSwag.  tiktoken's encode_ordinary_batch makes a future for each of
-    these short texts and takes 2 to 3 s with any number of threads.
-    """
-    start = np.array([tokenizer.eot], np.uint16)
-    return [tokenizer.encode(text) if text else start for text in contexts], [tokenizer.encode(e) for e in endings]
-
-
-def _matrix(lengths: map) -> np.ndarray:
-    return np.array(list(lengths), np.float64).reshape(-1, ENDINGS)
-
-
-def _labels(rows: Sequence[Row]) -> np.ndarray:
-    return np.array([row.label for row in rows], np.int64)
+TEXTS: dict[str, Callable[[Row], Question]] = {"completion": completion, "harness": harness}
 
 
 # ---- llm.c's tokens ----
@@ -176,7 +120,8 @@ def _labels(rows: Sequence[Row]) -> np.ndarray:
 
 def _read_bin(path: Path, tokenizer: Tokenizer, limit: int, todo: str) -> Questions:
     """Read llm.c's evaluation file: a header of 256 int32 (magic, version, rows), then the rows, of uint16."""
-    raw = path.read_bytes().ljust(BIN_HEADER_BYTES, b"\0")
+    with reading(path, todo):
+        raw = path.read_bytes().ljust(BIN_HEADER_BYTES, b"\0")
     header = np.frombuffer(raw[:BIN_HEADER_BYTES], "<i4")
     stream = np.frombuffer(raw[BIN_HEADER_BYTES : len(raw) // 2 * 2], "<u2")
     if header[:2].tolist() != [BIN_MAGIC, BIN_VERSION]:
@@ -190,13 +135,14 @@ def _read_bin(path: Path, tokenizer: Tokenizer, limit: int, todo: str) -> Questi
             where, got = f"{path}: row {number} (byte {BIN_HEADER_BYTES + 2 * at:,})", f"{row[:6].tolist()}..."
             expected = f"65535, bytes, row, label, 4, then a context and 4 endings of {tokenizer.name} tokens"
             raise bad_data(where, "damaged", got, expected, todo)
-        contexts.append(parts[0])
+        contexts += parts[:1] * ENDINGS
         endings += parts[1:]
         labels.append(int(row[3]))
         at += len(row)
     if not labels:
         raise bad_data(path, "no rows", f"a count of {header[2]} in the header", "1 or more", todo)
-    return Questions(contexts, endings, _matrix(map(len, endings)), np.array(labels, np.int64))
+    lengths, counts = np.array([*map(len, endings)], np.float64), np.full(len(labels), ENDINGS)
+    return Questions(contexts, endings, lengths, counts, np.array(labels))
 
 
 def _bin_parts(row: np.ndarray) -> list[np.ndarray] | None:

@@ -31,11 +31,8 @@ def _product(spec: str, dims: dict[str, int]) -> int:
 def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple) -> None:
     """Bind the plain symbols, then compare all shapes; raise ValueError with launcher and argument on a mismatch."""
     dims: dict[str, int] = {}
-    present = [
-        (name, spec.split(","), flags, tensor)
-        for (name, spec, flags), tensor in zip(arguments, tensors)
-        if tensor is not None
-    ]
+    pairs = zip(arguments, tensors)
+    present = [(name, spec.split(","), flags, t) for (name, spec, flags), t in pairs if t is not None]
     for _, spec, _, tensor in present:
         if spec != ["*"] and len(spec) == tensor.dim():
             for symbol, size in zip(spec, tensor.shape):

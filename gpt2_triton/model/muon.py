@@ -50,6 +50,8 @@ class MatrixClass(NamedTuple):
     decay: float
     scale: float  # of an update with singular values 1
     parts: list[range]
+    momentum: float
+    polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
 
 def matrix_classes(state: State, dims: dict[str, int], rank: int, optim: OptimConfig) -> Iterator[MatrixClass]:
@@ -78,7 +80,7 @@ def matrix_classes(state: State, dims: dict[str, int], rank: int, optim: OptimCo
             next=state.orth_next[: k * rows * columns].view(k, rows, columns),
             gram=state.gram[: k * C * C].view(k, C, C), poly=state.poly[: k * C * C].view(k, C, C),
             first=layer.first + at, distance=layer.length,
-            decay=optim.weight_decay, scale=0.2 * math.sqrt(max(rows, columns)), parts=parts,
+            decay=optim.weight_decay, scale=0.2 * math.sqrt(max(rows, columns)), parts=parts, momentum=optim.momentum,
         )  # fmt: skip
 
 

@@ -194,12 +194,12 @@ def update_matrices(K: Any, m: Any) -> None:
     s, a, stats = m.s, m.a, m.s.step_out[:4]
     for c in m.matrices:
         if c.x.numel():
-            K.muon_momentum(c.x, c.m, c.g, stats, m.momentum)
+            K.muon_momentum(c.x, c.m, c.g, stats, c.momentum)
     m.comm.collect_matrices(m.matrices)
     for c in (c for c in m.matrices if len(c.owned)):
         K.muon_normalise(c.next, a.scratch, c.owned)
         x, y = c.next, c.owned
-        for p in m.polynomials:  # y = p[0] x + (p[1] A + p[2] A A) x with A = x x^T; the last y is c.owned
+        for p in c.polynomials:  # y = p[0] x + (p[1] A + p[2] A A) x with A = x x^T; the last y is c.owned
             K.muon_gram(c.gram, x)
             K.muon_poly(c.poly, c.gram, *p[1:])
             K.muon_apply(y, x, c.poly, p[0])

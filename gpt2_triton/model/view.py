@@ -54,8 +54,6 @@ class ModelView:
     norm_grads: list[Tensor]  # the gradients whose squares this rank sums for the norm
     updates: list[UpdateSpan]
     matrices: list[muon.MatrixClass]  # empty without Muon
-    momentum: float
-    polynomials: Sequence[tuple[float, float, float]]  # of Muon
     fp8: bool  # some operands are in fp8
     fp8_weights: list[list[Any]]  # of each layer
     fp8_again: list[list[Any]]  # fp8 operands of each layer that the backward pass casts again
@@ -93,7 +91,6 @@ def make_view(
         norm_grads=_norm_grads(state, d, rank) if training else [],
         updates=list(_update_spans(state, d, rank, optim)) if training else [],
         matrices=list(muon.matrix_classes(state, d, rank, optim)) if state.orth is not None else [],
-        momentum=optim.momentum, polynomials=muon.POLAR_EXPRESS,
     )  # fmt: skip
 
 

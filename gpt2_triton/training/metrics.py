@@ -3,6 +3,7 @@
 One object per line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
     {"step": 250, "val_loss": ...}   {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
+    {"step": 250, "lambada_perplexity": ..., "lambada_acc": ..., "piqa_acc": ..., "piqa_acc_norm": ...}
     {"step": 250, "sample": ...}   {"step": 300, "rewound_from": 412, "sample": ...}
 A step also has "loss_z" and "norm_z" once 128 steps are known, "skipped": true if its update was skipped, and
 "outlier": true if it was skipped as an outlier.  Numbers that are not finite are null, since JSON has no NaN.
@@ -21,6 +22,9 @@ MAIN_LOG = "main.log"
 STATS = "stats.jsonl"  # tensor statistics, a number per layer; kept and truncated like metrics.jsonl
 
 NUMBERS = ("loss", "lr", "norm", "ms", "tok_s", "mfu", "tokens", "val_loss", "hellaswag", "hellaswag_acc")
+
+TASK_METRICS = ("perplexity", "acc", "acc_norm")  # of the tasks of eval.tasks, in keys such as piqa_acc
+TASK_ENDINGS = tuple(f"_{metric}" for metric in TASK_METRICS)
 
 Record = dict[str, Any]
 
@@ -50,7 +54,8 @@ def _record(line: str) -> Record | None:
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
         return None
-    return record if all(isinstance(record.get(key), int | float | None) for key in NUMBERS) else None
+    numbers = [value for key, value in record.items() if key in NUMBERS or key.endswith(TASK_ENDINGS)]
+    return record if all(isinstance(value, int | float | None) for value in numbers) else None
 
 
 def _refuse(constant: str) -> None:

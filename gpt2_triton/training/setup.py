@@ -16,17 +16,18 @@ from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import Progress, format_bytes, print_line
-from gpt2_triton.data.hellaswag import Questions
+from gpt2_triton.data.document_rows import row_starts
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import pattern_of
+from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.shards import Shard, open_shards
-from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.inference import hellaswag
+from gpt2_triton.inference import tasks
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.training.logger import Logger, NullLogger
@@ -39,7 +40,8 @@ class Data(NamedTuple):
 
     train: TrainLoader
     validation: ValidationLoader | None  # None if eval.every is 0
-    questions: Questions | None  # None if eval.hellaswag_every is 0
+    hellaswag: Questions | None  # None if eval.hellaswag_every is 0
+    tasks: dict[str, Questions]  # those of eval.tasks
 
     @property
     def shards(self) -> dict[str, Sequence[Shard]]:
@@ -65,9 +67,11 @@ class Start(NamedTuple):
 def open_data(config: Config, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if they, or the configuration, are not the same on all ranks."""
     T = config.train.seq_len
-    train = TrainLoader(_open_shards(config, "train"), T, config.data.seed)
+    shards, eot = _open_shards(config, "train"), END_OF_TEXT[config.data.tokenizer]
+    starts = row_starts(shards, T, eot) if config.data.align == "document" else None
+    train = TrainLoader(shards, T, config.data.seed, starts)
     validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
-    data = Data(train, validation, hellaswag.questions_of_run(config))
+    data = Data(train, validation, tasks.hellaswag_of_run(config), tasks.tasks_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
     if config.sample.every:
         get_tokenizer(config.data.tokenizer)  # if it is missing, fail now and not at the first sample
@@ -183,10 +187,18 @@ def require_fp8(config: Config, device: str) -> None:
 def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
     """Compile on one rank of each host; the other ranks then find all kernels in Triton's cache."""
     evaluated = data.validation.shapes(model.B) if data.validation else set()
-    evaluated |= hellaswag.shapes(model, data.questions) if data.questions else set()
-    made = model.compile(evaluated) if group.local_rank == 0 else None
+    asked = data.tasks | ({"hellaswag": data.hellaswag} if data.hellaswag else {})
+    for name, questions in asked.items():
+        evaluated |= tasks.shapes(model, name, questions)
+
+    def compile_all() -> Any:
+        for name, questions in data.tasks.items():
+            tasks.compile_kernels(model, name, questions)
+        return model.compile(evaluated)
+
+    made = compile_all() if group.local_rank == 0 else None
     control.all_gather(None)
-    return made or model.compile(evaluated)
+    return made or compile_all()
 
 
 def open_checkpointer(config: Config, run_dir: Path, watchdog: Watchdog) -> AsyncCheckpointer:

@@ -10,8 +10,12 @@ from typing import Literal
 from gpt2_triton.checkpoint.format import enclosing_run, list_steps
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
+
+FEW_TOKENS, HIGH_LR, GPT2_PARAMS = 100_000, 6e-4, 100e6  # smaller models learn from smaller steps
+RECIPE_TOKENS = 524_288
 
 
 @contextlib.contextmanager
@@ -24,15 +28,26 @@ def starting(
     from gpt2_triton.data.shards import require_tokenizer
 
     rank, ranks = rank_and_size()
-    StepShape.of(config, ranks)  # refuses another parallel.gpus before the run has a directory
+    shape = StepShape.of(config, ranks)  # refuses another parallel.gpus before the run has a directory
     if rank:
         yield run_dir
         return
     check_run_dir(run_dir, resume)
     for split in (config.data.train, config.data.val):
         require_tokenizer(split, config.data.tokenizer)
+    warn_of_few_tokens(config, shape)
     with creating_run_dir(name, run_dir) as path:
         yield path
+
+
+def warn_of_few_tokens(config: Config, shape: StepShape) -> None:
+    """Print a warning if a model of GPT-2's sizes takes steps of few tokens at the learning rate of its recipes."""
+    tokens, lr = config.total_batch_tokens, config.optim.lr
+    if tokens < FEW_TOKENS and lr >= HIGH_LR and config.n_params >= GPT2_PARAMS:
+        at_once = shape.gpus * shape.micro_batch * config.train.seq_len
+        what = f"{tokens:,} tokens a step are few for optim.lr {lr:g}: the loss may stay high"
+        todo = f"in a new run set train.total_batch_tokens to {RECIPE_TOKENS // at_once * at_once}, or lower optim.lr"
+        print_line(f"warning: {what}; {todo}", error=True)
 
 
 def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:

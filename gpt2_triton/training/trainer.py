@@ -19,7 +19,7 @@ from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, Watchdog
 from gpt2_triton.errors import DataError, NonFiniteError, PeerLostError, UserError
-from gpt2_triton.inference import hellaswag
+from gpt2_triton.inference import tasks
 from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
@@ -288,6 +288,7 @@ class Trainer:
         return {
             "eval.every": (c.eval.every, self._validate),
             "eval.hellaswag_every": (c.eval.hellaswag_every, self._answer_hellaswag),
+            "eval.tasks_every": (c.eval.tasks_every if self.data.tasks else 0, self._answer_tasks),
             "sample.every": (c.sample.every, self._sample),
             "debug.hash_state": (c.debug.hash_state, self._compare_replicas),
         }
@@ -329,10 +330,17 @@ class Trainer:
             self.state.record_validation(step, loss)
 
     def _answer_hellaswag(self, step: int) -> None:
-        assert self.data.questions
+        assert self.data.hellaswag
         with self.watchdog.phase("answering HellaSwag"):
-            scores = hellaswag.evaluate(self.model, self.data.questions, self.control)
-        self.log.hellaswag(step, scores.acc, scores.acc_norm)
+            scores = tasks.evaluate(self.model, "hellaswag", self.data.hellaswag, self.control)
+        self.log.hellaswag(step, scores["acc"], scores["acc_norm"])
+
+    def _answer_tasks(self, step: int) -> None:
+        scores = {}
+        for name, questions in self.data.tasks.items():
+            with self.watchdog.phase(f"answering {name}"):
+                scores[name] = tasks.evaluate(self.model, name, questions, self.control)
+        self.log.tasks(step, scores)
 
     def _sample(self, step: int) -> None:
         if self.is_first_rank:

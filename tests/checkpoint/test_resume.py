@@ -25,7 +25,7 @@ def test_check_tensors_raises_a_table_of_the_differences():
     ]
 
 
-FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size data.tokenizer data.seed
+FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size data.tokenizer data.seed data.align
     train.seq_len train.total_batch_tokens train.dtype train.seed optim.name optim.master""".split()
 UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]
 
@@ -40,9 +40,11 @@ def test_config_differences_are_fatal_or_free_for_every_key(key):
     assert resume.config_differences(saved, saved) == (none, none)
 
 
-def test_key_that_a_checkpoint_lacks_has_its_default():
-    """A run of before optim.name had AdamW."""
-    assert resume.config_differences({"optim": {}}, {"optim": {"name": "adamw"}}) == ({}, {})
+def test_keys_of_later_versions_have_the_value_of_earlier_runs():
+    current = {"data": {"seed": 1, "align": "none"}}
+    assert resume.config_differences({"data": {"seed": 1}}, current) == ({}, {})
+    current["data"]["align"] = "document"
+    assert resume.config_differences({"data": {"seed": 1}}, current) == ({"data.align": ("none", "document")}, {})
     fatal, _ = resume.config_differences({"optim": {}}, {"optim": {"name": "muon"}})
     assert fatal == {"optim.name": ("adamw", "muon")}
 

@@ -8,8 +8,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gpt2_triton.commands.plot import COLORS, OPENAI, smoothed
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
+from gpt2_triton.commands.plot import COLORS, CURVES, OPENAI, smoothed
 from gpt2_triton.commands.plot import draw_runs as plot
+from gpt2_triton.commands.plot import plot as plot_command
 from gpt2_triton.errors import ConfigError
 
 TOKENS = 1000  # per step
@@ -85,6 +88,39 @@ def test_hellaswag_has_a_panel_when_it_was_measured(panels, tmp_path):
     assert levels(drawn["HellaSwag, %"]) == [29.45]
     assert drawn["legend"][0] == "run\nval 2.5000\n400k tokens/s, MFU 45%\nHellaSwag 30.0"
     assert drawn["legend"][1] == "OpenAI GPT-2 124M\nloss 3.425, HellaSwag 29.45"
+
+
+def test_tasks_have_a_row_of_panels_when_they_were_measured(panels, tmp_path):
+    scores = dict(piqa_acc=0.625, piqa_acc_norm=0.6, lambada_acc=0.25, lambada_perplexity=40.0)
+    drawn = panels(write_run(tmp_path / "run", 20, **scores), write_run(tmp_path / "other", 20))
+    assert [list(drawn).index(title) for title in ("LAMBADA, %", "PIQA, %")] == [4, 5] and len(drawn) == 7
+    assert [drawn[title].lines[0].get_ydata().tolist() for title in ("LAMBADA, %", "PIQA, %")] == [[25.0], [62.5]]
+
+
+def test_published_curves_are_laid_beside_runs_as_far_as_these_have_come(panels, tmp_path, capsys):
+    run = write_run(tmp_path / "run", 20, last=3.5)
+    records = [{"step": s, "loss": 4.0, "val_loss": 3.9, "tokens": s * 524_288} for s in (500, 1125)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    drawn = panels(run, beside=["gpt2_124m_llmc"])
+    curve = next(line for line in drawn["loss, nats per token"].lines if line.get_color() == "0.2")
+    assert curve.get_xydata()[[0, -1]].tolist() == [[0, 11.0092], [1000 * 524_288, 4.3170]]
+    entry = next(text for text in drawn["legend"] if text.startswith("gpt2_124m_llmc"))
+    assert entry.endswith("val 3.2722 after 10.3B")
+    assert main(tools, ["plot", str(run), "--beside", "gpt2_124m_llmc", "-o", str(tmp_path / "a.svg")]) == 0
+    line = capsys.readouterr().out.splitlines()[0]  # llm.c: 4.3170 after 1000 steps, 4.1296 after 1250
+    assert line == "run: val loss 3.9000 at 590M tokens; gpt2_124m_llmc has 4.2233 there"
+    assert main(tools, ["plot", str(run), "--beside", "none", "-o", str(tmp_path / "a.svg")]) == 2
+    assert "--beside: unknown curve none; known are gpt2_124m_llmc, " in capsys.readouterr().err
+
+
+def test_every_published_curve_names_its_source():
+    """And the help of `plot` lists it."""
+    for name, path in CURVES.items():
+        curve = json.loads(path.read_text())
+        assert curve["source"].startswith("https://github.com/") and curve["title"] and curve["data"]
+        steps = [step for step, _ in curve["val_loss"]]
+        assert steps == sorted(set(steps)) and name in plot_command.__doc__
+    assert len(CURVES) == 3
 
 
 def test_runs_without_tokens_are_drawn_over_steps(panels, tmp_path):

@@ -51,7 +51,7 @@ FOUND = {(c.line, c.inline): c for page in USED for c in commands(text_of(page))
 RUN = {  # tools that run to their end on tiny data
     "prepare", "sample", "export", "hellaswag", "perplexity", "plot", "configs", "config-table", "--version",
 }  # fmt: skip
-PARSED = {"wandb-export", "stats"}
+PARSED = {"wandb-export", "stats", "evaluate"}
 OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})
 OF_OTHERS = {"--max-restarts", "--section.key"}  # torchrun's, and no option
 SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")
@@ -243,7 +243,7 @@ def test_sweep_of_the_guide_is_accepted(capsys):
     words = sweep["command"][2:-1] + [f"--{key}={v[0] if isinstance(v, list) else v}" for key, v in one.items()]
     assert sweep["command"][:2] == ["gpt2-triton", "train"] and sweep["command"][-1] == "${args}"
     assert main(train_app, [*words, "--print_config"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["optim"]["lr"] == 1e-4
+    assert yaml.safe_load(capsys.readouterr().out)["optim"]["lr"] == 6e-4
 
 
 def test_options_of_other_projects_map_to_known_keys():

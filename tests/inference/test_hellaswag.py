@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from benchmarks import torch_reference
 from gpt2_triton.data import hellaswag as data
+from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
-from gpt2_triton.inference import hellaswag
+from gpt2_triton.inference import tasks
 from gpt2_triton.training.trainer import train
 from tests.data.prepare.test_text import gpt2
 from tests.support.tiny import tiny_config, tiny_model
@@ -63,16 +64,20 @@ def model():
 
 
 def plain_losses(model, questions):
-    """Return losses [rows, 4] of plain torch in float64, one ending at a time, without padding."""
+    """Return losses [endings] of plain torch in float64, one ending at a time, without padding."""
     params, losses = torch_reference.leaves(model.state.params.cpu(), model.dims, torch.float64), []
     for i, ending in enumerate(questions.endings):
-        whole = torch.from_numpy(np.concatenate([questions.contexts[i // 4], ending]).astype(np.int64))[None]
+        whole = torch.from_numpy(np.concatenate([questions.contexts[i], ending]).astype(np.int64))[None]
         with torch.no_grad():
             each = torch_reference.gpt2_loss(
                 params, whole[:, :-1], whole[:, 1:], model.dims["V"], model.dims["NH"], "none"
             )
         losses.append(float(each[-len(ending) :].sum()))
-    return np.array(losses).reshape(-1, 4)
+    return np.array(losses)
+
+
+def answer(model, questions):
+    return tasks.answer(model, "hellaswag", questions).losses
 
 
 # ---- scores ----
@@ -82,9 +87,9 @@ def plain_losses(model, questions):
 def test_ending_losses_equal_a_plain_evaluation(model, rows_file, style):
     """float64 against fp32: 1e-5 is 100 roundings of a sum of up to 70 losses; predictions are equal."""
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, (style,))[style]
-    losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
+    losses, want = answer(model, questions), plain_losses(model, questions)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
-    np.testing.assert_array_equal(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, want))
+    np.testing.assert_array_equal(tasks.predictions(questions, losses), tasks.predictions(questions, want))
 
 
 @pytest.mark.skipif(not PUBLISHED.is_file(), reason="no hellaswag_val.jsonl in data/ or named by HELLASWAG")
@@ -98,26 +103,24 @@ def test_ending_losses_of_published_rows_equal_a_plain_evaluation(style, rows):
 
     questions = data.load_questions(PUBLISHED, Folded(gpt2()._encoding), rows, (style,))[style]
     model = model_of(batch_size=64, vocab_size=1024)
-    losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
+    losses, want = answer(model, questions), plain_losses(model, questions)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
-    np.testing.assert_array_equal(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, want))
+    np.testing.assert_array_equal(tasks.predictions(questions, losses), tasks.predictions(questions, want))
 
 
 @pytest.mark.slow
 def test_batching_changes_no_prediction(model, rows_file):
     """In the interpreter, blocks and so sums depend on the shape of a batch: hence 1e-6 instead of equality."""
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 4, ("completion",))["completion"]
-    losses, one_by_one = (hellaswag.ending_losses(m, questions) for m in (model, model_of(batch_size=1)))
+    losses, one_by_one = (answer(m, questions) for m in (model, model_of(batch_size=1)))
     np.testing.assert_allclose(losses, one_by_one, rtol=1e-6)
-    np.testing.assert_array_equal(
-        hellaswag.predictions(questions, losses), hellaswag.predictions(questions, one_by_one)
-    )
+    np.testing.assert_array_equal(tasks.predictions(questions, losses), tasks.predictions(questions, one_by_one))
 
 
 @pytest.mark.gpu
 def test_batching_changes_no_bit_on_a_gpu(rows_file):
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
-    losses = [hellaswag.ending_losses(model_of(b, dtype="bf16"), questions) for b in (1, 3, 16)]
+    losses = [answer(model_of(b, dtype="bf16"), questions) for b in (1, 3, 16)]
     np.testing.assert_array_equal(losses[0], losses[1])
     np.testing.assert_array_equal(losses[0], losses[2])
 
@@ -125,7 +128,7 @@ def test_batching_changes_no_bit_on_a_gpu(rows_file):
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(100, 400))
 def test_batches_hold_every_sequence_once_and_fit(lengths, budget):
     lengths, seen, shapes = np.array(lengths), [], set()
-    for chosen, T in hellaswag.batches(lengths, budget, 100):
+    for chosen, T in tasks.batches(lengths, budget, 100):
         assert 0 < len(chosen) * T <= budget and lengths[chosen].max() <= T and (T % 32 == 0 or T == 100)
         assert T - lengths[chosen].max() < 32
         seen += chosen.tolist()
@@ -136,21 +139,22 @@ def test_batches_hold_every_sequence_once_and_fit(lengths, budget):
 def test_long_contexts_lose_their_beginning(model):
     """As in lm-evaluation-harness, the model sees the last 192 tokens before the last one of the ending."""
     context, ending = np.arange(300, dtype=np.uint16) % 256, np.arange(8, dtype=np.uint16)
-    whole = data.Questions([context], [ending] * 4, np.full((1, 4), 8.0), np.array([0]))
-    cut = whole._replace(contexts=[context[-(192 + 1 - 8) :]])
-    np.testing.assert_array_equal(hellaswag.ending_losses(model, whole), hellaswag.ending_losses(model, cut))
+    whole = Questions([context] * 4, [ending] * 4, np.full(4, 8.0), np.array([4]), np.array([0]))
+    cut = whole._replace(contexts=[context[-(192 + 1 - 8) :]] * 4)
+    np.testing.assert_array_equal(answer(model, whole), answer(model, cut))
     too_long = whole._replace(endings=[np.zeros(193, np.uint16)] * 4)
     with pytest.raises(DataError, match="hellaswag: an ending too long: got 193 tokens, expected 192 or fewer"):
-        hellaswag.ending_losses(model, too_long)
+        answer(model, too_long)
 
 
 def test_scores_are_fractions_and_standard_errors_by_sum_and_by_length():
     """Two rows; the second ending of the first row is empty after the clean-up and is not chosen for any loss."""
-    losses = np.array([[4.0, 3.0, 9.0, 9.0], [1.0, 4.0, 8.0, 8.0]])
-    lengths = np.array([[4.0, 0.0, 1.0, 1.0], [1.0, 8.0, 1.0, 1.0]])
-    scores = hellaswag.scores(data.Questions([], [], lengths, np.array([0, 0])), losses)
-    assert scores == (2, 0.5, 0.5, 0.5, 0.5)
-    predictions = hellaswag.predictions(data.Questions([], [], lengths, np.array([0, 0])), losses)
+    losses = np.array([4.0, 3.0, 9.0, 9.0, 1.0, 4.0, 8.0, 8.0])
+    lengths = np.array([4.0, 0.0, 1.0, 1.0, 1.0, 8.0, 1.0, 1.0])
+    asked = Questions([], [], lengths, np.array([4, 4]), np.array([0, 0]))
+    scores = tasks.scores(asked, tasks.Answers(losses, np.zeros(8, bool)))
+    assert scores == {"rows": 2, "acc": 0.5, "acc_stderr": 0.5, "acc_norm": 0.5, "acc_norm_stderr": 0.5}
+    predictions = tasks.predictions(asked, losses)
     assert [chosen.tolist() for chosen in predictions] == [[1, 0], [0, 1]]
 
 
@@ -160,9 +164,9 @@ def test_scores_are_fractions_and_standard_errors_by_sum_and_by_length():
 def test_completion_questions_are_the_plain_text(rows_file):
     asked = data.load_questions(rows_file, gpt2(), 3, ("completion",))["completion"]
     rows = [row(i) for i in range(3)]
-    assert [gpt2().decode(t) for t in asked.contexts] == [r["ctx"] for r in rows]
+    assert [gpt2().decode(t) for t in asked.contexts[::4]] == [r["ctx"] for r in rows]
     assert [gpt2().decode(t) for t in asked.endings] == [" " + e for r in rows for e in r["endings"]]
-    assert asked.lengths.reshape(-1).tolist() == [len(t) for t in asked.endings]
+    assert asked.lengths.tolist() == [len(t) for t in asked.endings]
     assert asked.labels.tolist() == [0, 1, 2]
 
 
@@ -178,14 +182,14 @@ def test_harness_questions_equal_lm_evaluation_harness(tmp_path):
     assert gpt2().decode(asked.contexts[0]) == "Clean and jerk: A lady Lifts. She drops"
     # the context's last space moves to the ending
     assert [gpt2().decode(t) for t in asked.endings] == ["  it. now.", "  a b", "  \N{GREEK SMALL LETTER PI}", "   x"]
-    assert asked.lengths.tolist() == [[8.0, 3.0, 1.0, 2.0]]
+    assert asked.lengths.tolist() == [8.0, 3.0, 1.0, 2.0]
 
 
 def test_endings_have_the_same_tokens_alone_and_after_their_context(rows_file):
     """lm-evaluation-harness tokenises both together and cuts; here each ending is tokenised alone."""
     asked = data.load_questions(rows_file, gpt2(), 0, ("harness",))["harness"]
     for i, ending in enumerate(asked.endings):
-        context = asked.contexts[i // 4]
+        context = asked.contexts[i]
         whole = gpt2().encode(gpt2().decode(context) + gpt2().decode(ending))
         assert whole.tolist() == [*context.tolist(), *ending.tolist()]
 
@@ -245,7 +249,7 @@ def test_load_questions_downloads_to_the_cache(tmp_path, rows_file, monkeypatch)
 def llmc_bin(path, questions):
     """Write questions in the layout of llm.c's dev/data/data_common.py."""
     stream = []
-    for i, (context, label) in enumerate(zip(questions.contexts, questions.labels)):
+    for i, (context, label) in enumerate(zip(questions.contexts[::4], questions.labels)):
         body = [i, int(label), 4, len(context), *context]
         for ending in questions.endings[4 * i : 4 * i + 4]:
             body += [len(ending), *ending]
@@ -262,9 +266,9 @@ def test_llmc_bin_holds_the_completion_questions(tmp_path, rows_file):
     for limit, rows in ((0, 10), (3, 3)):
         [(style, read)] = data.load_questions(path, gpt2(), limit, ("completion", "harness")).items()
         assert style == "completion"
-        for ours, theirs in zip(read, (asked.contexts[:rows], asked.endings[: 4 * rows]), strict=False):
+        for ours, theirs in zip(read, (asked.contexts[: 4 * rows], asked.endings[: 4 * rows]), strict=False):
             assert [t.tolist() for t in ours] == [t.tolist() for t in theirs]
-        np.testing.assert_array_equal(read.lengths, asked.lengths[:rows])
+        np.testing.assert_array_equal(read.lengths, asked.lengths[: 4 * rows])
         np.testing.assert_array_equal(read.labels, asked.labels[:rows])
 
 
@@ -306,15 +310,17 @@ def test_each_of_two_ranks_has_the_scores_of_one(rows_file):
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
     model, store = MadeUpLosses(), torch.distributed.HashStore()
 
-    def evaluate(rank):
-        return hellaswag.evaluate(model, questions, ControlGroup("hellaswag", rank, 2, store))
+    def evaluate(*group):
+        return tasks.evaluate(model, "hellaswag", questions, *group)
 
     with ThreadPoolExecutor(2) as ranks:
-        assert [*ranks.map(evaluate, range(2))] == [hellaswag.evaluate(model, questions)] * 2
-    parts = [hellaswag.ending_losses(model, questions, shard=(rank, 2)) for rank in range(2)]
-    assert np.array_equal(sum(parts), hellaswag.ending_losses(model, questions))
+        together = ranks.map(lambda rank: evaluate(ControlGroup("hellaswag", rank, 2, store)), range(2))
+        assert [*together] == [evaluate()] * 2
+    parts = [tasks.answer(model, "hellaswag", questions, shard=(rank, 2)).losses for rank in range(2)]
+    assert np.array_equal(sum(parts), answer(model, questions))
     for part in parts:  # neither has the scores without the other
-        assert part.any() and hellaswag.scores(questions, part) != hellaswag.evaluate(model, questions)
+        answers = tasks.Answers(part, np.zeros(len(part), bool))
+        assert part.any() and tasks.scores(questions, answers) != evaluate()
 
 
 @pytest.mark.slow

@@ -1,20 +1,23 @@
 """A dataset of the Hugging Face Hub, or a folder, as shards: val_000000.bin, train_000001.bin, train_000002.bin, ...
 
 Documents are streamed in their order, each after an end-of-text token, and the first shard is validation: the layout
-of llm.c's fineweb.py.
+of llm.c's fineweb.py.  A row holds text, or a list of the tokenizer's tokens, as nvidia/ClimbMix does.
 """
 
 import itertools
 import re
+import textwrap
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gpt2_triton.console import print_line
+from gpt2_triton.data.hub import hub_errors_as, repository
 from gpt2_triton.data.prepare import pipeline, shard_writer
-from gpt2_triton.data.prepare.hub import hub_errors_as, repository
 from gpt2_triton.data.prepare.pipeline import PROGRESS, Batch
 from gpt2_triton.data.prepare.shard_writer import SHARD_TOKENS, Log, Pieces, ShardRecords
 from gpt2_triton.data.shards import RECORD, read_record
@@ -50,7 +53,7 @@ def prepare_dataset(
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
     sizes = dict(tokens=tokens, shard_tokens=shard_tokens, val_tokens=min(shard_tokens, (tokens or 1 << 62) // 10))
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, **sizes, source=dataset._asdict())
-    source, begun = _Documents(dataset, sizes), time.monotonic()
+    source, begun = _Documents(dataset, sizes, tokenizer), time.monotonic()
     with shard_writer.disk_errors_as(out_dir), pipeline.locked(out_dir, log):
         if shard_writer.is_done(out_dir, recipe):
             log(f"{out_dir} is prepared already")
@@ -88,8 +91,8 @@ class _Documents:
 
     unit = "tokens"
 
-    def __init__(self, dataset: Dataset, sizes: dict[str, int | None]):
-        self.name, self._dataset, self._sizes = dataset.name, dataset, sizes
+    def __init__(self, dataset: Dataset, sizes: dict[str, int | None], tokenizer: str):
+        self.name, self._dataset, self._sizes, self._tokenizer = dataset.name, dataset, sizes, tokenizer
         self.size = sizes["tokens"] or _nominal_tokens(dataset.version)
 
     def done(self, state: Any, tokens: int) -> int:
@@ -127,21 +130,38 @@ class _Documents:
                 rows.load_state_dict(state)
             return rows
 
-    def _texts(self, dataset: Any) -> Iterator[str]:
+    def _texts(self, dataset: Any) -> Iterator[str | np.ndarray]:
         rows, field = iter(dataset), self._dataset.field
         while True:
             with hub_errors_as(self.name, "its next document", AGAIN):
                 row = next(rows, None)
             if row is None:
                 return
-            if not isinstance(row[field], str):
+            if isinstance(row[field], list):
+                yield self._checked_tokens(row[field])
+            elif isinstance(row[field], str):
+                yield row[field]
+            else:
                 got, todo = type(row[field]).__name__, "name the field that holds the text as --field"
-                raise bad_data(self.name, f"no text in field {field!r}", got, "a string", todo)
-            yield row[field]
+                raise bad_data(self.name, f"no text in field {field!r}", got, "a string or tokens", todo)
+
+    def _checked_tokens(self, row: list[Any]) -> np.ndarray:
+        """Return a row of tokens, uint16; DataError if it has others than the tokenizer's."""
+        vocab_size = get_tokenizer(self._tokenizer).vocab_size
+        try:
+            tokens = np.array(row or [0])
+        except ValueError:  # lists of different lengths
+            tokens = np.empty((0, 0))
+        got = f"{tokens.min()} to {tokens.max()}" if tokens.dtype.kind == "i" else textwrap.shorten(repr(row), 60)
+        if tokens.ndim != 1 or tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocab_size:
+            what, expected = f"no tokens in field {self._dataset.field!r}", f"integers from 0 to {vocab_size - 1:,}"
+            raise bad_data(self.name, what, got, f"{expected}, the tokens of {self._tokenizer}", "name another field")
+        return tokens[: len(row)].astype(np.uint16)
 
 
-def _take(documents: Iterator[str]) -> Pieces:
-    batch, size = [], 0
+def _take(documents: Iterator[str | np.ndarray]) -> Pieces:
+    batch: list[tuple[bool, str | np.ndarray]] = []
+    size = 0
     for text in documents:
         batch.append((True, text))
         size += len(text)

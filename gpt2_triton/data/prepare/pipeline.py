@@ -93,7 +93,8 @@ class _TokenStream:
     def _batches(self, splits: deque[str]) -> Iterator[Pieces]:
         expected = self._start["first"] if self._start else None
         for split, state, pieces in self._source.batches(self._start["state"] if self._start else None):
-            first = hashlib.sha256(pieces[0][1].encode()).hexdigest()
+            text = pieces[0][1]
+            first = hashlib.sha256(text.encode() if isinstance(text, str) else text.tobytes()).hexdigest()
             if expected not in (None, first):
                 got, todo = "another document", "prepare it again in another directory"
                 raise bad_data(self._source.name, "it changed meanwhile", got, f"the one of sha256 {expected}", todo)

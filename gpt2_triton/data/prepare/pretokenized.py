@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_triton.console import Progress, print_line
+from gpt2_triton.data.hub import hub_errors_as, repository
 from gpt2_triton.data.prepare import shard_writer
-from gpt2_triton.data.prepare.hub import hub_errors_as, repository
 from gpt2_triton.data.prepare.shard_writer import Log, ShardRecords
 from gpt2_triton.data.shards import RECORD, map_tokens, read_record
 from gpt2_triton.errors import bad_data

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ SHARD_TOKENS = 100_000_000  # llm.c's
 Log = Callable[[str], None]
 ParallelMap = Callable[..., Iterator[Any]]  # `map`, in this process or over several
 ShardRecords = dict[str, dict[str, Any]]  # {"tokens": ..., "sha256": ...} of each shard, by name
-Pieces = list[tuple[bool, str]]  # (whether the end-of-text token comes first, text), in order
+Pieces = Sequence[tuple[bool, str | np.ndarray]]  # (whether the end-of-text token comes first, text or its tokens)
 
 
 # ---- tokenising ----
@@ -72,13 +72,20 @@ def _begin_worker() -> None:
 
 
 def tokenize_batch(tokenizer: str, pieces: Pieces) -> tuple[int, np.ndarray]:
-    """Return the number of characters and the tokens, uint16, of pieces of text."""
+    """Return the number of characters and the tokens, uint16, of pieces of text; those that are tokens already lose
+    the end-of-text tokens at their ends.
+    """
     coder, parts = get_tokenizer(tokenizer), []
     for eot_first, text in pieces:
         if eot_first:
             parts.append(np.array([coder.eot], np.uint16))
-        parts.append(coder.encode(text))
+        parts.append(coder.encode(text) if isinstance(text, str) else _without_ends(text, coder.eot))
     return sum(len(text) for _, text in pieces), np.concatenate(parts)
+
+
+def _without_ends(tokens: np.ndarray, eot: int) -> np.ndarray:
+    inside = np.flatnonzero(tokens != eot)
+    return tokens[inside[0] : inside[-1] + 1] if len(inside) else tokens[:0]
 
 
 # ---- shards ----

@@ -26,6 +26,7 @@ from gpt2_triton.data.prepare.dataset import PROGRESS, Dataset, prepare_dataset
 from gpt2_triton.data.shards import map_tokens, open_shards, write_shard
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
+from tests.data.prepare.test_text import gpt2
 
 pytest.importorskip("datasets")
 SHARD, BATCH = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other
@@ -139,6 +140,65 @@ def test_dataset_shows_its_progress(folder, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().err.split("\r")
     percents = [line.split()[3].partition("|")[0] for line in shown if line.startswith("checking finished shards")]
     assert percents == ["0%", "33%", "67%", "100%"]
+
+
+@pytest.fixture
+def climbmix(tmp_path, monkeypatch):
+    """A folder of two files with the fields of nvidia/ClimbMix, and the tokens of its rows with ends of text."""
+    coder, draw = gpt2(), random.Random(1)
+    monkeypatch.setattr(dataset, "get_tokenizer", lambda name: coder)
+    monkeypatch.setattr(shard_writer, "get_tokenizer", lambda name: coder)
+    rows = [[draw.randrange(coder.eot) for _ in range(draw.randint(1, 60))] for _ in range(120)]
+    expected = [token for row in rows for token in (coder.eot, *row)]
+    rows[3], rows[5], rows[7] = [coder.eot, *rows[3]], [*rows[5], coder.eot], [coder.eot, *rows[7], coder.eot]
+    rows.append([coder.eot])
+    expected.append(coder.eot)
+    (tmp_path / "source").mkdir()
+    for name, part in (("part_0", rows[:70]), ("part_1", rows[70:])):
+        lines = (json.dumps({"tokens": row, "token_count": len(row), "cluster_id": 1}) + "\n" for row in part)
+        (tmp_path / "source" / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path / "source", np.array(expected, np.uint16)
+
+
+def test_climbmix_tokens_are_taken_as_they_are_and_resumed(climbmix, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shard_writer, "BATCH_CHARS", 100)
+    folder, expected = climbmix
+    words = ["prepare", "climbmix", "--source", str(folder), "--shard_tokens", "900", "--out"]
+    assert main(app, [*words, str(tmp_path / "unbroken")]) == 0
+    assert "ClimbMix is under CC BY-NC 4.0: no commercial use\n" in capsys.readouterr().out
+    np.testing.assert_array_equal(tokens_of(tmp_path / "unbroken"), expected)
+    record = pipeline.Preparation._record_progress
+
+    def stop_after_two(preparation):
+        record(preparation)
+        if len(preparation.shards) == 2:
+            raise Stop
+
+    monkeypatch.setattr(pipeline.Preparation, "_record_progress", stop_after_two)
+    with pytest.raises(Stop):
+        main(app, [*words, str(tmp_path / "out")])
+    monkeypatch.setattr(pipeline.Preparation, "_record_progress", record)
+    assert main(app, [*words, str(tmp_path / "out")]) == 0
+    assert "resuming after 2 finished shards" in capsys.readouterr().out
+    assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize(
+    ("row", "got"),
+    [
+        ("[1, 50257]", "1 to 50257"),
+        ("[5, -1]", "-1 to 5"),
+        ("[0.5]", r"\[0.5\]"),
+        ("[[1], [2, 3]]", r"\[\[1\], \[2, 3\]\]"),
+    ],
+)
+def test_rows_of_other_tokens_are_refused(climbmix, tmp_path, row, got):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text(f'{{"tokens": {row}}}\n')
+    with pytest.raises(
+        DataError, match=f"no tokens in field 'tokens': got {got}, expected integers from 0 to 50,256, "
+    ):
+        prepare_dataset(Dataset(str(tmp_path / "in"), field="tokens"), tmp_path / "out", "gpt2")
 
 
 # ---- stopping and resuming ----
@@ -330,7 +390,7 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     here = ["prepare", "fineweb", "--out", "out", "--tokenizer", "bytes", "--workers", "1", "--source"]
     for words, code, message in (
-        (["numbers"], 3, "numbers: no text in field 'text': got int, expected a string; name the field"),
+        (["numbers"], 3, "numbers: no text in field 'text': got int, expected a string or tokens; name the"),
         (["empty"], 3, "empty: cannot be had"),
         ([str(folder.path), "--version", "x"], 3, "BuilderConfig 'x' not found"),
         ([str(folder.path), "--field", "body"], 3, "body"),
