@@ -245,7 +245,7 @@ def our_adamw(w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float)
         row = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), 1, 0, 0, 0, 0]
         step_in = torch.tensor(row, dtype=F32, device=DEVICE)
         step_key = torch.tensor([t, 1, 0, 0], dtype=torch.int32, device=DEVICE)
-        K.adamw(w, m, v, low, g, stats, step_in, step_key, 0, DECAY, BETA1, BETA2, EPS)
+        K.adamw(w, m, v, low, g, stats, step_in, step_key, 0, DECAY, 1.0, BETA1, BETA2, EPS)
     return m, v
 
 
@@ -268,6 +268,34 @@ def adamw(s: Sizes) -> Iterator[Comparison]:
     yield Comparison("adamw bf16", "mean update", *moved)
 
 
+def muon(s: Sizes) -> Iterator[Comparison]:
+    """Compare the products of Muon, for two matrices of each shape, with torch's in the same storage."""
+    b, c, a = -2.5, 0.5, 3.5  # like the coefficients of POLAR_EXPRESS
+    for M, N in ((s.C, s.C), (4 * s.C, s.C), (s.C, 4 * s.C)):
+        op, x = f"muon {M}x{N}", randn(2, M, N)
+        normal, gram, poly, out = empty(2, M, N), empty(2, s.C, s.C), empty(2, s.C, s.C), empty(2, M, N)
+
+        def norms(x: Tensor) -> Tensor:
+            return 1.02 * torch.linalg.matrix_norm(x)[:, None, None]
+
+        def smaller(x: Tensor) -> Tensor:
+            return x.mT @ x if x.shape[1] > x.shape[2] else x @ x.mT
+
+        def applied(x: Tensor, poly: Tensor) -> Tensor:
+            return a * x + (x @ poly if x.shape[1] > x.shape[2] else poly @ x)
+
+        K.muon_normalise(normal, empty32(K.muon_normalise_scratch(2, M, N)), x)
+        yield Comparison(op, "normalised", normal, (x.float() / norms(x.float())).to(x.dtype), x / norms(x.double()))
+        K.muon_gram(gram, normal)
+        yield Comparison(op, "gram", gram, smaller(normal), smaller(normal.double()))
+        yield same(op, "gram.T", gram, gram.mT.contiguous())
+        K.muon_poly(poly, gram, b, c)
+        wide = gram.double()
+        yield Comparison(op, "poly", poly, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), b * wide + c * wide @ wide)
+        K.muon_apply(out, normal, poly, a)
+        yield Comparison(op, "applied", out, applied(normal, poly), applied(normal.double(), poly.double()))
+
+
 def master(high: Tensor, low: Tensor) -> Tensor:
     """Return the fp32 weight whose bits are a bf16 parameter and 16 master bits."""
     lower = low.to(torch.int32) & 0xFFFF
@@ -277,7 +305,7 @@ def master(high: Tensor, low: Tensor) -> Tensor:
 
 def comparisons() -> Iterator[Comparison]:
     s = Sizes()
-    for check in (layernorm, matmul, matmul_gelu, matmul_add, attention, embedding, reductions, adamw):
+    for check in (layernorm, matmul, matmul_gelu, matmul_add, attention, embedding, reductions, adamw, muon):
         yield from check(s)
     for HS in (80, 96, 128):
         yield from attention(dataclasses.replace(s, NH=1, C=HS))

@@ -151,8 +151,8 @@ def train_torch(
     pace = Pace("PyTorch", steps)
     losses, norms = torch_reference.train(
         params, dims, pairs, lrs,
-        betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip, autocast=autocast,
-        compiled=compiled, report=pace.advance,
+        betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip, embed_lr=o.embed_lr,
+        autocast=autocast, compiled=compiled, report=pace.advance,
     )  # fmt: skip
     return History(losses, norms, pace.end())
 

@@ -54,8 +54,9 @@ WITHIN = {
     "model.buffers": "model.arena config.schema",
     "model.sharding": "model.buffers",
     "model.cuda": "",
-    "model.communicator": "distributed model.sharding model.side_stream model.schedule model.peer_copies",
-    "model.peer_copies": "distributed model.communicator",
+    "model.communicator": "distributed model.muon model.sharding model.side_stream model.schedule model.peer_copies",
+    "model.peer_copies": "distributed model.communicator model.muon",
+    "model.muon": "config.schema model.buffers model.sharding",
 }
 
 

@@ -6,7 +6,8 @@
         manifest.json                size and sha256 of every other file
 
 state.json lists the spans [flat index, length] of each rank's shard, in the order of its file, so that any number of
-ranks can read what any other number wrote.  File names follow the rules below and are never taken from a file's text.
+ranks can read what any other number wrote.  With Muon, the tensor v has spans of its own (second_shares), which count
+its elements.  File names follow the rules below and are never taken from a file's text.
 """
 
 import re
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gpt2_triton.files import sha256
 
 FORMAT = 2  # 1 had no window of losses and norms
+SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state that each rank has its own value of
 STATE, MANIFEST = "state.json", "manifest.json"
 STEP_NAME = re.compile(r"step_([0-9]{8,})")
 TENSORS_NAME = re.compile(r"rank_[0-9]{5}\.safetensors")
@@ -33,6 +35,7 @@ class _DataRow(BaseModel):
 
 
 Count = Annotated[int, Field(ge=0)]
+RankSpans = list[list[Annotated[list[Count], Field(min_length=2, max_length=2)]]]
 Scalar = bool | int | float | str | None
 
 
@@ -54,7 +57,8 @@ class SavedState(BaseModel):
     config: dict[str, dict[str, Scalar] | Scalar]
     data: list[_DataRow]
     validation_data: list[_DataRow] = []
-    shares: list[list[Annotated[list[Count], Field(min_length=2, max_length=2)]]] | None = None
+    shares: RankSpans | None = None
+    second_shares: RankSpans | None = None
 
 
 def state_problem(state: dict[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ in a file is followed: a checkpoint may come from somebody else.
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from gpt2_triton.checkpoint.format import (
     FORMAT,
     MANIFEST,
+    SECOND_SHARES,
+    SHARES,
     STATE,
     STEP_NAME,
     TENSORS_NAME,
@@ -85,8 +87,10 @@ def _problems_of_state(step_dir: Path, files: list[str]) -> Iterator[str]:
         return  # load_checkpoint names the version
     if problem := state_problem(state):
         yield f"{STATE}: {problem}"
-    elif (spans := state.get("shares")) is not None and (len(spans) != len(files) - 1 or not covered_length(spans)):
-        yield f"{STATE}: shares: do not cover the parameters with those of {len(files) - 1} files"
+        return
+    for key in (SHARES, SECOND_SHARES):
+        if (spans := state.get(key)) is not None and (len(spans) != len(files) - 1 or not covered_length(spans)):
+            yield f"{STATE}: {key}: do not cover the parameters with those of {len(files) - 1} files"
 
 
 def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[str, Any]) -> Iterator[str]:
@@ -241,18 +245,20 @@ def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if state.get("format") != FORMAT:
         wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
         raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
-    spans = state.pop("shares", None)
+    spans = state.pop(SHARES, None)
+    of_tensor = {"v": state.pop(SECOND_SHARES, None) or spans}
     shards = [_read_tensors(step_dir / tensors_name(rank)) for rank in range(len(spans) if spans else 1)]
     if not spans:
         return state, shards[0]
-    if covered_length(spans) is None:
+    if covered_length(spans) is None or covered_length(of_tensor["v"]) is None:
         raise CheckpointError(f"{step_dir / STATE}: its shares do not cover the parameters; choose another step")
-    for rank, (shard, own) in enumerate(zip(shards, spans, strict=True)):
+    for rank, shard in enumerate(shards):
         for name in shards[-1]:
+            own = of_tensor.get(name, spans)[rank]
             if name not in shard or shard[name].shape != (sum(length for _, length in own),):
                 wrong = f"{step_dir / tensors_name(rank)}: {name} is not of the length of its shares in {STATE}"
                 raise CheckpointError(f"{wrong}; choose another step")
-    return state, merge_shards(shards, spans)
+    return state, merge_shards(shards, spans, of_tensor)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -290,16 +296,22 @@ def covered_length(spans_by_rank: list[Spans]) -> int | None:
     return end
 
 
-def merge_shards(shards: list[dict[str, Tensor]], spans_by_rank: list[Spans]) -> dict[str, Tensor]:
-    """Return whole host tensors from the ranks' shards.  Tensors that only rank 0 has are whole already."""
-    total, merged = covered_length(spans_by_rank), {}
-    assert total is not None, "the spans were checked before"
+def merge_shards(
+    shards: list[dict[str, Tensor]], spans_by_rank: list[Spans], of_tensor: Mapping[str, list[Spans]] = {}
+) -> dict[str, Tensor]:
+    """Return whole host tensors from the ranks' shards.  Tensors that only rank 0 has are whole already; `of_tensor`
+    has the spans of tensors whose are others.
+    """
+    merged = {}
     for name, tensor in shards[0].items():
         if len(shards) > 1 and name not in shards[1]:
             merged[name] = tensor
             continue
+        by_rank = of_tensor.get(name, spans_by_rank)
+        total = covered_length(by_rank)
+        assert total is not None, "the spans were checked before"
         merged[name] = torch.empty(total, dtype=tensor.dtype)
-        for shard, spans in zip(shards, spans_by_rank, strict=True):
+        for shard, spans in zip(shards, by_rank, strict=True):
             start = 0
             for first, length in spans:
                 merged[name][first : first + length].copy_(shard[name][start : start + length])

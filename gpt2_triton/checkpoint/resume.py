@@ -12,7 +12,10 @@ FP8_STATE = {"scale", "history"}
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
-LATER_KEYS = {"data.align": "none"}  # fatal ones that earlier versions did not save, and what their runs did
+LATER_KEYS = {
+    "data.align": "none",
+    "optim.name": "adamw",
+}  # fatal ones that earlier versions did not save, and what their runs did
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -18,6 +18,8 @@ from gpt2_triton import files
 from gpt2_triton.checkpoint.format import (
     FORMAT,
     MANIFEST,
+    SECOND_SHARES,
+    SHARES,
     STATE,
     best_step,
     fingerprint,
@@ -85,7 +87,7 @@ def _has_state(target: Path, state: dict[str, Any]) -> bool:
     """
     saved, now = json.loads((target / STATE).read_text(encoding="utf-8")), json.loads(json.dumps(state))
     same_run = not config_differences(saved.get("config", {}), now.get("config", {}))[0]
-    varying = {"shares": None, "config": None}
+    varying = dict.fromkeys((SHARES, SECOND_SHARES, "config"))
     return same_run and saved | varying == now | varying
 
 
@@ -100,7 +102,7 @@ def _write(
     """Write this rank's file; rank 0 writes the others and renames once all ranks have succeeded."""
     try:
         path, error = temporary / tensors_name(control.rank), None
-        entry: dict[str, Any] = {"spans": state.get("shares")}
+        entry: dict[str, Any] = {"spans": {key: state[key] for key in (SHARES, SECOND_SHARES) if key in state}}
         try:
             progress(f"writing {path.name}", 0)
             entry |= write_tensors(path, tensors, progress)
@@ -122,7 +124,7 @@ def _write(
 def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list[dict[str, Any]]) -> None:
     """Write state and manifest, sync, and rename `temporary` to `target`."""
     spans = [entry.pop("spans") for entry in entries]
-    state = state | ({"shares": spans} if len(spans) > 1 else {})
+    state = state | {key: [of_rank[key] for of_rank in spans] for key in spans[0] if len(spans) > 1}
     (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     manifest = {tensors_name(rank): entry for rank, entry in enumerate(entries)}
     manifest[STATE] = fingerprint(temporary / STATE)

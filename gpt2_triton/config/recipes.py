@@ -43,11 +43,12 @@ def find(given: str | Path) -> Path:
 def known_recipes(name: str) -> str:
     """Return the end of an error about an unknown name: the recipe that it is near to, if there is one, and the list.
 
-    Near means that one recipe's name contains `name`, has its letters, or differs from it in a letter or two.
+    Near means that one recipe's name contains `name`, has its letters, or differs from it in a letter or two.  If
+    variants of a recipe, whose names begin with its name, contain `name` too, the recipe itself is near.
     """
     name, known = name.lower().replace("-", "_"), names()
-    near = [one for one in known if name in one or sorted(name) == sorted(one)] or difflib.get_close_matches(
-        name, known, n=1, cutoff=0.8
-    )
+    alike = [one for one in known if name in one or sorted(name) == sorted(one)]
+    near = [one for one in alike if not any(one.startswith(f"{other}_") for other in alike)]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     suggestion = f"did you mean {near[0]}? " if len(near) == 1 else ""
     return f"{suggestion}recipes: {', '.join(known)}"

@@ -206,9 +206,16 @@ class Fp8Config(ConfigSection):
 
 
 class OptimConfig(ConfigSection):
+    name: Literal["adamw", "muon"] = Field(  # decides which moments a checkpoint has
+        "adamw",
+        description="optimizer of the layers' matrices; embeddings, norms and biases have AdamW with either",
+    )
     lr: float = Field(6e-4, gt=0, description="peak learning rate", json_schema_extra=FREE)
+    embed_lr: float = Field(
+        1.0, gt=0, description="factor on the learning rate of the embeddings, wte and wpe", json_schema_extra=FREE
+    )
     warmup: int = Field(700, ge=0, description="steps of linear warmup", json_schema_extra=FREE)
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = Field(
         "cosine", description="learning rate after the warmup", json_schema_extra=FREE
     )
     final_frac: float = Field(
@@ -218,12 +225,13 @@ class OptimConfig(ConfigSection):
         0.2,
         gt=0,
         le=1,
-        description="fraction of the steps over which the wsd schedule decays",
+        description="fraction of the steps over which the schedules wsd and trapezoid decay",
         json_schema_extra=FREE,
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment", json_schema_extra=FREE)
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's second moment", json_schema_extra=FREE)
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon", json_schema_extra=FREE)
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's momentum", json_schema_extra=FREE)
     weight_decay: float = Field(
         0.1, ge=0, description="decoupled weight decay of matrices and embeddings", json_schema_extra=FREE
     )
@@ -389,7 +397,7 @@ class ParallelConfig(ConfigSection):
         1,
         ge=0,
         le=2,
-        description="ZeRO stage: GPUs shard nothing (0), AdamW's moments (1), or gradients too (2)",
+        description="ZeRO stage: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)",
         json_schema_extra=FREE,
     )
     timeout: float = Field(
@@ -404,6 +412,6 @@ class DebugConfig(ConfigSection):
     hash_state: int = Field(
         0,
         ge=0,
-        description="steps between comparisons of all GPUs' weights, and AdamW's state at ZeRO stage 0; 0 never",
+        description="steps between comparisons of all GPUs' weights, and moments at ZeRO stage 0; 0 never",
         json_schema_extra=FREE,
     )

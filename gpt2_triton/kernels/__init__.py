@@ -25,12 +25,21 @@ from gpt2_triton.kernels.matmul import (
     matmul_dx_dgelu_scratch,
     matmul_gelu,
 )
+from gpt2_triton.kernels.muon import (
+    muon_apply,
+    muon_gram,
+    muon_momentum,
+    muon_normalise,
+    muon_normalise_scratch,
+    muon_poly,
+    muon_update,
+)
 from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.kernels.philox import fill, normal_init
 from gpt2_triton.kernels.precompile import compiling as compiling  # mypy: used through the package
 from gpt2_triton.kernels.reduce import add_partials, clip_factor, loss_sum, sum_squares, sum_squares_scratch
 from gpt2_triton.kernels.sampling import sample_token
-from gpt2_triton.kernels.tensor_stats import fp8_stats, parameter_stats, stats_parts, tensor_stats
+from gpt2_triton.kernels.tensor_stats import fp8_stats, muon_stats, parameter_stats, stats_parts, tensor_stats
 
 
 def scratch_elements(d: dict[str, int], dtype: str) -> int:
@@ -44,6 +53,7 @@ def scratch_elements(d: dict[str, int], dtype: str) -> int:
         classifier_fwd_scratch(Rc, Vp, dtype),
         embedding_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),
+        *(muon_normalise_scratch(d["Nc"] // (4 * C * C) * k, C, n * C) for k, n in ((4, 1), (1, 4)) if d.get("Nc")),
         *(matmul_dw_scratch(*shape, dtype) for shape in products),
         *(matmul_dw_scratch(*shape, "fp8") for shape in products[:4] if d.get("A")),
     )

@@ -4,7 +4,7 @@
 
 Outputs stand left of `<-`, inputs right of it, in the order of the signature.  A dimension is a symbol, an integer or a
 product (`3*C`, `B*T`); `*` alone is any shape.  `?` marks an argument that may be None, `+` an output that may be
-accumulated into.
+accumulated into, `~` one whose first dimension may have any stride.
 
 `scratch` is workspace: its contents are meaningless after the call.  `rowsum` is workspace of the head: classifier_fwd
 writes it for classifier_loss, in a layout that is private to the two.
@@ -21,7 +21,7 @@ WORKSPACE = ("scratch", "rowsum")  # outputs without a meaning of their own
 LAUNCHERS: dict[str, Callable[..., None]] = {}  # every function with a contract, by name
 TRACE: list[tuple[str, tuple, tuple]] | None = None  # a list while launches are recorded: (launcher, outputs, inputs)
 
-_ARGUMENT = re.compile(r"(\w+)\[([^\]]*)\]([?+]*)")
+_ARGUMENT = re.compile(r"(\w+)\[([^\]]*)\]([?+~]*)")
 
 
 def _product(spec: str, dims: dict[str, int]) -> int:
@@ -31,19 +31,18 @@ def _product(spec: str, dims: dict[str, int]) -> int:
 def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple) -> None:
     """Bind the plain symbols, then compare all shapes; raise ValueError with launcher and argument on a mismatch."""
     dims: dict[str, int] = {}
-    present = [
-        (name, spec.split(","), tensor) for (name, spec, _), tensor in zip(arguments, tensors) if tensor is not None
-    ]
-    for _, spec, tensor in present:
+    pairs = zip(arguments, tensors)
+    present = [(name, spec.split(","), flags, t) for (name, spec, flags), t in pairs if t is not None]
+    for _, spec, _, tensor in present:
         if spec != ["*"] and len(spec) == tensor.dim():
             for symbol, size in zip(spec, tensor.shape):
                 if symbol.isidentifier():
                     dims.setdefault(symbol, size)
-    for name, spec, tensor in present:
+    for name, spec, flags, tensor in present:
         fits = spec == ["*"] or (
             len(spec) == tensor.dim() and all(_product(s, dims) == size for s, size in zip(spec, tensor.shape))
         )
-        if not fits or not tensor.is_contiguous():
+        if not fits or not (tensor[:1] if "~" in flags else tensor).is_contiguous():
             got = tuple(tensor.shape)
             raise ValueError(f"{launcher}: {name} is {got}, expected contiguous [{','.join(spec)}] with {dims}")
     for (name, _, flags), tensor in zip(arguments, tensors):

@@ -3,6 +3,7 @@
 tensor_stats     sum of x^2, largest |x|, non-finite elements                                of an activation
 fp8_stats        elements at the largest number and at 0                                      of an fp8 operand
 parameter_stats  the same of a gradient, sum of w^2, sum of (the update AdamW is about to make)^2
+muon_stats       the same before an update by Muon
 
 Sums and maxima are over the finite elements.  Both kernels read each tensor once and take the time of that.
 """
@@ -47,7 +48,8 @@ def _tensor_stats_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, PARTS:
 
 @triton.jit
 def _parameter_stats_kernel(
-    out_ptr, w_ptr, m_ptr, v_ptr, g_ptr, step_out_ptr, step_in_ptr, n, decay, alpha1, alpha2, eps,
+    out_ptr, w_ptr, m_ptr, v_ptr, x_ptr, g_ptr, step_out_ptr, step_in_ptr, n, decay, lr_factor, scale,
+    alpha1, alpha2, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -55,7 +57,7 @@ def _parameter_stats_kernel(
     bad = tl.zeros((BLOCK,), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     updates = tl.zeros((BLOCK,), tl.float32)
-    lr = tl.load(step_in_ptr + LR) * tl.load(step_out_ptr + APPLY)  # no update in a step that is skipped
+    lr = tl.load(step_in_ptr + LR) * lr_factor * tl.load(step_out_ptr + APPLY)  # no update in a step that is skipped
     factor = tl.load(step_out_ptr + CLIP_FACTOR)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -67,13 +69,16 @@ def _parameter_stats_kernel(
         largest = tl.maximum(largest, tl.abs(g))
         bad += tl.where(finite, 0.0, 1.0)
         w = tl.load(w_ptr + i, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(m_ptr + i, mask=mask, other=0.0)
-        v = tl.load(v_ptr + i, mask=mask, other=0.0)
-        g *= factor
-        m, v = adamw_moments(m, v, g, alpha1, alpha2)
-        m_correction = tl.load(step_in_ptr + M_CORRECTION)
-        v_correction = tl.load(step_in_ptr + V_CORRECTION)
-        update = adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
+        if x_ptr is not None:
+            update = lr * (scale * tl.load(x_ptr + i, mask=mask, other=0.0).to(tl.float32) + decay * w)
+        else:
+            m = tl.load(m_ptr + i, mask=mask, other=0.0)
+            v = tl.load(v_ptr + i, mask=mask, other=0.0)
+            g *= factor
+            m, v = adamw_moments(m, v, g, alpha1, alpha2)
+            m_correction = tl.load(step_in_ptr + M_CORRECTION)
+            v_correction = tl.load(step_in_ptr + V_CORRECTION)
+            update = adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
         weights += w * w
         updates += update * update
     out = out_ptr + tl.program_id(0)
@@ -126,7 +131,7 @@ def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
 @contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[4] step_in[8]")
 def parameter_stats(
     out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
-    decay: float, beta1: float, beta2: float, eps: float,
+    decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     """out = tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py.
 
@@ -136,8 +141,21 @@ def parameter_stats(
     n, P = w.numel(), out.shape[1]
     alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
     _parameter_stats_kernel[(P,)](
-        out, w, m, v, g, step_out, step_in, n, decay, *alphas, eps, PARTS=P, BLOCK=block, num_warps=4
-    )
+        out, w, m, v, None, g, step_out, step_in, n, decay, lr_factor, 0.0, *alphas, eps,
+        PARTS=P, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+@contract("out[5,P] <- w[n] x[n] g[n] step_out[4] step_in[8]")
+def muon_stats(
+    out: Tensor, w: Tensor, x: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor, decay: float, scale: float
+) -> None:
+    """out = parameter_stats of weights that Muon updates: lr * (scale * x + decay * w)."""
+    n, P = w.numel(), out.shape[1]
+    _parameter_stats_kernel[(P,)](
+        out, w, None, None, x, g, step_out, step_in, n, decay, 1.0, scale, 0.0, 0.0, 0.0,
+        PARTS=P, BLOCK=_block(n, 1024), num_warps=4,
+    )  # fmt: skip
 
 
 def stats_parts() -> int:

@@ -9,8 +9,10 @@ L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer 
            is the last.  ln[i] is the layernorm of x[i] with the weights lnw[i], lnb[i], the final one included
 V, Vp      vocabulary, padded vocabulary
 Tmax       the longest sequence, model.block_size
-N          parameters.  Nf parameters, Nt moments, Nm low halves of the fp32 masters, Ng, Nr and Nx gradients are the
-           elements of flat buffers: on one rank N, or 0 if not needed (sharding.py)
+N          parameters.  Nf parameters, Nt first and Nv second moments, Nm low halves of the fp32 masters, Ng, Nr and Nx
+           gradients are the elements of flat buffers: on one rank N, or 0 if not needed (sharding.py); with Muon, Nv
+           leaves out the layers' matrices
+No, Nc     elements of the layers' matrices, of the largest class of them that a rank orthogonalises; 0 without Muon
 Np, W      elements of the packed batch (data/packing.py), of the scratch
 Nw         WINDOW + 1 in training
 A          tensors with an fp8 scale, 0 in bf16 (fp8.py)
@@ -99,7 +101,11 @@ class State:
     params:     Tensor = buf("Nf",     "act", "embed..between",   "parameters")
     master_low: Tensor = buf("Nm",     "i16", "embed..between",   "optimizer")   # the 16 lower bits of fp32 masters
     m:          Tensor = buf("Nt",     "f32", "embed..between",   "optimizer")
-    v:          Tensor = buf("Nt",     "f32", "embed..between",   "optimizer")
+    v:          Tensor = buf("Nv",     "f32", "embed..between",   "optimizer")
+    orth:       Tensor = buf("No",     "act", "update",           "optimizer")   # Muon's x of each class: muon.py
+    orth_next:  Tensor = buf("Nc",     "act", "update",           "optimizer")   # and of one class at a time
+    gram:       Tensor = buf("Nc",     "act", "update",           "optimizer")
+    poly:       Tensor = buf("Nc",     "act", "update",           "optimizer")
     grads:      Tensor = buf("Ng",     "f32", "embed..update",    "gradients")   # of this rank's batches; summed here
     reduced:    Tensor = buf("Nr",     "f32", "embed..update",    "gradients")   # ZeRO-2: this rank's shard of the sums
     received:   Tensor = buf("Nx",     "f32", "block_bwd",        "gradients")   # of other ranks, to be summed

@@ -3,6 +3,8 @@
 gradients   A layer's are reduced once its backward pass is done, or together with those of other layers: see
             `send_schedule`.  The embedding's, the largest bucket, are reduced with those of norms and biases under
             layer 0's last product.  Layer 0's come last, and the update waits for them.
+matrices    Muon orthogonalises whole matrices, each on one rank: before it their parts are sent to that rank (ZeRO-1
+            and 2), after it the results to the ranks that update them.
 parameters  (ZeRO-1 and 2) Embedding, norms and biases are gathered under the update of the layers, the layers when the
             next step begins, each in time for its forward pass.
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
+from gpt2_triton.model.muon import MatrixClass
 from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.model.side_stream import SideStream
 
@@ -46,6 +49,12 @@ class Communicator:
 
     def all_reduce_max(self, cells: Tensor) -> None:
         """Set each element to its largest value on any rank."""
+
+    def collect_matrices(self, classes: Sequence[MatrixClass]) -> None:
+        """Complete the matrices that this rank orthogonalises with the parts that other ranks have computed."""
+
+    def deliver_matrices(self, classes: Sequence[MatrixClass]) -> None:
+        """Complete the part of the matrices that this rank updates with what other ranks have orthogonalised."""
 
     def gather_after_update(self, bucket: int) -> None:
         """Gather what is due when this rank has updated its shard of the bucket."""
@@ -160,6 +169,8 @@ class BucketedCommunicator(Communicator):
         n, received = self._shard_length(1), self._s.received
         for parts in {1, self._group.size - 1}:
             self._K.add_partials(received[:n], received[: parts * n].view(parts, n))
+        if self._s.orth is not None:
+            self._K.fill(self._s.orth, 0.0)
 
     def gather_params(self) -> None:
         if self._zero:
@@ -237,3 +248,37 @@ class NcclCommunicator(BucketedCommunicator):
     def _gather(self, bucket: int) -> None:
         whole = self._params(bucket)
         self._group.all_gather(whole, self._own_shard(whole))
+
+    def collect_matrices(self, classes: Sequence[MatrixClass]) -> None:
+        """Sum the parts of all ranks, each with zeros in the place of the others; at stage 0 each rank has them all."""
+        if not self._zero:
+            return
+        for c in classes:
+            part, flat, layer = c.parts[self._group.rank], c.whole.view(-1), c.whole.numel() // len(c.w)
+            ends = [0, *(l * layer + end for l in range(len(c.w)) for end in (part.start, part.stop)), len(flat)]
+            for start, stop in zip(ends[::2], ends[1::2], strict=True):
+                if stop > start:
+                    self._K.fill(flat[start:stop], 0.0)
+            for together in self._whole_groups(c):
+                self._group.reduce_scatter(self._own_shard(together), together)
+            if (rest := self._rest_group(c)).numel():
+                self._group.all_reduce(rest)
+
+    def deliver_matrices(self, classes: Sequence[MatrixClass]) -> None:
+        for c in classes:
+            for together in self._whole_groups(c):
+                self._group.all_gather(together, self._own_shard(together))
+            if (rest := self._rest_group(c)).numel():
+                for rank, matrix in enumerate(rest.split(c.whole[0].numel())):
+                    if rank != self._group.rank:
+                        self._K.fill(matrix, 0.0)
+                self._group.all_reduce(rest)
+
+    def _whole_groups(self, c: MatrixClass) -> Sequence[Tensor]:
+        """Return the matrices in groups of one for each rank, as flat views, without those that make no whole group."""
+        size = c.whole[0].numel() * self._group.size
+        return c.whole.view(-1)[: len(c.whole) // self._group.size * size].split(size)
+
+    def _rest_group(self, c: MatrixClass) -> Tensor:
+        """Return the matrices that make no whole group, as a flat view."""
+        return c.whole[len(c.whole) // self._group.size * self._group.size :].view(-1)

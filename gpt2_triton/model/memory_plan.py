@@ -59,7 +59,7 @@ def dimensions(
     if training:
         shape = shape or StepShape.of(config)
         d["ranks"], d["zero"] = shape.gpus, shape.zero
-    d |= flat_buffer_sizes(d, training, master)
+    d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
     d["A"] = len(SCALES) * d["L"] if training and any(config.fp8_operations) else 0
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:

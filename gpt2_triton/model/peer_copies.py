@@ -11,13 +11,14 @@ after each layer would keep it awake for the whole step.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.communicator import BucketedCommunicator
+from gpt2_triton.model.muon import MatrixClass, pieces
 
 # A layer's gradients, 48 C^2 bytes, take as long over NVLink as about 1,400 tokens take through its backward pass of
 # about 48 C^2 operations per token (370 GB/s, 500 TFLOP/s).  Sums also wait for multiprocessors.  So the gradients of
@@ -86,6 +87,25 @@ class PeerCopyCommunicator(BucketedCommunicator):
             self._K.add_partials(target, own.view(1, -1))
         elif self._zero == 2:
             target.copy_(own)
+
+    def collect_matrices(self, classes: Sequence[MatrixClass]) -> None:
+        if self._zero:  # else each rank has computed all parts
+            self._exchange(classes, lambda peer: (self._group.rank, peer))
+
+    def deliver_matrices(self, classes: Sequence[MatrixClass]) -> None:
+        self._exchange(classes, lambda peer: (peer, self._group.rank))
+        with self._side.after_current():
+            self._barrier()  # after it a rank may overwrite what others have read
+        self._side.join()
+
+    def _exchange(self, classes: Sequence[MatrixClass], owner_and_holder: Callable[[int], tuple[int, int]]) -> None:
+        with self._side.after_current():
+            self._barrier()
+            for peer in self._peers:
+                for c in classes:
+                    for piece in pieces(c, *owner_and_holder(peer)):
+                        piece.copy_(self._of_peer(peer, piece))
+        self._side.join()
 
     def _gather(self, bucket: int) -> None:
         self._copy_from_owners(self._params(bucket))

@@ -167,7 +167,7 @@ def roll_scales(K: Any, m: Any) -> None:
 
 
 def update(K: Any, m: Any) -> None:
-    """Sum loss and squared gradients over ranks, clip, skip outliers, and run AdamW on this rank's spans."""
+    """Sum loss and squared gradients over ranks, clip, skip outliers, and update this rank's spans."""
     s, a = m.s, m.a
     stats, squares = s.step_out[:4], s.step_out[4:5]
     K.loss_sum(stats[:1], a.losses, s.step_in)
@@ -180,5 +180,31 @@ def update(K: Any, m: Any) -> None:
         roll_scales(K, m)
     for p in m.updates:
         if len(p.w):  # with many ranks the last ones own no part of a small bucket
-            K.adamw(p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, *m.betas_eps)
+            K.adamw(
+                p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, p.lr_factor, *m.betas_eps
+            )
         m.comm.gather_after_update(p.bucket)
+    if m.matrices:
+        update_matrices(K, m)
+        m.comm.gather_after_update(m.L)
+
+
+def update_matrices(K: Any, m: Any) -> None:
+    """Run Muon on the layers' matrices: x, their momentum, becomes the nearest matrix with singular values near 1."""
+    s, a, stats = m.s, m.a, m.s.step_out[:4]
+    for c in m.matrices:
+        if c.x.numel():
+            K.muon_momentum(c.x, c.m, c.g, stats, c.momentum)
+    m.comm.collect_matrices(m.matrices)
+    for c in (c for c in m.matrices if len(c.owned)):
+        K.muon_normalise(c.next, a.scratch, c.owned)
+        x, y = c.next, c.owned
+        for p in c.polynomials:  # y = p[0] x + (p[1] A + p[2] A A) x with A = x x^T; the last y is c.owned
+            K.muon_gram(c.gram, x)
+            K.muon_poly(c.poly, c.gram, *p[1:])
+            K.muon_apply(y, x, c.poly, p[0])
+            x, y = y, x
+    m.comm.deliver_matrices(m.matrices)
+    for c in m.matrices:
+        if c.x.numel():  # with many ranks some own no part of a class
+            K.muon_update(c.w, c.low, c.x, stats, s.step_in, s.step_key, c.first, c.distance, c.decay, c.scale)

@@ -17,7 +17,9 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
-from gpt2_triton.model.buffers import param_entries
+from torch import Tensor
+
+from gpt2_triton.model.buffers import State, param_entries
 
 ALIGNMENT = 64  # shards are multiples of as many elements: 128 bytes of bf16, a sector boundary, and whole Philox calls
 
@@ -37,7 +39,8 @@ class Shard(NamedTuple):
     first: int  # flat index
     length: int
     param: int  # offset in `params`
-    moment: int  # in `m`, `v` and `low`
+    moment: int  # in `m` and `low`
+    second: int | None  # in `v`; None for the layers' matrices with Muon, which has no second moments
     grad: int  # in `grads`, at stage 2 in `reduced`
     decay: bool
 
@@ -67,11 +70,12 @@ def grad_offsets(dims: dict[str, int]) -> list[int]:
     return [0, *layers, embed.padded]
 
 
-def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool) -> dict[str, int]:
+def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool, muon: bool = False) -> dict[str, int]:
     """Return the elements of the flat buffers.
 
-    Nf parameters, Nt moments, Nm low bits, Ng gradients, Nr reduced gradients (stage 2), Nx received gradients: one
-    shard of the largest bucket from each of the other ranks.
+    Nf parameters, Nt first and Nv second moments, Nm low bits, Ng gradients, Nr reduced gradients (stage 2), Nx
+    received gradients: one shard of the largest bucket from each of the other ranks.  With Muon, No elements of the
+    layers' matrices, Nc of the largest class of them that a rank orthogonalises.
     """
     all_buckets, zero = buckets(dims), dims["zero"]
     full, layer = sum(b.padded for b in all_buckets), all_buckets[1].padded
@@ -80,7 +84,22 @@ def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool) -> dic
     grads = full if zero < 2 else all_buckets[0].padded + all_buckets[-1].padded + min(dims["L"], 2) * layer
     out = dict(Nf=full, Nt=moments, Nm=moments * master, Ng=grads, Nr=own * (zero == 2))
     out["Nx"] = max(b.padded for b in all_buckets) // dims["ranks"] * (dims["ranks"] - 1)
+    out["Nv"] = moments - muon * _layers_in_moments(dims)
+    out["No"] = muon * sum(b.length for b in all_buckets[1:-1])
+    out["Nc"] = muon * 4 * dims["C"] ** 2 * -(-dims["L"] // dims["ranks"])
     return {name: n * (training or name == "Nf") for name, n in out.items()}
+
+
+def _layers_in_moments(dims: dict[str, int]) -> int:
+    """Return the elements of the layers' buckets in `m` of a rank."""
+    return sum(b.padded for b in buckets(dims)[1:-1]) // (dims["ranks"] if dims["zero"] else 1)
+
+
+def _second(dims: dict[str, int], bucket: int, moment: int) -> int | None:
+    """Return the offset in `v` of what is at `moment` in `m`."""
+    if not dims["No"] or bucket == 0:
+        return moment
+    return moment - _layers_in_moments(dims) if bucket == dims["L"] + 1 else None
 
 
 def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
@@ -92,24 +111,29 @@ def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
         offset = b.start + rank * part
         n = min(part, b.length - begin)
         moment, grad = own if zero else offset, own if zero == 2 else offset
-        out.append(Shard(i, b.first + begin, n, offset, moment, grad, b.decay))
+        out.append(Shard(i, b.first + begin, n, offset, moment, _second(dims, i, moment), grad, b.decay))
         own += part
     return out
 
 
 def updated_shards(dims: dict[str, int], rank: int) -> list[Shard]:
-    """Return what `rank` updates: its own shards, or at stage 0 all parameters, in as few parts as possible."""
+    """Return what `rank` updates: its own shards, or at stage 0 all parameters: the embedding, the layers, the rest."""
     if dims["zero"]:
         shards = owned_shards(dims, rank)
         return [shards[0], shards[-1], *shards[1:-1]]  # the order in which the next forward pass needs them
     out: list[Shard] = []
     for i, b in enumerate(buckets(dims)):
         last = out[-1] if out else None
-        if last and last.decay == b.decay and last.param + last.length == b.start:
+        if last and last.bucket and last.decay == b.decay and last.param + last.length == b.start:
             out[-1] = last._replace(length=last.length + b.length)
         else:
-            out.append(Shard(i, b.first, b.length, b.start, b.start, b.start, b.decay))
+            out.append(Shard(i, b.first, b.length, b.start, b.start, _second(dims, i, b.start), b.start, b.decay))
     return out
+
+
+def reduced_gradients(state: State) -> Tensor:
+    """Return the buffer in which this rank finds the gradients summed over ranks."""
+    return state.grads if state.reduced is None else state.reduced
 
 
 def coalesce(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

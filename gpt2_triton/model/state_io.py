@@ -3,7 +3,8 @@ number of ranks.
 
 tensor   elements  buffer
 params   N         State.params, without the padding between buckets
-m, v     N         State.m, State.v
+m        N         State.m
+v        N         State.v; with Muon without the elements of the layers' matrices
 low      N         State.master_low
 window   2, Nw     State.window, the same on every rank and saved by rank 0
 scale    A         State.scale and State.history of a run in fp8, likewise
@@ -30,7 +31,7 @@ def state_buffers(s: State) -> dict[str, Tensor]:
 def checkpoint_spec(s: State, dims: dict[str, int]) -> dict[str, Tensor]:
     """Return a checkpoint's tensors without memory, on the device "meta"."""
     return {
-        name: torch.empty(t.shape if name in EQUAL else (dims["N"],), dtype=t.dtype, device="meta")
+        name: torch.empty(t.shape if name in EQUAL else (_elements(name, dims),), dtype=t.dtype, device="meta")
         for name, t in state_buffers(s).items()
     }
 
@@ -41,13 +42,22 @@ def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Te
     equal = {name: [buffers.pop(name)] for name in EQUAL & buffers.keys()}
     out = equal if rank == 0 else {}
     for name, flat in buffers.items():
-        out[name] = [flat[at : at + n] for at, n in sharding.coalesce((_start(name, p), p.length) for p in owned)]
+        spans = ((at, p.length) for p in owned if (at := _start(name, p)) is not None)
+        out[name] = [flat[at : at + n] for at, n in sharding.coalesce(spans)]
     return out
 
 
 def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
-    """Return, for a checkpoint's state.json, (flat index, elements) of each slice of the shards; empty for one rank."""
-    return {"shares": [[p.first, p.length] for p in sharding.owned_shards(dims, rank)]} if dims["ranks"] > 1 else {}
+    """Return, for a checkpoint's state.json, (flat index, elements) of each slice of the shards, and with Muon those of
+    `v` by its own elements; empty for one rank.
+    """
+    if dims["ranks"] == 1:
+        return {}
+    shards = sharding.owned_shards(dims, rank)
+    spans = {"shares": [[p.first, p.length] for p in shards]}
+    if dims["No"]:
+        spans["second_shares"] = [[_first("v", p, dims), p.length] for p in shards if p.second is not None]
+    return spans
 
 
 def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) -> None:
@@ -61,19 +71,32 @@ def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) 
             continue
         for p in all_params if name == "params" else own:
             at = _start(name, p)
-            buffers[name][at : at + p.length].copy_(tensor[p.first : p.first + p.length])
+            first = _first(name, p, dims)
+            if at is not None:
+                buffers[name][at : at + p.length].copy_(tensor[first : first + p.length])
 
 
 def state_digest(s: State, dims: dict[str, int]) -> str:
     """Return the sha256 of the weights in flat order, and of the moments if every rank holds all of them."""
     digest, buffers = hashlib.sha256(), state_buffers(s)
     names = ["params"] if dims["zero"] else ["params", "m", "v", "low"]
-    for flat in (buffers[name] for name in names if name in buffers):
-        for bucket in sharding.buckets(dims):
-            part = flat[bucket.start : bucket.start + bucket.length]
-            digest.update(part.cpu().view(torch.uint8).numpy().data)
+    for name in (name for name in names if name in buffers):
+        for p in sharding.updated_shards(dims | dict(zero=0), 0):
+            if (at := _start(name, p)) is not None:
+                digest.update(buffers[name][at : at + p.length].cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _start(name: str, p: sharding.Shard) -> int:
-    return p.param if name == "params" else p.moment
+def _elements(name: str, dims: dict[str, int]) -> int:
+    """Return the elements of a checkpoint's tensor."""
+    return dims["N"] - (dims["No"] if name == "v" else 0)
+
+
+def _first(name: str, p: sharding.Shard, dims: dict[str, int]) -> int:
+    """Return the index of a shard's first element in a checkpoint's tensor."""
+    return p.first - (dims["N"] - _elements(name, dims) if p.bucket == dims["L"] + 1 else 0)
+
+
+def _start(name: str, p: sharding.Shard) -> int | None:
+    """Return the offset of a shard in the buffer of this tensor; None if the buffer does not have it."""
+    return {"params": p.param, "v": p.second}.get(name, p.moment)

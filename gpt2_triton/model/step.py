@@ -18,7 +18,7 @@ STEPS = 3  # one that is launched, one whose results are read, and the one befor
 class StepResult(NamedTuple):
     loss: float
     norm: float
-    applied: bool  # False: AdamW changed nothing, as loss or norm was an outlier or not finite
+    applied: bool  # False: the update changed nothing, as loss or norm was an outlier or not finite
     seconds: float  # from the end of the previous step to the end of this one
     z: tuple[float, float]  # z-scores of loss and norm among the last 128; 0 while there are fewer
     stop: bool = False  # a rank received a signal before this step began

@@ -67,6 +67,7 @@ class StatsRecorder:
         slots: dict[str, list[int]] = {}
         for slot, (name, _) in enumerate(self._tracked):
             slots.setdefault(name, []).append(slot)
+        self._matrix_grads: dict[int, Tensor] = {}
         self._fp8_seen: set[int] = set()  # what the backward pass computes again is counted once
         slots["dx"].reverse()  # the backward pass begins with the last point of the residual stream
         self._next_slot = {name: iter(order) for name, order in slots.items()}
@@ -78,6 +79,10 @@ class StatsRecorder:
         def launch_and_record(*args: Any, **keywords: Any) -> None:
             if launcher == "adamw":
                 self._parameters(*args)
+            elif launcher == "muon_momentum":
+                self._matrix_grads[args[0].data_ptr()] = args[2]  # those of the matrices that muon_update will name
+            elif launcher == "muon_update":
+                self._matrices(*args)
             launch(*args, **keywords)
             for output in args[: getattr(launch, "outputs", 0)] if len(self.buffers) > 2 else ():
                 if hasattr(output, "rows"):
@@ -98,11 +103,22 @@ class StatsRecorder:
             self._fp8_seen.add(slot)
 
     def _parameters(self, w: Tensor, m: Tensor, v: Tensor, low: Any, g: Tensor, step_out: Tensor, step_in: Tensor,
-                    step_key: Any, first: int, decay: float, *betas_eps: float) -> None:  # fmt: skip
+                    step_key: Any, first: int, decay: float, lr_factor: float, *betas_eps: float) -> None:  # fmt: skip
         for out, (start, stop) in zip(self.buffers[1], self._spans, strict=True):
             r = slice(max(start, first) - first, min(stop, first + w.numel()) - first)
             if r.start < r.stop:
-                self._K.parameter_stats(out, w[r], m[r], v[r], g[r], step_out, step_in, decay, *betas_eps)
+                self._K.parameter_stats(out, w[r], m[r], v[r], g[r], step_out, step_in, decay, lr_factor, *betas_eps)
+
+    def _matrices(self, w: Tensor, low: Any, x: Tensor, step_out: Tensor, step_in: Tensor, step_key: Any, first: int,
+                  distance: int, decay: float, scale: float) -> None:  # fmt: skip
+        g, n = self._matrix_grads[x.data_ptr()], w.shape[1]
+        for layer in range(len(w)):
+            at = first + layer * distance
+            for out, (start, stop) in zip(self.buffers[1], self._spans, strict=True):
+                r = slice(max(start, at) - at, min(stop, at + n) - at)
+                if r.start < r.stop:
+                    parts = w[layer, r], x[layer, r], g[layer, r]
+                    self._K.muon_stats(out, *parts, step_out, step_in, decay, scale)
 
     def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Record:
         """Return the record of a step from host copies of `buffers`; the first alone gives activations only.  All ranks

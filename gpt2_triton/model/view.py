@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gpt2_triton.config.schema import OptimConfig
-from gpt2_triton.model import sharding
+from gpt2_triton.model import muon, sharding
 from gpt2_triton.model.arena import MemoryPlan, carve
 from gpt2_triton.model.buffers import Acts, Params, Recompute, State, param_views
 from gpt2_triton.model.communicator import Communicator
@@ -25,6 +25,7 @@ class UpdateSpan(NamedTuple):
     g: Tensor
     first: int
     decay: float
+    lr_factor: float
 
 
 @dataclasses.dataclass
@@ -52,6 +53,7 @@ class ModelView:
     comm: Communicator  # to the other ranks
     norm_grads: list[Tensor]  # the gradients whose squares this rank sums for the norm
     updates: list[UpdateSpan]
+    matrices: list[muon.MatrixClass]  # empty without Muon
     fp8: bool  # some operands are in fp8
     fp8_weights: list[list[Any]]  # of each layer
     fp8_again: list[list[Any]]  # fp8 operands of each layer that the backward pass casts again
@@ -87,7 +89,8 @@ def make_view(
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
-        updates=list(_update_spans(state, d, rank, optim.weight_decay)) if training else [],
+        updates=list(_update_spans(state, d, rank, optim)) if training else [],
+        matrices=list(muon.matrix_classes(state, d, rank, optim)) if state.orth is not None else [],
     )  # fmt: skip
 
 
@@ -100,20 +103,18 @@ def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Tensor]:
     )
 
 
-def _reduced(state: State) -> Tensor:
-    """Return the buffer in which this rank finds the gradients summed over ranks."""
-    return state.grads if state.reduced is None else state.reduced
-
-
 def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:
     """Return this rank's shard of the gradients in as few spans as possible."""
     spans = sharding.coalesce((p.grad, p.length) for p in sharding.owned_shards(dims, rank))
-    return [_reduced(state)[start : start + n] for start, n in spans]
+    return [sharding.reduced_gradients(state)[start : start + n] for start, n in spans]
 
 
-def _update_spans(state: State, dims: dict[str, int], rank: int, weight_decay: float) -> Iterator[UpdateSpan]:
+def _update_spans(state: State, dims: dict[str, int], rank: int, optim: OptimConfig) -> Iterator[UpdateSpan]:
     for p in sharding.updated_shards(dims, rank):
-        own = slice(p.moment, p.moment + p.length)
+        if p.second is None:
+            continue
+        own, v = slice(p.moment, p.moment + p.length), state.v[p.second : p.second + p.length]
         low = None if state.master_low is None else state.master_low[own]
-        w, g = state.params[p.param : p.param + p.length], _reduced(state)[p.grad : p.grad + p.length]
-        yield UpdateSpan(p.bucket, w, state.m[own], state.v[own], low, g, p.first, weight_decay if p.decay else 0.0)
+        w, g = state.params[p.param : p.param + p.length], sharding.reduced_gradients(state)[p.grad : p.grad + p.length]
+        decay, lr_factor = optim.weight_decay if p.decay else 0.0, optim.embed_lr if p.bucket == 0 else 1.0
+        yield UpdateSpan(p.bucket, w, state.m[own], v, low, g, p.first, decay, lr_factor)

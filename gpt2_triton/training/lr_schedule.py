@@ -6,7 +6,9 @@
     cosine      low + (lr - low) * (1 + cos(pi * r)) / 2                r = (step - W) / (N - W)
     linear      lr - (lr - low) * r                                     the same r
     wsd         lr until D, then low + (lr - low) * (1 - sqrt(q))       q = (step - D) / (N - D)
-r and q reach 1 at step N, one after the last, so the last step N - 1 is a little above low.  These are llm.c's curves.
+    trapezoid   lr until D, then lr - (lr - low) * q                    the same q
+r and q reach 1 at step N, one after the last, so the last step N - 1 is a little above low.  All but the last curve are
+llm.c's.
 """
 
 import math
@@ -33,7 +35,7 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
     if optim.schedule == "constant" or step < decay_start:
         return optim.lr
     q = (step - decay_start) / (steps - decay_start)
-    return low + (optim.lr - low) * (1 - math.sqrt(q))
+    return low + (optim.lr - low) * (1 - (math.sqrt(q) if optim.schedule == "wsd" else q))
 
 
 def step_inputs(step: int, config: Config, loss_scale: float) -> np.ndarray:

@@ -12,7 +12,7 @@ def test_verify_passes_on_all_kernels(capsys):
     code = accuracy.verify()
     text = capsys.readouterr().out
     assert code == 0, text
-    for op in ("layernorm", "matmul_gelu", "attention HS 80", "classifier", "embedding", "adamw bf16"):
+    for op in ("layernorm", "matmul_gelu", "attention HS 80", "classifier", "embedding", "adamw bf16", "muon 64x256"):
         assert op in text
 
 

@@ -80,7 +80,8 @@ def test_candidates_begin_with_the_current_row_and_keep_fixed_values(name, op):
 
 
 DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "sample_token"}  # in no training step
-TRAINING = {op for op, _ in H200.rows} - DECODING
+MUON = {"muon_symmetric", "muon_apply"}  # tune trains with AdamW
+TRAINING = {op for op, _ in H200.rows} - DECODING - MUON
 
 
 def test_space_covers_training_rows_except_wide_heads():

@@ -26,7 +26,7 @@ def test_check_tensors_raises_a_table_of_the_differences():
 
 
 FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size data.tokenizer data.seed data.align
-    train.seq_len train.total_batch_tokens train.dtype train.seed optim.master""".split()
+    train.seq_len train.total_batch_tokens train.dtype train.seed optim.name optim.master""".split()
 UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]
 
 
@@ -45,6 +45,8 @@ def test_keys_of_later_versions_have_the_value_of_earlier_runs():
     assert resume.config_differences({"data": {"seed": 1}}, current) == ({}, {})
     current["data"]["align"] = "document"
     assert resume.config_differences({"data": {"seed": 1}}, current) == ({"data.align": ("none", "document")}, {})
+    fatal, _ = resume.config_differences({"optim": {}}, {"optim": {"name": "muon"}})
+    assert fatal == {"optim.name": ("adamw", "muon")}
 
 
 def test_check_config_returns_free_changes_and_raises_a_table_of_fatal_ones():

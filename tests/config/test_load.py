@@ -33,7 +33,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("optim: {lr: 0}", {}, "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)"),
     ("optim: {lr: .nan}", {}, "x.yaml:1: optim.lr: must be a finite number"),
     ("optim: {beta2: 1.0}", {}, "x.yaml:1: optim.beta2: must be less than 1, got 1.0"),
-    ("optim: {schedule: cos}", {}, "must be 'cosine', 'linear', 'constant' or 'wsd', got 'cos'"),
+    ("optim: {schedule: cos}", {}, "must be 'cosine', 'linear', 'constant', 'wsd' or 'trapezoid', got 'cos'"),
     ("", {"train.dtype": "fp16"}, "--train.dtype: must be 'bf16' or 'fp32', got 'fp16'"),
     ("", {"memory.recompute": "all"}, "--memory.recompute: must be auto, none, gelu"),
     ("", {"memory.recompute": "none:2"}, "or gelu+ln:4 for 4 layers, got 'none:2'"),

@@ -64,6 +64,7 @@ def test_missing_file_called_like_a_recipe_is_refused_with_the_name(path):
         ("124m", "gpt2_124m"),
         ("gpt2-124M", "gpt2_124m"),
         ("quick", "quickstart"),
+        ("fast", "gpt2_124m_fast"),
         ("quikstart", "quickstart"),
         ("shakespeare", "finetune_shakespeare"),
         ("gpt2_1.5b", None),  # as near to one as to another

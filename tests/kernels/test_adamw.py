@@ -23,11 +23,11 @@ lengths = pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
 class Adam:
     """Weights in one of the three storages, with the other arguments of adamw; m and v start as zeros."""
 
-    def __init__(self, w, storage, seed=SEED, first=0, decay=DECAY):
+    def __init__(self, w, storage, seed=SEED, first=0, decay=DECAY, lr_factor=1.0):
         self.w = w.to(torch.float32 if storage == "fp32" else torch.bfloat16, copy=True)
         self.low = torch.zeros(len(w), dtype=torch.int16, device=DEVICE) if storage == "master" else None
         self.m, self.v = torch.zeros(2, len(w), device=DEVICE)
-        self.seed, self.first, self.decay, self.t = seed, first, decay, 0
+        self.seed, self.first, self.decay, self.lr_factor, self.t = seed, first, decay, lr_factor, 0
 
     def step(self, g, lr=1e-3, factor=1.0, applied=1.0):
         nan, t = float("nan"), self.t + 1
@@ -36,7 +36,7 @@ class Adam:
         key = [self.t, self.seed & 0x7FFFFFFF, self.seed >> 31, 0]
         key = torch.tensor(key, dtype=torch.int32, device=DEVICE)
         state = self.w, self.m, self.v, self.low
-        adamw(*state, g, step_out, step_in, key, self.first, self.decay, BETA1, BETA2, EPSILON)
+        adamw(*state, g, step_out, step_in, key, self.first, self.decay, self.lr_factor, BETA1, BETA2, EPSILON)
         self.t = t
         return self
 
@@ -79,6 +79,13 @@ def test_adamw_matches_torch_over_ten_steps(rng, n, decay):
     assert error(ours.w, leaf.detach()) < 2e-6  # ten roundings to fp32, and those of m and v
     # 1 - beta2 of an fp32 beta2 has a relative error of up to 6e-7
     assert error(ours.m, state["exp_avg"]) < 2e-6 and error(ours.v, state["exp_avg_sq"]) < 4e-6
+
+
+@storages
+def test_adamw_multiplies_the_learning_rate_by_its_factor(rng, storage):
+    w, g = rng(1000), rng(1000)
+    runs = Adam(w, storage, lr_factor=2.0).step(g, lr=1e-3), Adam(w, storage).step(g, lr=2e-3)  # 2 is exact
+    assert torch.equal(runs[0].bits(), runs[1].bits())
 
 
 @pytest.mark.parametrize("storage", ["bf16", "master"])

@@ -7,7 +7,7 @@ from gpt2_triton.kernels.contract import LAUNCHERS
 from tests.support import reference
 
 INTERNAL = {"column_sums"}  # called by launchers only
-STATISTICS = {"tensor_stats", "parameter_stats"}  # tests/model/test_tensor_stats.py compares them with numpy
+STATISTICS = {"tensor_stats", "parameter_stats", "muon_stats"}  # tests/model/test_tensor_stats.py
 FP8 = {"cast_operand", "roll_scales", "fp8_stats"}  # tests/kernels/test_fp8.py
 
 

@@ -51,6 +51,10 @@ def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
     large = [
         (K.matmul_dx_dgelu, (x(R, 4 * C), f(4 * C), x(R, 4 * C), scratch, x(R, C), x(C, 4 * C), x(R, 4 * C), True)),
         (K.matmul_dw, (f(C, C), scratch, x(R, C), x(R, C), True)),
+        (K.muon_gram, (x(12, C, C), x(12, C, 4 * C))),
+        (K.muon_gram, (x(12, C, C), x(12, 4 * C, C))),
+        (K.muon_poly, (x(12, C, C), x(12, C, C), 1.0, 2.0)),
+        (K.muon_apply, (x(12, C, 4 * C), x(12, C, 4 * C), x(12, C, C), 1.0)),
         (K.classifier_fwd, (x(R, VP), scratch, x(R, C), x(VP, C), f(R), targets, 50257)),
         (K.classifier_dx, (x(R, C), x(R, VP), x(VP, C), f(R), f(R), targets)),
     ]
@@ -64,7 +68,13 @@ def calls(dtype: str, wide: bool) -> list[tuple[str, tuple]]:
             K.embedding_bwd,
             (f(VP, C), f(1024, C), scratch, x(R, C), x(R, C), f(R), i(2 * R), i(R, 4), i(64, 4), 1024, False),
         ),
-        (K.adamw, (x(R * C), f(R * C), f(R * C), None, f(R * C), f(4), f(8), i(4), 0, 0.1, 0.9, 0.95, 1e-8)),
+        (K.muon_momentum, (x(12, 4 * C * C), f(12, 4 * C * C), f(12, 4 * C * C), f(4), 0.95)),
+        (K.muon_normalise, (x(12, C, 4 * C), scratch, x(12, C, 4 * C))),
+        (
+            K.muon_update,
+            (x(12, 4 * C * C), None, x(12, 4 * C * C), f(4), f(8), i(4), 0, 12 * C * C, 0.1, 0.2),
+        ),
+        (K.adamw, (x(R * C), f(R * C), f(R * C), None, f(R * C), f(4), f(8), i(4), 0, 0.1, 1.0, 0.9, 0.95, 1e-8)),
     ]
     for c in (768, 1600):
         norm = (x(R, c), x(R, c), x(c), x(c), f(R), f(R), False)

@@ -22,6 +22,7 @@ KERNELS = {
     "layernorm_fwd": "_layernorm_fwd_kernel",
     "layernorm_bwd": "_layernorm_bwd_kernel",
     "sum_squares": "_sum_squares_kernel",
+    "muon_momentum": "_momentum_kernel",
 }
 
 

@@ -51,10 +51,10 @@ def wrap_phases(monkeypatch, before=lambda phase: None, after=lambda phase: None
         monkeypatch.setattr(schedule, phase, wrapped(phase, getattr(schedule, phase)))
 
 
-def recorded_step(level: str, monkeypatch) -> tuple[GPT2, list]:
+def recorded_step(level: str, monkeypatch, **sections: dict) -> tuple[GPT2, list]:
     """Return a model in whose arena no two buffers share a byte, and the launches of its step."""
     monkeypatch.setattr(gpt2_triton.model.memory_plan, "place_buffers", side_by_side)
-    model = kernel_model(level)
+    model = kernel_model(level, **sections)
     model.K = NoLaunch()
     wrap_phases(monkeypatch, before=lambda phase: setattr(model.K, "phase", phase))
     train_steps(model, 1)

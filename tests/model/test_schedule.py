@@ -40,12 +40,12 @@ def test_loss_and_gradients_equal_autograd(level):
 
 
 def test_three_updates_equal_torch_adamw():
-    """Decay on matrices only, bias correction, clipping: losses and norms of three steps, and the last weights."""
-    model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=dict(lr=0.01, clip=0.5))
+    """Decay on matrices only, bias correction, clipping, the embedding's rate: losses, norms, and the last weights."""
+    model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=dict(lr=0.01, clip=0.5, embed_lr=2.0))
     d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
     got = train_steps(model, 3)
     steps = [batches(model.config, 1, seed=step)[0] for step in range(3)]
-    settings = dict(betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip)
+    settings = dict(betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, clip=o.clip, embed_lr=o.embed_lr)
     losses, norms = torch_reference.train(params, d, steps, [o.lr] * 3, **settings)
     # lr and bias corrections are float32, 6e-8 relative, and reach the next gradient through the weights
     np.testing.assert_allclose([loss for loss, _, _ in got], losses, rtol=1e-6)

@@ -44,11 +44,12 @@ def test_updated_shards_are_all_parameters_or_the_owned_shards(ranks, zero):
     assert covered_length([[[p.first, p.length] for p in own]]) == total()
 
 
-def test_one_rank_has_no_padding_and_two_updates():
+def test_one_rank_has_no_padding_and_updates_embedding_layers_and_rest():
     dims = dims_of(1, 0)
     assert dims["Nf"] == dims["Nt"] == dims["Ng"] == total() and dims["Nr"] == dims["Nx"] == 0
-    matrices, rest = sharding.updated_shards(dims, 0)
-    assert (matrices.decay, rest.decay) == (True, False) and matrices.length == rest.first == rest.param
+    embed, layers, rest = sharding.updated_shards(dims, 0)
+    assert (embed.decay, layers.decay, rest.decay) == (True, True, False)
+    assert embed.length == layers.first == layers.param and layers.first + layers.length == rest.first == rest.param
 
 
 @pytest.mark.parametrize("ranks", RANKS[1:])

@@ -14,7 +14,7 @@ import gpt2_triton.model.memory_plan
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.distributed.control import SINGLE_PROCESS
-from gpt2_triton.kernels.tensor_stats import parameter_stats, stats_parts, tensor_stats
+from gpt2_triton.kernels.tensor_stats import muon_stats, parameter_stats, stats_parts, tensor_stats
 from gpt2_triton.model.buffers import param_entries
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, activation_name, first_non_finite, format_summary
@@ -56,7 +56,7 @@ def test_tensor_stats_count_and_leave_out_non_finite_elements(rng):
 
 @pytest.mark.parametrize("applied", [1.0, 0.0])
 def test_parameter_stats_give_the_update_of_adamw(rng, applied):
-    n, decay, betas_eps = 5000, 0.1, (0.9, 0.95, 1e-8)
+    n, scaling, betas_eps = 5000, (0.1, 2.0), (0.9, 0.95, 1e-8)  # decay and lr_factor
     w, m, g, out = rng(n), 0.01 * rng(n), rng(n), poisoned(5, stats_parts())
     v = m.square() + 1e-3
     stats = torch.tensor([0.0, 0.0, 0.5, applied], device=DEVICE)
@@ -64,13 +64,27 @@ def test_parameter_stats_give_the_update_of_adamw(rng, applied):
         torch.tensor([1e-2, 2.0, 3.0, 0, 0, 0, 0, 0], device=DEVICE),
         torch.zeros(4, dtype=torch.int32).to(DEVICE),
     )
-    parameter_stats(out, w, m, v, g, stats, hyper, decay, *betas_eps)
+    parameter_stats(out, w, m, v, g, stats, hyper, *scaling, *betas_eps)
     before = w.double()
-    K.adamw(w, m, v, None, g, stats, hyper, key, 0, decay, *betas_eps)
+    K.adamw(w, m, v, None, g, stats, hyper, key, 0, *scaling, *betas_eps)
     assert finish(out)[0] == pytest.approx(g.double().square().sum().item(), rel=SUMS)
     assert out[3].sum().item() == pytest.approx(before.square().sum().item(), rel=SUMS)
     # w's own rounding, 6e-8 of w, is 6e-6 of an update of a hundredth of it
     assert out[4].sum().item() == pytest.approx((w.double() - before).square().sum().item(), rel=1e-4)
+
+
+def test_muon_stats_give_the_update_of_muon(rng):
+    n, scaling, out = 5000, (0.1, 3.0), poisoned(5, stats_parts())  # decay and scale
+    w, x, g = rng(1, n), rng(1, n) / 50, rng(1, n)
+    stats = torch.tensor([0.0, 0.0, 0.5, 1.0], device=DEVICE)
+    step_in, key = torch.tensor([1e-2] + [0.0] * 7, device=DEVICE), torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    muon_stats(out, w[0], x[0], g[0], stats, step_in, *scaling)
+    before = w.double()
+    K.muon_update(w, None, x, stats, step_in, key, 0, 0, *scaling)
+    assert finish(out)[0] == pytest.approx(g.double().square().sum().item(), rel=SUMS)
+    assert out[3].sum().item() == pytest.approx(before.square().sum().item(), rel=SUMS)
+    # w's own rounding, 6e-8 of w, is 6e-5 of an update of a thousandth of it
+    assert out[4].sum().item() == pytest.approx((w.double() - before).square().sum().item(), rel=1e-3)
 
 
 # ---- a whole step ----

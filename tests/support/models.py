@@ -33,10 +33,10 @@ def exact_model(level: str = "none", **changes: dict) -> GPT2:
     return model
 
 
-def kernel_model(level: str = "none", dtype: str = "fp32") -> GPT2:
+def kernel_model(level: str = "none", dtype: str = "fp32", **sections: dict) -> GPT2:
     """Return the tiny model in the real kernels: two micro-steps, padded vocabulary, head chunks of 20 and 12 rows."""
     train, memory = dict(dtype=dtype, total_batch_tokens=64), dict(recompute=level, head_rows=20)
-    model, _ = tiny_model(model=dict(vocab_size=300), train=train, memory=memory, sample=dict(every=1))
+    model, _ = tiny_model(model=dict(vocab_size=300), train=train, memory=memory, sample=dict(every=1), **sections)
     model.eager = True  # tests look at single launches, or replace K
     randomise(model)
     return model

@@ -268,15 +268,47 @@ def skip_outliers(step_out, window, z, step_in):
         step_out[io.APPLY] = 0.0
 
 
-def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, beta1, beta2, eps):
+def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, lr_factor, beta1, beta2, eps):
     """Update w, m and v, unless APPLY is 0; in float64, so nothing is rounded."""
     if step_out[io.APPLY] == 0:
         return
-    lr, m_correction, v_correction = step_in[io.LR], step_in[io.M_CORRECTION], step_in[io.V_CORRECTION]
+    lr, m_correction, v_correction = step_in[io.LR] * lr_factor, step_in[io.M_CORRECTION], step_in[io.V_CORRECTION]
     grad = g * step_out[io.CLIP_FACTOR]
     m.copy_(m + (1 - beta1) * (grad - m))
     v.copy_(v + (1 - beta2) * (grad * grad - v))
     w.copy_(w - lr * (m * m_correction / ((v * v_correction).sqrt() + eps) + decay * w))
+
+
+# ---- Muon ----
+
+
+def muon_momentum(x, m, g, step_out, momentum):
+    if step_out[io.APPLY] != 0:
+        grad = g * step_out[io.CLIP_FACTOR]
+        m.copy_(momentum * m + (1 - momentum) * grad)
+        x.copy_(momentum * m + (1 - momentum) * grad)
+
+
+def muon_normalise(out, scratch, x):
+    """Divide each matrix by 1.02 times its Frobenius norm, or by 1e-12 if that is more."""
+    out.copy_(x / (1.02 * torch.linalg.matrix_norm(x)).clamp(min=1e-12)[:, None, None])
+
+
+def muon_gram(gram, x):
+    gram.copy_(x.mT @ x if x.shape[1] > x.shape[2] else x @ x.mT)
+
+
+def muon_poly(poly, gram, b, c):
+    poly.copy_(b * gram + c * gram @ gram)
+
+
+def muon_apply(out, x, poly, a):
+    out.copy_(a * x + (x @ poly if x.shape[1] > x.shape[2] else poly @ x))
+
+
+def muon_update(w, low, x, step_out, step_in, step_key, first, distance, decay, scale):
+    if step_out[io.APPLY] != 0:
+        w.copy_(w - step_in[io.LR] * (scale * x + decay * w))
 
 
 def normal_init(w, low, seed, first, std):

@@ -17,7 +17,7 @@ def curve(schedule, **keys):
     return [learning_rate(step, optim, STEPS) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd", "trapezoid"])
 def test_learning_rate_warmup_is_linear_and_ends_at_the_peak(schedule):
     lrs = curve(schedule)
     assert lrs[:WARMUP] == pytest.approx([LR * n / WARMUP for n in range(1, WARMUP + 1)])
@@ -38,6 +38,13 @@ def test_learning_rate_of_wsd_is_constant_then_falls_with_the_square_root():
     lrs = curve("wsd", final_frac=0.1, wsd_decay_frac=0.2)
     assert set(lrs[WARMUP:800]) == {LR}
     assert lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - math.sqrt(0.25)))
+
+
+def test_learning_rate_of_trapezoid_is_constant_then_falls_linearly():
+    lrs = curve("trapezoid", final_frac=0.1, wsd_decay_frac=0.2)
+    assert set(lrs[WARMUP:800]) == {LR}
+    assert lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - 0.25))
+    assert lrs[-1] == pytest.approx(0.1 * LR + 0.9 * LR / 200)  # a 200th of the decay remains, as with `linear`
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])

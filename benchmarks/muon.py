@@ -1,0 +1,145 @@
+"""Checks Muon's kernels against float64, and times its update beside AdamW's, on a GPU.
+
+python -m benchmarks.muon [SIZE ...]     default d12 d48
+
+For each size: the error of each kernel and PyTorch's for the same storage; the singular values of the orthogonalised
+momentum of random gradients; milliseconds and TFLOP/s of each launch, with the products of a symmetric matrix counted
+once; the update and a step of one micro-batch with either optimizer, AdamW's again after Muon's because clocks drift.
+The share of a step of the recipe's tokens is calculated from them.  Exit code 1 if a kernel is out of its bound.
+"""
+
+import dataclasses
+import gc
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+import triton
+
+import gpt2_triton.kernels as K
+from benchmarks import accuracy
+from benchmarks.our_gpt2 import run_steps
+from benchmarks.sizes import SIZES, T, config_of, tokens_of
+from gpt2_triton.config.config import Config
+from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.muon import POLAR_EXPRESS, MatrixClass
+from gpt2_triton.model.view import ModelView
+
+STEPS, WARM = 24, 6
+STEP_TOKENS = {"d48": 1_048_576}  # of the recipe; 524,288 of the others
+
+
+def check_kernels(C: int) -> bool:
+    """Print the errors of the kernels for width C; return whether all are within their bounds."""
+    torch.manual_seed(0)
+    passed = True
+    for c in accuracy.muon(dataclasses.replace(accuracy.Sizes(), C=C)):
+        ours, torchs, ok = c.verdict()
+        passed &= ok
+        print(f"{c.op:<18}{c.output:<12}{ours:>10.1e}{torchs:>10.1e}  {'ok' if ok else 'FAIL'}")
+    return passed
+
+
+def model_of(size: str, optimizer: str) -> GPT2:
+    config = config_of(size, *SIZES[size])
+    config = Config.model_validate(config.to_dict() | {"optim": config.optim.model_dump() | {"name": optimizer}})
+    model = GPT2(config, K, "cuda")
+    model.compile()
+    model.initialise(config.train.seed)
+    return model
+
+
+def milliseconds(launch: Callable[[], None]) -> float:
+    return triton.testing.do_bench_cudagraph(launch, rep=200)
+
+
+def times(size: str, optimizer: str) -> tuple[float, float]:
+    """Return the milliseconds of an update and of a step of one micro-batch; with Muon print those of its launches."""
+    model = model_of(size, optimizer)
+    packed = pack_batch(None, *tokens_of(model.B), model.config.model.vocab_size).pin_memory()
+    steps = [result.seconds * 1e3 for result in run_steps(model, packed, range(STEPS))][WARM:]
+    update = milliseconds(lambda: model._update(False))
+    if optimizer == "muon":
+        print_launches(model.train_view)
+    model.release_graphs()
+    return update, statistics.median(steps)
+
+
+def print_launches(m: ModelView) -> None:
+    """Print time and speed of each launch, and the singular values of the last update's matrices."""
+    s, stats, (a, b, c) = m.s, m.s.step_out[:4], POLAR_EXPRESS[0]
+    rows = stats, s.step_in, s.step_key
+    print(f"{'launch':<16}{'matrices':<18}{'a step':>7}{'ms':>9}{'ms a step':>11}{'TFLOP/s':>9}")
+    for k in m.matrices:
+        count, M, N = k.owned.shape
+        C = min(M, N)
+        launches: list[tuple[str, int, float, Callable[[], None]]] = [
+            ("muon_momentum", 1, 0, lambda k=k: K.muon_momentum(k.x, k.m, k.g, stats, k.momentum)),
+            ("muon_normalise", 1, 0, lambda k=k: K.muon_normalise(k.next, m.a.scratch, k.owned)),
+            ("muon_gram", 5, C * (C + 1) * max(M, N), lambda k=k: K.muon_gram(k.gram, k.next)),
+            ("muon_poly", 5, C * (C + 1) * C, lambda k=k: K.muon_poly(k.poly, k.gram, b, c)),
+            ("muon_apply", 5, 2 * M * N * C, lambda k=k: K.muon_apply(k.owned, k.next, k.poly, a)),
+            (
+                "muon_update",
+                1,
+                0,
+                lambda k=k: K.muon_update(k.w, k.low, k.x, *rows, k.first, k.distance, k.decay, k.scale),
+            ),
+        ]
+        for name, each, flops, launch in launches:
+            ms = milliseconds(launch)
+            speed = f"{count * flops / ms / 1e9:>9.0f}" if flops else ""
+            print(f"{name:<16}{f'{count} x {M} x {N}':<18}{each:>7}{ms:>9.3f}{each * ms:>11.3f}{speed}")
+    print_singular_values(m)
+
+
+def print_singular_values(m: ModelView) -> None:
+    """Orthogonalise random matrices with the model's buffers, and print the range of the first one's singular values.
+
+    Those of a square random matrix come close to 0: the tenth of them that is smallest is left out.
+    """
+    for k in m.matrices:
+        k.owned.copy_(torch.randn_like(k.owned))
+        orthogonalise(m, k)
+        values = torch.linalg.svdvals(k.owned[0].double())
+        kept = values[: len(values) * 9 // 10]
+        print(f"singular values {tuple(k.owned.shape)}: {kept.min():.3f} to {kept.max():.3f}")
+
+
+def orthogonalise(m: ModelView, k: MatrixClass) -> None:
+    K.muon_normalise(k.next, m.a.scratch, k.owned)
+    x, y = k.next, k.owned
+    for a, b, c in k.polynomials:
+        K.muon_gram(k.gram, x)
+        K.muon_poly(k.poly, k.gram, b, c)
+        K.muon_apply(y, x, k.poly, a)
+        x, y = y, x
+
+
+def main(sizes: list[str]) -> int:
+    if not torch.cuda.is_available():
+        print("benchmarks.muon needs a GPU", file=sys.stderr)
+        return 2
+    passed = True
+    for size in sizes:
+        print(f"\n{size}: {torch.cuda.get_device_name()}")
+        passed &= check_kernels(config_of(size, *SIZES[size]).model.n_embd)
+        measured = []
+        for optimizer in ("adamw", "muon", "adamw"):
+            measured.append(times(size, optimizer))
+            gc.collect()  # frees the arena
+            torch.cuda.empty_cache()
+            update, step = measured[-1]
+            print(f"{optimizer:<6} update {update:.3f} ms, step of {SIZES[size].batch * T:,} tokens {step:.2f} ms")
+        adamw, adamw_step = (statistics.mean(pair) for pair in zip(measured[0], measured[2]))
+        more = measured[1][0] - adamw
+        tokens = STEP_TOKENS.get(size, 524_288)
+        whole = (adamw_step - adamw) * tokens / (SIZES[size].batch * T) + adamw
+        print(f"Muon takes {more:+.3f} ms more, {more / whole:+.2%} of a step of {tokens:,} tokens (calculated)")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or ["d12", "d48"]))

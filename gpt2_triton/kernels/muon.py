@@ -1,0 +1,262 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for the weight matrices of the layers.
+
+    g  = grad * clip factor
+    m += alpha * (g - m),    x = m + alpha * (g - m)     alpha = 1 - momentum; x is a step ahead (Nesterov)
+    x  = x / (1.02 * ||x||)                              Frobenius norm: no singular value is above 1
+    x  = a * x + (b * A + c * A A) x,    A = x x^T       repeated: an odd polynomial of each singular value
+    w -= lr * (scale * x + decay * w)                    scale = 0.2 * sqrt(longer side)
+
+The polynomials bring all singular values close to 1 (model/muon.py has them): the update is nearly the polar factor
+U V^T of x = U S V^T.  Its elements have an rms of 1 / sqrt(longer side), so that scale makes it 0.2, about that of
+AdamW, and both take the same learning rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982).
+
+Each launch takes all matrices of one shape: [k, M, N], the matrices any distance apart, which are the same in each of
+their rows and columns.  A matrix's bits depend on its size and not on the others.  If M > N, A is x^T x, and the
+polynomial is multiplied from the right.  A and b A + c A A are symmetric bit for bit: tiles on and below the diagonal
+are computed, and stored twice.  Sums are fp32 in a fixed order, none is split.
+
+muon_momentum and muon_update take a part of the matrices of each layer: [L, n], the layers any distance apart.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.device_math import dot
+from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR
+from gpt2_triton.kernels.tiles import halves, tile_corner
+from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, next_power_of_2, tuned
+from gpt2_triton.kernels.weights import load_weights, store_weights
+
+NORM_FACTOR = tl.constexpr(1.02)  # of the norm of a matrix rounded to bf16, whose singular values may grow by rounding
+SMALLEST_NORM = tl.constexpr(1e-12)  # a matrix of zeros stays one
+
+
+@triton.jit
+def _momentum_kernel(
+    x_ptr, m_ptr, g_ptr, step_out_ptr, n, x_stride, m_stride, g_stride, alpha, BLOCK: tl.constexpr
+):  # fmt: skip
+    if tl.load(step_out_ptr + APPLY) == 0.0:
+        return
+    layer = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    g = tl.load(g_ptr + layer * g_stride + i, mask=mask, other=0.0) * tl.load(step_out_ptr + CLIP_FACTOR)
+    m = tl.load(m_ptr + layer * m_stride + i, mask=mask, other=0.0)
+    m += alpha * (g - m)
+    tl.store(m_ptr + layer * m_stride + i, m, mask=mask)
+    tl.store(x_ptr + layer * x_stride + i, (m + alpha * (g - m)).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@contract("x[L,n]~ m[L,n]~+ <- g[L,n]~ step_out[4]")
+def muon_momentum(x: Tensor, m: Tensor, g: Tensor, step_out: Tensor, momentum: float) -> None:
+    """Update m, and write the matrices x that are to be orthogonalised; neither if step_out[APPLY] is 0."""
+    (L, n), row = x.shape, _elements(x)
+    _momentum_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
+        x, m, g, step_out, n, x.stride(0), m.stride(0), g.stride(0), 1.0 - momentum, **row
+    )
+
+
+def _elements(x: Tensor) -> dict[str, int]:
+    return tuned("adamw", dtype_name(x), BLOCK=x.shape[1])  # kernels of the same form
+
+
+@triton.jit
+def _squares_kernel(part_ptr, x_ptr, n, x_stride, BLOCK: tl.constexpr):
+    matrix = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + matrix * x_stride + i, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(part_ptr + matrix * tl.num_programs(0) + tl.program_id(0), tl.sum(x * x, 0))
+
+
+@triton.jit
+def _normalise_kernel(
+    out_ptr, x_ptr, part_ptr, n, parts, out_stride, x_stride, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr
+):
+    matrix = tl.program_id(1).to(tl.int64)
+    p = tl.arange(0, BLOCK_P)
+    squares = tl.sum(tl.load(part_ptr + matrix * parts + p, mask=p < parts, other=0.0), 0)
+    scale = 1.0 / tl.maximum(NORM_FACTOR * tl.sqrt(squares), SMALLEST_NORM)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + matrix * x_stride + i, mask=i < n, other=0.0).to(tl.float32) * scale
+    tl.store(out_ptr + matrix * out_stride + i, x.to(out_ptr.dtype.element_ty), mask=i < n)
+
+
+@contract("out[k,M,N]~ scratch[*] <- x[k,M,N]~")
+def muon_normalise(out: Tensor, scratch: Tensor, x: Tensor) -> None:
+    """Write out = x / (1.02 * ||x||) for each of k matrices; a matrix of zeros stays one."""
+    k, n = x.shape[0], x.shape[1] * x.shape[2]
+    parts, block = triton.cdiv(n, _norm_block(n)), min(next_power_of_2(n), 1 << 18) if INTERPRET else 1024
+    _squares_kernel[(parts, k)](scratch, x, n, x.stride(0), BLOCK=_norm_block(n), num_warps=8)
+    _normalise_kernel[(triton.cdiv(n, block), k)](
+        out, x, scratch, n, parts, out.stride(0), x.stride(0), BLOCK_P=next_power_of_2(parts), BLOCK=block, num_warps=4
+    )
+
+
+def muon_normalise_scratch(k: int, M: int, N: int) -> int:
+    """Return the fp32 elements: the partial sums of k matrices."""
+    return k * triton.cdiv(M * N, _norm_block(M * N))
+
+
+def _norm_block(n: int) -> int:
+    return min(next_power_of_2(n), 1 << 18) if INTERPRET else 16384
+
+
+@triton.jit
+def _tile(desc, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the tile of matrix i that begins at this row and column; zeros outside the matrix."""
+    return tl.reshape(desc.load([i, row, column]), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _store_tile(desc, i, row, column, tile):
+    desc.store([i, row, column], tl.reshape(tile, (1, tile.shape[0], tile.shape[1])))
+
+
+@triton.jit
+def lower_tile(item, tiles):
+    """Return row and column of the item-th of the tiles (tiles + 1) / 2 tiles on and below the diagonal.
+
+    The rows of tiles are taken in pairs, the last with the first, so that all pairs are equally long.
+    """
+    length = tiles | 1
+    row = tiles - 1 - item // length
+    column = item % length
+    second = column > row
+    return tl.where(second, length - 1 - row - 1, row), tl.where(second, column - row - 1, column)
+
+
+@triton.jit
+def _symmetric_kernel(
+    out_desc, x_desc, add_desc, C, K, add_factor, factor,
+    TALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write out = add_factor * add + factor * (x x^T, or x^T x if TALL), [C, C], of one matrix."""
+    tiles = tl.cdiv(C, BLOCK)
+    items = tiles * (tiles + 1) // 2
+    i = tl.program_id(0) // items
+    tile_m, tile_n = lower_tile(tl.program_id(0) % items, tiles)
+    m = tile_m * BLOCK
+    n = tile_n * BLOCK
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if TALL:
+            acc = dot(_tile(x_desc, i, k, m, BLOCK_K, BLOCK).T, _tile(x_desc, i, k, n, BLOCK_K, BLOCK), acc)
+        else:
+            acc = dot(_tile(x_desc, i, m, k, BLOCK, BLOCK_K), _tile(x_desc, i, n, k, BLOCK, BLOCK_K).T, acc)
+    acc *= factor
+    if add_desc is not None:
+        acc += add_factor * _tile(add_desc, i, m, n, BLOCK, BLOCK).to(tl.float32)
+    out = acc.to(out_desc.dtype)
+    mirrored = out.T
+    if tile_m == tile_n:
+        below = tl.arange(0, BLOCK)[:, None] >= tl.arange(0, BLOCK)[None, :]
+        _store_tile(out_desc, i, m, n, tl.where(below, out, mirrored))
+    else:
+        _store_tile(out_desc, i, m, n, out)
+        _store_tile(out_desc, i, n, m, mirrored)
+
+
+def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return TMA's view of matrices [k, M, N] in blocks of one matrix, rows x columns."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
+
+
+def _launch_symmetric(out: Tensor, x: Tensor, add: Tensor | None, add_factor: float, factor: float, tall: bool) -> None:
+    k, C, _ = out.shape
+    K = x.shape[1] if tall else x.shape[2]
+    row = tuned("muon_symmetric", dtype_name(x), BLOCK=C, BLOCK_K=K)
+    block, block_k = row["BLOCK"], row["BLOCK_K"]
+    x_desc = _describe(x, block_k, block) if tall else _describe(x, block, block_k)
+    add_desc = None if add is None else _describe(add, block, block)
+    tiles = triton.cdiv(C, block)
+    _symmetric_kernel[(k * tiles * (tiles + 1) // 2,)](
+        _describe(out, block, block), x_desc, add_desc, C, K, add_factor, factor, TALL=tall, **row
+    )
+
+
+@contract("gram[k,C,C] <- x[k,M,N]~")
+def muon_gram(gram: Tensor, x: Tensor) -> None:
+    """Write gram = x x^T, or x^T x if M > N: the smaller of the two."""
+    M, N = x.shape[1:]
+    assert gram.shape[1] == min(M, N), f"muon_gram: gram has {gram.shape[1]} rows, expected {min(M, N)}"
+    _launch_symmetric(gram, x, None, 0.0, 1.0, M > N)
+
+
+@contract("poly[k,C,C] <- gram[k,C,C]")
+def muon_poly(poly: Tensor, gram: Tensor, b: float, c: float) -> None:
+    """Write poly = b * gram + c * gram gram, for symmetric gram."""
+    _launch_symmetric(poly, gram, gram, b, c, False)
+
+
+@triton.jit
+def _apply_kernel(
+    out_desc, left_desc, right_desc, x_desc, M, N, K, a,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of out[M, N] = a * x + left[M, K] right[K, N]."""
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    i = tl.program_id(0) // tiles
+    m, n = tile_corner(tl.program_id(0) % tiles, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        acc = dot(_tile(left_desc, i, m, k, BLOCK_M, BLOCK_K), _tile(right_desc, i, k, n, BLOCK_K, BLOCK_N), acc)
+    left, right = halves(acc)
+    HALF: tl.constexpr = BLOCK_N // 2
+    left += a * _tile(x_desc, i, m, n, BLOCK_M, HALF).to(tl.float32)
+    _store_tile(out_desc, i, m, n, left.to(out_desc.dtype))
+    right += a * _tile(x_desc, i, m, n + HALF, BLOCK_M, HALF).to(tl.float32)
+    _store_tile(out_desc, i, m, n + HALF, right.to(out_desc.dtype))
+
+
+@contract("out[k,M,N]~ <- x[k,M,N]~ poly[k,C,C]")
+def muon_apply(out: Tensor, x: Tensor, poly: Tensor, a: float) -> None:
+    """Write out = a * x + poly x, or a * x + x poly if M > N."""
+    (k, M, N), C = x.shape, poly.shape[1]
+    assert min(M, N) == C, f"muon_apply: poly has {C} rows, expected {min(M, N)}"
+    row = tuned("muon_apply", dtype_name(x), BLOCK_M=M, BLOCK_N=N, BLOCK_K=C)
+    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
+    left, right = (x, poly) if M > N else (poly, x)
+    _apply_kernel[(k * triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
+        _describe(out, block_m, block_n // 2), _describe(left, block_m, block_k), _describe(right, block_k, block_n),
+        _describe(x, block_m, block_n // 2), M, N, C, a, **row,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first"])
+def _update_kernel(
+    w_ptr, low_ptr, x_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, w_stride, low_stride, x_stride, first, distance,
+    decay, scale, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(step_out_ptr + APPLY) == 0.0:
+        return
+    layer = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK
+    i = at + tl.arange(0, BLOCK)
+    mask = i < n
+    w_ptr += layer * w_stride
+    if low_ptr is not None:
+        low_ptr += layer * low_stride
+    w = load_weights(w_ptr, low_ptr, i, mask)
+    x = tl.load(x_ptr + layer * x_stride + i, mask=mask, other=0.0).to(tl.float32)
+    w -= tl.load(step_in_ptr + LR) * (scale * x + decay * w)
+    store_weights(w, w_ptr, low_ptr, i, mask, step_key_ptr, first + layer * distance + at, STOCHASTIC, BLOCK)
+
+
+@contract("w[L,n]~ low[L,n]~?+ <- x[L,n]~ step_out[4] step_in[8] step_key[4]")
+def muon_update(
+    w: Tensor, low: Tensor | None, x: Tensor, step_out: Tensor, step_in: Tensor, step_key: Tensor,
+    first: int, distance: int, decay: float, scale: float,
+) -> None:  # fmt: skip
+    """Update w (and low) in place by lr * (scale * x + decay * w), unless step_out[APPLY] is 0.
+
+    first      the flat index of w[0, 0] in the whole model; w[l, 0] is `distance` * l further; multiples of 4
+    """
+    (L, n), dtype, row = w.shape, dtype_name(w), _elements(w)
+    low_stride = 0 if low is None else low.stride(0)
+    _update_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
+        w, low, x, step_out, step_in, step_key, n, w.stride(0), low_stride, x.stride(0), first, distance, decay, scale,
+        STOCHASTIC=dtype == "bf16" and low is None, **row,
+    )  # fmt: skip

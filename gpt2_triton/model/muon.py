@@ -1,0 +1,106 @@
+"""Muon's views of the arena, the layers' matrices in three classes of one shape each, and its polynomials.
+
+kernels/muon.py has the arithmetic, schedule.update_matrices its order.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gpt2_triton.config.schema import OptimConfig
+from gpt2_triton.model import sharding
+from gpt2_triton.model.buffers import State
+
+# Each row (a, b, c) is p(s) = a s + b s^3 + c s^5 of the singular values s.  The rows are those of Polar Express (Amsel
+# et al. 2025, https://arxiv.org/abs/2505.16932): each one is the odd quintic nearest to 1 on the interval into which
+# the rows before it bring all s between LOWEST and 1, and so the five together are the best five.  All but the last
+# take s / 1.01: rounding to bf16 may lift a singular value above its interval, where the next polynomial grows.
+# tests/model/test_muon.py derives them again.
+LOWEST = 1e-3 / 1.02 / 1.01  # what 1e-3 of the norm is after the division by 1.02 norms and by 1.01
+POLAR_EXPRESS = (
+    (8.20615719576407, -22.90471716679143, 16.462724596901133),
+    (4.067930319748221, -2.861538944815634, 0.5183433066308626),
+    (3.915337344362215, -2.824678668750206, 0.5247598413274771),
+    (3.305347928536547, -2.429741964928751, 0.4868975867879092),
+    (2.31826076950585, -1.6846590469245175, 0.4205115823539365),
+)
+
+
+class MatrixClass(NamedTuple):
+    """The weight matrices of one shape in all layers, as Muon updates them: q, k, v and attproj; fc; or fcproj.
+
+    This rank updates a part of them, the same n elements in each layer, and orthogonalises some of them, as a whole.
+    `parts` are the elements of a layer's 4 C^2 that each rank updates.
+    """
+
+    w: Tensor  # [L, n], the layers apart, as the next four
+    low: Tensor | None
+    m: Tensor
+    g: Tensor
+    x: Tensor  # within all matrices of the class
+    whole: Tensor  # [matrices, rows, columns], all matrices of the class
+    owned: Tensor  # [k, rows, columns], those that this rank orthogonalises: every ranks-th
+    next: Tensor  # [k, rows, columns]
+    gram: Tensor  # [k, C, C]
+    poly: Tensor  # [k, C, C]
+    first: int  # flat index of w[0, 0]
+    distance: int  # from it to that of w[1, 0]
+    decay: float
+    scale: float  # of an update with singular values 1
+    parts: list[range]
+    momentum: float
+    polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
+
+
+def matrix_classes(state: State, dims: dict[str, int], rank: int, optim: OptimConfig) -> Iterator[MatrixClass]:
+    """Yield the three classes of the layers' matrices.  Each has 4 C^2 elements of a layer, in the flat order, and the
+    4 C^2 L elements of `orth` that follow those of the class before.
+    """
+    C, L, ranks, zero = (dims[name] for name in ("C", "L", "ranks", "zero"))
+    layer, size = sharding.buckets(dims)[1], 4 * C * C
+    share = layer.padded // ranks if zero else layer.length
+    shard = sharding.owned_shards(dims, rank)[1]
+    moments, grads = (shard.moment, shard.grad) if zero else (layer.start, layer.start)
+    for i, (rows, columns) in enumerate(((C, C), (4 * C, C), (C, 4 * C))):
+        parts = [_common(r * share if zero else 0, share, i * size, size) for r in range(ranks)]
+        part, whole = parts[rank], state.orth[i * L * size : (i + 1) * L * size].view(-1, rows, columns)
+        n, at = len(part), i * size + part.start  # in the layer's bucket
+        within = at - (rank * share if zero else 0)  # in this rank's shard of it
+        moment = (moments + within, share if zero else layer.padded, n)
+        gradient = (grads + within, share if zero == 2 else layer.padded, n)
+        owned = whole[rank::ranks]
+        k = len(owned)
+        yield MatrixClass(
+            w=_layers(state.params, L, layer.start + at, layer.padded, n),
+            low=None if state.master_low is None else _layers(state.master_low, L, *moment),
+            m=_layers(state.m, L, *moment), g=_layers(sharding.reduced_gradients(state), L, *gradient),
+            x=_layers(whole, L, part.start, size, n), whole=whole, owned=owned,
+            next=state.orth_next[: k * rows * columns].view(k, rows, columns),
+            gram=state.gram[: k * C * C].view(k, C, C), poly=state.poly[: k * C * C].view(k, C, C),
+            first=layer.first + at, distance=layer.length,
+            decay=optim.weight_decay, scale=0.2 * math.sqrt(max(rows, columns)), parts=parts, momentum=optim.momentum,
+        )  # fmt: skip
+
+
+def _common(start: int, length: int, other: int, size: int) -> range:
+    """Return what [start, start + length) and [other, other + size) have in common, counted from `other`."""
+    first = min(max(start - other, 0), size)
+    return range(first, max(first, min(start + length - other, size)))
+
+
+def pieces(c: MatrixClass, rank: int, holder: int) -> Iterator[Tensor]:
+    """Yield the contiguous pieces of the class's matrices that `rank` orthogonalises and `holder` updates."""
+    ranks, flat, part = len(c.parts), c.whole.view(-1), c.parts[holder]
+    matrix, layer = c.whole[0].numel(), flat.numel() // len(c.w)
+    for i in range(rank, len(c.whole), ranks):
+        l, at = divmod(i * matrix, layer)
+        inside = _common(part.start, len(part), at, matrix)
+        if inside:
+            yield flat[l * layer + at :][inside.start : inside.stop]
+
+
+def _layers(flat: Tensor, L: int, offset: int, distance: int, n: int) -> Tensor:
+    """Return [L, n]: n elements of each layer, the first layer's at `offset`, each other's `distance` further."""
+    return flat.as_strided((L, n), (distance, 1), flat.storage_offset() + offset)

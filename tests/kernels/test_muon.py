@@ -1,0 +1,210 @@
+"""Muon's kernels against their reference in float64, symmetric bits, and bits that do not depend on other matrices."""
+
+import math
+
+import pytest
+import torch
+
+from gpt2_triton.kernels import muon
+from gpt2_triton.kernels.muon import (
+    muon_apply,
+    muon_gram,
+    muon_momentum,
+    muon_normalise,
+    muon_normalise_scratch,
+    muon_poly,
+    muon_update,
+)
+from gpt2_triton.model.muon import POLAR_EXPRESS
+from tests.conftest import DEVICE
+from tests.kernels.test_adamw import rounded
+from tests.support import reference
+from tests.support.helpers import error, poisoned
+
+F32, BF16 = torch.float32, torch.bfloat16
+# sums of up to 192 products, 6e-8 each; one rounding of the result, which the interpreter truncates
+TOLERANCE = {F32: 1e-6, BF16: 2e-3 if DEVICE == "cuda" else 4e-3}
+SHAPES = [(80, 80), (48, 192), (192, 48)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+dtypes = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+SMALL = {
+    "muon_symmetric": dict(BLOCK=64, BLOCK_K=64),
+    "muon_apply": dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, GROUP_M=2),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several tiles, of which the last ones reach over the edge: as for C 1600 on a GPU."""
+    tuned = muon.tuned
+    monkeypatch.setattr(muon, "tuned", lambda op, dtype, **sizes: tuned(op, dtype, **sizes) | SMALL.get(op, {}))
+
+
+def every_other(*shape, dtype=F32):
+    """Return matrices full of NaN with room for another one after each."""
+    return poisoned(2 * shape[0], *shape[1:], dtype=dtype)[::2]
+
+
+def step_row(lr=0.0, factor=1.0, applied=1.0):
+    nan = float("nan")
+    return torch.tensor([nan, nan, factor, applied], device=DEVICE), torch.tensor([lr, *[nan] * 7], device=DEVICE)
+
+
+def key(seed=5, step=3):
+    return torch.tensor([step, seed, 0, 0], dtype=torch.int32, device=DEVICE)
+
+
+def exact(launcher, out, *args):
+    """Return what the reference of a launcher writes, in float64."""
+    want = torch.zeros(out.shape, dtype=torch.float64, device=DEVICE)
+    args = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+    getattr(reference, launcher.__name__)(want, *args)
+    return want
+
+
+@dtypes
+@shapes
+def test_products_equal_their_reference(rng, small_blocks, shape, dtype):
+    x = every_other(2, *shape, dtype=dtype)
+    x.copy_(rng(2, *shape) / math.sqrt(max(shape)))
+    C = min(shape)
+    gram, poly, out = (
+        poisoned(2, C, C, dtype=dtype),
+        poisoned(2, C, C, dtype=dtype),
+        every_other(2, *shape, dtype=dtype),
+    )
+    muon_gram(gram, x)
+    assert error(gram, exact(muon_gram, gram, x)) < TOLERANCE[dtype]
+    muon_poly(poly, gram, -2.5, 0.5)
+    assert error(poly, exact(muon_poly, poly, gram, -2.5, 0.5)) < TOLERANCE[dtype]
+    muon_apply(out, x, poly, 3.5)
+    assert error(out, exact(muon_apply, out, x, poly, 3.5)) < TOLERANCE[dtype]
+    for symmetric in (gram, poly):
+        assert torch.equal(symmetric, symmetric.mT)
+
+
+def test_bits_of_a_matrix_do_not_depend_on_the_others(rng, small_blocks):
+    x = rng(4, 80, 80)
+    scratch = poisoned(muon_normalise_scratch(4, 80, 80))
+
+    def chain(x):
+        other, gram, poly, out = (poisoned(len(x), 80, 80) for _ in range(4))
+        muon_normalise(other, scratch, x)
+        muon_gram(gram, other)
+        muon_poly(poly, gram, -2.5, 0.5)
+        muon_apply(out, other, poly, 3.5)
+        return out
+
+    together = chain(x)
+    assert torch.equal(together[2:3], chain(x[2:3])) and torch.equal(together[1::2], chain(x[1::2]))
+
+
+def orthogonalise(x):
+    """Return what five polynomials make of matrices [k, M, N], in the dtype of x."""
+    k, M, N = x.shape
+    x, y = x.clone(), torch.empty_like(x)
+    gram, poly = (torch.empty(k, min(M, N), min(M, N), dtype=x.dtype, device=DEVICE) for _ in range(2))
+    muon_normalise(y, torch.empty(muon_normalise_scratch(k, M, N), device=DEVICE), x)
+    for a, b, c in POLAR_EXPRESS:
+        muon_gram(gram, y)
+        muon_poly(poly, gram, b, c)
+        muon_apply(x, y, poly, a)
+        x, y = y, x
+    return y
+
+
+@pytest.mark.parametrize("dtype, bounds", [(F32, (0.85, 1.15)), (BF16, (0.8, 1.2))], ids=["fp32", "bf16"])
+@shapes
+def test_singular_values_above_a_thousandth_of_the_norm_become_nearly_one(rng, shape, dtype, bounds):
+    """Conditions of 1, 100 and 1000; bf16 moves a singular value by a few hundredths."""
+    U, V = (torch.linalg.qr(rng(side, min(shape)).double())[0] for side in shape)
+    spectra = torch.stack([torch.ones(min(shape)), *(torch.logspace(-n, 0, min(shape)) for n in (2, 2.9))]).to(DEVICE)
+    x = (U * spectra.double()[:, None, :] @ V.mT).to(dtype)
+    got = orthogonalise(x)
+    found, before = torch.linalg.svdvals(got.double()), torch.linalg.svdvals(x.double())
+    counted = before > 1e-3 * torch.linalg.matrix_norm(x.double())[:, None]
+    assert counted.sum() > 0.8 * counted.numel()
+    assert found[counted].min() > bounds[0] and found.max() < bounds[1]
+    polar = (U @ V.mT).expand(got.shape)[0]
+    assert ((got[0].double() - polar).norm() / polar.norm()) < bounds[1] - 1  # the direction is that of x
+
+
+def test_degenerate_matrices_stay_finite():
+    """Zeros stay zeros, and a matrix of one row's multiples has one singular value near 1."""
+    x = torch.zeros(3, 32, 128, device=DEVICE)
+    x[1] = 1e-20
+    x[2] = torch.arange(128.0)
+    got = orthogonalise(x)
+    values = torch.linalg.svdvals(got.double())
+    assert torch.equal(got[0], x[0]) and torch.isfinite(got).all()
+    assert 0.85 < values[2, 0] < 1.15 and values[2, 1] < 1e-3
+
+
+def test_normalised_matrices_have_norms_a_little_below_one(rng):
+    x, out = rng(2, 48, 192) * torch.tensor([1e-9, 1e3], device=DEVICE)[:, None, None], every_other(2, 48, 192)
+    muon_normalise(out, poisoned(muon_normalise_scratch(2, 48, 192)), x)
+    assert error(out, x.double() / 1.02 / torch.linalg.matrix_norm(x.double())[:, None, None]) < TOLERANCE[F32]
+
+
+@dtypes
+def test_momentum_equals_its_reference_over_three_steps(rng, dtype):
+    m, x = every_other(3, 700), every_other(3, 700, dtype=dtype)
+    m.zero_()
+    exact_m, exact_x = m.double(), x.double()
+    for factor in (1.0, 0.5, 1.0):
+        g, (out, _) = rng(3, 1400)[:, 300:1000], step_row(factor=factor)
+        muon_momentum(x, m, g, out, 0.95)
+        reference.muon_momentum(exact_x, exact_m, g.double(), out.double(), 0.95)
+    assert error(m, exact_m) < TOLERANCE[F32] and error(x, exact_x) < TOLERANCE[dtype]
+
+
+def updated(w, x, storage, first=64, distance=4096, applied=1.0):
+    """Return the weights, and their lower bits, after an update of them."""
+    w = w.to(F32 if storage == "fp32" else BF16, copy=True)
+    low = torch.zeros(w.shape, dtype=torch.int16, device=DEVICE) if storage == "master" else None
+    step_out, step_in = step_row(lr=0.02, applied=applied)
+    muon_update(w, low, x, step_out, step_in, key(), first, distance, 0.1, 8.0)
+    return w, low
+
+
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "master"])
+def test_update_is_rounded_as_adamw_rounds(rng, storage):
+    w, x = rng(2, 700, dtype=BF16), rng(2, 700).to(F32 if storage == "fp32" else BF16) / 30
+    w_new, low = updated(w, x, storage)
+    want = torch.stack([w, w]).double()[0]
+    reference.muon_update(want, None, x.double(), *(t.double() for t in step_row(lr=0.02)), key(), 64, 4096, 0.1, 8.0)
+    if storage == "bf16":  # bit for bit what test_adamw.py's numpy makes of the fp32 update
+        fp32, _ = updated(w.float(), x.float(), "fp32")
+        for row, first in enumerate((64, 64 + 4096)):
+            assert torch.equal(w_new[row].view(torch.int16), rounded(fp32[row], 5, first, 3))
+        return
+    if storage == "master":
+        bits = ((w_new.view(torch.int16).int() << 16) | (low.int() & 0xFFFF)) - (low < 0).int() * 0x10000
+        w_new = bits.view(F32)
+    assert error(w_new, want) < TOLERANCE[F32]
+
+
+@pytest.mark.parametrize("cut", [4, 512])
+def test_update_of_two_ranges_equals_one_range(rng, cut):
+    w, x = rng(2, 700, dtype=BF16), rng(2, 700, dtype=BF16)
+    whole, _ = updated(w, x, "bf16")
+    left, _ = updated(w[:, :cut].contiguous(), x[:, :cut], "bf16")
+    right, _ = updated(w[:, cut:].contiguous(), x[:, cut:], "bf16", first=64 + cut)
+    assert torch.equal(whole, torch.cat([left, right], 1))
+
+
+def test_skipped_step_changes_no_byte(rng):
+    m, x = rng(2, 100), rng(2, 100)
+    before = m.clone(), x.clone()
+    muon_momentum(x, m, poisoned(2, 100), step_row(applied=0.0)[0], 0.95)
+    assert torch.equal(m, before[0]) and torch.equal(x, before[1])
+    w, low = updated(rng(2, 100, dtype=BF16), poisoned(2, 100), "master", applied=0.0)
+    assert torch.isfinite(w).all() and not low.any()
+
+
+def test_wrong_sizes_are_refused():
+    x = torch.zeros(2, 32, 64, device=DEVICE)
+    with pytest.raises(AssertionError, match="gram has 64 rows, expected 32"):
+        muon_gram(torch.zeros(2, 64, 64, device=DEVICE), x)
+    with pytest.raises(ValueError, match="muon_gram: x is"):
+        muon_gram(torch.zeros(2, 32, 32, device=DEVICE), x.mT)

@@ -1,0 +1,292 @@
+"""Muon's polynomials against their derivation; its updates against PyTorch's in float64; what it needs and keeps."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import gpt2_triton.kernels as kernels
+from benchmarks import torch_reference
+from gpt2_triton.checkpoint.load import covered_length, find_checkpoint, load_checkpoint, merge_shards
+from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.config.config import Config
+from gpt2_triton.distributed.process_group import ProcessGroup
+from gpt2_triton.model import sharding
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.memory_plan import plan_memory
+from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
+from gpt2_triton.model.schedule import NOT_A_LAYER
+from gpt2_triton.training.lr_schedule import step_inputs
+from tests.conftest import DEVICE
+from tests.model.test_lifetimes import recorded_step, violations
+from tests.support import ranks, reference
+from tests.support.helpers import max_error
+from tests.support.models import EXACT, F64, batches, exact_model, train_steps
+from tests.support.tiny import packed_batch, tiny_config, tiny_model
+
+
+def best_quintic(low: float, high: float) -> np.ndarray:
+    """Return a, b, c of the odd quintic with the least largest distance from 1 on [low, high] (Remez's algorithm).
+
+    The distance takes its largest value, with alternating sign, at both ends and at the two extrema between them.
+    """
+    inner = np.array([(3 * low + high) / 4, (low + 3 * high) / 4])
+    for _ in range(60):
+        s = np.array([low, *inner, high])
+        a, b, c, _ = np.linalg.solve(np.stack([s, s**3, s**5, [1, -1, 1, -1]], 1), np.ones(4))
+        inner = np.sqrt((-3 * b + np.array([-1, 1]) * math.sqrt(9 * b * b - 20 * a * c)) / (10 * c))
+    return np.array([a, b, c])
+
+
+def value(row, s):
+    a, b, c = row
+    return a * s + b * s**3 + c * s**5
+
+
+def test_polynomials_are_those_of_polar_express():
+    """Each is the best on the interval that remains, but for one that does not shrink below 0.0241 of its upper end,
+    from where its distances at the ends differ and it is scaled to balance them.  All but the last take s / 1.01.
+    """
+    low, high, rows = LOWEST, 1.0, []
+    for _ in POLAR_EXPRESS:
+        row = best_quintic(max(low, 0.02407327424182761 * high), high)
+        row *= 2 / (value(row, low) + value(row, high))
+        rows.append(row)
+        low = value(row, low)
+        high = 2 - low
+    safe = [row / 1.01 ** np.array([1, 3, 5]) for row in rows[:-1]] + rows[-1:]
+    np.testing.assert_allclose(POLAR_EXPRESS, safe, rtol=1e-9)
+
+
+def test_singular_values_from_a_thousandth_to_one_become_nearly_one():
+    s = np.geomspace(1e-3, 1, 100_001) / 1.02
+    for row in POLAR_EXPRESS:
+        s = value(row, s)
+    assert 0.85 < s.min() and s.max() < 1.15
+
+
+@pytest.mark.parametrize("s", [0.0, 1e-6])
+def test_smaller_singular_values_grow_but_do_not_pass_one(s):
+    got = s
+    for row in POLAR_EXPRESS:
+        got = value(row, got)
+    assert s * 800 <= got <= 1
+
+
+# ---- the update of a step ----
+
+MUON = dict(name="muon", lr=0.01, clip=0.5, embed_lr=2.0)
+
+
+def muon_step(matrices, momenta, lr, decay, momentum=0.95):
+    """Update matrices in place as Muon does, by the textbook: Nesterov's momentum, then the polynomials as powers."""
+    for w, m in zip(matrices, momenta, strict=True):
+        m.mul_(momentum).add_(w.grad, alpha=1 - momentum)
+        x = momentum * m + (1 - momentum) * w.grad
+        x = x / (1.02 * x.norm())
+        for a, b, c in POLAR_EXPRESS:
+            x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
+        w.sub_(lr * (0.2 * max(w.shape) ** 0.5 * x + decay * w))
+
+
+def test_two_updates_equal_those_of_pytorch():
+    """Autograd, clipping, torch's AdamW for embedding, norms and biases; q, k, v are orthogonalised apart, and momentum
+    moves once in a step of two micro-steps.
+    """
+    model = exact_model(optim=MUON)
+    assert model.shape.accumulation == 2
+    d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
+    got = train_steps(model, 2)
+    listed = list(torch_reference.tensors(params, d))
+    inner = [w for name, w, decay in listed if decay and "[" in name]
+    other = [w for name, w, decay in listed if not decay]
+    groups = [dict(params=[params.wte, params.wpe], lr=2 * o.lr, weight_decay=o.weight_decay)]
+    adamw = torch.optim.AdamW([*groups, dict(params=other, weight_decay=0)], lr=o.lr, betas=(0.9, 0.95), eps=o.eps)
+    momenta = [torch.zeros_like(w) for w in inner]
+    for step in range(2):
+        two = batches(model.config, 2, seed=step)
+        loss = sum(torch_reference.gpt2_loss(params, i, t, d["V"], d["NH"]) for i, t in two) / 2
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([w for _, w, _ in listed], o.clip)
+        # lr and bias corrections are float32, 6e-8 relative, and reach the next gradient through the weights
+        assert got[step][:2] == pytest.approx((loss.item(), norm.item()), rel=1e-5), step
+        with torch.no_grad():
+            for w, m in zip(inner, momenta, strict=True):
+                heads = 3 if w.shape[0] == 3 * w.shape[1] else 1
+                parts, grads = w.detach().chunk(heads), w.grad.chunk(heads)
+                for part, grad in zip(parts, grads, strict=True):
+                    part.grad = grad
+                muon_step(parts, m.chunk(heads), o.lr, o.weight_decay)
+        adamw.step()
+        for _, w, _ in listed:
+            w.grad = None
+    ours = {name: w for name, w, _ in torch_reference.tensors(model.train_view.w, d)}
+    for name, leaf, _ in listed:
+        assert max_error(ours[name], leaf.detach()) < 1e-5, name
+
+
+def test_every_launch_stays_inside_live_buffers(monkeypatch):
+    model, launches = recorded_step("gelu", monkeypatch, optim=dict(name="muon"))
+    assert sum(name == "muon_apply" for _, name, *_ in launches) == 15
+    assert violations(model, launches) == []
+
+
+def trained(steps):
+    """Return the losses of a tiny model on one batch, and the digest of its state after the second step."""
+    optim = dict(name="muon", lr=0.02, master="fp32")
+    model, config = tiny_model(model=dict(n_layer=1), train=dict(dtype="bf16"), optim=optim)
+    batch, losses, digest = packed_batch(config).to(DEVICE), [], ""
+    for step in range(steps):
+        model.begin_step(step_inputs(step, config, 1 / 32), step, 1)
+        model.micro_step(batch, first=True)
+        losses.append(model.end_step().result().loss)
+        if step == 1:
+            digest = model.state_digest()
+    return losses, digest
+
+
+@pytest.mark.slow
+def test_tiny_model_learns_one_batch_with_the_same_bits_each_time():
+    (losses, digest), (again, digest_again) = trained(3), trained(2)
+    assert (losses[:2], digest) == (again, digest_again)
+    assert np.isfinite(losses).all() and losses[-1] < losses[0] - 0.5
+
+
+def test_state_loaded_from_a_checkpoint_continues_with_the_same_bytes():
+    first, second = exact_model(optim=MUON), exact_model(optim=MUON)
+    train_steps(first, 1)
+    saved = {name: torch.cat([part.flatten() for part in parts]) for name, parts in first.local_shards().items()}
+    assert {name: t.numel() for name, t in saved.items()} == {n: t.numel() for n, t in first.checkpoint_spec().items()}
+    second.load({name: t.view(first.checkpoint_spec()[name].shape) for name, t in saved.items()})
+    for model in (first, second):
+        train_steps(model, 1)
+    assert first.state_digest() == second.state_digest()
+    assert not torch.equal(saved["v"], torch.cat([part.flatten() for part in first.local_shards()["v"]]))
+
+
+def test_skipped_step_changes_no_byte_of_the_state():
+    model = exact_model(optim=MUON)
+    train_steps(model, 1)
+    before = model.state_digest()
+    model.begin_step(step_inputs(1, model.config, float("nan")), 1, 1)
+    model.micro_step(packed_batch(model.config), first=True)
+    assert not model.end_step().result().applied
+    assert model.state_digest() == before
+
+
+# ---- memory ----
+
+
+def recipe(size, name, **train):
+    return Config.model_validate(dict(model=dict(size=size), optim=dict(name=name), train=train))
+
+
+@pytest.mark.parametrize("size, batch, recompute", [("d12", 64, "gelu"), ("d48", 16, "gelu+ln"), ("d48", 1, "block")])
+def test_plan_needs_no_byte_more_than_without_the_second_moments(size, batch, recompute):
+    """At micro-batches that fill a GPU, what Muon works in lies in the bytes of activations."""
+    plans = []
+    for name in ("adamw", "muon"):
+        config = recipe(size, name, batch_size=batch).replace(memory=dict(recompute=recompute))
+        plan, dims = plan_memory(config, kernels, batch, 1024)
+        plans.append(plan.total)
+    matrices = 12 * dims["L"] * dims["C"] ** 2
+    assert dims["No"] == matrices and dims["Nv"] == dims["N"] - matrices
+    if batch > 1:
+        assert plans[0] - plans[1] == pytest.approx(4 * matrices, abs=4096)
+    else:
+        assert plans[1] <= plans[0]
+
+
+@pytest.mark.parametrize("zero", (0, 1, 2))
+@pytest.mark.parametrize("ranks", (1, 2, 3, 7))
+def test_second_moments_are_those_of_embedding_norms_and_biases(ranks, zero):
+    dims = dict(L=3, C=48, Vp=128, Tmax=10, S=7, ranks=ranks, zero=zero if ranks > 1 else 0)
+    dims |= sharding.flat_buffer_sizes(dims, True, True, muon=True)
+    for rank in range(ranks):
+        end = 0
+        for p in (p for p in sharding.owned_shards(dims, rank) if p.second is not None):
+            assert p.bucket in (0, 4) and p.second >= end
+            end = p.second + p.length
+        assert end <= dims["Nv"]
+
+
+# ---- several ranks ----
+
+COUNTERS = ("skipped", "outliers", "skipped_in_a_row", "without_update", "rewinds")
+REST = ("lnw", "lnb", "qkvb", "attprojb", "fcb", "fcprojb")
+ONE = None  # instead of a group: a single rank
+WAYS = [(zero, shared) for zero in (0, 1, 2) for shared in (True, False)]
+
+
+def write_gradients(model, tensors, step):
+    """Set these gradients to small random integers on rank 0 and zeros on others: sums and norms of them are exact."""
+    generator = torch.Generator().manual_seed(step)
+    for g in tensors:
+        g.copy_(torch.randint(-3, 4, g.shape, generator=generator) * (model.rank == 0))
+
+
+def backward(model, step):
+    """Write gradients where a backward pass writes them, and send them as it does."""
+    view, L = model.train_view, model.dims["L"]
+    view.a.losses.zero_()
+    view.a.losses[0] = float(model.rank == 0)
+    view.comm.begin_micro_step(True, True)
+    for l in reversed(range(L)):
+        view.comm.wait_grad_buffer(l)
+        write_gradients(model, (view.g.qkvw[l], view.g.attprojw[l], view.g.fcw[l], view.g.fcprojw[l]), 10 * step + l)
+        if l == 0:
+            rest = (view.g.wte, view.g.wpe, *(getattr(view.g, name) for name in REST))
+            write_gradients(model, rest, 10 * step + L)
+            view.comm.reduce_grads(NOT_A_LAYER)
+        view.comm.reduce_grads(l)
+    view.comm.end_micro_step()
+
+
+def after_two_updates(zero, group):
+    """Return what this rank saves after two updates, as arrays, and its spans."""
+    train = dict(batch_size=6, seq_len=8, total_batch_tokens=48)
+    config = tiny_config(model=EXACT["model"], train=train, optim=MUON, parallel=dict(zero=zero))
+    model = GPT2(config, reference, "cpu", dtypes=F64, group=group)
+    model.arena.zero_()
+    model.state.params[: model.dims["Vp"] * model.dims["C"]] = 0.1
+    for step in range(2):
+        model.begin_step(step_inputs(step, config, 1.0), step, 1)
+        backward(model, step)
+        assert model.end_step().result().applied
+    model.comm.gather_params()
+    flat = {name: torch.cat([part.flatten() for part in parts]) for name, parts in model.local_shards().items()}
+    return {name: t.numpy() for name, t in flat.items()}, model.shard_spans(), model.comm.__class__.__name__
+
+
+def in_every_way(directory):
+    """Return `after_two_updates` for each of WAYS; save the state of the last one."""
+    group, out = ProcessGroup("cpu", 60), []
+    for zero, shared in WAYS:
+        group.single_node = shared
+        out.append(after_two_updates(zero, group))
+    flat, spans, _ = out[-1]
+    state = dict(sample=0, wandb_id=None, config={}, data=[]) | dict.fromkeys(COUNTERS, 0) | spans
+    tensors = {name: torch.from_numpy(t).float() for name, t in flat.items()}  # checkpoints have no float64
+    save_checkpoint(directory, 2, tensors, state, keep=0, control=group.control("saving"))
+    group.close()
+    return out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_give_the_bytes_of_one_rank_for_equal_sums_of_gradients(tmp_path, n):
+    """At every ZeRO stage, by copies and by collectives: matrices are whole, and momentum moves once."""
+    want, _, _ = after_two_updates(0, ONE)
+    for way, of_ranks in zip(
+        WAYS, zip(*ranks.run(n, tmp_path / "stderr", in_every_way, tmp_path), strict=True), strict=True
+    ):
+        assert {name for *_, name in of_ranks} == {"PeerCopyCommunicator" if way[1] else "NcclCommunicator"}
+        shards = [{name: torch.from_numpy(t) for name, t in flat.items()} for flat, *_ in of_ranks]
+        spans, second = ([s[key] for _, s, _ in of_ranks] for key in ("shares", "second_shares"))
+        assert covered_length(second) == len(want["v"]) < covered_length(spans)
+        for name, tensor in merge_shards(shards, spans, {"v": second}).items():
+            assert np.array_equal(tensor.numpy(), want[name]), (way, name)
+    saved = load_checkpoint(find_checkpoint(tmp_path))[1]
+    assert saved.keys() == want.keys()
+    assert all(np.array_equal(saved[name].numpy(), want[name].astype(np.float32)) for name in want)
