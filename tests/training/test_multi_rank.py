@@ -585,12 +585,12 @@ def hanging_save_on_rank_1(config, run):
         save.write_tensors = lambda *_: time.sleep(600)
     original = AsyncCheckpointer.save
 
-    def save_after(self, step, *arguments):
+    def save_after(self, step, *arguments, **keywords):
         if step == 2 and os.environ["RANK"] == "0":
             while not dogs[0]._read_all()[1].save.startswith("writing"):
                 time.sleep(0.02)
             dogs[0]._timeout, dogs[0]._interval = 0.5, 0.5
-        original(self, step, *arguments)
+        original(self, step, *arguments, **keywords)
 
     dogs, made = [], Watchdog.__init__
 
