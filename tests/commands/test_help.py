@@ -5,6 +5,7 @@ import operator
 import re
 
 import pytest
+from rich.console import Console
 
 from gpt2_triton.commands import OF_A_CHECKOUT, tools
 from gpt2_triton.commands.app import main
@@ -16,7 +17,7 @@ COMMANDS += [["prepare", name] for name in prepare if not name.startswith("-")]
 
 
 def page(app, words, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(app, "console", Console(width=80))
     assert main(app, [*words, "--help"]) == 0
     return capsys.readouterr().out
 

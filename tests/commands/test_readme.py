@@ -16,6 +16,7 @@ import tomllib
 
 import pytest
 import yaml
+from rich.console import Console
 
 from benchmarks.__main__ import app as benchmarks_app
 from gpt2_triton import device
@@ -214,7 +215,8 @@ def help_of_all_tools():
     calls = [["-m", "gpt2_triton", *word] for word in sorted(words)]
     calls += [["-m", "benchmarks", c.words[0]] for c in FOUND if c.program == "benchmarks"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "120")
+        for app in (tools_app, benchmarks_app):
+            patch.setattr(app, "console", Console(width=120))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             for _, package, *command in calls:
                 assert main(tools_app if package == "gpt2_triton" else benchmarks_app, [*command, "--help"]) == 0
