@@ -109,21 +109,32 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
 
-@pytest.mark.parametrize("name", cases())
-def test_kernel_compiles_for_sm90_without_spills_and_fits_shared_memory(name):
-    """Compiled in another process: in this one the kernels may belong to the interpreter."""
+NAMES = [*cases()]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("names", [NAMES[i::5] for i in range(5)], ids=", ".join)
+def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
+    """Compiled in another process: in this one the kernels may belong to the interpreter.  One process compiles several
+    kernels, as its imports take as long as a kernel.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent.parent
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_hopper", name],
+        [sys.executable, "-m", "tests.kernels.test_hopper", *names],
         cwd=root, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
-    spills = re.findall(r"(\d+) bytes spill", run.stdout)
-    assert spills and set(spills) == {"0"}, run.stdout
-    assert int(re.findall(r"shared memory: (\d+) bytes", run.stdout)[0]) <= SHARED
-    assert "C75" not in run.stdout, run.stdout  # C75xx: ptxas serialises wgmma
+    logs = re.split(r"^kernel: ", run.stdout, flags=re.MULTILINE)[1:]
+    assert [log.splitlines()[0] for log in logs] == names
+    for log in logs:
+        spills = re.findall(r"(\d+) bytes spill", log)
+        assert spills and set(spills) == {"0"}, log
+        assert int(re.findall(r"shared memory: (\d+) bytes", log)[0]) <= SHARED, log
+        assert "C75" not in log, log  # C75xx: ptxas serialises wgmma
 
 
 if __name__ == "__main__":
-    print(f"shared memory: {compile_for_hopper(*cases()[sys.argv[1]])} bytes")
+    for name in sys.argv[1:]:
+        print(f"kernel: {name}", flush=True)
+        print(f"shared memory: {compile_for_hopper(*cases()[name])} bytes", flush=True)

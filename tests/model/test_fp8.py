@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model import fp8
 from gpt2_triton.model.buffers import State
@@ -55,8 +54,8 @@ def bits_of_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [*RECOMPUTE_LEVELS[1:], "gelu+ln:1", "block:1"])
-def test_every_recompute_level_gives_the_same_bits(level):
+@pytest.mark.parametrize("level", ["gelu+ln:1", "block", "block:1"])  # two more below; tests/gpu/test_fp8.py has all
+def test_recomputation_changes_no_bit(level):
     history, *tensors = bits(fp8_model(level))
     wanted, *others = bits_of_none()
     assert history == wanted
