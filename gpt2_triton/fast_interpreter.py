@@ -1,8 +1,8 @@
 """Makes Triton's interpreter patch triton.language once per process.
 
 The interpreter replaces about 200 functions of triton.language before each launch and before each call of a device
-function inside it, and restores them after the launch.  That took half of a small model's step.  Where there is no GPU
-no kernel is compiled, so nothing needs the originals.
+function inside it, and restores them after the launch.  That was half of the function calls of a small model's step.
+Where there is no GPU no kernel is compiled, so nothing needs the originals.
 """
 
 import functools
