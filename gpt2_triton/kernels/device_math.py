@@ -43,31 +43,30 @@ def exp_relative(z, zt, counted):
 #     s = sigmoid(2u),  u = sqrt(2/pi) * (x + 0.044715 * x^3),  2u' = 2 * sqrt(2/pi) * (1 + 3 * 0.044715 * x^2)
 #     gelu(x)  = 0.5 * x * (1 + tanh(u)) = x * s
 #     dgelu(x) = s + x * 2u' * (s - s^2)
-# FAST computes s = 0.5 + 0.5 * tanh(u) with the instruction that approximates tanh, to 2^-11 of its value.  It is for
-# outputs in bf16, whose half ulp is 2^-9: errors against float64 are the same to four digits
-# (docs/engineering/measured.md), and a product's epilogue stays hidden behind the next product, which the two
-# instructions of sigmoid would expose.
+# hopper/activation.py has another s.
 
 
 @triton.jit
-def _sigmoid_2u(x, xx, FAST: tl.constexpr):
-    u = x * (xx * _CURVE + _SLOPE)
-    if FAST:
-        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
-        return t * 0.5 + 0.5
-    return tl.sigmoid(u * 2.0)
+def gelu_u(x, xx):
+    """Return u; xx is x^2."""
+    return x * (xx * _CURVE + _SLOPE)
 
 
 @triton.jit
-def gelu(x, FAST: tl.constexpr = False):
-    return x * _sigmoid_2u(x, x * x, FAST)
+def gelu(x):
+    return x * tl.sigmoid(gelu_u(x, x * x) * 2.0)
 
 
 @triton.jit
-def dgelu(x, FAST: tl.constexpr = False):
+def dgelu(x):
     """Return the derivative of gelu at x."""
     xx = x * x
-    s = _sigmoid_2u(x, xx, FAST)
+    return dgelu_of(x, xx, tl.sigmoid(gelu_u(x, xx) * 2.0))
+
+
+@triton.jit
+def dgelu_of(x, xx, s):
+    """Return the derivative of gelu at x; xx is x^2, and s is sigmoid(2u)."""
     return s + x * (xx * (6.0 * _CURVE) + 2.0 * _SLOPE) * (s - s * s)
 
 
