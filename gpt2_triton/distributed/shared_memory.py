@@ -2,7 +2,8 @@
 
 A GPU's memory is opened through CUDA's IPC handles, and copy engines read it over NVLink or PCIe; a CPU's has a file
 descriptor.  Every private or barely public name of torch that this project uses is in this file, tested with torch
-2.11.  If one of them is missing, `allocate` gives the reason, and ranks exchange through collectives.
+2.11.  If one of them is missing, or the GPUs are AMD's, `allocate` gives the reason, and ranks exchange through
+collectives.
 """
 
 import os
@@ -33,6 +34,14 @@ NEEDED: dict[str, tuple[str, ...]] = {  # names of torch that memory shared by d
 }
 
 
+def unusable(device: str) -> str:
+    """Return why memory of this device is not shared here, "" if it may be."""
+    if device == "cuda" and torch.version.hip:
+        return "AMD's GPUs have not been tried"
+    missing = missing_names(device)
+    return f"torch {version('torch')} has no {', '.join(missing)}" if missing else ""
+
+
 def missing_names(device: str) -> list[str]:
     """Return the names in NEEDED that this torch lacks."""
     return [f"torch.{name}" for name in NEEDED[device] if not _exists(name)]
@@ -52,12 +61,12 @@ def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, l
     list is empty on all ranks, and the text is the first such rank's reason.
     """
     buffer, reason, opened = SharedBuffer(nbytes, device), "", list[Tensor]()
-    missing, own = missing_names(device), control.rank
-    shares = [not missing and rank != own for rank in range(control.size)]
+    problem, own = unusable(device), control.rank
+    shares = [not problem and rank != own for rank in range(control.size)]
     handles = [row[own] for row in control.all_gather([buffer.handle() if yes else None for yes in shares])]
     try:
-        if missing:
-            raise RuntimeError(f"torch {version('torch')} has no {', '.join(missing)}")
+        if problem:
+            raise RuntimeError(problem)
         opened = [buffer.memory if r == own else open_shared(h, nbytes, device) for r, h in enumerate(handles)]
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
@@ -104,7 +113,7 @@ class SharedBuffer:
 def open_shared(handle: list[Any] | None, nbytes: int, device: str) -> Tensor:
     """Return another process's SharedBuffer as bytes; raise RuntimeError if this process cannot read it."""
     if handle is None:
-        raise RuntimeError("CUDA does not share it")
+        raise RuntimeError("the driver does not share it")
     if device == "cpu":
         return _map(handle[0], nbytes)
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]

@@ -1,7 +1,7 @@
 """Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
-tables/ has a file for each GPU, which `python -m benchmarks tune` rewrites.  A table names its GPU, the
-compute capabilities whose other GPUs use it too, and whether its rows were measured there or are only known to compile.
+tables/ has a file for each GPU, which `python -m benchmarks tune` rewrites.  A table names its GPU, the architectures
+whose other GPUs use it too, and whether its rows were measured there or are only known to compile.
 interpreter.json holds upper bounds: each block covers its whole dimension up to the bound.
 
 Blocks that size a scratch buffer or split a sum are the same in all tables (benchmarks/candidates.py lists them):
@@ -21,7 +21,8 @@ from gpt2_triton.errors import ConfigError
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 TABLES = resources.files("gpt2_triton.kernels") / "tables"
-WITHOUT_GPU, OTHER_GPUS = "h200", "rtx4090"  # the latter's rows need the least shared memory
+WITHOUT_GPU = "h200"
+OTHER_GPUS, OTHER_AMD_GPUS = "rtx4090", "rdna3"  # their rows need the least shared memory
 OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton's own; a GPU's row has at least the first
 DTYPES = ("bf16", "fp32")  # a table may say "any" for both
 
@@ -31,7 +32,7 @@ Row = dict[str, int]
 
 class Table(NamedTuple):
     gpu: str  # part of torch.cuda.get_device_name()
-    capabilities: list[str]  # such as "9.0": other GPUs of these use this table
+    capabilities: list[str]  # `architecture` of other GPUs that use this table
     source: str  # "measured" there, or "default": compiled for it, not measured
     date: str
     triton: str
@@ -66,11 +67,19 @@ def _parse(file: Traversable) -> Table:
         raise ConfigError(f"{file.name}: not a tuning table like {WITHOUT_GPU}.json ({reason})") from None
 
 
-def choose(gpu: str, capability: str, tables: dict[str, Table]) -> str:
-    """Return the name of the table for a GPU: its own, else its compute capability's, else the most frugal one."""
+def choose(gpu: str, architecture: str, tables: dict[str, Table]) -> str:
+    """Return the name of the table for a GPU: its own, else its architecture's, else its vendor's most frugal one."""
     own = (name for name, table in tables.items() if table.gpu in gpu)
-    same = (name for name, table in tables.items() if capability in table.capabilities)
-    return next(own, None) or next(same, OTHER_GPUS)
+    same = (name for name, table in tables.items() if architecture in table.capabilities)
+    return next(own, None) or next(same, OTHER_AMD_GPUS if architecture.startswith("gfx") else OTHER_GPUS)
+
+
+@functools.cache
+def architecture() -> str:
+    """Return the architecture of this machine's GPU: the compute capability, such as "9.0", or AMD's "gfx942"."""
+    if torch.version.hip:  # which also has a compute capability, some of them an NVIDIA GPU's
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
+    return "{}.{}".format(*torch.cuda.get_device_capability())
 
 
 @functools.cache
@@ -81,8 +90,7 @@ def table_name() -> str:
     if not torch.cuda.is_available():
         return WITHOUT_GPU
     tables = {f.name.removesuffix(".json"): read_table(f) for f in TABLES.iterdir() if f.name.endswith(".json")}
-    major, minor = torch.cuda.get_device_capability()
-    return choose(torch.cuda.get_device_name(), f"{major}.{minor}", tables)
+    return choose(torch.cuda.get_device_name(), architecture(), tables)
 
 
 @functools.cache
@@ -104,7 +112,14 @@ def programs(tiles: int) -> int:
 @functools.cache
 def is_hopper() -> bool:
     """Return True on the GPUs that kernels/hopper is for (sm_90: H100, H200)."""
-    return not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return not INTERPRET and torch.cuda.is_available() and architecture() == "9.0"
+
+
+def has_fp8(architecture: str) -> bool:
+    """Return True if GPUs of this architecture multiply e4m3; AMD's earlier ones have another format of 8 bits."""
+    if architecture.startswith("gfx"):
+        return architecture == "gfx950"
+    return tuple(int(part) for part in architecture.split(".")) >= (8, 9)
 
 
 def next_power_of_2(n: int) -> int:

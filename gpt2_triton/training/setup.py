@@ -28,6 +28,7 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference import tasks
+from gpt2_triton.kernels import tuning
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.training.logger import Logger, NullLogger
@@ -178,10 +179,10 @@ def build_model(
 
 def require_fp8(config: Config, device: str) -> None:
     """Raise ConfigError if the run is in fp8 and its GPU has no fp8 products."""
-    if config.train.precision == "fp8" and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        has = "{}.{}".format(*torch.cuda.get_device_capability())
-        needs = f"fp8 needs compute capability 8.9 or more, {torch.cuda.get_device_name()} has {has}"
-        raise ConfigError(f"train.precision: {needs}; set it to bf16")
+    if config.train.precision == "fp8" and device == "cuda" and not tuning.has_fp8(tuning.architecture()):
+        needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from compute capability 8.9, AMD gfx950)"
+        this = f"{torch.cuda.get_device_name()} is {tuning.architecture()}"
+        raise ConfigError(f"train.precision: {needs}, {this}; set it to bf16")
 
 
 def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:

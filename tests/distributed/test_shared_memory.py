@@ -34,7 +34,7 @@ def test_shared_buffer_is_read_by_another_and_freed():
 
 
 def test_open_shared_refuses_memory_without_a_handle():
-    with pytest.raises(RuntimeError, match="CUDA does not share it"):
+    with pytest.raises(RuntimeError, match="the driver does not share it"):
         open_shared(None, 1000, "cpu")
 
 
@@ -118,3 +118,8 @@ def test_missing_names_finds_each_name_that_cuda_needs(monkeypatch, missing):
     assert missing_names("cuda") == []
     monkeypatch.setattr(shared_memory, "torch", namespace([name for name in names if name != missing]))
     assert missing_names("cuda") == [f"torch.{missing}"]
+
+
+def test_memory_of_amd_gpus_is_not_shared(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    assert shared_memory.unusable("cuda") and not shared_memory.unusable("cpu")

@@ -1,6 +1,7 @@
 """Tuning tables: complete, with valid values and equal scratch sizes, chosen by GPU; an unusable table is one line."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,18 @@ from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import pipeline
 from gpt2_triton.kernels.tiles import split_tiles
 from gpt2_triton.kernels.tuning import DTYPES, OPTIONS, TABLES, choose, read_table
+from gpt2_triton.training.setup import require_fp8
+from tests.support.tiny import tiny_config
 
 FILES = sorted(file.name for file in TABLES.iterdir())
 GPUS = {file.removesuffix(".json"): read_table(TABLES / file) for file in FILES if file != "interpreter.json"}
 
 
 def test_tables_are_package_data():
-    assert FILES == ["a100.json", "b200.json", "h200.json", "interpreter.json", "rtx4090.json"]
+    assert FILES == [
+        *("a100.json", "b200.json", "h200.json", "interpreter.json"),
+        *("mi300x.json", "rdna3.json", "rtx4090.json", "rtx5090.json"),
+    ]
     assert TABLES.parent.joinpath("tuning.py").is_file()  # inside the package, all of which the wheel takes
 
 
@@ -72,21 +78,74 @@ def test_constants_of_hopper_kernels_equal_the_table_that_sizes_scratch():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "capability", "name"),
+    ("gpu", "architecture", "name"),
     [
         ("NVIDIA H200", "9.0", "h200"),
         ("NVIDIA H100 80GB HBM3", "9.0", "h200"),
         ("NVIDIA A100-SXM4-80GB", "8.0", "a100"),
         ("NVIDIA GeForce RTX 4090", "8.9", "rtx4090"),
         ("NVIDIA L40S", "8.9", "rtx4090"),
-        ("NVIDIA GeForce RTX 5090", "12.0", "rtx4090"),
+        ("NVIDIA GeForce RTX 3090", "8.6", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "12.0", "rtx5090"),
+        ("NVIDIA GeForce RTX 5080", "12.0", "rtx5090"),
         ("NVIDIA B200", "10.0", "b200"),
         ("NVIDIA B300", "10.3", "b200"),
         ("something new", "13.0", "rtx4090"),
+        ("AMD Instinct MI300X", "gfx942", "mi300x"),
+        ("AMD Instinct MI355X", "gfx950", "mi300x"),
+        ("AMD Radeon RX 7900 XTX", "gfx1100", "rdna3"),
+        ("AMD Instinct MI210", "gfx90a", "rdna3"),
     ],
 )
-def test_choose_prefers_own_table_then_capability(gpu, capability, name):
-    assert choose(gpu, capability, GPUS) == name
+def test_choose_prefers_own_table_then_architecture(gpu, architecture, name):
+    assert choose(gpu, architecture, GPUS) == name
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make this machine's GPU one of this architecture; AMD's report a compute capability, too."""
+
+    def set_gpu(architecture: str, capability: tuple[int, int]) -> None:
+        hip = "7.2" if architecture.startswith("gfx") else None
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        properties = SimpleNamespace(gcnArchName=f"{architecture}:sramecc+:xnack-")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+        monkeypatch.setattr(tuning, "INTERPRET", False)
+        for function in (tuning.architecture, tuning.is_hopper, tuning.table_name):
+            monkeypatch.setattr(tuning, function.__name__, function.__wrapped__)
+
+    return set_gpu
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capability", "table", "hopper", "fp8"),
+    [
+        ("8.0", (8, 0), "a100", False, False),
+        ("8.6", (8, 6), "rtx4090", False, False),
+        ("8.9", (8, 9), "rtx4090", False, True),
+        ("9.0", (9, 0), "h200", True, True),
+        ("12.0", (12, 0), "rtx5090", False, True),
+        ("gfx90a", (9, 0), "rdna3", False, False),
+        ("gfx942", (9, 4), "mi300x", False, False),
+        ("gfx950", (9, 5), "mi300x", False, True),
+        ("gfx1201", (12, 0), "rdna3", False, False),
+    ],
+)
+def test_architecture_selects_table_hopper_kernels_and_fp8(gpu, architecture, capability, table, hopper, fp8):
+    gpu(architecture, capability)
+    assert tuning.architecture() == architecture
+    assert (tuning.table_name(), tuning.is_hopper(), tuning.has_fp8(architecture)) == (table, hopper, fp8)
+
+
+def test_fp8_without_fp8_products_is_refused_in_one_line(gpu):
+    gpu("gfx942", (9, 4))
+    config = tiny_config(train={"precision": "fp8", "dtype": "bf16"})
+    with pytest.raises(ConfigError, match="^train.precision: fp8 needs .*, a GPU is gfx942; set it to bf16$"):
+        require_fp8(config, "cuda")
 
 
 def test_choose_prefers_a_hand_made_table_to_the_capabilitys():

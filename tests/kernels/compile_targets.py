@@ -1,0 +1,212 @@
+"""Compiles the kernels of whole runs for GPUs that are not here, and prints what each kernel needs.
+
+    python -m tests.kernels.compile_targets gfx942 sm_100 [--kernels NAME ...]      a few minutes for each target
+    python -m tests.kernels.compile_targets                                         all targets: `make compile-all`
+
+A driver that launches nothing stands for the GPU, and GPT2.compile makes the calls of a run.  Left out are the Gluon
+kernels of kernels/hopper, which test_hopper.py compiles.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import itertools
+import re
+import sys
+import time
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+KIB = 1024
+
+
+class Target(NamedTuple):
+    """A GPU: its architecture as Triton names it, threads of a warp, shared memory of a program, and table."""
+
+    backend: str
+    arch: int | str
+    warp: int
+    shared: int
+    table: str
+    fp8: bool
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 32, 163 * KIB, "a100", False),
+    "sm_86": Target("cuda", 86, 32, 99 * KIB, "rtx4090", False),
+    "sm_89": Target("cuda", 89, 32, 99 * KIB, "rtx4090", True),
+    "sm_90": Target("cuda", 90, 32, 227 * KIB, "h200", True),
+    "sm_100": Target("cuda", 100, 32, 227 * KIB, "b200", True),
+    "sm_120": Target("cuda", 120, 32, 99 * KIB, "rtx5090", True),
+    "gfx942": Target("hip", "gfx942", 64, 64 * KIB, "mi300x", False),
+    "gfx950": Target("hip", "gfx950", 64, 160 * KIB, "mi300x", True),
+    "gfx1100": Target("hip", "gfx1100", 32, 64 * KIB, "rdna3", False),
+}
+BF16: dict[str, dict[str, object]] = dict(
+    model=dict(n_layer=2),
+    data=dict(train="builtin", val="builtin"),
+    train=dict(batch_size=4),
+    memory=dict(recompute="none"),
+    log=dict(stats_every=1),
+    sample=dict(every=1),
+)
+RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
+    "bf16": {},
+    "bf16, recompute": dict(memory=dict(recompute="gelu+ln"), optim=dict(master="none")),
+    "bf16, muon": dict(optim=dict(name="muon")),
+    "bf16, wide heads": dict(model=dict(n_head=6)),
+    "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
+    "fp32": dict(train=dict(dtype="fp32"), optim=dict(master="none")),
+    "fp32, recompute": dict(train=dict(dtype="fp32"), optim=dict(master="none"), memory=dict(recompute="gelu+ln")),
+    "fp32, muon": dict(train=dict(dtype="fp32"), optim=dict(name="muon", master="none")),
+    "fp32, wide heads": dict(train=dict(dtype="fp32"), optim=dict(master="none"), model=dict(n_head=6)),
+    "fp8": dict(train=dict(precision="fp8")),
+}
+
+
+@dataclasses.dataclass
+class Needs:
+    """What the variants of a kernel need: the most shared memory, and the most bytes that a thread spills."""
+
+    variants: int = 0
+    shared: int = 0
+    spilled: int = 0
+
+
+class Device:
+    """A driver of a target that loads and launches nothing; its number keeps its kernels apart from other targets'."""
+
+    utils = property(lambda self: self)
+
+    def __init__(self, name: str):
+        self.target, self.number = TARGETS[name], [*TARGETS].index(name)
+
+    def launcher_cls(self, source, metadata):
+        return lambda *_: None
+
+    def load_binary(self, name, kernel, shared, device):
+        return 1, 1, 32, 0, 1024
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.target.backend, self.target.arch, self.target.warp)
+
+    def get_current_device(self):
+        return self.number
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_properties(self, device):
+        return dict(max_shared_mem=1 << 30)  # Needs.shared is compared with the target's
+
+    def unload_module(self, module):
+        pass
+
+
+class Compiler:
+    """Takes the place of triton.compiler.compile; keeps the kernels, and what they need, by name."""
+
+    def __init__(self, compile_kernel: Any):
+        self._compile = compile_kernel
+        self.kernels: dict[str, list[Any]] = {}
+        self.needs: dict[str, Needs] = {}
+        self.failures: list[str] = []
+
+    def __call__(self, source: Any, **keywords: Any) -> Any:
+        try:
+            kernel = self._compile(source, **keywords)
+        except Exception as error:
+            raise RuntimeError(f"{source.fn.__name__}: {error}") from error
+        self.kernels.setdefault(source.fn.__name__, []).append(kernel)
+        needs = self.needs.setdefault(source.fn.__name__, Needs())
+        needs.variants += 1
+        needs.shared = max(needs.shared, kernel.metadata.shared)
+        for scratch in re.findall(r"\.private_segment_fixed_size: +(\d+)", kernel.asm.get("amdgcn", "")):
+            needs.spilled = max(needs.spilled, int(scratch))
+        return kernel
+
+    def read_ptxas(self, log: str) -> None:
+        """Take the bytes spilled from the log of all kernels."""
+        for name, stored in re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL):
+            self.needs[name].spilled = max(self.needs[name].spilled, int(stored))
+
+
+def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str] = (*RUNS, "decoding")) -> Compiler:
+    """Compile the kernels of these runs for a target; `only` names the kernels that are not left out.
+
+    For a process that does nothing else: torch and Triton remain changed.
+    """
+    import torch
+    import triton.compiler
+    from triton import JITFunction, knobs
+    from triton.runtime import driver
+
+    import gpt2_triton.kernels as K
+    from gpt2_triton.config.config import Config
+    from gpt2_triton.kernels import tuning
+    from gpt2_triton.model.gpt2 import GPT2
+
+    device = Device(name)
+    target = device.target
+    driver.set_active(device)
+    torch.cuda.is_available = lambda: False  # also on a machine with a GPU: no Gluon kernels
+    torch.cuda.current_device, torch.cuda.set_device = lambda: device.number, lambda number: None
+    torch.cuda.get_device_properties = lambda number: SimpleNamespace(multi_processor_count=108)
+    tuning.table_name = lambda: target.table
+    tuning.table.cache_clear()
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    run, compile_kernel = JITFunction.run, triton.compiler.compile
+    triton.compiler.compile = compiler = Compiler(compile_kernel)
+
+    def run_some(self: JITFunction, *args: Any, **keywords: Any) -> Any:
+        return run(self, *args, **keywords) if only is None or self.__name__ in only else None
+
+    def model(changes: dict[str, dict[str, object]], **options: Any) -> GPT2:
+        sections = {key: BF16.get(key, {}) | changes.get(key, {}) for key in BF16.keys() | changes.keys()}
+        return GPT2(Config.model_validate(sections), K, "cpu", **options)
+
+    def decode(dtype: str, sequences: int) -> None:
+        train = {"train": {"dtype": dtype}, "optim": {"master": "none"}}
+        model(train, batch=1, training=False, sequences=sequences).compile_decoding(0.8, 50, 0.9)
+
+    JITFunction.run, log = run_some, io.StringIO()
+    with contextlib.redirect_stdout(log):
+        for key in runs:
+            try:
+                if key == "decoding":
+                    for dtype, sequences in itertools.product(tuning.DTYPES, (1, 64)):
+                        decode(dtype, sequences)
+                elif target.fp8 or key != "fp8":
+                    model(RUNS[key]).compile({(4, 1024)})
+            except Exception as error:  # of Triton or of a backend; other runs are compiled nevertheless
+                compiler.failures.append(f"{key}: {type(error).__name__}: {error}")
+    JITFunction.run, triton.compiler.compile = run, compile_kernel
+    compiler.read_ptxas(log.getvalue())
+    return compiler
+
+
+def report(name: str, compiler: Compiler) -> str:
+    """Return a line for each kernel of a target, one for all, and one for each failure."""
+    limit, all_needs = TARGETS[name].shared, compiler.needs.values()
+    lines = [f"{name:8}{kernel:34}{n.variants:4}{n.shared:8}{n.spilled:7}" for kernel, n in compiler.needs.items()]
+    most = [sum(n.variants for n in all_needs), max(n.shared for n in all_needs), max(n.spilled for n in all_needs)]
+    total = f"{name:8}{f'{len(lines)} kernels, {limit} bytes of shared memory':34}" + "{:4}{:8}{:7}".format(*most)
+    head = f"{'target':8}{'kernel':34}{'':4}{'shared':>8}{'spilled':>8}"
+    return "\n".join([head, *lines, total, *(f"{name:8}FAILED {failure}" for failure in compiler.failures)])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("targets", nargs="*", choices=TARGETS, default=[*TARGETS])
+    parser.add_argument("--kernels", nargs="+")
+    options = parser.parse_args()
+    good = True
+    for name in options.targets:
+        began, compiler = time.perf_counter(), compile_for(name, options.kernels)
+        print(report(name, compiler), f"{time.perf_counter() - began:.0f} s", sep="\n", flush=True)
+        good &= not compiler.failures and all(n.shared <= TARGETS[name].shared for n in compiler.needs.values())
+    sys.exit(not good)
