@@ -136,7 +136,9 @@ class Compiler:
 
 
 def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str] = (*RUNS, "decoding")) -> Compiler:
-    """Compile the kernels of these runs for a target; `only` names the kernels that are not left out.
+    """Compile the kernels of these runs for a target.
+
+    only   the kernels that are not left out: NAME, or NAME:EPILOGUE for one epilogue of a product
 
     For a process that does nothing else: torch and Triton remain changed.
     """
@@ -163,7 +165,8 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
     triton.compiler.compile = compiler = Compiler(compile_kernel)
 
     def run_some(self: JITFunction, *args: Any, **keywords: Any) -> Any:
-        return run(self, *args, **keywords) if only is None or self.__name__ in only else None
+        names = {self.__name__, f"{self.__name__}:{keywords.get('EPILOGUE')}"}
+        return run(self, *args, **keywords) if only is None or names & {*only} else None
 
     def model(changes: dict[str, dict[str, object]], **options: Any) -> GPT2:
         sections = {key: BF16.get(key, {}) | changes.get(key, {}) for key in BF16.keys() | changes.keys()}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.test_tables_compile import Device, calls
+from tests.kernels.compile_targets import compile_for
 
 KERNELS = {
     "adamw": "_adamw_kernel",
@@ -44,33 +44,11 @@ def accesses(cubin: bytes) -> Counter[int]:
 
 def print_accesses() -> None:
     """Print one JSON object: kernel -> bits -> accesses, of each variant that is launched at C 768 and 1600."""
-    from types import SimpleNamespace
-
-    import torch
-    from triton import knobs
-    from triton.runtime import driver
-
-    from gpt2_triton import kernels as K
-    from gpt2_triton.kernels import compiling, tuning
-
-    found: dict[str, list[Counter[int]]] = {}
-
-    class Recorder(Device):
-        def load_binary(self, name, kernel, shared, device):
-            found.setdefault(name, []).append(accesses(kernel))
-            return super().load_binary(name, kernel, shared, device)
-
-    driver.set_active(Recorder("h200"))
-    torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
-    tuning.table_name = lambda: "h200"
-    knobs.compilation.always_compile = True
-    with compiling():
-        for launcher, arguments in calls("bf16", False):
-            if launcher.__name__ in KERNELS:
-                launcher(*arguments)
-        K.sum_squares(torch.empty(1), torch.empty(4096), torch.empty(1 << 22))
-    print(json.dumps(found))
+    runs = ["bf16", "bf16, 1600 channels", "bf16, muon"]
+    kernels = compile_for("sm_90", KERNELS.values(), runs).kernels
+    print(
+        json.dumps({name: [accesses(kernel.asm["cubin"]) for kernel in variants] for name, variants in kernels.items()})
+    )
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,12 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
     from triton import JITFunction
     from triton.runtime import driver
 
-    from tests.kernels.test_tables_compile import CAPABILITY, Device
+    from tests.kernels.compile_targets import TARGETS, Device
 
-    driver.set_active(Device(gpu))
+    target = next(name for name, target in TARGETS.items() if target.table == gpu)
+    driver.set_active(Device(target))
     torch.cuda.is_available, torch.cuda.get_device_name = lambda: True, lambda: gpu
-    torch.cuda.get_device_capability = lambda: CAPABILITY[gpu]
+    torch.cuda.get_device_capability = lambda: divmod(int(target.removeprefix("sm_")), 10)
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=108)
     from gpt2_triton import device
