@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN ?= runs/quickstart
 
-# With a GPU, torch brings CUDA and its own Triton; without one, constraints.txt chooses Triton.
-TORCH := $(if $(shell command -v nvidia-smi),torch==2.11.0,torch==2.13.0)
+# torch for a GPU brings its own Triton, which nothing else may replace; torch for CPUs has none.
+TORCH := $(if $(shell command -v nvidia-smi),torch==2.11.0,torch==2.13.0 triton==3.9.0)
 
-.PHONY: quickstart test lint verify chaos clean
+.PHONY: quickstart test lint verify compile-all chaos clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py configs/quickstart.yaml --run_dir $(RUN) --resume
@@ -25,6 +25,9 @@ lint: .venv/installed-dev
 
 verify: .venv/installed-dev
 	$(BIN)/python -m benchmarks verify
+
+compile-all: .venv/installed-dev # all kernels for GPUs that are not here, AMD's too: half an hour
+	$(BIN)/python -m tests.kernels.compile_targets
 
 MINUTES ?= 60
 chaos: .venv/installed-dev # random faults for an hour, a resume after each, the bytes of an undisturbed run at the end

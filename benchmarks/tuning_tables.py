@@ -3,10 +3,10 @@
 import datetime
 import json
 import re
-from importlib.metadata import version
 from pathlib import Path
 
 from gpt2_triton.kernels.tuning import TABLES, Key, Row, Table
+from gpt2_triton.version import installed
 
 
 def updated(table: Table, name: str, device: str, changes: dict[Key, Row]) -> tuple[Path, Table]:
@@ -17,7 +17,7 @@ def updated(table: Table, name: str, device: str, changes: dict[Key, Row]) -> tu
         capabilities=table.capabilities if own else [],
         source="measured",
         date=datetime.date.today().isoformat(),
-        triton=version("triton"),
+        triton=installed("triton") or "unknown",
         notes=table.notes if own else [],
         rows=dict(table.rows) | changes,
     )

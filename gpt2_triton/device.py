@@ -5,13 +5,13 @@ for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.version import installed
 
 
 class Gpu(NamedTuple):
@@ -46,12 +46,16 @@ def select_interpreter() -> bool:
     """Select Triton's interpreter if there is no GPU; return True if it is selected.  Must run before a kernel is
     imported.
 
-    ConfigError if it is too late, since triton.language was imported to compile, or if numpy is too new for it.
+    ConfigError if it is too late, since triton.language was imported to compile, if numpy is too new for it, or if
+    there is no Triton.
     """
+    triton, numpy = installed("triton"), installed("numpy") or ""
+    if triton is None:
+        raise ConfigError("triton: not installed, and this build of torch brings none; pip install triton")
     if present():
         return False
-    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
-        found = f"triton {version('triton')} with numpy {version('numpy')}"
+    if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+        found = f"triton {triton} with numpy {numpy}"
         raise ConfigError(
             f'no GPU, and {found}: the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
         )
@@ -68,8 +72,8 @@ def select_interpreter() -> bool:
     return True
 
 
-def _release(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version(package).split(".")[:2])
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def local_gpu() -> int:

@@ -6,6 +6,7 @@ It imports no package: --version must be fast, and hatch_build.py calls `git_sta
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -15,19 +16,26 @@ from gpt2_triton import __version__
 
 PACKAGE = Path(__file__).parent
 COMMIT = "commit.json"  # in a wheel, hatch_build.py writes it: git_state of the checkout
-BELOW = ("torch", "triton", "numpy", "safetensors", "tiktoken")
+BELOW = {  # package: names under which it is installed; torch for AMD's GPUs brings a Triton with another name
+    "torch": ("torch",),
+    "triton": ("triton", "triton-rocm", "pytorch-triton-rocm"),
+    "numpy": ("numpy",),
+    "safetensors": ("safetensors",),
+    "tiktoken": ("tiktoken",),
+}
 
 
 def package_versions() -> dict[str, str | None]:
     """Return the versions of Python, of this package and of those below it; None for one that is not installed."""
-    return {"python": sys.version.split()[0], "gpt2_triton": __version__} | {name: _installed(name) for name in BELOW}
+    return {"python": sys.version.split()[0], "gpt2_triton": __version__} | {name: installed(name) for name in BELOW}
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return installed_version(name)
-    except PackageNotFoundError:
-        return None
+def installed(package: str) -> str | None:
+    """Return the version of one of the packages in BELOW, None if it is not installed."""
+    for name in BELOW[package]:
+        with suppress(PackageNotFoundError):
+            return installed_version(name)
+    return None
 
 
 def code_state() -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ GROUND = "errors console device files version"
 ROOMS = {
     "errors": "",
     "console": "errors",
-    "device": "errors fast_interpreter",
+    "device": "errors fast_interpreter version",
     "fast_interpreter": "",
     "files": "errors",
     "version": "__init__",

@@ -398,7 +398,7 @@ def test_select_device_refuses_triton_that_was_imported_to_compile(monkeypatch):
         """As triton.language.sum is without TRITON_INTERPRET."""
 
     monkeypatch.setattr(device, "present", lambda: False)
-    monkeypatch.setattr(device, "version", dict(triton="3.10.0", numpy="2.4.6").__getitem__)
+    monkeypatch.setattr(device, "installed", dict(triton="3.10.0", numpy="2.4.6").__getitem__)
     monkeypatch.setitem(sys.modules, "triton.language", SimpleNamespace(sum=JITFunction()))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(app.ConfigError, match="^TRITON_INTERPRET: no GPU, and triton was imported without it"):
@@ -413,10 +413,18 @@ def test_select_device_refuses_numpy_that_triton_cannot_use(monkeypatch, capsys,
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, "triton.language", raising=False)
-    monkeypatch.setattr(device, "version", dict(triton=triton, numpy=numpy).__getitem__)
+    monkeypatch.setattr(device, "installed", dict(triton=triton, numpy=numpy).__getitem__)
     if runs:
         return app.select_device()
     with pytest.raises(app.ConfigError, match=r'pip install "numpy<2.4"'):
+        app.select_device()
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_select_device_asks_for_triton_where_torch_brings_none(monkeypatch, gpu):
+    monkeypatch.setattr(device, "present", lambda: gpu)
+    monkeypatch.setattr(device, "installed", dict(triton=None, numpy="2.4.6").__getitem__)
+    with pytest.raises(app.ConfigError, match="^triton: not installed, .*; pip install triton$"):
         app.select_device()
 
 

@@ -47,6 +47,16 @@ def test_version_text_without_a_commit_and_without_triton(tmp_path, monkeypatch)
     assert version.version_text() == f"gpt2_triton {__version__}\ntorch 3\ntriton missing\npython 3"
 
 
+def test_triton_of_torch_for_amd_has_another_name(monkeypatch):
+    def find(name):
+        if name != "triton-rocm":
+            raise version.PackageNotFoundError(name)
+        return "3.6.0"
+
+    monkeypatch.setattr(version, "installed_version", find)
+    assert version.installed("triton") == "3.6.0" and version.installed("torch") is None
+
+
 def test_version_imports_no_other_package():
     program = (
         "import sys; before = {*sys.modules}; import gpt2_triton.version as v; v.version_text();"

@@ -68,7 +68,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
 
 @dataclasses.dataclass
 class Needs:
-    """What the variants of a kernel need: the most shared memory, and the most bytes that a thread spills."""
+    """The most shared memory that a variant of a kernel needs, and the most bytes that its threads spill."""
 
     variants: int = 0
     shared: int = 0
