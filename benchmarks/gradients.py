@@ -116,7 +116,10 @@ def by_kind(found: Gradients, want: Gradients) -> dict[str, Agreement]:
     """Return the agreement of each kind of tensor, and of all tensors as one."""
     kinds: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, g in found.items():
-        kinds.setdefault(name.partition("[")[0], []).append((g, want[name]))
+        kind, e = name.partition("[")[0], want[name]
+        parts = zip("qkv", g.chunk(3), e.chunk(3), strict=True) if kind == "qkvw" else [("", g, e)]
+        for part, some, exactly in parts:
+            kinds.setdefault(f"{part}w" if part else kind, []).append((some, exactly))
     whole = tuple(torch.cat([side[name].flatten() for name in found]) for side in (found, want))
     return {kind: agreement(pairs) for kind, pairs in kinds.items()} | {"all": agreement([(whole[0], whole[1])])}
 
