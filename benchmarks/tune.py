@@ -160,8 +160,9 @@ def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path
     return 0.
     """
     ops, table, gpu = select(only), tuning.table(), torch.cuda.get_device_name()
-    shared = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
-    tries = {op: candidates(op, table.rows[op, DTYPE], shared) for op in ops}
+    properties, amd = torch.cuda.get_device_properties(torch.cuda.current_device()), bool(torch.version.hip)
+    shared = properties.shared_memory_per_block if amd else properties.shared_memory_per_block_optin
+    tries = {op: candidates(op, table.rows[op, DTYPE], shared, caps=not amd) for op in ops}
     batches = tuning_time.batches_of(sizes, batch, memory_bytes(None) - CONTEXT_BYTES - MODULE_BYTES)
     target = out or given_table.given_file() or tuning_tables.file_of(table, tuning.table_name(), gpu)
     search = dict(code=code_state(), packages=package_versions(), gpu=gpu, batches=batches, rounds=[SCREEN, FINAL])

@@ -80,6 +80,8 @@ def test_search_on_24_gb_is_estimated_at_10_minutes_at_most():
     assert batches == {"d12": 64, "d24": 32, "d36": 8}
     seconds = tuning_time.seconds_of(work, RTX4090, tune.SCREEN, tune.FINAL, tune.FINALISTS + 1)
     assert 120 < sum(seconds.values()) <= 600
+    page = Path(__file__).parents[2] / "docs" / "guide" / "hardware.md"
+    assert f"{sum(seconds.values()) / 60:.0f} minutes for 24 GB" in page.read_text()
     assert {w.op for w in work} == set(tries)
     assert all(w.candidates == len(tries[w.op]) for w in work)
     first = [w for w in work if w.op == "matmul"][:2]  # the products of qkv and attproj: the second adds a residual
@@ -158,6 +160,12 @@ def test_candidates_begin_with_the_current_row_and_keep_fixed_values(name, op):
     for row in rows:
         assert all(row[block] == current[block] for block in candidates.FIXED.get(op, ()))
         assert set(row) <= {*current, *tuning.OPTIONS}
+
+
+def test_candidates_without_caps_on_registers():
+    current = {name: n for name, n in H200.rows["attention_bwd_dq", "bf16"].items() if name != "maxnreg"}
+    rows = candidates.candidates("attention_bwd_dq", current, 64 << 10, caps=False)
+    assert len(rows) > 2 and not any("maxnreg" in row for row in rows)
 
 
 DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "sample_token"}  # in no training step
