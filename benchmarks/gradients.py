@@ -40,7 +40,7 @@ Gradients = dict[str, Tensor]  # by the names of torch_reference.tensors
 
 
 class Agreement(NamedTuple):
-    """Of the tensors of one kind, or of all together."""
+    """The agreement of the tensors of one kind, or of all as one tensor."""
 
     cosine: float
     along: tuple[float, float]

@@ -5,10 +5,10 @@
 
 FILE is YAML: `config`, a configuration file; `options` of every run; `arms`, the options of each by its name, of which
 the first is the baseline; `seeds`, how many runs of each arm.  Runs of one seed, whatever the arm, have the same
-initial weights and the same data in the same order.  An arm may name its own `seeds`, and the `minutes` of a run.
+initial weights and the same data in the same order.  An arm may set its own `seeds`, and the `minutes` of a run.
 
-Each finished run is one line of RESULTS.jsonl.  A run that is there is not made again, so an interrupted series goes on
-where it stopped; with --minutes no run begins that would end later, by the time that the last run of its arm took.
+Each finished run is one line of RESULTS.jsonl.  A run that is there is not made again, so the same command
+resumes a series; with --minutes no run begins that would end later, by the time that the last run of its arm took.
 
 The training loss is the mean of the last fifth of the steps; spikes show in the largest loss_z of a step.
 The report gives the mean and standard deviation of each arm, and the mean difference of the pairs with its 95% interval
@@ -212,7 +212,7 @@ def student_t(freedom: int, probability: float = 0.975) -> float:
 
 
 class Difference(NamedTuple):
-    """Mean of the pairs' differences, and half of its 95% interval; infinite for fewer than two pairs."""
+    """The mean of the pairs' differences, and half of its 95% interval, infinite for fewer than two pairs."""
 
     pairs: int
     mean: float
