@@ -66,23 +66,23 @@ def seconds_of(
 def speed_of_this_machine() -> Speed:
     """Measure a large product of cuBLAS and a copy on this GPU, in a second."""
     side = 8192
-    return Speed(
-        2e3 * side**3 / floors.product_ms("forward", side, side, side), floors.copy_bandwidth(), os.cpu_count() or 1
-    )
+    flops = 2 * side**3 / floors.product_ms("forward", side, side, side) * 1e3
+    return Speed(flops, floors.copy_bandwidth(), len(os.sched_getaffinity(0)))
 
 
 def batches_of(sizes: list[str] | None, batch: int | None, budget: int) -> dict[str, int]:
     """Return the batch of each size to tune: `batch`, else as large as a run of the size fits `budget` bytes, at most
     the benchmarks' own.  Without `sizes`, those whose runs fit with LEAST_BATCH sequences; d12 if none does.
     """
-    found = {size: batch or _fitting_batch(size, budget) for size in sizes or SIZES}
-    large = {size: B for size, B in found.items() if B >= LEAST_BATCH}
-    return found if sizes or batch else large or {"d12": found["d12"]}
+    found = {size: _fitting_batch(size, batch or SIZES[size].batch, budget) for size in sizes or SIZES}
+    if not sizes:
+        large = {size: B for size, B in found.items() if B >= min(LEAST_BATCH, batch or LEAST_BATCH)}
+        found = large or {"d12": found["d12"]}
+    return {size: batch or B for size, B in found.items()}
 
 
-def _fitting_batch(size: str, budget: int) -> int:
-    B, level = SIZES[size].batch, SIZES[size].recompute
-    while B > 1 and plan_memory(config_of(size, B, level), kernels, B, calls.T)[0].total > budget:
+def _fitting_batch(size: str, B: int, budget: int) -> int:
+    while B > 1 and plan_memory(config_of(size, B, SIZES[size].recompute), kernels, B, calls.T)[0].total > budget:
         B //= 2
     return B
 

@@ -95,6 +95,7 @@ def test_sizes_and_batches_follow_the_memory():
     assert tuning_time.batches_of(None, None, 2 << 30) == dict(d12=1)
     assert tuning_time.batches_of(["d48"], None, 22 << 30) == dict(d48=1)
     assert tuning_time.batches_of(["d12", "d48"], 2, 1 << 30) == dict(d12=2, d48=2)
+    assert tuning_time.batches_of(None, 2, 23 << 30) == dict(d12=2, d24=2, d36=2)
 
 
 @no_gpu
