@@ -211,6 +211,8 @@ def _announce(
     rates = f"{speed.flops / 1e12:.0f} TFLOP/s and {speed.bandwidth / 1e12:.2f} TB/s measured here"
     minutes = sum(weights.values()) / 60
     print_line(f"about {minutes:.0f} minutes, an estimate from {rates}; if interrupted, the same command continues")
+    if record.replaced:
+        print_line(f"{record.path} is of another version, GPU or set of candidates: it is replaced")
     if record.measurements:
         print_line(f"{record.measurements} measurements are in {record.path} already")
     return weights

@@ -19,7 +19,8 @@ class Record:
         """Read what is there of the same search, and keep only that."""
         self.path = path
         lines = _read(path)
-        self.lines = lines if lines[:1] == [json.loads(json.dumps(search))] else [search]
+        self.replaced = bool(lines) and lines[0] != json.loads(json.dumps(search))
+        self.lines = lines if lines and not self.replaced else [search]
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in self.lines).encode())
         self._file = LogFile(path)
 

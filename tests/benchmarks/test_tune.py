@@ -142,8 +142,9 @@ def test_record_keeps_measurements_of_the_same_search(tmp_path):
     assert not again.is_complete("screening", "d12")
     again.add({"pass": "screening", "size": "d12"})
     assert recorded(path).is_complete("screening", "d12") and not recorded(path).is_complete("finals", "d12")
-    assert recorded(path, gpu="b").measurements == 0  # and the file is the new search's
-    assert recorded(path).measurements == 0
+    other = recorded(path, gpu="b")
+    assert other.replaced and other.measurements == 0  # and the file is the new search's
+    assert recorded(path).replaced and not recorded(path).replaced
     recorded(path).remove()
     assert not path.exists()
 
