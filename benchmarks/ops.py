@@ -142,9 +142,9 @@ def floor(op: Operation) -> tuple[float, str]:
     """Return the floor of a call on this GPU in milliseconds, and the name of what takes so long."""
     found = [(op.nbytes / floors.copy_bandwidth() * 1e3, "copy")]
     if op.product:
-        found.append((floors.product_ms(*op.product), "cuBLAS"))
+        found.append((floors.product_ms(*op.product), floors.PRODUCTS_BY))
     if op.attention:
-        found.append((floors.attention_ms(op.name, *op.attention), "cuDNN"))
+        found.append((floors.attention_ms(op.name, *op.attention), floors.ATTENTION_BY))
     return max(found)
 
 
