@@ -14,6 +14,8 @@ segments; their sums go to `slots` of scratch, which a second kernel adds in ord
 and one order, and rows without entries are not touched.  The tables have fixed sizes, because launches are replayed
 from a CUDA graph: unused rows have length 0.
 
+A pointer chosen from two, of dx and lnf or of scratch and dwte, saves a load; Triton 3.6 compiles none for AMD's GPUs.
+
 order         int32 [2R]    entries, sorted by token
 segments      int32 [Ns,4]  token, first index in order, length, slot in scratch (-1: add to dwte)
 split_tokens  int32 [Nh,4]  token, first slot, number of slots, 0
@@ -22,6 +24,7 @@ split_tokens  int32 [Nh,4]  token, first slot, number of slots, 0
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import is_hip
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.tuning import dtype_name, tuned
@@ -62,15 +65,28 @@ def _embedding_bwd_segments_kernel(
         is_target = entry >= R
         r = tl.where(is_target, entry - R, entry).to(tl.int64)
         factor = tl.load(ks_ptr + r, mask=inside & is_target, other=1.0)
-        row_ptr = tl.where(is_target, lnf_ptr, dx_ptr) + r * C
-        mask = inside[:, :, None] & (c < C)[None, None, :]
-        row = tl.load(row_ptr[:, :, None] + c[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        if is_hip():
+            at, from_lnf = (r * C)[:, :, None] + c[None, None, :], is_target[:, :, None]
+            mask = inside[:, :, None] & (c < C)[None, None, :]
+            lnf = tl.load(lnf_ptr + at, mask=mask & from_lnf, other=0.0)
+            row = tl.where(from_lnf, lnf, tl.load(dx_ptr + at, mask=mask & ~from_lnf, other=0.0)).to(tl.float32)
+        else:
+            row_ptr = tl.where(is_target, lnf_ptr, dx_ptr) + r * C
+            mask = inside[:, :, None] & (c < C)[None, None, :]
+            row = tl.load(row_ptr[:, :, None] + c[None, None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(factor[:, :, None] * row, 1)
     is_partial = slot >= 0
-    out_ptr = tl.where(is_partial, part_ptr + slot * C, dwte_ptr + token * C)[:, None] + c[None, :]
-    mask = used[:, None] & (c < C)[None, :]
-    total += tl.load(out_ptr, mask=mask & ~is_partial[:, None], other=0.0)
-    tl.store(out_ptr, total, mask=mask)
+    if is_hip():
+        out_ptr = dwte_ptr + token[:, None] * C + c[None, :]
+        mask = used[:, None] & (c < C)[None, :]
+        total += tl.load(out_ptr, mask=mask & ~is_partial[:, None], other=0.0)
+        tl.store(out_ptr, total, mask=mask & ~is_partial[:, None])
+        tl.store(part_ptr + slot[:, None] * C + c[None, :], total, mask=mask & is_partial[:, None])
+    else:
+        out_ptr = tl.where(is_partial, part_ptr + slot * C, dwte_ptr + token * C)[:, None] + c[None, :]
+        mask = used[:, None] & (c < C)[None, :]
+        total += tl.load(out_ptr, mask=mask & ~is_partial[:, None], other=0.0)
+        tl.store(out_ptr, total, mask=mask)
 
 
 @triton.jit

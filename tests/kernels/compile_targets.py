@@ -146,6 +146,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
     import triton.compiler
     from triton import JITFunction, knobs
     from triton.runtime import driver
+    from triton.runtime._async_compile import active_mode
 
     import gpt2_triton.kernels as K
     from gpt2_triton.config.config import Config
@@ -187,6 +188,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
                     model(RUNS[key]).compile({(4, 1024)})
             except Exception as error:  # of Triton or of a backend; other runs are compiled nevertheless
                 compiler.failures.append(f"{key}: {type(error).__name__}: {error}")
+                active_mode.set(None)  # Triton 3.6 leaves it set
     JITFunction.run, triton.compiler.compile = run, compile_kernel
     compiler.read_ptxas(log.getvalue())
     return compiler

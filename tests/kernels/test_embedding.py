@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from gpt2_triton.data.packing import SEGMENT, scatter_bounds, scatter_table
+from gpt2_triton.kernels import embedding
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
@@ -70,6 +71,21 @@ def test_embedding_bwd_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
     untouched[ids.long()] = untouched[targets[targets >= 0].long()] = False
     assert torch.equal(dwte[untouched], before[untouched])
     assert acc or (dwpe[T:] == 0).all()
+
+
+@pytest.mark.skipif(not INTERPRET, reason="in the interpreter a kernel reads is_hip when it runs")
+def test_embedding_bwd_for_amd_gives_the_same_bits(rng, monkeypatch):
+    R, V, C = 600, 3, 80
+    ids, targets = draw_tokens(rng, R, V)
+    dx, lnf, ks, before = rng(R, C), rng(R, C), rng(R), rng(V, C)
+    found, called = [], []
+    for hip in (False, True):
+        monkeypatch.setattr(embedding, "is_hip", lambda hip=hip: called.append(hip) or hip)
+        dwte, dwpe = before.clone(), poisoned(R, C)
+        embedding_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, *tables(ids, targets, V), R, False)
+        found.append(dwte)
+    assert {*called} == {False, True}
+    assert torch.equal(*found) and not torch.equal(found[0], before)
 
 
 @pytest.mark.parametrize("count", [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 128 * SEGMENT + 1])
