@@ -37,7 +37,7 @@ class Fp8:
     """An operand of products, [R, C], in the forms that they read."""
 
     rows: Tensor  # e4m3 [R, C]
-    columns: Tensor  # e4m3 [C, R]
+    columns: Tensor  # e4m3 [C, R], or [0, C] where no product reads it
     scale: Tensor  # fp32 [1]
     amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
     transposed: bool  # True: `columns` is written with `rows`; else by matmul_dw, in memory that operands share
@@ -53,6 +53,11 @@ class Fp8:
 
     def is_contiguous(self) -> bool:
         return self.rows.is_contiguous()
+
+    def __getitem__(self, rows: slice) -> "Fp8":
+        """Return a part of an operand whose columns no product reads."""
+        assert not len(self.columns)
+        return dataclasses.replace(self, rows=self.rows[rows], value=None if self.value is None else self.value[rows])
 
 
 Operand = Tensor | Fp8
@@ -181,7 +186,8 @@ def _transpose_kernel(out_ptr, x_ptr, R, C, PAIRS: tl.constexpr, BLOCK_R: tl.con
 # ---- launchers ----
 
 
-def _block(n: int, most: int) -> int:
+def block(n: int, most: int) -> int:
+    """Return the size of a block that runs along n elements: on a GPU at most `most`."""
     return min(next_power_of_2(n), 1024 if INTERPRET else most)
 
 
@@ -190,7 +196,7 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
     R, C = x.shape
     if pairs and hopper.takes("transpose", R, C, "fp8"):
         return hopper_transpose.transpose(out, x)
-    block_r, block_c = _block(R, 128), _block(C, 128)
+    block_r, block_c = block(R, 128), block(C, 128)
     grid = (triton.cdiv(R, block_r), triton.cdiv(C, block_c))
     _transpose_kernel[grid](
         out.view(torch.uint8), x.view(torch.uint8), R, C, PAIRS=pairs, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
@@ -204,7 +210,7 @@ def cast_operand(x8: Fp8, x: Tensor) -> None:
     ordered = None
     if x8.transposed and x8.scratch is not None and hopper.takes("transpose", R, C, "fp8"):
         ordered = x8.scratch[: R * C].view(R, C)
-    block_r, block_c = _block(R, 4), _block(C, 256)
+    block_r, block_c = block(R, 4), block(C, 256)
     _cast_kernel[(triton.cdiv(R, block_r),)](
         x8.rows, ordered, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
     )

@@ -138,9 +138,9 @@ def test_ranks_in_bf16_without_masters_train_as_one_rank_does_up_to_rounding(tmp
 @pytest.mark.parametrize("n, zero, batch_size", [(2, 1, 12), (2, 0, 3)])
 def test_fp8_scales_do_not_depend_on_ranks(tmp_path, n, zero, batch_size):
     """After one step the maxima of all tensors are those of one rank and one micro-step, to the last bit."""
-    train = dict(steps=1, dtype="bf16", precision="fp8")
-    assert run_job(n, config_of(zero, train=train | dict(batch_size=batch_size)), tmp_path / "ranks") == 0
-    assert run_job(1, config_of(train=train), tmp_path / "one") == 0
+    train, fp8 = dict(steps=1, dtype="bf16", precision="fp8"), dict(keep_bf16="")
+    assert run_job(n, config_of(zero, train=train | dict(batch_size=batch_size), fp8=fp8), tmp_path / "ranks") == 0
+    assert run_job(1, config_of(train=train, fp8=fp8), tmp_path / "one") == 0
     one, ranks_ = (tensors(tmp_path / run) for run in ("one", "ranks"))
     assert (one["history"][:, :2] > 0).all()
     for name in ("scale", "history"):
