@@ -145,7 +145,7 @@ def attention(s: Sizes) -> Iterator[Comparison]:
         K.attention_bwd(gradient, dbias, delta, accuracy.scratch(s), dout, qkv, out, lse, False)
     assert out.value is not None
     yield from of_operand("fp8 attention", "out", out, out.value.double())
-    yield from of_operand("fp8 attention", "dqkv", dqkv, plain.double())
+    yield from of_operand("fp8 attention", "dqkv", dqkv, plain.double(), transposed=True)
 
 
 def logits(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:

@@ -11,11 +11,13 @@ Hopper's stmatrix writes; products do not depend on an order that both operands 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
@@ -129,6 +131,37 @@ def token_at(p):
     return p // 16 * 16 + p % 2 * 8 + p % 16 // 2
 
 
+@triton.jit
+def paired_columns(x):
+    """Return fp32 [R, C] as e4m3, transposed, with the tokens of a pair in one int16: [C, R / 2].  One thread holds rows
+    g and g + 8 of a tensor core's result, so that on Hopper stmatrix stores them as they are.
+    """
+    r: tl.constexpr = x.shape[0]
+    c: tl.constexpr = x.shape[1]
+    low, high = tl.split(tl.permute(tl.reshape(x, (r // 16, 2, 8, c)), (0, 2, 3, 1)))
+    if _EXACT:
+        low = to_e4m3(low).to(tl.uint8, bitcast=True).to(tl.int16)
+        pairs = low | (to_e4m3(high).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
+    else:  # casts of their own: ptxas 12.8 confuses the bytes of a cast that is stored both packed and apart
+        pairs = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+        )
+    return tl.trans(tl.reshape(pairs, (r // 2, c)))
+
+
+@triton.jit
+def store_heads(desc, columns_desc, scale_ptr, amax_ptr, b, h, t, value):
+    """Store rows t, t + 1 ... of head h, which are 0 past the end of sequence b: in fp8 if there is a scale, and then
+    with columns_desc transposed too.
+    """
+    if columns_desc is not None:
+        columns = paired_columns(value * tl.load(scale_ptr))
+        columns_desc.store([h, 0, b, t // 2], columns.reshape(1, columns.shape[0], 1, columns.shape[1]))
+    if scale_ptr is not None:
+        value = quantise(value, scale_ptr, amax_ptr)
+    desc.store([b, h, t, 0], value.to(desc.dtype).reshape(1, 1, value.shape[0], value.shape[1]))
+
+
 # ---- kernels ----
 
 
@@ -201,6 +234,18 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
     _transpose_kernel[grid](
         out.view(torch.uint8), x.view(torch.uint8), R, C, PAIRS=pairs, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
     )
+
+
+def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int) -> TensorDescriptor | None:
+    """Describe the columns [heads*HS, B*T] of an operand that is written transposed, as pairs [heads, HS, B, T/2], in
+    blocks of so many tokens of one head.  `shape` is [B, NH, T].
+    """
+    if not (isinstance(operand, Fp8) and operand.transposed):
+        return None
+    (B, _, T), width = shape, operand.shape[1]
+    sizes, strides = [width // HS, HS, B, T // 2], [HS * B * T // 2, B * T // 2, T // 2, 1]
+    pairs = operand.columns.view(torch.int16)
+    return TensorDescriptor(pairs, sizes, strides, [1, next_power_of_2(HS), 1, tokens // 2])
 
 
 @contract("x8[R,C] <- x[R,C]")

@@ -44,8 +44,9 @@ class Fp8Buffers:
     dfch8:      Tensor  = buf("R 4*C",     "e4m3", "block_bwd",        "backward",    only="fp8 mlp")
     dfch8t:     Tensor  = buf("4*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 mlp")
     dqkv8:      Tensor  = buf("R 3*C",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv", within="dfch8")
+    dqkv8t:     Tensor  = buf("3*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv", within="dfch8t")
     inp8t:      Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
-    dout8t:     Tensor  = buf("3*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
+    dout8t:     Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward",    only="fp8 attproj mlp")
     lnf8:       Tensor  = buf("R C",       "e4m3", "head",             "head",        only="fp8 head")
     wte8:       Tensor  = buf("Vp C",      "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 head")
     weight8:    Tensor  = buf("4*C C",     "e4m3", "block block_bwd",  "scratch",     only="fp8 qkv attproj mlp")
@@ -103,7 +104,7 @@ def place_operands(
         i, own = 2 * l, []
         if "qkv" in fp8:
             a.ln[i] = operand(q.ln8[i], None, l, "ln1")
-            a.dqkv[l] = operand(q.dqkv8, None, l, "dqkv")
+            a.dqkv[l] = operand(q.dqkv8, q.dqkv8t, l, "dqkv")
         if "attproj" in fp8:
             a.att[l] = operand(q.att8[l], None, l, "att", value=a.att[l])
             a.dx[i + 1] = operand(q.dx8, None, l, "datt", value=a.dx[i + 1])
