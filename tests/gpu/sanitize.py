@@ -2,7 +2,7 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.gpu.sanitize
 
-Arguments are numbers of CASES; by default all are taken.
+Arguments are numbers of CASES; by default all are taken.  tests/gpu/races.py reads what racecheck reports.
 
 In a run all buffers are views of one arena, inside which memcheck sees no overrun.  So each launch here gets copies of
 its tensors: the sanitizer knows where each of them ends.  Without the sanitizer this compiles the kernels, so that the
@@ -39,6 +39,7 @@ CASES = (
 )
 
 
+MUON = {4, 8}  # numbers of CASES with optim.name muon
 OF_FP8 = {"cast_operand", "roll_scales", "fp8_stats"}  # their operands are not copied here
 
 
@@ -72,7 +73,9 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[GPT2]:
         config = tiny_config(
             model=dict(n_layer=2, n_head=heads, n_embd=C, vocab_size=vocab, block_size=T),
             train=dict(batch_size=B, seq_len=T, dtype=dtype, total_batch_tokens=2 * B * T),
-            optim=dict(master="fp32" if number % 2 and dtype == "bf16" else "none"),
+            optim=dict(
+                name="muon" if number in MUON else "adamw", master="fp32" if number % 2 and dtype == "bf16" else "none"
+            ),
             memory=dict(recompute=level, head_rows=rows),
             log=dict(stats_every=1),
             sample=dict(every=1),

@@ -1,0 +1,165 @@
+"""Compares the gradients of bf16 and fp8 with float64's, tensor by tensor, at the weights of a checkpoint.
+
+    python -m benchmarks.gradients RUN --data 'SHARDS/train_*.bin' [--keep mlp --keep qkv] [--json FILE]
+
+The gradient is that of the mean loss of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
+with g ours and e that of float64 from the same bf16 weights:
+
+    cosine     g e / |g| |e|, the least of the layers
+    along      g e / e e, least and largest: 1 where the error of g has no part along e
+    error      |g - e| / |e|, the largest of the layers
+
+The last arithmetic is float64 on other batches: how much the gradient of one batch tells of another's.  `--keep` adds
+fp8 with these operations in bf16 (fp8.keep_bf16).
+"""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import gpt2_triton.kernels as K
+from benchmarks import torch_reference
+from gpt2_triton.checkpoint.sources import load_weights
+from gpt2_triton.config.config import Config
+from gpt2_triton.data.loader import TrainLoader
+from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.data.shards import open_shards
+from gpt2_triton.device import device_name
+from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.training.lr_schedule import step_inputs
+
+Gradients = dict[str, Tensor]  # by the names of torch_reference.tensors
+
+
+class Agreement(NamedTuple):
+    """The agreement of the tensors of one kind, or of all as one tensor."""
+
+    cosine: float
+    along: tuple[float, float]
+    error: float
+
+
+def config_of(saved: Config, batch: int, batches: int, precision: str, keep: str) -> Config:
+    """Return the configuration of one step in bf16 storage, in `batches` micro-batches."""
+    tokens = batch * batches * saved.train.seq_len
+    train = {"batch_size": batch, "total_batch_tokens": tokens, "dtype": "bf16", "precision": precision}
+    return saved.replace(train=train, fp8={"keep_bf16": keep}, optim={"master": "none", "name": "adamw"})
+
+
+def windows(pattern: str, config: Config, batches: int, first: int) -> list[np.ndarray]:
+    """Return `batches` arrays of tokens [B, T+1], from batch `first` of the data's order on."""
+    t = config.train
+    loader = TrainLoader(open_shards(pattern, config.model.vocab_size, t.seq_len), t.seq_len, config.data.seed)
+    return [loader.batch((first + i) * t.batch_size, t.batch_size) for i in range(batches)]
+
+
+def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple[float, Gradients, dict[str, int]]:
+    """Return the loss, the gradients on the host and the model's dimensions."""
+    model = GPT2(config, K, device_name())
+    model.eager = True
+    model.initialise(config.train.seed)
+    model.state.params.copy_(params)
+    scale = 1.0 / config.total_batch_tokens
+    packed = [pack_batch(None, w[:, :-1], w[:, 1:], config.model.vocab_size) for w in batches]
+    if model.has_fp8:
+        model.calibrate(packed, step_inputs(0, config, scale))
+    model.begin_step(step_inputs(0, config, scale), 0, config.train.seed)
+    for i, batch in enumerate(packed):
+        model.micro_step(batch, first=i == 0)
+    found = {name: t.double().cpu() for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)}
+    loss = model.end_step().result().loss
+    dims = model.dims
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return loss, found, dims
+
+
+def exact(params: Tensor, dims: dict[str, int], batches: Sequence[np.ndarray]) -> tuple[float, Gradients]:
+    """Return loss and gradients of PyTorch in float64, one sequence at a time."""
+    device = device_name()
+    leaves = torch_reference.leaves(params.to(device), dims, torch.float64)
+    total, sequences = 0.0, [row for w in batches for row in w]
+    for row in sequences:
+        tokens = torch.from_numpy(row.astype(np.int64))[None].to(device)
+        loss = torch_reference.gpt2_loss(leaves, tokens[:, :-1], tokens[:, 1:], dims["V"], dims["NH"]) / len(sequences)
+        loss.backward()
+        total += loss.item()
+    found = {}
+    for name, leaf, _ in torch_reference.tensors(leaves, dims):
+        assert leaf.grad is not None
+        found[name] = leaf.grad.cpu()
+    return total, found
+
+
+def agreement(pairs: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
+    """Return the agreement of (g, e) pairs of one kind: least cosine, least and largest part along e, largest error."""
+    cosines, along, errors = [], [], []
+    for g, e in pairs:
+        g, e = g.flatten(), e.flatten()
+        square = torch.dot(e, e).item()
+        cosines.append(torch.dot(g, e).item() / (g.norm().item() * square**0.5))
+        along.append(torch.dot(g, e).item() / square)
+        errors.append((g - e).norm().item() / square**0.5)
+    return Agreement(min(cosines), (min(along), max(along)), max(errors))
+
+
+def by_kind(found: Gradients, want: Gradients) -> dict[str, Agreement]:
+    """Return the agreement of each kind of tensor, and of all tensors as one."""
+    kinds: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for name, g in found.items():
+        kind, e = name.partition("[")[0], want[name]
+        parts = zip("qkv", g.chunk(3), e.chunk(3), strict=True) if kind == "qkvw" else [("", g, e)]
+        for part, some, exactly in parts:
+            kinds.setdefault(f"{part}w" if part else kind, []).append((some, exactly))
+    whole = tuple(torch.cat([side[name].flatten() for name in found]) for side in (found, want))
+    return {kind: agreement(pairs) for kind, pairs in kinds.items()} | {"all": agreement([(whole[0], whole[1])])}
+
+
+def rows(name: str, loss: float, exact_loss: float, found: dict[str, Agreement]) -> Iterator[str]:
+    yield f"{name}: loss {loss:.5f} ({loss - exact_loss:+.5f})"
+    for kind, a in found.items():
+        yield f"  {kind:<10}cosine {a.cosine:.5f}  along {a.along[0]:.4f} .. {a.along[1]:.4f}  error {a.error:.4f}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", help="run directory, checkpoint or another project's model, as `sample` takes")
+    parser.add_argument("--data", required=True, help="glob of the shards")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
+    parser.add_argument("--batches", type=int, default=4, help="micro-batches")
+    parser.add_argument("--keep", action="append", default=[], help="also fp8 with this fp8.keep_bf16")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    a = parser.parse_args(words)
+    saved, tensors = load_weights(a.run)
+    params = tensors["params"].to(torch.bfloat16)
+    arms = {"bf16": ("bf16", ""), "fp8": ("fp8", "")} | {f"fp8, {keep} in bf16": ("fp8", keep) for keep in a.keep}
+    base = config_of(saved, a.batch, a.batches, "bf16", "")
+    batches = windows(a.data, base, a.batches, 0)
+    report: dict[str, dict[str, Agreement]] = {}
+    dims: dict[str, int] = {}
+    for name, (precision, keep) in arms.items():
+        loss, found, dims = ours(config_of(saved, a.batch, a.batches, precision, keep), params, batches)
+        if not report:
+            want_loss, want = exact(params, dims, batches)
+        report[name] = by_kind(found, want)
+        print("\n".join(rows(name, loss, want_loss, report[name])), flush=True)
+    other_loss, others = exact(params, dims, windows(a.data, base, a.batches, a.batches))
+    report["float64, other batches"] = by_kind(others, want)
+    print("\n".join(rows("float64, other batches", other_loss, want_loss, report["float64, other batches"])))
+    if a.json:
+        figures = {name: {kind: list(f) for kind, f in found.items()} for name, found in report.items()}
+        a.json.write_text(json.dumps({"exact_loss": want_loss, "agreement": figures}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""benchmarks/series.py: which runs are made, what is kept of one, and the statistics of the report."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import series
+from benchmarks.series import Queue, Series
+from gpt2_triton.config.load import load_config
+from gpt2_triton.data.shards import write_shard
+
+TINY = """
+config: configs/quickstart.yaml
+options:
+  train.steps: 5
+  train.batch_size: 2
+  train.seq_len: 16
+  train.total_batch_tokens: 32
+  model.n_layer: 1
+  model.n_head: 1
+  model.n_embd: 64
+  model.block_size: 16
+  optim.warmup: 2
+  eval.every: 5
+  eval.tokens: 64
+  sample.every: 0
+  checkpoint.every: 0
+seeds: 2
+arms:
+  one: {}
+  other rate: {optim.lr: 2e-3, seeds: 1, minutes: 1}
+"""
+
+
+def row(arm, seed, loss, val=None, **more):
+    curve = dict(curve=[3.0, 2.0, loss], stride=4, steps=12, tokens=12 * 64, ms=2.0, seconds=60.0)
+    return curve | dict(arm=arm, seed=seed, train_loss=loss, val_loss=val) | more
+
+
+@pytest.fixture
+def tiny(tmp_path) -> Series:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return series.read_series(tmp_path / "tiny.yaml")
+
+
+def test_runs_go_by_seed_then_arm_and_share_a_seed(tiny):
+    assert [(run.arm, run.seed) for run in tiny.runs] == [("one", 0), ("other rate", 0), ("one", 1)]
+    first, other, second = tiny.runs
+    assert first.options | {"optim.lr": "2e-3"} == other.options and other.minutes == 1
+    assert {key for key in first.options if first.options[key] != second.options[key]} == {"train.seed", "data.seed"}
+
+
+def test_a_wrong_file_is_one_line(tmp_path, capsys):
+    (tmp_path / "wrong.yaml").write_text("arms: {a: {}}\nseed: 2\nconfig: x\n")
+    with pytest.raises(SystemExit) as stopped:
+        series.main([str(tmp_path / "wrong.yaml"), "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert "unknown keys ['seed'], missing keys ['seeds']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", sorted(Path("benchmarks/losses").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_options_of_the_committed_series_are_valid(file):
+    found = series.read_series(file)
+    for run in found.runs[:: max(1, len(found.runs) // 8)]:
+        load_config(Path(found.config), [(key, str(value)) for key, value in run.options.items()])
+
+
+def test_done_runs_are_not_made_again_nor_runs_that_would_end_too_late(tiny, tmp_path):
+    out = tmp_path / "results.jsonl"
+    out.write_text(json.dumps(row("one", 0, 2.0)) + "\n" + '{"arm": "other rate", "se')
+    queue = Queue(tiny, out, minutes=1.5)
+    assert queue.next().arm == "other rate"  # its line was cut short
+    assert queue.next() == tiny.runs[2]  # took 1 minute before
+    assert queue.next() is None
+    assert Queue(tiny, out, minutes=0.5).next() is None
+    late = Queue(tiny, out, minutes=1.5)
+    late.end = time.monotonic() + 61  # "one" still fits, its other arm's estimate of a minute too
+    assert late.next() is not None
+
+
+@pytest.mark.parametrize("freedom, value", [(1, 12.706), (5, 2.5706), (9, 2.2622), (30, 2.0423), (1000, 1.9623)])
+def test_students_t_is_that_of_tables(freedom, value):
+    assert math.isclose(series.student_t(freedom), value, rel_tol=2e-4)  # a table's last digit
+
+
+def test_differences_are_those_of_pairs():
+    rows = [row("a", seed, loss) for seed, loss in enumerate((2.0, 2.2, 2.1))]
+    rows += [row("b", seed, loss) for seed, loss in enumerate((2.03, 2.21))]
+    found = series.difference(rows, "b", "a", "train_loss")
+    assert found.pairs == 2 and math.isclose(found.mean, 0.02)
+    assert math.isclose(found.half, 12.7062 * 0.01, rel_tol=1e-3)  # t of 1 degree, sd 0.01 sqrt 2, over sqrt 2
+    assert series.difference(rows, "b", "a", "val_loss") is None
+    assert series.difference(rows[:4], "b", "a", "train_loss").half == math.inf
+
+
+def test_report_and_picture(tmp_path):
+    runs = [series.Run(arm, seed, {}) for seed in (0, 1) for arm in ("a", "b")]
+    rows = [row("a", 0, 2.0, 2.5), row("b", 0, 2.1, 2.4), row("a", 1, 2.2, 2.6), row("b", 1, 2.3, 2.6)]
+    text = series.report(Series("c", runs), rows)
+    assert "| a | 2 | 2.1000 | 0.1414 | 2.5500 | 0.0707 | 2.00 | 32,000 |  |  |" in text
+    assert "+0.1000 +- 0.0000 (2) | -0.0500 +- 0.6353 (2) |" in text
+    series.plot(Series("c", runs), rows, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_series_is_trained_and_goes_on_where_it_stopped(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    for name in ("train_000000", "val_000000"):
+        write_shard(tmp_path / f"{name}.bin", np.arange(4000).astype(np.uint16) % 250)
+    words = [str(tmp_path / "tiny.yaml"), "--data", str(tmp_path), "--out", str(tmp_path / "r.jsonl")]
+    assert series.main([*words, "--seeds", "1"]) == 0
+    assert series.main([*words, "--seeds", "0,1"]) == 0
+    rows = series.read_results(tmp_path / "r.jsonl")
+    assert [(r["arm"], r["seed"], r["steps"]) for r in rows] == [("one", 1, 5), ("one", 0, 5), ("other rate", 0, 5)]
+    assert all(0 < r["train_loss"] < 7 and 0 < r["val_loss"] < 7 and len(r["curve"]) == 5 for r in rows)
+    assert rows[1]["curve"][0] == rows[2]["curve"][0]  # the same weights and data

@@ -1,0 +1,76 @@
+"""Sorts the reports of compute-sanitizer's racecheck on the kernels of tests/gpu/sanitize.py:
+
+    compute-sanitizer --tool racecheck --print-limit 1000000 --log-file LOG python -m tests.gpu.sanitize 7
+    python -m tests.gpu.races LOG ...
+
+Triton starts the warps of a `warp_specialize` partition through a word in shared memory: the first warps write the
+number of the partition, and waiting warps read it after a barrier that racecheck does not see.  The reading code is the
+compiler's, at the line of the kernel's `def`, where no code of ours reads shared memory.  Such reports are counted; any
+other is printed, and the exit code is 1.  A log without racecheck's summary is one of a check that did not finish.
+"""
+
+import inspect
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+from gpt2_triton.kernels.hopper import classifier, fp8_gelu, fp8_matmul, fp8_matmul_dw, matmul, matmul_dw, matmul_wide
+
+MODULES = (classifier, fp8_gelu, fp8_matmul, fp8_matmul_dw, matmul, matmul_dw, matmul_wide)
+PARTITIONS = 8  # of a kernel at most
+REPORT = re.compile(
+    r"hazard detected at __shared__ (?P<address>0x[0-9a-f]+) in block.*\n"
+    r".*Write Thread .* at (?P<kernel>\w+)\+0x[0-9a-f]+ in (?P<write>\S+)\n"
+    r".*Read Thread .* at \w+\+0x[0-9a-f]+ in (?P<read>\S+)\n"
+    r".*Current Value : (?P<value>\d+)"
+)
+SUMMARY = "RACECHECK SUMMARY"
+
+
+def entries(modules: tuple[ModuleType, ...] = MODULES) -> dict[str, str]:
+    """Return "file.py:line" of the `def` of each kernel with partitions, by the kernel's name."""
+    found = {}
+    for module in modules:
+        source = inspect.getsource(module)
+        for kernel in re.finditer(r"^def (_\w+_kernel)\((?:.*\n)+?(?=^@|^def |\Z)", source, re.MULTILINE):
+            if "warp_specialize(" in kernel[0]:
+                line = source.count("\n", 0, kernel.start()) + 1
+                found[kernel[1]] = f"{Path(inspect.getfile(module)).name}:{line}"
+    return found
+
+
+def sort(log: str) -> tuple[Counter[str], list[str]]:
+    """Return the number of reports of a dispatch word for each kernel, and a line for each other report."""
+    dispatch: Counter[str] = Counter()
+    others, entry = [], entries()
+    reports = list(REPORT.finditer(log))
+    for r in reports:
+        if r["read"] == entry.get(r["kernel"]) and int(r["value"]) < PARTITIONS:
+            dispatch[r["kernel"]] += 1
+        else:
+            others.append(f"{r['kernel']}: {r['address']} written in {r['write']}, read in {r['read']}")
+    if unread := log.count("hazard detected") - len(reports):
+        others.append(f"{unread} reports in a form that is not known")
+    if SUMMARY not in log:
+        others.append("no summary: racecheck did not finish")
+    return dispatch, others
+
+
+def main(logs: list[str]) -> int:
+    failed = not logs
+    for name in logs:
+        dispatch, others = sort(Path(name).read_text(errors="replace"))
+        counts = ", ".join(f"{n} of {kernel}'s dispatch word" for kernel, n in dispatch.items())
+        print(
+            "\n".join(
+                [f"{name}: {len(others)} reports of other memory; {counts or 'none of a dispatch word'}", *others]
+            )
+        )
+        failed |= bool(others)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
