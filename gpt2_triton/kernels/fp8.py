@@ -133,7 +133,7 @@ def token_at(p):
 
 @triton.jit
 def paired_columns(x):
-    """Return fp32 [R, C] as e4m3, transposed, with the tokens of a pair in one int16: [C, R / 2].  One thread holds rows
+    """Return fp32 [R, C] as e4m3, transposed, with the tokens of a pair in an int16: [C, R / 2].  One thread holds rows
     g and g + 8 of a tensor core's result, so that on Hopper stmatrix stores them as they are.
     """
     r: tl.constexpr = x.shape[0]
