@@ -15,6 +15,7 @@ SHOWN = 10  # files in a table
 LATER_KEYS = {
     "data.align": "none",
     "optim.name": "adamw",
+    "optim.v": "fp32",
 }  # fatal ones that earlier versions did not save, and what their runs did
 
 

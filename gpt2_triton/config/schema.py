@@ -247,6 +247,9 @@ class OptimConfig(ConfigSection):
     master: Literal["none", "fp32"] = Field(  # decides which tensors a checkpoint has
         "none", description="none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
     )
+    v: Literal["fp32", "bf16"] = Field(  # the dtype of a tensor of checkpoints
+        "fp32", description="AdamW's second moment; bf16, rounded stochastically, takes 2 bytes a parameter less"
+    )
 
 
 RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each keeps less than the one before

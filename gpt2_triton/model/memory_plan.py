@@ -80,6 +80,7 @@ def plan_memory(
     """
     dims = dimensions(config, K, B, T, training, sequences, shape)
     dtypes = FIXED_DTYPES | (dtypes or dict(act=DTYPES[config.train.dtype]))
+    dtypes["v"] = dtypes["f32"] if config.optim.v == "fp32" else DTYPES[config.optim.v]
     levels, fp8 = recompute_levels(config, training), config.fp8_operations if training else ()
     buffers = [
         b
