@@ -114,24 +114,33 @@ def ops(
 
 
 @app.command
-def tune(*, sizes: Sizes = ALL_SIZES, batch: Batch = None, only: str | None = None, out: Path | None = None) -> int:
+def tune(
+    *, sizes: str | None = None, batch: int | None = None, only: str | None = None, out: Path | None = None
+) -> int:
     """Search the kernels' launch parameters for this GPU, and write the rows that gain 2% into its table.
+
+    The time is estimated first.  The same command continues an interrupted search.
 
     Parameters
     ----------
+    sizes: str
+        Comma-separated among d12, d24, d36 and d48; by default those that this GPU can train.
+    batch: int
+        Sequences per step; by default at most 64, 64, 32 and 16, as many as this GPU can train with.
     only: str
         Comma-separated operations or families of them, such as attention,layernorm_fwd; by default all.
     out: Path
-        The .json file to write; by default this GPU's in gpt2_triton/kernels/tables.
+        The .json file to write, for the variable GPT2_TRITON_TABLE of any installation of this version; by default this
+        GPU's in gpt2_triton/kernels/tables.
     """
-    names = _sizes(sizes, batch)
+    names = _sizes(sizes or ALL_SIZES, batch)
     if out and out.suffix != ".json":
         raise ConfigError(f"--out: {out} does not end in .json, as a table does")
     require_directory("out", out)
     _require_gpu("tune")
     from benchmarks.tune import tune as search
 
-    return search(names, batch, only, out)
+    return search(names if sizes else None, batch, only, out)
 
 
 def _sizes(sizes: str, batch: int | None) -> list[str]:

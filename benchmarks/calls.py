@@ -57,6 +57,17 @@ def recorded_rows() -> Iterator[Rows]:
         tuning.table = table
 
 
+@contextlib.contextmanager
+def trying(rows: dict[Key, Row], key: Key, row: Row) -> Iterator[None]:
+    """Replace the row of `key` inside the context."""
+    before = rows[key]
+    rows[key] = row
+    try:
+        yield
+    finally:
+        rows[key] = before
+
+
 @dataclasses.dataclass
 class Call:
     """A launcher with its arguments, and the keys of the rows that it uses."""
@@ -113,15 +124,15 @@ class Interceptor:
         return launch
 
 
-def intercepted_step(size: str, batch: int | None, rows: Rows, on_call: Callable[[Call, float], None]) -> None:
+def intercepted_step(size: str, batch: int, rows: Rows, on_call: Callable[[Call], None]) -> None:
     """Run two steps of the size with one layer.  The first records calls and their rows, the second calls
-    on_call(call, fraction of the calls that are done) before each.
+    on_call(call) before each.
     """
     K = Interceptor(rows)
-    model, packed = model_of(config_of(size, batch or SIZES[size].batch, SIZES[size].recompute, n_layer=1), K)
+    model, packed = model_of(config_of(size, batch, SIZES[size].recompute, n_layer=1), K)
     K.used = {}
     list(run_steps(model, packed, range(1)))
-    K.on_call = lambda call: on_call(call, len(K.seen) / (len(K.used) + 1))
+    K.on_call = on_call
     list(run_steps(model, packed, range(1, 2)))
     K.on_call = None
     del model

@@ -83,9 +83,11 @@ FITS: dict[str, Callable[[Row, int], bool]] = {
 }
 
 
-def candidates(op: str, current: Row, shared: int) -> list[Row]:
-    """Return `current`, then each other row of the space that fits `shared` bytes of shared memory per program."""
-    space = SPACE[op]
+def candidates(op: str, current: Row, shared: int, caps: bool = True) -> list[Row]:
+    """Return `current`, then each other row of the space that fits `shared` bytes of shared memory per program; `caps`
+    is False where Triton takes no maxnreg, on AMD.
+    """
+    space = {name: values for name, values in SPACE[op].items() if caps or name != "maxnreg"}
     rows = [current | dict(zip(space, values)) for values in itertools.product(*space.values())]
     fits = FITS.get(op, lambda row, shared: True)
     return [current, *(row for row in rows if row != current and fits(row, shared))]

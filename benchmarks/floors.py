@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# the libraries that floors are of; torch for AMD has no cuDNN, but flash attention of its own
+PRODUCTS_BY, ATTENTION_BY = ("hipBLAS", "flash") if torch.version.hip else ("cuBLAS", "cuDNN")
+ATTENTION = SDPBackend.FLASH_ATTENTION if torch.version.hip else SDPBackend.CUDNN_ATTENTION
 AHEAD = 1_000_000  # cycles, 0.5 ms: the host needs up to 0.2 ms to launch a backward pass of attention
 
 
@@ -73,9 +76,9 @@ def scaled_product_ms(M: int, N: int, K: int, fast: bool) -> float:
 
 @functools.cache
 def attention_ms(name: str, B: int, NH: int, T: int, HS: int) -> float:
-    """Return the time of cuDNN's causal attention, forward or backward."""
+    """Return the time of the library's causal attention, forward or backward."""
     q, k, v, dout = (_random(B, T, NH, HS).transpose(1, 2) for _ in range(4))
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with sdpa_kernel(ATTENTION):
         if name == "attention_fwd":
             return median_ms(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
         leaves = [t.requires_grad_() for t in (q, k, v)]

@@ -169,11 +169,11 @@ def floor(op: Operation) -> tuple[float, str]:
     found = [(op.nbytes / floors.copy_bandwidth() * 1e3, "copy")]
     if op.product and op.fp8:
         layout, *sizes = op.product
-        found.append((floors.scaled_product_ms(*sizes, fast=layout != "dw"), "cuBLAS fp8"))
+        found.append((floors.scaled_product_ms(*sizes, fast=layout != "dw"), f"{floors.PRODUCTS_BY} fp8"))
     elif op.product:
-        found.append((floors.product_ms(*op.product), "cuBLAS"))
+        found.append((floors.product_ms(*op.product), floors.PRODUCTS_BY))
     if op.attention:
-        found.append((floors.attention_ms(op.name, *op.attention), "cuDNN"))
+        found.append((floors.attention_ms(op.name, *op.attention), floors.ATTENTION_BY))
     return max(found)
 
 

@@ -18,9 +18,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from benchmarks.energy import Power
+from benchmarks.floors import ATTENTION
 from benchmarks.sizes import T, tokens_of
 from gpt2_triton.config.schema import ModelConfig
 
@@ -75,7 +76,7 @@ def run_steps(
     time counts with the next.
     """
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with sdpa_kernel(ATTENTION):
         marks[0].record()
         for mark in marks[1:]:
             loss = model(*batch)

@@ -6,13 +6,22 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
+from gpt2_triton import __version__
+from gpt2_triton.kernels.given_table import is_own
 from gpt2_triton.kernels.tuning import TABLES, Key, Row, Table
 
 
-def updated(table: Table, name: str, device: str, changes: dict[Key, Row]) -> tuple[Path, Table]:
-    """Return the table's file and the table with changed rows; a GPU that uses another GPU's table gets a new file."""
-    own = table.gpu in device
-    new = table._replace(
+def file_of(table: Table, name: str, device: str) -> Path:
+    """Return the file in tables/ of a GPU that uses this table: a new one if the table is another GPU's."""
+    words = re.findall(r"[a-z0-9]+", device.lower())
+    slug = "-".join(word for word in words if word not in ("nvidia", "geforce"))
+    return Path(str(TABLES)) / f"{name if is_own(table, device) else slug}.json"
+
+
+def updated(table: Table, device: str, changes: dict[Key, Row]) -> Table:
+    """Return the table with changed rows, as one of this GPU."""
+    own = is_own(table, device)
+    return table._replace(
         gpu=table.gpu if own else device,
         capabilities=table.capabilities if own else [],
         source="measured",
@@ -20,10 +29,8 @@ def updated(table: Table, name: str, device: str, changes: dict[Key, Row]) -> tu
         triton=version("triton"),
         notes=table.notes if own else [],
         rows=dict(table.rows) | changes,
+        version=__version__,
     )
-    words = re.findall(r"[a-z0-9]+", device.lower())
-    slug = "-".join(word for word in words if word not in ("nvidia", "geforce"))
-    return Path(str(TABLES)) / f"{name if own else slug}.json", new
 
 
 def text(table: Table) -> str:
@@ -38,7 +45,8 @@ def text(table: Table) -> str:
             by_dtype = {"any": first}
         lines = ",\n".join(f"      {json.dumps(dtype)}: {json.dumps(row)}" for dtype, row in by_dtype.items())
         rows.append(f"    {json.dumps(op)}: {{\n{lines}\n    }}")
-    head = [f"  {json.dumps(k)}: {json.dumps(v)}," for k, v in table._asdict().items() if k not in ("notes", "rows")]
+    fields = {k: v for k, v in table._asdict().items() if k not in ("notes", "rows") and (v or k != "version")}
+    head = [f"  {json.dumps(k)}: {json.dumps(v)}," for k, v in fields.items()]
     notes = ",".join(f"\n    {json.dumps(note)}" for note in table.notes)
     notes = f'  "notes": [{notes}\n  ],' if notes else '  "notes": [],'
     return "\n".join(["{", *head, notes, '  "rows": {', ",\n".join(rows), "  }", "}", ""])

@@ -76,6 +76,8 @@ class _Stdout(io.TextIOWrapper):
 def _as_closed_output() -> Iterator[None]:
     try:
         yield
+    except BrokenPipeError as error:
+        raise ClosedOutputError("") from error  # the reader, such as head, has all that it wants
     except OSError as error:
         raise ClosedOutputError("stdout was closed or full before all output was written") from error
 

@@ -4,7 +4,9 @@ traceback.
 
 
 class UserError(Exception):
-    """Base class.  `exit_code` is the exit code of the process; if every rank raises the error, one prints it."""
+    """Base class.  `exit_code` is the exit code of the process; if every rank raises the error, one of each host prints
+    it.
+    """
 
     exit_code = 2
     on_every_rank = False
@@ -57,7 +59,9 @@ class ReplicaMismatchError(UserError):
 
 
 class ClosedOutputError(UserError, OSError):
-    """Stdout does not take the output of a command: a closed pipe or terminal, or a full disk."""
+    """Stdout does not take the output of a command: a closed terminal, a full disk, or, without a message, a pipe whose
+    reader has left.
+    """
 
     exit_code = 141
 

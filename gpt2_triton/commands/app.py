@@ -22,13 +22,13 @@ from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
 
-def make_app(name: str, help: str | None = None) -> App:
+def make_app(name: str, help: str | None = None, kind: type[App] = App) -> App:
     """Return an app whose options are spelled with underscores and whose flags have no --no-... variant.
 
     Without `help`, the docstring of its default command is shown.
     """
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
-    return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
+    return kind(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
 
 
 def usage_line(command: str, arguments: str) -> str:
@@ -89,14 +89,18 @@ def _exit_if_distributed(code: int) -> int:
 
 
 def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
-    """Print the message to stderr, each line with the rank if it is the rank's own error, and return the code."""
+    """Print the message to stderr, each line with the rank, and return the code.  An error of every rank is printed by
+    one of each host, since hosts may have different files, and on rank 0 without the rank.
+    """
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    repeats = on_every_rank and rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
-    if repeats:  # rank 0 prints it, and needs time before the launcher ends it
-        time.sleep(2)
+    local = os.environ.get("LOCAL_RANK", rank)
+    if on_every_rank and local.isdecimal() and size.isdecimal() and 0 < int(local) < int(size):
+        time.sleep(2)  # the rank that prints needs time before the launcher ends it
         return code
-    name = f"rank {rank}: " if _is_distributed() and not on_every_rank else ""
-    print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
+    of_one = not on_every_rank or (rank.isdecimal() and int(rank) > 0)
+    name = f"rank {rank}: " if _is_distributed() and of_one else ""
+    if message:  # a pipe whose reader has left is no mistake
+        print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
     discard_unwritten()
     return code
 

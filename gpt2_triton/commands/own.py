@@ -4,9 +4,10 @@ The shards lie in data/NAME_TOKENIZER_HASH, where the hash is that of the text: 
 changed text gets a new directory.
 """
 
+import contextlib
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gpt2_triton.config import own_text
@@ -22,16 +23,24 @@ from gpt2_triton.files import is_text
 def require_data(config: Path, data: Sequence[Path] | None) -> None:
     """Refuse the recipe without text, text in the place of a recipe, and text for another recipe."""
     if is_text(config) and config.is_file():
-        own = f"`{command_line(f'train {OWN}')} --data {shlex.quote(str(config))}`"
-        raise ConfigError(f"{config}: text, no configuration; {own} trains on it")
+        raise ConfigError(f"{config}: text, no configuration; `{_command([config])}` trains on it")
     is_own = config.stem == OWN
     if data is not None and not is_own:
         find(config)  # a name that is no recipe's may be mistyped
-        raise ConfigError(
-            f"--data: goes with the recipe own, not {config}; for others run `prepare text` and --data.train"
-        )
+        others = "for others run `prepare text` and --data.train"
+        raise ConfigError(f"--data: goes with the recipe own, as `{_command(data)}`, not with {config}; {others}")
     if is_own and not data:
         raise ConfigError("own: needs --data and one or more text files, folders or globs, as in --data my.txt")
+
+
+def without_recipe(data: Sequence[Path] | None) -> str:
+    """Return the message for a command line without a recipe."""
+    texts = [path for path in data or () if str(path) != OWN]  # --data takes all words up to the next option
+    return f"no recipe: `{_command(texts)}` trains on your text" if texts else "CONFIG requires an argument; see --help"
+
+
+def _command(data: Sequence[Path]) -> str:
+    return f"{command_line(f'train {OWN}')} --data {shlex.join(map(str, data)) or 'my.txt'}"
 
 
 def settings(
@@ -53,16 +62,18 @@ def settings(
 
     rank, ranks = rank_and_size()
     workers = max(1, (os.cpu_count() or 1) // ranks)
-    measured = text.measure_text(data, workers)
     gpu_gib = device.memory_bytes(gpu) / 2**30 if gpu or device.present() else None
-    resumed = run_dir / "config.yaml" if run_dir else None
-    if resumed and resumed.is_file():
-        recipe, picked = resumed, {}
-        tokenizer: str = load_config(resumed, given, gpus).data.tokenizer
-    else:
-        tokenizer = given.get("data.tokenizer") or _tokenizer(own_text.row_for(measured.characters, gpu_gib).tokenizer)
-        known = tokenizer if tokenizer in own_text.CHARACTERS else "bytes"  # load_config refuses the given one
-        picked = own_text.choose(measured.characters, gpu_gib, known, given, gpus)
+    with _on_every_rank():
+        measured = text.measure_text(data, workers)
+        resumed = run_dir / "config.yaml" if run_dir else None
+        if resumed and resumed.is_file():
+            recipe, picked = resumed, {}
+            tokenizer: str = load_config(resumed, given, gpus).data.tokenizer
+        else:
+            row = own_text.row_for(measured.characters, gpu_gib)
+            tokenizer = given.get("data.tokenizer") or _tokenizer(row.tokenizer)
+            known = tokenizer if tokenizer in own_text.CHARACTERS else "bytes"  # load_config refuses the given one
+            picked = own_text.choose(measured.characters, gpu_gib, known, given, gpus)
     shards = Path("data") / f"{_name(data)}_{tokenizer}_{measured.digest[:8]}"
     picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
     config = load_config(recipe, picked | dict(given), gpus)
@@ -73,6 +84,16 @@ def settings(
             log(line)
         text.prepare_measured(measured, shards, tokenizer, own_text.VAL_FRACTION, workers, log=log)
     return config
+
+
+@contextlib.contextmanager
+def _on_every_rank() -> Iterator[None]:
+    """Mark a DataError as one of every rank: all read the same text."""
+    try:
+        yield
+    except DataError as error:
+        error.on_every_rank = True
+        raise
 
 
 def _tokenizer(wanted: str) -> str:

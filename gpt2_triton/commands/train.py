@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 
 from gpt2_triton.commands import own
 from gpt2_triton.commands.app import call, make_app, require_at_least, select_device
+from gpt2_triton.commands.train_help import KEYS, TrainApp
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config, suggestion
 from gpt2_triton.config.other_projects import counterpart
@@ -24,9 +25,11 @@ from gpt2_triton.training.start import check_run_dir, starting
 FLAGS = ("data", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
-config_app = make_app(NAME, "Train a GPT-2 from a recipe or a YAML file; any key below can be given another value.")
+ABOUT = "Train a GPT-2 from a recipe or a YAML file; any key below can be given another value."
+config_app = make_app(NAME, ABOUT, TrainApp)
+config_app.usage = f"Usage: {NAME} [OPTIONS] CONFIG"
 app = config_app.meta
-config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
+config_app.group_parameters = Group("Keys of the configuration", sort_key=2, help_formatter=KEYS)
 app.group_parameters = Group("Run", sort_key=1)
 
 
@@ -39,7 +42,7 @@ def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> 
 
 @app.default
 def train(
-    config: Annotated[Path, Parameter(allow_leading_hyphen=True)],
+    config: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     /,
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     data: Annotated[list[Path], Parameter(consume_multiple=True)] | None = None,
@@ -71,6 +74,8 @@ def train(
     resume: bool | Literal["must"]
         Continue after the newest intact checkpoint; if there is none, start a new run, or with `must` end with code 4.
     """
+    if config is None:
+        raise ConfigError(own.without_recipe(data))
     if str(config).startswith("-"):
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if gpus is not None:

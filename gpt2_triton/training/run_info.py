@@ -1,4 +1,4 @@
-"""RUN/run.json: the run's id at Weights & Biases, and code, packages, device, memory plan and schedule of each start.
+"""RUN/run.json: the run's id at Weights & Biases; code, packages, device, table, memory plan, schedule of each start.
 
     {"wandb_id": "1a2b3c4d", "starts": [{"time": ..., "after_step": 0, "git": {"commit": ..., "dirty": false}, ...}]}
 Each start of the run adds an entry, which shows whether it was resumed under another commit or on another GPU.
@@ -13,6 +13,7 @@ from typing import Any
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.files import write_atomic
+from gpt2_triton.kernels import given_table
 from gpt2_triton.version import code_state, package_versions
 
 RUN = "run.json"
@@ -33,6 +34,7 @@ def describe_start(
         "git": code_state(),
         "packages": package_versions(),
         "device": device,
+        "table": given_table.about(),
         "gpus": shape.gpus,
         "zero": shape.zero,
         "precision": {"products": config.train.precision, "keep_bf16": config.fp8.keep_bf16, "calibrated": calibrated},

@@ -28,6 +28,7 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference import tasks
+from gpt2_triton.kernels import given_table
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.training.logger import Logger, NullLogger
@@ -220,6 +221,8 @@ def open_log(
         model.config, model.shape, planned, where, state.step, model.has_fp8 and not model.calibrated
     )
     about |= {"changed_data": start.changed_data} if start.changed_data else {}
+    if (notice := given_table.notice()) and (start.checkpoint is None or given_table.given_file()):
+        start.notes.append(notice)
     log = Logger(run_dir, config, state.step, state.wandb_id, about, group.size)
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     size = f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}"

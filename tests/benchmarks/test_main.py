@@ -123,7 +123,8 @@ def test_tune_passes_its_options(stand_in, tmp_path):
     calls, out = [], tmp_path / "a.json"
     stand_in("tune", tune=lambda *arguments: calls.append(arguments) or 0)
     assert main(app, ["tune", "--sizes", "d12", "--batch", "8", "--only", "adamw", "--out", str(out)]) == 0
-    assert calls == [(["d12"], 8, "adamw", out)]
+    assert main(app, ["tune"]) == 0
+    assert calls == [(["d12"], 8, "adamw", out), (None, None, None, None)]
 
 
 @pytest.mark.parametrize("code", [0, 1])

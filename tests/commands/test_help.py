@@ -3,6 +3,7 @@
 import functools
 import operator
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,7 @@ from gpt2_triton.commands import OF_A_CHECKOUT, tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.prepare import app as prepare
 from gpt2_triton.commands.train import app as train
+from gpt2_triton.commands.train_help import recipe_defaults
 
 COMMANDS = [[name] for name in tools if not name.startswith("-")]
 COMMANDS += [["prepare", name] for name in prepare if not name.startswith("-")]
@@ -49,3 +51,22 @@ def test_no_two_commands_have_the_same_summary(words, monkeypatch, capsys):
 def test_train_lists_its_own_options_before_the_keys(monkeypatch, capsys):
     text = page(train, [], monkeypatch, capsys)
     assert text.index("--run_dir") < text.index("─ Keys of the configuration ─") < text.index("--model.size")
+
+
+def test_help_of_a_recipe_has_its_values(monkeypatch, capsys):
+    text = page(train, ["gpt2_124m_fast"], monkeypatch, capsys)
+    assert default_of(text, "optim.lr") == "0.0018" and default_of(text, "optim.beta1") == "0.9" and "--debug." in text
+    assert recipe_defaults(None) == recipe_defaults(Path("none.yaml")) == {}
+
+
+def test_help_of_own_lists_the_keys_that_it_sets(monkeypatch, capsys):
+    text = page(train, ["own"], monkeypatch, capsys)
+    assert default_of(text, "train.steps") == "by the text" and default_of(text, "checkpoint.best") == "val_loss"
+    options = set(re.findall(r"--(\w+\.\w+)", text))
+    assert {"data.train", "optim.final_frac"} <= options and not {"optim.beta1", "debug.hash_state"} & options
+
+
+def default_of(text, option):
+    """Return the default of an option in a page of help, whose lines are broken to fit."""
+    entry = re.split(r"│ --", text.split(f"--{option} ")[1])[0]
+    return re.search(r"\[default: ([^]]*)\]", " ".join(re.sub("[│╰─╯]", "", entry).split()))[1]

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from gpt2_triton import device
+from gpt2_triton.commands import app as commands_app
 from gpt2_triton.commands import own
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
@@ -51,7 +52,7 @@ def files(root):
         (["own"], "own: needs --data and one or more text files"),
         (["own", "--data"], "own: needs --data and one or more text files"),
         (["own", "--plan"], "own: needs --data and one or more text files"),
-        (["quickstart", "--data", "my.txt"], "--data: goes with the recipe own, not quickstart"),
+        (["quickstart", "--data", "my.txt"], "recipe own, as `python -m gpt2_triton train own --data my.txt`, not"),
         (["own", "--data", "my.txt", "--train.steps", "x"], "--train.steps: must be a valid integer"),
         (["own", "--data", "my.txt", "--model.n_embd", "100"], "--model.n_embd: "),
         (["own", "--data", "my.txt", "--data.tokenizer", "gpt5"], "--data.tokenizer: must be 'gpt2' or 'bytes'"),
@@ -69,6 +70,20 @@ def test_text_that_cannot_be_used_has_exit_code_3_and_leaves_nothing(here, capsy
     before = files(here)
     assert main(app, ["own", "--data", *argv]) == 3
     assert message in capsys.readouterr().err and files(here) == before
+
+
+def test_text_that_cannot_be_used_is_an_error_of_every_rank(here, trained, monkeypatch, capsys):
+    (here / "short.txt").write_text("short")
+    monkeypatch.setattr(commands_app.os, "_exit", lambda code: None)
+    monkeypatch.setattr(commands_app.time, "sleep", lambda seconds: None)
+    launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    for rank, said in (("1", ""), ("0", "error: --data: too little text")):
+        for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "stdout", sys.stdout)  # rank 1 drops its own
+        assert main(app, ["own", "--data", "short.txt"]) == 3
+        err = capsys.readouterr().err
+        assert err.startswith(said) and bool(err) == bool(said)
 
 
 @pytest.mark.parametrize("words", [["--plan"], ["--print_config"], ["--plan", "--gpu", "H100"]])

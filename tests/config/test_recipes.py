@@ -1,5 +1,8 @@
-"""Every file in configs/ is a valid configuration that fits an H200, and its first line describes it."""
+"""Every file in configs/ is a valid configuration that fits an H200, and its first line describes it; the guide's
+table of smaller GPUs is the memory plan's.
+"""
 
+import math
 import re
 from pathlib import Path
 
@@ -11,7 +14,8 @@ from gpt2_triton.config.load import load_config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 SIZES = {
     "gpt2_124m": 124,
     "gpt2_124m_fast": 124,
@@ -59,3 +63,36 @@ def test_recipe_first_line_matches_its_keys(name):
     assert float(time8) * SECONDS[unit8] == pytest.approx(seconds / (8 * 0.97), rel=0.03)
     assert float(cost) == pytest.approx(3 * seconds / 0.97 / 3600, rel=0.03)
     assert int(config.n_params / 1e6) == pytest.approx(SIZES[name], abs=1)
+
+
+H200_TOKENS_PER_SECOND = 632_468  # gpt2_124m, measured: docs/engineering/performance.md
+HOST_BYTES_PER_SECOND = 10e9  # between GPUs that cannot read each other's memory, assumed
+BUDGETS = re.findall(
+    r"^\| (\d) x ([\w-]+) \| ([\d.]+) of ([\d.]+) GiB \| (\d+) x (\d+) \| ([\d.]+) \| ([\d.]+) \|$",
+    (ROOT / "docs" / "guide" / "recipes.md").read_text(),
+    re.M,
+)
+
+
+def test_budgets_are_there():
+    assert {(gpus, gpu) for gpus, gpu, *_ in BUDGETS} == {(n, g) for n in "18" for g in ("4090", "a100-40", "a100-80")}
+
+
+@pytest.mark.parametrize("row", BUDGETS, ids=lambda row: f"{row[0]}x{row[1]}")
+def test_recipe_fits_a_smaller_gpu_as_the_guide_states(row):
+    """Memory, micro-steps and sequences are the plan's; hours are the data sheet's flop/s at the H200's MFU."""
+    gpus, gpu = int(row[0]), row[1]
+    bandwidth = math.inf if gpus == 1 or gpu != "4090" else HOST_BYTES_PER_SECOND
+    for name, hours in zip(("gpt2_124m", "gpt2_124m_fast"), row[6:], strict=True):
+        config = load_config(name, gpus=gpus)
+        shape = StepShape.of(config, gpus)
+        plan, _ = plan_memory(config, kernels, shape.micro_batch, config.train.seq_len, shape=shape)
+        assert plan.total <= device.memory_bytes(gpu) - CONTEXT_BYTES - MODULE_BYTES
+        if name == "gpt2_124m":
+            assert f"{plan.total / 2**30:.1f}" == row[2] and f"{device.memory_bytes(gpu) / 2**30:.1f}" == row[3]
+        assert (str(shape.accumulation), str(shape.micro_batch)) == row[4:6]
+        speed = gpus * H200_TOKENS_PER_SECOND * device.GPUS[gpu].tflops / device.GPUS["h200"].tflops
+        if gpus > 1 and bandwidth == math.inf:
+            speed *= 0.97
+        seconds = config.train.steps * (config.total_batch_tokens / speed + 6 * config.n_params / bandwidth)
+        assert float(hours) == pytest.approx(seconds / 3600, rel=0.03)

@@ -9,6 +9,7 @@ def test_describe_start_has_plan_packages_and_schedule():
     config = tiny_config(train=dict(steps=10, total_batch_tokens=64), optim=dict(schedule="cosine", final_frac=0.1))
     about = describe_start(config, StepShape.of(config), arena_bytes=1234, device="a GPU", after_step=5)
     assert about["plan"] == {"arena_bytes": 1234, "recompute": "gelu", "parameters": config.n_params}
+    assert about["table"].keys() == {"file", "gpu", "source", "date"} and about["table"]["file"].endswith(".json")
     assert {"torch", "triton", "numpy", "python", "gpt2_triton"} <= about["packages"].keys()
     assert (about["device"], about["gpus"], about["zero"], about["after_step"]) == ("a GPU", 1, 0, 5)
     assert about["schedule"] == {

@@ -15,6 +15,7 @@ from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.distributed.run_lock import RunLock
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from gpt2_triton.kernels import given_table
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, trainer
@@ -182,13 +183,15 @@ def test_train_ends_with_its_checkpoint_and_what_comes_next(tmp_path, capsys):
     assert [line.split()[0] for line in commands] == ["sample", "plot", "resume"]
 
 
-def test_train_prints_the_epochs_of_its_data(tmp_path, capsys):
-    """5 steps of 4 sequences."""
+def test_train_prints_the_epochs_of_its_data_and_the_table(tmp_path, monkeypatch, capsys):
+    """5 steps of 4 sequences; and which table is in use, where it is another GPU's."""
+    monkeypatch.setattr(given_table, "notice", lambda: "no table for this GPU")
     trainer = make_trainer(run_config(), tmp_path)
     sequences = trainer.data.train.windows.n
     trainer.close()
     line = f"{sequences:,} training sequences of 16 tokens; 5 steps are {20 / sequences:.3g} epochs"
-    assert line in capsys.readouterr().out.splitlines()
+    assert {line, "no table for this GPU"} <= {*capsys.readouterr().out.splitlines()}
+    assert json.loads((tmp_path / "run.json").read_text())["starts"][0]["table"] == given_table.about()
 
 
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
