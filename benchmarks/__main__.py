@@ -4,6 +4,7 @@ The modules behind the commands are imported when a command runs: `select_device
 is imported.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from gpt2_triton.commands.app import main, make_app, require_at_least, require_directory, select_device
-from gpt2_triton.config.schema import check_recompute
+from gpt2_triton.config.schema import check_recompute, kept_in_bf16
 from gpt2_triton.errors import ConfigError
 
 app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch's, and the search for their tables.")
@@ -25,6 +26,10 @@ Recompute = Annotated[
         help="memory.recompute of our runs: none, gelu, gelu+ln, gelu+ln+qkv, block, or as gelu+ln:4 in the first "
         "layers only; by default gelu for d12, gelu+ln for the others."
     ),
+]
+Precision = Annotated[str, Parameter(help="train.precision of our runs: bf16, fp8, or bf16,fp8 for both.")]
+KeepBf16 = Annotated[
+    str | None, Parameter(help="fp8.keep_bf16 of our runs in fp8; by default that of a configuration.")
 ]
 ALL_SIZES = "d12,d24,d36,d48"
 
@@ -45,7 +50,9 @@ def steps(
     batch: Batch = None,
     steps: int = 30,
     recompute: Recompute = None,
-    baseline: Literal["torch", "none"] = "torch",
+    precision: Precision = "bf16",
+    keep_bf16: KeepBf16 = None,
+    baseline: Literal["torch", "torchao", "none"] = "torch",
     json: Path | None = None,
 ) -> int:
     """Time GPT-2's training steps next to PyTorch's on this GPU.
@@ -55,7 +62,7 @@ def steps(
     steps: int
         Steps per run, at least 6; the first five are not counted.
     baseline: str
-        torch runs PyTorch too, none does not.
+        torch runs PyTorch too; torchao also PyTorch with torchao's fp8, tensorwise and rowwise; none neither.
     json: Path
         File for the figures of the runs.
     """
@@ -63,10 +70,13 @@ def steps(
     require_at_least(steps=(steps, 6))
     _require_level(recompute, names)
     require_directory("json", json)
+    precisions = _precisions(precision, keep_bf16, names)
     _require_gpu("steps")
+    if baseline == "torchao" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError("--baseline: torchao is not installed; install the release made for this torch")
     from benchmarks import step_time
 
-    return step_time.compare_sizes(names, batch, steps, recompute, baseline == "torch", json)
+    return step_time.compare_sizes(names, batch, steps, recompute, precisions, keep_bf16, baseline, json)
 
 
 @app.command
@@ -75,6 +85,8 @@ def ops(
     sizes: Sizes = ALL_SIZES,
     batch: Batch = None,
     recompute: Recompute = None,
+    precision: Precision = "bf16",
+    keep_bf16: KeepBf16 = None,
     plot: Path | None = None,
     json: Path | None = None,
 ) -> None:
@@ -83,7 +95,7 @@ def ops(
     Parameters
     ----------
     plot: Path
-        With one size: a PNG of each operation's time and its floor.
+        With one size: a PNG of each operation's time and its floor, in both precisions side by side.
     json: Path
         With one size: a file for the figures of that picture.
     """
@@ -93,11 +105,12 @@ def ops(
         if file and len(names) > 1:
             raise ConfigError(f"--{option}: goes with one size, as in --sizes d12 --{option} {file}")
         require_directory(option, file)
+    precisions = _precisions(precision, keep_bf16, names)
     _require_gpu("ops")
     from benchmarks.ops import report
 
     for size in names:
-        report(size, batch, recompute, plot, json)
+        report(size, batch, recompute, precisions, keep_bf16, plot, json)
 
 
 @app.command
@@ -138,6 +151,21 @@ def _sizes(sizes: str, batch: int | None) -> list[str]:
         raise ConfigError(f"--sizes: unknown {unknown[0]}; known are {ALL_SIZES.replace(',', ', ')}")
     require_at_least(batch=(1 if batch is None else batch, 1))
     return names
+
+
+def _precisions(precision: str, keep_bf16: str | None, sizes: list[str]) -> list[str]:
+    """Return the values of --precision; ConfigError if one is unknown, or if --keep_bf16 does not fit a size."""
+    values = precision.split(",")
+    if values not in (["bf16"], ["fp8"], ["bf16", "fp8"]):
+        raise ConfigError(f"--precision: expected bf16, fp8 or bf16,fp8, got {precision}")
+    if keep_bf16 is not None and "fp8" not in values:
+        raise ConfigError("--keep_bf16: goes with --precision fp8")
+    try:
+        for size in sizes:
+            kept_in_bf16(keep_bf16 or "", int(size.removeprefix("d")))
+    except ValueError as error:
+        raise ConfigError(f"--keep_bf16: {error}") from None
+    return values
 
 
 def _require_level(recompute: str | None, sizes: list[str]) -> None:

@@ -1,7 +1,8 @@
 """Compares every kernel with PyTorch's own operation on the same bf16 input: `python -m benchmarks verify`.
 
 The error is ||got - exact|| / ||exact||, with exact in float64.  A kernel passes if its error is at most 1.1 times
-PyTorch's; a float32 result also passes within FLOOR, where the last bit decides.  Without a GPU the shapes are tiny and
+PyTorch's; a float32 result also passes within FLOOR, where the last bit decides.  Outputs in fp8 have limits of their
+own (fp8_accuracy.py).  Without a GPU the shapes are tiny and
 Triton's interpreter stores float32, since it truncates to bf16 where a GPU rounds.
 """
 
@@ -49,13 +50,17 @@ class Comparison:
     op: str
     output: str
     ours: Tensor
-    torch: Tensor
+    torch: Tensor | None  # None: PyTorch has no such operation, and `limit` is the bound
     exact: Tensor
     equal: bool = False  # bit for bit
+    limit: float = 0.0
 
-    def verdict(self) -> tuple[float, float, bool]:
+    def verdict(self) -> tuple[float, float | None, bool]:
         """Return our error, PyTorch's, and whether ours is within the bound."""
-        ours, torchs = error(self.ours, self.exact), error(self.torch, self.exact)
+        ours = error(self.ours, self.exact)
+        if self.torch is None:
+            return ours, None, ours <= self.limit
+        torchs = error(self.torch, self.exact)
         bound = max(RATIO * torchs, FLOOR if self.ours.dtype == F32 else 0.0)
         return ours, torchs, ours == 0 if self.equal else ours <= bound
 
@@ -310,6 +315,10 @@ def comparisons() -> Iterator[Comparison]:
     for HS in (80, 96, 128):
         yield from attention(dataclasses.replace(s, NH=1, C=HS))
     yield from classifier(dataclasses.replace(s, B=1))
+    if not GPU or torch.cuda.get_device_capability() >= (8, 9):
+        from benchmarks import fp8_accuracy  # imports this module
+
+        yield from fp8_accuracy.comparisons(s)
 
 
 def verify() -> int:
@@ -317,14 +326,16 @@ def verify() -> int:
     torch.manual_seed(0)
     where = torch.cuda.get_device_name() if GPU else "Triton's interpreter"
     print(f"relative error against float64, {str(STORAGE).removeprefix('torch.')} storage, on {where}\n")
-    print(f"{'op':<18}{'output':<13}{'shape':<16}{'ours':>10}{'PyTorch':>10}{'ratio':>10}")
+    print(f"{'op':<20}{'output':<13}{'shape':<16}{'ours':>10}{'PyTorch':>10}{'ratio':>10}")
     verdicts = []
     for c in comparisons():
         ours, torchs, ok = c.verdict()
         verdicts.append(ok)
-        shape, ratio = " x ".join(map(str, c.ours.shape)) or "1", ours / torchs if torchs else float(ours > 0)
-        errors = f"{ours:>10.1e}{torchs:>10.1e}{ratio:>10.2f}"
-        print(f"{c.op:<18}{c.output:<13}{shape:<16}{errors}  {'ok' if ok else 'FAIL'}", flush=True)
-    bound = f"{RATIO}x PyTorch's error (fp32 outputs: or {FLOOR:.0e})"
+        shape = " x ".join(map(str, c.ours.shape)) or "1"
+        errors = f"{ours:>10.1e}{c.limit:>10.0e}{'limit':>10}"
+        if torchs is not None:
+            errors = f"{ours:>10.1e}{torchs:>10.1e}{ours / torchs if torchs else float(ours > 0):>10.2f}"
+        print(f"{c.op:<20}{c.output:<13}{shape:<16}{errors}  {'ok' if ok else 'FAIL'}", flush=True)
+    bound = f"{RATIO}x PyTorch's error (fp32 outputs: or {FLOOR:.0e}), or their limit"
     print(f"\n{sum(verdicts)} of {len(verdicts)} outputs are within {bound}")
     return 0 if all(verdicts) else 1

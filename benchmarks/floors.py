@@ -1,4 +1,4 @@
-"""Measures floors on this GPU: the bandwidth of a copy, cuBLAS at a product's shape, cuDNN's attention."""
+"""Measures floors on this GPU: the bandwidth of a copy, cuBLAS in bf16 and fp8, cuDNN's attention."""
 
 import functools
 import statistics
@@ -62,6 +62,16 @@ def product_ms(layout: str, M: int, N: int, K: int) -> float:
     b = _random(N, K).T if layout == "forward" else _random(K, N)
     out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
     return median_ms(lambda: torch.mm(a, b, out=out))
+
+
+@functools.cache
+def scaled_product_ms(M: int, N: int, K: int, fast: bool) -> float:
+    """Return the time of torch._scaled_mm, a @ w.T of e4m3 [M, K] and [N, K]: `fast` sums in the tensor cores' own
+    precision and gives bf16, as forward products and dX do here; else in fp32 and gives fp32, as dW does.
+    """
+    a, w = (_random(rows, K).to(torch.float8_e4m3fn) for rows in (M, N))
+    scale, dtype = torch.ones((), device="cuda"), torch.bfloat16 if fast else torch.float32
+    return median_ms(lambda: torch._scaled_mm(a, w.t(), scale, scale, out_dtype=dtype, use_fast_accum=fast))
 
 
 @functools.cache

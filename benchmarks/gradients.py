@@ -1,6 +1,6 @@
 """Compares the gradients of bf16 and fp8 with float64's, tensor by tensor, at the weights of a checkpoint.
 
-    python -m benchmarks.gradients RUN --data 'SHARDS/train_*.bin' [--keep mlp --keep qkv] [--json FILE]
+    python -m benchmarks.gradients RUN --data 'SHARDS/train_*.bin' [--keep mlp,head] [--json FILE]
 
 The gradient is that of the mean loss of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
 with g ours and e that of float64 from the same bf16 weights:
@@ -10,7 +10,7 @@ with g ours and e that of float64 from the same bf16 weights:
     error      |g - e| / |e|, the largest of the layers
 
 The last arithmetic is float64 on other batches: how much the gradient of one batch tells of another's.  `--keep` adds
-fp8 with these operations in bf16 (fp8.keep_bf16).
+fp8 with these operations in bf16 (fp8.keep_bf16: without `head` the logits are in fp8 too).
 """
 
 import argparse
@@ -141,7 +141,8 @@ def main(words: Sequence[str] | None = None) -> int:
     a = parser.parse_args(words)
     saved, tensors = load_weights(a.run)
     params = tensors["params"].to(torch.bfloat16)
-    arms = {"bf16": ("bf16", ""), "fp8": ("fp8", "")} | {f"fp8, {keep} in bf16": ("fp8", keep) for keep in a.keep}
+    arms = {"bf16": ("bf16", ""), "fp8": ("fp8", "head"), "fp8, logits too": ("fp8", "")}
+    arms |= {f"fp8, {keep} in bf16": ("fp8", keep) for keep in a.keep}
     base = config_of(saved, a.batch, a.batches, "bf16", "")
     batches = windows(a.data, base, a.batches, 0)
     report: dict[str, dict[str, Agreement]] = {}

@@ -2,10 +2,11 @@
 
 Each launch of a step is timed between events in the replayed CUDA graph, so that caches and clocks are those of a step
 (at full load the power limit keeps the clock some 10% below a first burst).  Launches with equal shapes are grouped.
-The floor of a launch is the longer of two times: cuBLAS's for the same shape and layout on this GPU in this run (for
-attention, cuDNN's), and that of its bytes at the bandwidth of a large copy.  Other operations have the second alone.
-Bytes are inputs read once and outputs written once, without recomputation and partial sums.  A kernel can be faster
-than cuBLAS or cuDNN; its floor is then above 100% of its time.
+The floor of a launch is the longer of two times: cuBLAS's for the same shape and layout on this GPU in this run (of
+fp8 operands torch._scaled_mm's; for attention, cuDNN's), and that of its bytes at the bandwidth of a large copy.  Other
+operations have the second alone.  Bytes are inputs read once and outputs written once, without recomputation and
+partial sums; a weight gradient's transpositions of fp8 operands are in its time, not in its floor.  A kernel can be
+faster than cuBLAS or cuDNN; its floor is then above 100% of its time.  Joules are the GPU's own counter's, of a step.
 """
 
 import collections
@@ -24,7 +25,8 @@ from torch import Tensor
 
 import gpt2_triton.kernels as kernels
 from benchmarks import floors, pictures
-from benchmarks.our_gpt2 import run_steps
+from benchmarks.energy import Power
+from benchmarks.our_gpt2 import calibrated, run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.gpt2 import GPT2
@@ -49,11 +51,29 @@ PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
 }
 
 
+READ_IN_FULL = {"attention_bwd", "classifier_loss", "classifier_dx", "embedding_fwd", "embedding_bwd"}
+
+
+def is_fp8(name: str, a: Arguments) -> bool:
+    """Return whether a launch multiplies fp8 operands."""
+    return name not in READ_IN_FULL and any(isinstance(value, kernels.Fp8) for value in a.values())
+
+
 def product(name: str, a: Arguments) -> tuple[str, int, int, int] | None:
     if name not in PRODUCTS:
         return None
     sizes, layout = PRODUCTS[name]
     return layout, *sizes(a)
+
+
+def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
+    """Return the tensors of an fp8 operand that a launch reads, or writes.  Of a weight, whose value is a parameter,
+    only fp8 is written.
+    """
+    if not output:
+        return [operand.value if name in READ_IN_FULL and operand.value is not None else operand.rows]
+    more = [operand.columns] if operand.transposed else []
+    return [operand.rows, *more, *([operand.value] if operand.value is not None and name != "cast_operand" else [])]
 
 
 def flops(name: str, a: Arguments) -> int:
@@ -72,13 +92,15 @@ def moved_bytes(name: str, a: Arguments) -> int:
     updated |= ACCUMULATED if a.get("acc") else set()
     updated |= {"dx"} if name == "layernorm_bwd" and a.get("add_dx", True) else set()
     total = 0
-    for argument, value in a.items():
-        if not isinstance(value, Tensor) or argument in WORKSPACE:
+    outputs = getattr(kernels, name).outputs
+    for position, (argument, value) in enumerate(a.items()):
+        if argument in WORKSPACE or not isinstance(value, (Tensor, kernels.Fp8)):
             continue
-        n = value.numel() * value.element_size()
+        tensors = [value] if isinstance(value, Tensor) else forms(name, value, position < outputs)
+        n = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if argument in ("wte", "dwte") and name in GATHERED:
             rows = a["targets"].numel() if "targets" in a else a["order" if "order" in a else "ids"].numel()
-            n = min(n, rows * value.shape[1] * value.element_size())
+            n = min(n, rows * value.shape[1] * tensors[0].element_size())
         total += 2 * n if argument in updated else n
     return total
 
@@ -93,6 +115,7 @@ class Operation:
     nbytes: int
     product: tuple[str, int, int, int] | None
     attention: tuple[int, int, int, int] | None
+    fp8: bool = False  # its operands
     spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # events around each call in a step
     ms: list[float] = dataclasses.field(default_factory=list)
 
@@ -111,7 +134,7 @@ class Timed:
 
     def __getattr__(self, name: str) -> Any:
         launcher = getattr(kernels, name)
-        if not callable(launcher) or name in ("scratch_elements", "compiling"):
+        if not callable(launcher) or name in ("scratch_elements", "compiling", "Fp8"):
             return launcher
 
         def call(*args: Any, **keywords: Any) -> None:
@@ -128,20 +151,26 @@ class Timed:
     def _operation(self, name: str, launcher: Any, args: tuple, keywords: dict) -> Operation:
         a = inspect.signature(launcher).bind(*args, **keywords).arguments
         shapes = " ".join(
-            "x".join(map(str, v.shape)) for k, v in a.items() if isinstance(v, Tensor) and k not in WORKSPACE
+            "x".join(map(str, v.shape))
+            for k, v in a.items()
+            if isinstance(v, (Tensor, kernels.Fp8)) and k not in WORKSPACE
         )
         nbytes = moved_bytes(name, a)
         key = (name, shapes, nbytes)
         if key not in self.operations:
             sizes = (*a["lse"].shape, a["out"].shape[1] // a["lse"].shape[1]) if name.startswith("attention") else None
-            self.operations[key] = Operation(name, shapes, flops(name, a), nbytes, product(name, a), sizes)
+            fp8 = is_fp8(name, a)
+            self.operations[key] = Operation(name, shapes, flops(name, a), nbytes, product(name, a), sizes, fp8)
         return self.operations[key]
 
 
 def floor(op: Operation) -> tuple[float, str]:
     """Return the floor of a call on this GPU in milliseconds, and the name of what takes so long."""
     found = [(op.nbytes / floors.copy_bandwidth() * 1e3, "copy")]
-    if op.product:
+    if op.product and op.fp8:
+        layout, *sizes = op.product
+        found.append((floors.scaled_product_ms(*sizes, fast=layout != "dw"), f"{floors.PRODUCTS_BY} fp8"))
+    elif op.product:
         found.append((floors.product_ms(*op.product), floors.PRODUCTS_BY))
     if op.attention:
         found.append((floors.attention_ms(op.name, *op.attention), floors.ATTENTION_BY))
@@ -158,45 +187,63 @@ class Row(NamedTuple):
     by: str
 
 
-def measure(size: str, batch: int, recompute: str, steps: int) -> tuple[list[Operation], float]:
-    """Return the operations of a step with their times, and the milliseconds of a step."""
-    config, timed = config_of(size, batch, recompute), Timed()
+class Step(NamedTuple):
+    """The milliseconds and the joules of a whole step; joules are None if they cannot be measured."""
+
+    ms: float
+    joules: float | None
+
+
+def measure(
+    size: str, batch: int, recompute: str, steps: int, precision: str = "bf16", keep_bf16: str | None = None
+) -> tuple[list[Operation], Step]:
+    """Return the operations of a step with their times, and the step's time and energy."""
+    config, timed = config_of(size, batch, recompute, precision=precision, keep_bf16=keep_bf16), Timed()
     model = GPT2(config, timed, "cuda")
     model.compile()
     model.initialise(config.train.seed)
     packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
-    results = [result.seconds for result in run_steps(model, packed, range(WARMUP + steps))]
+    list(run_steps(calibrated(model, packed), packed, range(WARMUP)))
+    with Power() as power:
+        results = [result.seconds for result in run_steps(model, packed, range(WARMUP, WARMUP + steps))]
     for number in range(steps):  # an event keeps only its last time, so read before the next step
         list(run_steps(model, packed, range(number, number + 1)))
         for op in timed.operations.values():
             op.ms += [before.elapsed_time(after) for before, after in op.spans]
-    return list(timed.operations.values()), statistics.median(results[WARMUP:]) * 1e3
+    seconds = statistics.median(results)
+    return list(timed.operations.values()), Step(seconds * 1e3, power.joules(seconds))
 
 
 def report(
-    size: str, batch: int | None, recompute: str | None, plot: Path | None, record: Path | None, steps: int = 10
-) -> None:
-    """Measure the operations of a step and print the table; write its picture to `plot`, its figures to `record`."""
-    B, recompute = batch or SIZES[size].batch, recompute or SIZES[size].recompute
-    operations, step_ms = measure(size, B, recompute, steps)
-    gc.collect()  # frees the arena before the next one is allocated
-    torch.cuda.empty_cache()
-    rows = []
-    for op in operations:
-        rows.append(Row(op, len(op.spans), statistics.median(op.ms), *floor(op)))
-    rows.sort(key=lambda row: -row.calls * row.ms)
-    print(f"{size}, B {B}, T {T}, recompute {recompute}; copy {floors.copy_bandwidth() / 1e12:.2f} TB/s")
-    print(table(rows, step_ms))
-    found = figures(rows, step_ms, f"{size}, B {B}")
+    size: str, batch: int | None, recompute: str | None, precisions: list[str], keep_bf16: str | None,
+    plot: Path | None, record: Path | None, steps: int = 10,
+) -> None:  # fmt: skip
+    """Measure the operations of a step in each precision and print a table; write the picture to `plot`, the figures to
+    `record`.
+    """
+    B, recompute, found = batch or SIZES[size].batch, recompute or SIZES[size].recompute, list[dict[str, Any]]()
+    for precision in precisions:
+        operations, step = measure(size, B, recompute, steps, precision, keep_bf16)
+        gc.collect()  # frees the arena before the next one is allocated
+        torch.cuda.empty_cache()
+        rows = []
+        for op in operations:
+            rows.append(Row(op, len(op.spans), statistics.median(op.ms), *floor(op)))
+        rows.sort(key=lambda row: -row.calls * row.ms)
+        copy = f"copy {floors.copy_bandwidth() / 1e12:.2f} TB/s"
+        print(f"{size}, B {B}, T {T}, {precision}, recompute {recompute}; {copy}")
+        print(table(rows, step))
+        found.append(figures(rows, step, f"{size}, B {B}", precision))
     if record:
-        record.write_text(json.dumps(found, indent=1) + "\n")
+        record.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
         print(f"wrote {record}")
     if plot:
-        pictures.operations(found).savefig(plot, dpi=150)
+        picture = pictures.operations(found[0]) if len(found) == 1 else pictures.precisions(found)
+        picture.savefig(plot, dpi=150)
         print(f"wrote {plot}")
 
 
-def table(rows: list[Row], step_ms: float) -> str:
+def table(rows: list[Row], step: Step) -> str:
     """Return one line per operation: calls per step, ms per call and step, work, rates, floor, shares; then sums."""
     head = ["operation", "shape", "calls", "ms", "ms per step", "GFLOP", "MB", "TFLOP/s", "GB/s", "floor ms", "by"]
     lines = [[*head, "floor/ms", "of step"]]
@@ -205,22 +252,25 @@ def table(rows: list[Row], step_ms: float) -> str:
         line = [op.name, shape, str(calls), f"{ms:.3f}", f"{calls * ms:.2f}", f"{op.flops / 1e9:.1f}"]
         line += [f"{op.nbytes / 1e6:.1f}", f"{op.flops / ms / 1e9:.0f}" if op.flops else "-"]
         line += [f"{op.nbytes / ms / 1e6:.0f}", f"{least:.3f}", by]
-        lines.append([*line, f"{least / ms:.0%}", f"{calls * ms / step_ms:.1%}"])
+        lines.append([*line, f"{least / ms:.0%}", f"{calls * ms / step.ms:.1%}"])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
         "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))) for line in lines
     ]
     total, least = sum(row.calls * row.ms for row in rows), sum(row.calls * row.floor for row in rows)
-    text.append(f"operations {total:.1f} ms + between kernels {step_ms - total:.1f} ms = step {step_ms:.1f} ms")
-    text.append(f"floors {least:.1f} ms; operations {total / least:.3f}x, step {step_ms / least:.3f}x")
+    energy = "" if step.joules is None else f", {step.joules:.1f} J, {step.joules / step.ms * 1e3:.0f} W"
+    between = f"between kernels {step.ms - total:.1f} ms"
+    text.append(f"operations {total:.1f} ms + {between} = step {step.ms:.1f} ms{energy}")
+    text.append(f"floors {least:.1f} ms; operations {total / least:.3f}x, step {step.ms / least:.3f}x")
     return "\n".join(text)
 
 
-def figures(rows: list[Row], step_ms: float, title: str) -> dict[str, Any]:
+def figures(rows: list[Row], step: Step, title: str, precision: str = "bf16") -> dict[str, Any]:
     """Return what `pictures.operations` draws: milliseconds per step and floor of each kind of operation."""
     ms, least = collections.Counter[str](), collections.Counter[str]()
     for row in rows:
         ms[row.op.name] += row.calls * row.ms
         least[row.op.name] += row.calls * row.floor
     kinds = [dict(name=name, ms=ms[name], floor_ms=least[name]) for name, _ in ms.most_common()]
-    return dict(title=title, step_ms=step_ms, floors_ms=sum(least.values()), operations=kinds)
+    found = dict(title=title, precision=precision, step_ms=step.ms, joules=step.joules)
+    return found | dict(floors_ms=sum(least.values()), operations=kinds)

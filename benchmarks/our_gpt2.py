@@ -1,6 +1,8 @@
 """Times steps of this package for step_time.py, launched as the trainer launches them.  Prints one JSON line.
 
-python -m benchmarks.our_gpt2 SIZE BATCH STEPS START RECOMPUTE     START: time.time() when the process was started
+python -m benchmarks.our_gpt2 SIZE BATCH STEPS START RECOMPUTE [PRECISION [KEEP_BF16]]
+
+START is time.time() when the process was started; PRECISION is train.precision, KEEP_BF16 fp8.keep_bf16.
 """
 
 import json
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import gpt2_triton.kernels as K
+from benchmarks.energy import Power
 from benchmarks.sizes import config_of, tokens_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
@@ -42,22 +45,34 @@ def run_steps(
         yield in_flight.result()
 
 
-def main(size: str, batch: int, steps: int, start: float, recompute: str) -> None:
-    config = config_of(size, batch, recompute)
+def calibrated(model: GPT2, packed: torch.Tensor) -> GPT2:
+    """Give a model in fp8 its first scales."""
+    if model.has_fp8:
+        model.calibrate([packed], step_inputs(0, model.config, 1.0 / model.config.total_batch_tokens))
+    return model
+
+
+def main(
+    size: str, batch: int, steps: int, start: float, recompute: str, precision: str = "bf16", keep: str | None = None
+) -> None:
+    config = config_of(size, batch, recompute, precision=precision, keep_bf16=keep)
     free, _ = torch.cuda.mem_get_info()
     model = GPT2(config, K, "cuda")
     compiled = model.compile()
     model.initialise(config.train.seed)
     packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
-    [first] = run_steps(model, packed, range(1))
+    list(run_steps(calibrated(model, packed), packed, range(1)))
     first_step = time.time() - start
-    results = [first, *run_steps(model, packed, range(1, steps))]
+    list(run_steps(model, packed, range(1, 5)))
+    with Power() as power:
+        results = list(run_steps(model, packed, range(5, steps)))
     grown = free - torch.cuda.mem_get_info()[0]
-    ms = statistics.median(result.seconds for result in results[5:]) * 1e3
-    report = dict(ms=ms, gib=grown / GIB, planned=model.plan.total / GIB, first_step=first_step)
+    seconds = statistics.median(result.seconds for result in results)
+    report = dict(ms=seconds * 1e3, joules=power.joules(seconds), gib=grown / GIB)
+    report |= dict(planned=model.plan.total / GIB, first_step=first_step)
     report |= dict(compile=compiled.seconds, kernels=compiled.kernels, loss=results[-1].loss)
     print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])

@@ -10,7 +10,7 @@ from typing import Any
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 COLORS = {"gpt2_triton": "#0072B2", "PyTorch": "#E69F00", "llm.c": "#999999"}
-FLOOR, MEASURED = "#1f4e79", "#9db7d5"
+FLOOR, MEASURED, FP8 = "#1f4e79", "#9db7d5", "#f2b880"
 
 Figures = Mapping[str, Any]
 
@@ -32,6 +32,33 @@ def operations(figures: Figures) -> Any:
     title = f"{figures['title']}: step {figures['step_ms']:.1f} ms, floors {figures['floors_ms']:.1f} ms"
     axes.set(xlabel="ms per step", title=title)
     axes.set_xlim(0, 1.65 * max(max(o["ms"], o["floor_ms"]) for o in shown))
+    axes.legend(loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def precisions(figures: Sequence[Figures]) -> Any:
+    """Return the picture of a step in bf16 and in fp8: two bars per kind of operation, with a line at the floor."""
+    from matplotlib.figure import Figure
+
+    longest = max(f["step_ms"] for f in figures)
+    kinds = [{o["name"]: o for o in f["operations"]} for f in figures]
+    most = {name: max(k[name]["ms"] for k in kinds if name in k) for k in kinds for name in k}
+    names = sorted((name for name in most if most[name] > 0.003 * longest), key=most.__getitem__)
+    figure = Figure(figsize=(8, 0.46 * len(names) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (f, kind, color) in enumerate(zip(figures, kinds, (MEASURED, FP8), strict=True)):
+        at = [row + 0.4 * (0.5 - i) for row in range(len(names))]  # the first above the second
+        ms, floors = ([kind[name][key] if name in kind else 0.0 for name in names] for key in ("ms", "floor_ms"))
+        energy = "" if f.get("joules") is None else f", {f['joules']:.1f} J"
+        label = f"{f['precision']}: step {f['step_ms']:.1f} ms{energy}"
+        axes.barh(at, ms, 0.38, color=color, label=label)
+        axes.vlines(floors, [y - 0.19 for y in at], [y + 0.19 for y in at], color=FLOOR, lw=2,
+                    label="" if i else "floor")  # fmt: skip
+        for y, value, floor in zip(at, ms, floors):
+            axes.text(max(value, floor), y, f"  {value:.1f} ms" if value else "", va="center", fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="ms per step", title=figures[0]["title"], xlim=(0, 1.15 * max(most.values())))
     axes.legend(loc="lower right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -23,12 +23,19 @@ SIZES = {  # by model.size
 }
 
 
-def config_of(size: str, batch: int, recompute: str, n_layer: int | None = None) -> Config:
-    """Return the configuration of a run in bf16 with stochastic rounding, the default; n_layer replaces the size's."""
+def config_of(
+    size: str, batch: int, recompute: str, n_layer: int | None = None, precision: str = "bf16",
+    keep_bf16: str | None = None,
+) -> Config:  # fmt: skip
+    """Return the configuration of a run in bf16 with stochastic rounding, the default; n_layer replaces the size's.
+
+    precision, keep_bf16   train.precision and fp8.keep_bf16; None: the default
+    """
     config = Config.model_validate(
         dict(
             model=dict(size=size),
-            train=dict(batch_size=batch, seq_len=T),
+            train=dict(batch_size=batch, seq_len=T, precision=precision),
+            fp8={} if keep_bf16 is None else dict(keep_bf16=keep_bf16),
             optim=dict(lr=3e-4, warmup=0, schedule="constant"),
             memory=dict(recompute=recompute),
         )

@@ -2,11 +2,12 @@
 
 Each run is a separate process, so that start-up and memory are those of a user's run.  A step is forward, backward,
 clip and AdamW on the same random tokens.  Times are from the end of one step to the end of the next, without a
-synchronisation in between: medians of the steps after the fifth.  Our memory is the decrease of free device memory,
-kernels and graphs included.  PyTorch's is the peak of its tensors, without what its allocator reserves beyond that.
-Neither includes the CUDA context.
+synchronisation in between: medians of the steps after the fifth.  Joules are the GPU's own counter's.  Our memory is
+the decrease of free device memory, kernels and graphs included.  PyTorch's is the peak of its tensors, without what its
+allocator reserves beyond that.  Neither includes the CUDA context.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -20,29 +21,50 @@ from gpt2_triton.device import peak_flops
 Report = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A module that times steps in a process, with the arguments after SIZE BATCH STEPS START."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    takes_level: bool = False  # and a recompute level before them
+
+
+PYTORCH = Program("PyTorch", "benchmarks.torch_gpt2")
+TORCHAO = [Program(f"torchao {r}", "benchmarks.torch_gpt2", (r,)) for r in ("tensorwise", "rowwise")]
+BASELINES = dict(none=[], torch=[PYTORCH], torchao=[PYTORCH, *TORCHAO])
+
+
+def ours(precision: str, keep_bf16: str | None) -> Program:
+    more = (precision,) if keep_bf16 is None or precision == "bf16" else (precision, keep_bf16)
+    return Program(f"ours {precision}", "benchmarks.our_gpt2", more, takes_level=True)
+
+
 def compare_sizes(
-    sizes: list[str], batch: int | None, steps: int, recompute: str | None, baseline: bool, out: Path | None
-) -> int:
+    sizes: list[str], batch: int | None, steps: int, recompute: str | None, precisions: list[str],
+    keep_bf16: str | None, baseline: str, out: Path | None,
+) -> int:  # fmt: skip
     """Run, print the table, and write the figures as JSON.  Return 1 if a run failed; its cells are empty."""
     rows: list[Report] = []
     for size in sizes:
-        B = batch or SIZES[size].batch
-        level = recompute or SIZES[size].recompute
-        rows.append(dict(size=size, batch=B, recompute=level))
-        rows[-1]["ours"] = _run("ours", "benchmarks.our_gpt2", size, B, steps, level)
-        rows[-1]["torch"] = _run("PyTorch", "benchmarks.torch_gpt2", size, B, steps) if baseline else None
-        if out:
-            out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
+        B, level = batch or SIZES[size].batch, recompute or SIZES[size].recompute
+        for program in (*(ours(precision, keep_bf16) for precision in precisions), *BASELINES[baseline]):
+            more = (level, *program.arguments) if program.takes_level else program.arguments
+            found = _run(program, size, B, steps, *more)
+            level_of = level if program.takes_level else None
+            rows.append(dict(size=size, batch=B, program=program.name, recompute=level_of, report=found))
+            if out:
+                out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
     print("\n" + table(rows, peak_flops()))
-    wanted = ("ours", "torch") if baseline else ("ours",)
-    return int(any(row[who] is None for row in rows for who in wanted))
+    return int(any(row["report"] is None for row in rows))
 
 
-def _run(who: str, module: str, size: str, batch: int, steps: int, *more: str) -> Report | None:
-    """Run the module in a process and return its report; if it fails, print its stderr and return None."""
-    print(f"{who} {size} B {batch}: ", end="", flush=True)
+def _run(program: Program, size: str, batch: int, steps: int, *more: str) -> Report | None:
+    """Run the program's module and return its report; if it fails, print its stderr and return None."""
+    print(f"{program.name} {size} B {batch}: ", end="", flush=True)
     start = time.time()
-    command = [sys.executable, "-m", module, size, str(batch), str(steps), str(start), *more]
+    command = [sys.executable, "-m", program.module, size, str(batch), str(steps), str(start), *more]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         print(f"failed with code {run.returncode}, {time.time() - start:.0f} s in all", flush=True)
@@ -53,30 +75,27 @@ def _run(who: str, module: str, size: str, batch: int, steps: int, *more: str) -
     return report
 
 
-OURS = ["ms", "tok/s", "MFU", "GiB", "planned", "first step s"]
-TORCH = ["torch ms", "tok/s", "GiB", "first step s"]
+HEAD = ["size", "B", "program", "recompute", "ms", "tok/s", "MFU", "J", "GiB", "planned", "first step s"]
 
 
 def table(rows: list[Report], peak: float | None) -> str:
-    """Return one line per size.  speed is PyTorch's time over ours, memory our GiB over PyTorch's."""
-    lines = [["size", "B", "recompute", *OURS, *TORCH, "speed", "memory"]]
+    """Return one line per run.  J is of a step, MFU a fraction of bf16's peak; speed and memory are relative to PyTorch
+    in bf16.
+    """
+    lines = [[*HEAD, "speed", "memory"]]
+    torchs = {row["size"]: row["report"] for row in rows if row["program"] == PYTORCH.name}
     for row in rows:
-        ours, other, tokens = row["ours"], row["torch"], row["batch"] * T
-        line = [row["size"], str(row["batch"]), row["recompute"]]
-        if ours:
-            rate = tokens / ours["ms"] * 1e3
-            flops = config_of(row["size"], row["batch"], row["recompute"]).flops_per_token
-            line += [f"{ours['ms']:.1f}", f"{rate:,.0f}", f"{rate * flops / peak:.1%}" if peak else "-"]
-            line += [f"{ours['gib']:.2f}", f"{ours['planned']:.2f}", f"{ours['first_step']:.1f}"]
-        else:
-            line += ["-"] * len(OURS)
-        if other:
-            line += [f"{other['ms']:.1f}", f"{tokens / other['ms'] * 1e3:,.0f}"]
-            line += [f"{other['gib']:.2f}", f"{other['first_step']:.1f}"]
-        else:
-            line += ["-"] * len(TORCH)
-        both = ours and other
-        line += [f"{other['ms'] / ours['ms']:.3f}x", f"{ours['gib'] / other['gib']:.2f}x"] if both else ["-", "-"]
+        found, other, tokens = row["report"], torchs.get(row["size"]), row["batch"] * T
+        line = [row["size"], str(row["batch"]), row["program"], row["recompute"] or "-"]
+        if found:
+            rate = tokens / found["ms"] * 1e3
+            flops = config_of(row["size"], row["batch"], row["recompute"] or "none").flops_per_token
+            line += [f"{found['ms']:.1f}", f"{rate:,.0f}", f"{rate * flops / peak:.1%}" if peak else "-"]
+            line += ["-" if found.get("joules") is None else f"{found['joules']:.1f}", f"{found['gib']:.2f}"]
+            line += [f"{found['planned']:.2f}" if "planned" in found else "-", f"{found['first_step']:.1f}"]
+        line += ["-"] * (len(HEAD) - len(line))
+        both = found and other
+        line += [f"{other['ms'] / found['ms']:.3f}x", f"{found['gib'] / other['gib']:.2f}x"] if both else ["-", "-"]
         lines.append(line)
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)

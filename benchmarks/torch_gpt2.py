@@ -1,9 +1,12 @@
 """GPT-2 in PyTorch, as fast as PyTorch is on one GPU: the baseline of `python -m benchmarks steps`.
 
 Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compile, fused AdamW with gradient clipping,
-no host synchronisation between steps.  Prints one JSON line.
+no host synchronisation between steps.  With FLOAT8, "tensorwise" or "rowwise", torchao computes the products of the
+layers in fp8 by that recipe; it needs a torchao built for the installed torch.  Prints one JSON line.
 
-    python -m benchmarks.torch_gpt2 SIZE BATCH STEPS START     START: time.time() when the process was started
+    python -m benchmarks.torch_gpt2 SIZE BATCH STEPS START [FLOAT8]
+
+START is time.time() when the process was started.
 """
 
 import json
@@ -17,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from benchmarks.energy import Power
 from benchmarks.floors import ATTENTION
 from benchmarks.sizes import T, tokens_of
 from gpt2_triton.config.schema import ModelConfig
@@ -86,20 +90,34 @@ def run_steps(
     return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:])], loss
 
 
+def in_float8(model: nn.Module, recipe: str) -> nn.Module:
+    """Return the model with the linears of its layers, and so not the head, replaced by torchao's of this recipe."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(
+        model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=lambda _, name: "layers." in name
+    )
+
+
 def batch_of(batch: int) -> tuple[Tensor, Tensor]:
     ids, targets = (torch.from_numpy(t.astype("int64")).cuda() for t in tokens_of(batch))
     return ids, targets
 
 
-def main(size: str, batch: int, steps: int, start: float) -> None:
+def main(size: str, batch: int, steps: int, start: float, float8: str | None = None) -> None:
     model, optimizer = build(size)
+    if float8:
+        in_float8(model, float8)
     compiled, tokens = torch.compile(model), batch_of(batch)
     run_steps(compiled, optimizer, tokens, 1)
     first_step = time.time() - start
-    ms, loss = run_steps(compiled, optimizer, tokens, steps - 1)
-    report = dict(ms=statistics.median(ms[4:]), gib=torch.cuda.max_memory_allocated() / 2**30, first_step=first_step)
-    print(json.dumps(report | dict(loss=loss.item())), flush=True)
+    run_steps(compiled, optimizer, tokens, 4)
+    with Power() as power:
+        times, loss = run_steps(compiled, optimizer, tokens, steps - 5)
+    ms = statistics.median(times)
+    report = dict(ms=ms, joules=power.joules(ms / 1e3), gib=torch.cuda.max_memory_allocated() / 2**30)
+    print(json.dumps(report | dict(first_step=first_step, loss=loss.item())), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])

@@ -71,11 +71,14 @@ class Config(schema.ConfigSection):
 
     @property
     def fp8_operations(self) -> list[frozenset[str]]:
-        """The operations of each layer whose operands are in fp8."""
+        """The operations of each layer whose operands are in fp8; the head's is with those of the last layer."""
         if self.train.precision == "bf16":
             return [frozenset()] * self.model.n_layer
+        last = self.model.n_layer - 1
         kept = schema.kept_in_bf16(self.fp8.keep_bf16, self.model.n_layer)
-        return [frozenset(op for op in schema.OPERATIONS if (op, l) not in kept) for l in range(self.model.n_layer)]
+        of_layer = {(op, l) for op in schema.OPERATIONS for l in range(self.model.n_layer)}
+        in_fp8 = (of_layer | {(schema.HEAD, last)}) - kept
+        return [frozenset(op for op, layer in in_fp8 if layer == l) for l in range(self.model.n_layer)]
 
     @property
     def flops_per_token(self) -> int:

@@ -177,18 +177,24 @@ class TrainConfig(ConfigSection):
 
 
 OPERATIONS = ("qkv", "attproj", "mlp")  # of a layer, whose products can be in fp8; mlp is fc and fcproj
+HEAD = "head"  # the product of the output head, which gives the logits; its gradients are in bf16 always
 
 
 def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
-    """Return the (operation, layer) pairs of fp8.keep_bf16; ValueError for a word that is none of its forms."""
+    """Return the (operation, layer) pairs of fp8.keep_bf16; ValueError for a word that is none of its forms.  The head
+    counts as an operation of the last layer.
+    """
     pairs: set[tuple[str, int]] = set()
     for word in value.replace(",", " ").split():
+        if word == HEAD:
+            pairs.add((HEAD, n_layer - 1))
+            continue
         operation, _, layer = (
             word.rpartition(":") if ":" in word or not word.lstrip("-").isdecimal() else ("", "", word)
         )
         operation, layer = (layer, "") if not operation and layer in OPERATIONS else (operation, layer)
         if operation not in ("", *OPERATIONS) or not (layer.lstrip("-").isdecimal() or operation and not layer):
-            raise ValueError(f"{word}: expected {', '.join(OPERATIONS)}, a layer, or both as in attproj:0")
+            raise ValueError(f"{word}: expected {', '.join((HEAD, *OPERATIONS))}, a layer, or both as in attproj:0")
         if layer and not -n_layer <= int(layer) < n_layer:
             raise ValueError(f"{word}: there are {n_layer} layers, 0 to {n_layer - 1}")
         layers = [int(layer) % n_layer] if layer else range(n_layer)
@@ -198,9 +204,9 @@ def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
 
 class Fp8Config(ConfigSection):
     keep_bf16: str = Field(
-        "",
-        description=f"what train.precision fp8 leaves in bf16: {', '.join(OPERATIONS)} (in all layers), a layer's "
-        "number (-1: the last), or both as in attproj:0; several are separated by commas",
+        HEAD,
+        description=f"what train.precision fp8 leaves in bf16: {HEAD} (the logits), {', '.join(OPERATIONS)} (in all "
+        "layers), a layer's number (-1: the last), or both as in attproj:0; several are separated by commas",
         json_schema_extra=FREE,
     )
 
@@ -240,6 +246,9 @@ class OptimConfig(ConfigSection):
     )
     master: Literal["none", "fp32"] = Field(  # decides which tensors a checkpoint has
         "none", description="none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
+    )
+    v: Literal["fp32", "bf16"] = Field(  # the dtype of a tensor of checkpoints
+        "fp32", description="AdamW's second moment; bf16, rounded stochastically, takes 2 bytes a parameter less"
     )
 
 

@@ -6,7 +6,8 @@ in.
     w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
 
 lr, the bias corrections, the clip factor, the step and the seed are read from device memory (step_io.py), so that a
-captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  weights.py stores the new w.
+captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  weights.py stores the new w, and v, which
+may be in bf16.
 """
 
 import triton
@@ -17,13 +18,13 @@ from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import dtype_name, tuned
-from gpt2_triton.kernels.weights import load_weights, store_weights
+from gpt2_triton.kernels.weights import load_weights, store_second_moment, store_weights
 
 
 @triton.jit(do_not_specialize=["first"])  # an index, not an address: divisibility gains nothing
 def _adamw_kernel(
     w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, first, decay, lr_factor,
-    alpha1, alpha2, eps, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    alpha1, alpha2, eps, STOCHASTIC: tl.constexpr, STOCHASTIC_V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(step_out_ptr + APPLY) == 0.0:
         return
@@ -34,10 +35,10 @@ def _adamw_kernel(
     w = load_weights(w_ptr, low_ptr, i, mask)
     g = tl.load(g_ptr + i, mask=mask, other=0.0) * tl.load(step_out_ptr + CLIP_FACTOR)
     m = tl.load(m_ptr + i, mask=mask, other=0.0)
-    v = tl.load(v_ptr + i, mask=mask, other=0.0)
+    v = tl.load(v_ptr + i, mask=mask, other=0.0).to(tl.float32)
     m, v = adamw_moments(m, v, g, alpha1, alpha2)
     tl.store(m_ptr + i, m, mask=mask)
-    tl.store(v_ptr + i, v, mask=mask)
+    store_second_moment(v, v_ptr, i, mask, step_key_ptr, first + at, STOCHASTIC_V, BLOCK)
     m_correction = tl.load(step_in_ptr + M_CORRECTION)
     v_correction = tl.load(step_in_ptr + V_CORRECTION)
     w -= adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
@@ -57,5 +58,5 @@ def adamw(
     row = tuned("adamw", dtype, BLOCK=n)
     _adamw_kernel[(triton.cdiv(n, row["BLOCK"]),)](
         w, m, v, low, g, step_out, step_in, step_key, n, first, decay, lr_factor, 1.0 - beta1, 1.0 - beta2, eps,
-        STOCHASTIC=dtype == "bf16" and low is None, **row,
+        STOCHASTIC=dtype == "bf16" and low is None, STOCHASTIC_V=dtype_name(v) == "bf16", **row,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
-from gpt2_triton.kernels.fp8 import Fp8, Operand, full, quantise, stored
+from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, quantise, store_heads, stored
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
@@ -41,14 +41,6 @@ def _load(desc, b, h, t):
 @triton.jit
 def _store(desc, b, h, t, value):
     desc.store([b, h, t, 0], value.to(desc.dtype).reshape(1, 1, value.shape[0], value.shape[1]))
-
-
-@triton.jit
-def _store_gradient(desc, scale_ptr, amax_ptr, b, h, t, value):
-    """Store rows of a head, which are 0 past the end of the sequence, in fp8 if there is a scale."""
-    if scale_ptr is not None:
-        value = quantise(value, scale_ptr, amax_ptr)
-    _store(desc, b, h, t, value)
 
 
 @triton.jit
@@ -104,7 +96,7 @@ def _attention_fwd_kernel(
 
 @triton.jit
 def _attention_bwd_dq_kernel(
-    dqkv_desc, scale_ptr, amax_ptr, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc, out_desc, lse_ptr,
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc, out_desc, lse_ptr,
     T, NH, factor, scale,
     HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -130,14 +122,15 @@ def _attention_bwd_dq_kernel(
         ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
     dq *= scale
-    _store_gradient(dqkv_desc, scale_ptr, amax_ptr, b, h, first, dq)
+    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, h, first, dq)
     d = tl.arange(0, BLOCK_D)
     tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(dq, 0), mask=d < HS)
 
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
-    dqkv_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr, delta_ptr, T, NH, factor, scale,
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr, delta_ptr,
+    T, NH, factor, scale,
     HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_N)
@@ -166,8 +159,8 @@ def _attention_bwd_dkdv_kernel(
         ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
         dk = dot(ds.to(q.dtype), q, dk)
     dk *= scale
-    _store_gradient(dqkv_desc, scale_ptr, amax_ptr, b, NH + h, first, dk)
-    _store_gradient(dqkv_desc, scale_ptr, amax_ptr, b, 2 * NH + h, first, dv)
+    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + h, first, dk)
+    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, 2 * NH + h, first, dv)
     d = tl.arange(0, BLOCK_D)
     part_ptr += ((b * blocks + block) * 2 * NH + h) * HS + d
     tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
@@ -215,14 +208,14 @@ def attention_bwd(
     (B, NH, T), HS, C, dtype = lse.shape, _head_size(qkv, lse), out.shape[1], dtype_name(qkv)
     scale = 1.0 / math.sqrt(HS)
     sizes = dict(T=T, NH=NH, factor=scale * LOG2E.value, scale=scale, HS=HS)
-    out, (dqkv, *scaling) = full(out), stored(dqkv)
+    gradient, out, (dqkv, *scaling) = dqkv, full(out), stored(dqkv)
 
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks = triton.cdiv(T, row["BLOCK_M"])
     dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dqkv, dout, qkv, out))
-    kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
+    kv_desc, columns = _rows(qkv, lse, HS, row["BLOCK_N"]), describe_heads(gradient, lse.shape, HS, row["BLOCK_M"])
     _attention_bwd_dq_kernel[(blocks * B * NH,)](
-        dq_desc, *scaling, scratch, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **sizes, **row
+        dq_desc, columns, *scaling, scratch, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **sizes, **row
     )
     column_sums(dbias[:C], None, None, scratch, B * blocks, acc)
 
@@ -230,8 +223,9 @@ def attention_bwd(
     blocks = triton.cdiv(T, row["BLOCK_N"])
     dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (dqkv, qkv))
     dout_desc, q_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dout, qkv))
+    columns = describe_heads(gradient, lse.shape, HS, row["BLOCK_N"])
     _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
-        dkdv_desc, *scaling, scratch, dout_desc, q_desc, kv_desc, lse, delta, **sizes, **row
+        dkdv_desc, columns, *scaling, scratch, dout_desc, q_desc, kv_desc, lse, delta, **sizes, **row
     )
     column_sums(dbias[C:], None, None, scratch, B * blocks, acc)
 

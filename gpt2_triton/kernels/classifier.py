@@ -27,9 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, scale_and_add_target
+from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.matmul import tile_product
@@ -66,12 +67,15 @@ def _classifier_target_kernel(
 
 @triton.jit
 def _classifier_fwd_kernel(
-    p_desc, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr, R, C, V, Vp,
+    p_desc, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, R, C, V, Vp,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write p, and the sums of its rows in each tile to part[tile_n, r]."""
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)
+    factor = LOG2E
+    if lnf_scale_ptr is not None:
+        factor = LOG2E / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr))
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
@@ -81,7 +85,7 @@ def _classifier_fwd_kernel(
         j = n + tl.arange(0, BLOCK_N)
         zt = tl.load(zt_ptr + r, mask=r < R, other=0.0)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
-        p = exp_relative_tile(z, zt, target, j, V)
+        p = exp_relative_tile(z, factor, zt, target, j, V)
         tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1), mask=r < R)
         if p_desc is not None:
             left, right = halves(p)
@@ -139,9 +143,11 @@ def _classifier_dx_kernel(
 
 
 @contract("zt[R] <- lnf[R,C] wte[Vp,C] targets[R]")
-def classifier_target(zt: Tensor, lnf: Tensor, wte: Tensor, targets: Tensor) -> None:
+def classifier_target(zt: Tensor, lnf: Operand, wte: Operand, targets: Tensor) -> None:
     """Write zt = log2(e) * (lnf . wte[target]), 0 where the target is -1."""
     R, C = lnf.shape
+    if isinstance(lnf, Fp8) and isinstance(wte, Fp8):
+        return fp8_matmul.classifier_target(zt, lnf, wte, targets)
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
     _classifier_target_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](zt, lnf, wte, targets, R, C, **row)
 
@@ -152,21 +158,22 @@ def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
 
 @contract("p[R,Vp]? rowsum[*] <- lnf[R,C] wte[Vp,C] zt[R] targets[R]")
 def classifier_fwd(
-    p: Tensor | None, rowsum: Tensor, lnf: Tensor, wte: Tensor, zt: Tensor, targets: Tensor, V: int
+    p: Tensor | None, rowsum: Tensor, lnf: Operand, wte: Operand, zt: Tensor, targets: Tensor, V: int
 ) -> None:
     """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p."""
     (R, C), Vp = lnf.shape, wte.shape[0]
+    (lnf, lnf_scale, _), (wte, wte_scale, _) = stored(lnf), stored(wte)
     row = _fwd_row(R, C, Vp, dtype_name(lnf))
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     tiles_n = triton.cdiv(Vp, block_n)
     sums, part = rowsum[:R], rowsum[R : R + tiles_n * R]
     assert part.numel() == tiles_n * R, f"classifier_fwd: rowsum has {rowsum.numel()} elements, needs {R + tiles_n * R}"
     if hopper.takes("classifier_fwd", R, Vp, dtype_name(lnf)):
-        hopper_classifier.classifier_fwd(p, part, lnf, wte, zt, targets, V)
+        hopper_classifier.classifier_fwd(p, part, lnf, lnf_scale, wte, wte_scale, zt, targets, V)
     else:
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
             describe(p, block_m, block_n // 2), part, describe(lnf, block_m, block_k), describe(wte, block_n, block_k),
-            zt, targets, R, C, V, Vp, **row,
+            zt, targets, lnf_scale, wte_scale, R, C, V, Vp, **row,
         )  # fmt: skip
     column_sums(sums, None, None, part, tiles_n, False)
 
@@ -179,12 +186,12 @@ def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
 @contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[8]")
 def classifier_loss(
     losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Tensor | None,
-    rowsum: Tensor, lnf: Tensor, targets: Tensor, step_in: Tensor, acc: bool,
+    rowsum: Tensor, lnf: Operand, targets: Tensor, step_in: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """Write losses (+)= log(1 + S), the factors rs and ks of dlogits, and lns = rs * lnf; without gradients the last
     three are None.
     """
-    R, C = lnf.shape
+    (R, C), lnf = lnf.shape, full(lnf)
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
     _classifier_loss_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
         losses, rs, ks, lns, rowsum, lnf, targets, step_in, R, C, ACC=acc, **row
@@ -192,9 +199,9 @@ def classifier_loss(
 
 
 @contract("dln[R,C] <- p[R,Vp] wte[Vp,C] rs[R] ks[R] targets[R]")
-def classifier_dx(dln: Tensor, p: Tensor, wte: Tensor, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
-    """Write dln = rs * (p @ wte) + ks * wte[target]."""
-    (R, Vp), C = p.shape, wte.shape[1]
+def classifier_dx(dln: Tensor, p: Tensor, wte: Operand, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
+    """Write dln = rs * (p @ wte) + ks * wte[target], of the bf16 tensor of an fp8 operand."""
+    (R, Vp), C, wte = p.shape, wte.shape[1], full(wte)
     if hopper.takes("classifier_dx", R, C, dtype_name(p)):
         return hopper_matmul_wide.classifier_dx(dln, p, wte, rs, ks, targets)
     row = tuned("classifier_dx", dtype_name(p), BLOCK_M=R, BLOCK_N=C, BLOCK_K=Vp)

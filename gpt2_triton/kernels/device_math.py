@@ -32,10 +32,10 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def exp_relative(z, zt, counted):
-    """Return exp(z) relative to the target's: 2^(log2(e) * z - zt), at most 2^108, where `counted`; else 0."""
+def exp_relative(z, factor, zt, counted):
+    """Return exp relative to the target's, 2^(factor * z - zt), at most 2^108, where `counted`; else 0."""
     # a NaN must stay one: a plain minimum would turn it into 2^108, and a broken run into a finite loss
-    exponent = tl.minimum(z * LOG2E - zt, _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
+    exponent = tl.minimum(z * factor - zt, _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(counted, tl.exp2(exponent), 0.0)
 
 
@@ -105,11 +105,11 @@ def adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps):
 
 
 @triton.jit
-def exp_relative_tile(z, zt, target, j, V):
+def exp_relative_tile(z, factor, zt, target, j, V):
     """Return p of a tile of logits z: exp relative to the target's logit, 0 at the target and in the padding.  zt and
     target belong to the tile's rows, j are its columns.
     """
-    return exp_relative(z, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
+    return exp_relative(z, factor, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from torch import Tensor
 from triton.language.target_info import is_hip
 
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.fp8 import Operand, full
 from gpt2_triton.kernels.tuning import dtype_name, tuned
 
 
@@ -120,24 +121,24 @@ def _embedding_bwd_wpe_kernel(dwpe_ptr, dx_ptr, B, TC, TmaxC, ACC: tl.constexpr,
 
 
 @contract("x[B*T,C] <- ids[B,T] wte[Vp,C] wpe[Tmax,C]")
-def embedding_fwd(x: Tensor, ids: Tensor, wte: Tensor, wpe: Tensor) -> None:
+def embedding_fwd(x: Tensor, ids: Tensor, wte: Operand, wpe: Tensor) -> None:
     """x = wte[ids] + wpe."""
     (R, C), T = x.shape, ids.shape[1]
     row = tuned("embedding_fwd", dtype_name(x), BLOCK_R=R, BLOCK_C=C)
-    _embedding_fwd_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](x, ids, wte, wpe, R, T, C, **row)
+    _embedding_fwd_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](x, ids, full(wte), wpe, R, T, C, **row)
 
 
 @contract("dwte[Vp,C]+ dwpe[Tmax,C]+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] order[2*R] segments[Ns,4] split_tokens[Nh,4]")
 def embedding_bwd(
     dwte: Tensor, dwpe: Tensor, scratch: Tensor,
-    dx: Tensor, lnf: Tensor, ks: Tensor, order: Tensor, segments: Tensor, split_tokens: Tensor, T: int, acc: bool,
+    dx: Tensor, lnf: Operand, ks: Tensor, order: Tensor, segments: Tensor, split_tokens: Tensor, T: int, acc: bool,
 ) -> None:  # fmt: skip
     """dwte += rows of dx by input token and of ks * lnf by target; dwpe (+)= sums of dx over the batch."""
     R, C = dx.shape
     Ns, Nh = segments.shape[0], split_tokens.shape[0]
     row = tuned("embedding_bwd_segments", dtype_name(dx), BLOCK_C=C)
     grid = (triton.cdiv(Ns, row["BLOCK_S"]), triton.cdiv(C, row["BLOCK_C"]))
-    _embedding_bwd_segments_kernel[grid](dwte, scratch, dx, lnf, ks, order, segments, Ns, R, C, **row)
+    _embedding_bwd_segments_kernel[grid](dwte, scratch, dx, full(lnf), ks, order, segments, Ns, R, C, **row)
     row = tuned("embedding_bwd_split", dtype_name(dx), BLOCK_C=C)
     _embedding_bwd_split_kernel[(Nh, triton.cdiv(C, row["BLOCK_C"]))](dwte, scratch, split_tokens, C, **row)
     row = tuned("embedding_bwd_wpe", dtype_name(dx), BLOCK=dwpe.numel())

@@ -11,11 +11,13 @@ Hopper's stmatrix writes; products do not depend on an order that both operands 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
@@ -37,7 +39,7 @@ class Fp8:
     """An operand of products, [R, C], in the forms that they read."""
 
     rows: Tensor  # e4m3 [R, C]
-    columns: Tensor  # e4m3 [C, R]
+    columns: Tensor  # e4m3 [C, R], or [0, C] where no product reads it
     scale: Tensor  # fp32 [1]
     amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
     transposed: bool  # True: `columns` is written with `rows`; else by matmul_dw, in memory that operands share
@@ -53,6 +55,11 @@ class Fp8:
 
     def is_contiguous(self) -> bool:
         return self.rows.is_contiguous()
+
+    def __getitem__(self, rows: slice) -> "Fp8":
+        """Return a part of an operand whose columns no product reads."""
+        assert not len(self.columns)
+        return dataclasses.replace(self, rows=self.rows[rows], value=None if self.value is None else self.value[rows])
 
 
 Operand = Tensor | Fp8
@@ -124,6 +131,37 @@ def token_at(p):
     return p // 16 * 16 + p % 2 * 8 + p % 16 // 2
 
 
+@triton.jit
+def paired_columns(x):
+    """Return fp32 [R, C] as e4m3, transposed, with the tokens of a pair in an int16: [C, R / 2].  One thread holds rows
+    g and g + 8 of a tensor core's result, so that on Hopper stmatrix stores them as they are.
+    """
+    r: tl.constexpr = x.shape[0]
+    c: tl.constexpr = x.shape[1]
+    low, high = tl.split(tl.permute(tl.reshape(x, (r // 16, 2, 8, c)), (0, 2, 3, 1)))
+    if _EXACT:
+        low = to_e4m3(low).to(tl.uint8, bitcast=True).to(tl.int16)
+        pairs = low | (to_e4m3(high).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
+    else:  # casts of their own: ptxas 12.8 confuses the bytes of a cast that is stored both packed and apart
+        pairs = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+        )
+    return tl.trans(tl.reshape(pairs, (r // 2, c)))
+
+
+@triton.jit
+def store_heads(desc, columns_desc, scale_ptr, amax_ptr, b, h, t, value):
+    """Store rows t, t + 1 ... of head h, which are 0 past the end of sequence b: in fp8 if there is a scale, and then
+    with columns_desc transposed too.
+    """
+    if columns_desc is not None:
+        columns = paired_columns(value * tl.load(scale_ptr))
+        columns_desc.store([h, 0, b, t // 2], columns.reshape(1, columns.shape[0], 1, columns.shape[1]))
+    if scale_ptr is not None:
+        value = quantise(value, scale_ptr, amax_ptr)
+    desc.store([b, h, t, 0], value.to(desc.dtype).reshape(1, 1, value.shape[0], value.shape[1]))
+
+
 # ---- kernels ----
 
 
@@ -181,7 +219,8 @@ def _transpose_kernel(out_ptr, x_ptr, R, C, PAIRS: tl.constexpr, BLOCK_R: tl.con
 # ---- launchers ----
 
 
-def _block(n: int, most: int) -> int:
+def block(n: int, most: int) -> int:
+    """Return the size of a block that runs along n elements: on a GPU at most `most`."""
     return min(next_power_of_2(n), 1024 if INTERPRET else most)
 
 
@@ -190,11 +229,23 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
     R, C = x.shape
     if pairs and hopper.takes("transpose", R, C, "fp8"):
         return hopper_transpose.transpose(out, x)
-    block_r, block_c = _block(R, 128), _block(C, 128)
+    block_r, block_c = block(R, 128), block(C, 128)
     grid = (triton.cdiv(R, block_r), triton.cdiv(C, block_c))
     _transpose_kernel[grid](
         out.view(torch.uint8), x.view(torch.uint8), R, C, PAIRS=pairs, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
     )
+
+
+def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int) -> TensorDescriptor | None:
+    """Describe the columns [heads*HS, B*T] of an operand that is written transposed, as pairs [heads, HS, B, T/2], in
+    blocks of so many tokens of one head.  `shape` is [B, NH, T].
+    """
+    if not (isinstance(operand, Fp8) and operand.transposed):
+        return None
+    (B, _, T), width = shape, operand.shape[1]
+    sizes, strides = [width // HS, HS, B, T // 2], [HS * B * T // 2, B * T // 2, T // 2, 1]
+    pairs = operand.columns.view(torch.int16)
+    return TensorDescriptor(pairs, sizes, strides, [1, next_power_of_2(HS), 1, tokens // 2])
 
 
 @contract("x8[R,C] <- x[R,C]")
@@ -204,7 +255,7 @@ def cast_operand(x8: Fp8, x: Tensor) -> None:
     ordered = None
     if x8.transposed and x8.scratch is not None and hopper.takes("transpose", R, C, "fp8"):
         ordered = x8.scratch[: R * C].view(R, C)
-    block_r, block_c = _block(R, 4), _block(C, 256)
+    block_r, block_c = block(R, 4), block(C, 256)
     _cast_kernel[(triton.cdiv(R, block_r),)](
         x8.rows, ordered, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
     )

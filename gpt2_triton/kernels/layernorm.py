@@ -39,7 +39,7 @@ def _elements(r, c, C):
 
 @triton.jit
 def _layernorm_fwd_kernel(
-    out_ptr, mean_ptr, rstd_ptr, x_ptr, w_ptr, b_ptr, scale_ptr, amax_ptr, R, C, eps,
+    out_ptr, out8_ptr, mean_ptr, rstd_ptr, x_ptr, w_ptr, b_ptr, scale_ptr, amax_ptr, R, C, eps,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK_C)
@@ -53,9 +53,10 @@ def _layernorm_fwd_kernel(
     centred = tl.where(mask, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
     out = _normalise(x, mean, rstd, w, b)
-    if scale_ptr is not None:
-        out = quantise(tl.where(mask, out, 0.0), scale_ptr, amax_ptr)
-    tl.store(out_ptr + at, out, mask=mask)
+    if out_ptr is not None:
+        tl.store(out_ptr + at, out, mask=mask)
+    if out8_ptr is not None:
+        tl.store(out8_ptr + at, quantise(tl.where(mask, out, 0.0), scale_ptr, amax_ptr), mask=mask)
     tl.store(mean_ptr + r, mean, mask=r < R)
     tl.store(rstd_ptr + r, rstd, mask=r < R)
 
@@ -112,11 +113,12 @@ def _layernorm_bwd_kernel(
 
 @contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
 def layernorm_fwd(out: Operand, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> None:
-    """out = layernorm(x); mean, rstd fp32."""
-    (R, C), (out, *scaling) = x.shape, stored(out)
+    """out = layernorm(x), of an fp8 operand its rows, and its bf16 tensor if it has one; mean, rstd fp32."""
+    R, C = x.shape
+    plain, (out8, *scaling) = (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)
     _layernorm_fwd_kernel[(triton.cdiv(R, row["ROWS"]),)](
-        out, mean, rstd, x, w, b, *scaling, R, C, eps, BLOCK_C=next_power_of_2(C), **row
+        plain, out8, mean, rstd, x, w, b, *scaling, R, C, eps, BLOCK_C=next_power_of_2(C), **row
     )
 
 
@@ -132,23 +134,9 @@ def layernorm_bwd(
     row = _bwd_row(R, C, dtype_name(x))
     programs = row.pop("PROGRAMS")
     _layernorm_bwd_kernel[(programs,)](
-        full(dx),
-        ln,
-        scratch,
-        dout,
-        x,
-        w,
-        b,
-        mean,
-        rstd,
-        *dx8,
-        ln_scale,
-        R,
-        C,
-        ADD_DX=add_dx,
-        BLOCK_C=next_power_of_2(C),
-        **row,
-    )
+        full(dx), ln, scratch, dout, x, w, b, mean, rstd, *dx8, ln_scale, R, C,
+        ADD_DX=add_dx, BLOCK_C=next_power_of_2(C), **row,
+    )  # fmt: skip
     column_sums(dw, db, dbias, scratch, programs, acc)
 
 

@@ -73,7 +73,7 @@ def _parameter_stats_kernel(
             update = lr * (scale * tl.load(x_ptr + i, mask=mask, other=0.0).to(tl.float32) + decay * w)
         else:
             m = tl.load(m_ptr + i, mask=mask, other=0.0)
-            v = tl.load(v_ptr + i, mask=mask, other=0.0)
+            v = tl.load(v_ptr + i, mask=mask, other=0.0).to(tl.float32)
             g *= factor
             m, v = adamw_moments(m, v, g, alpha1, alpha2)
             m_correction = tl.load(step_in_ptr + M_CORRECTION)

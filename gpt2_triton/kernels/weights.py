@@ -1,9 +1,10 @@
-"""Loads and stores the weights of an update, in one of three storages; AdamW and Muon share it.
+"""Loads and stores the weights of an update, in one of three storages; AdamW and Muon share it.  A second moment in
+bf16 is rounded as weights are.
 
 fp32            as they are
 bf16            rounded stochastically: 16 random bits are added below the ones that stay, so that the rounding error
                 is 0 on average and updates smaller than half an ulp are not lost; the bits are Philox's for (seed,
-                step, element)
+                step, element), of whose 32 the weight takes the lower half and the second moment the upper
 bf16 with low   exactly, as bf16 and the 16 lower bits (device_math.split_master)
 """
 
@@ -26,15 +27,34 @@ def load_weights(w_ptr, low_ptr, i, mask):
 
 
 @triton.jit
+def _random_words(step_key_ptr, first, BLOCK: tl.constexpr):
+    seed = tl.load(step_key_ptr + SEED_LOW).to(tl.int64) | (tl.load(step_key_ptr + SEED_HIGH).to(tl.int64) << 32)
+    return philox_words(seed, first, tl.load(step_key_ptr + STEP), ROUND, BLOCK)
+
+
+@triton.jit
+def _round_stochastically(x, noise):
+    """Return fp32 x in bf16, with 16 random bits."""
+    bits = x.to(tl.uint32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    bits = tl.where(finite, (bits + noise) & 0xFFFF0000, bits)
+    return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def store_second_moment(v, v_ptr, i, mask, step_key_ptr, first, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
+    """Store BLOCK fp32 second moments at offsets i, in bf16 if STOCHASTIC; `first` as in store_weights."""
+    if STOCHASTIC:
+        v = _round_stochastically(v, _random_words(step_key_ptr, first, BLOCK) >> 16)
+    tl.store(v_ptr + i, v, mask=mask)
+
+
+@triton.jit
 def store_weights(w, w_ptr, low_ptr, i, mask, step_key_ptr, first, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
     """Store BLOCK fp32 weights at offsets i; `first`, a multiple of 4, is the flat index of the first of them."""
     if STOCHASTIC:
-        seed = tl.load(step_key_ptr + SEED_LOW).to(tl.int64) | (tl.load(step_key_ptr + SEED_HIGH).to(tl.int64) << 32)
-        noise = philox_words(seed, first, tl.load(step_key_ptr + STEP), ROUND, BLOCK) & 0xFFFF
-        bits = w.to(tl.uint32, bitcast=True)
-        finite = (bits & 0x7F800000) != 0x7F800000
-        bits = tl.where(finite, (bits + noise) & 0xFFFF0000, bits)
-        tl.store(w_ptr + i, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=mask)
+        w = _round_stochastically(w, _random_words(step_key_ptr, first, BLOCK) & 0xFFFF)
+        tl.store(w_ptr + i, w, mask=mask)
     elif low_ptr is not None:
         hi, low = split_master(w)
         tl.store(w_ptr + i, hi, mask=mask)

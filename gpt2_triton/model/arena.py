@@ -49,7 +49,7 @@ def buf(
     """Return a dataclass field that declares a buffer.
 
     shape    "R 4*C", or "L | R 4*C" for a list of L buffers
-    storage  "act" (the run's dtype), "f32", "i32", "i16", "e4m3", "u8"
+    storage  "act" (the run's dtype), "v" (optim.v), "f32", "i32", "i16", "e4m3", "u8"
     live     "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
     drop     the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
     again    the first level at which the backward pass writes that copy again, if not `drop`

@@ -1,9 +1,10 @@
-"""Operands of the layers' products in fp8: their buffers, and their places in the schedule's view.
+"""Operands of products in fp8: their buffers, and their places in the schedule's view.
 
 An operation of a layer is qkv, attproj or mlp (fc and fcproj, which share GELU's output).  In fp8, its operands and
 those of its backward pass are kernels/fp8.py's Fp8 in the places of the bf16 tensors; everything else is as in bf16.
+Of the head, an operation `head` of the last layer here, only the product that gives the logits is in fp8.
 
-A scale belongs to one tensor of one layer.  The 12 of a layer, in the order of State.scale:
+A scale belongs to one tensor of one layer.  State.scale has the 12 of each layer, then those of the head:
 """
 
 import dataclasses
@@ -19,8 +20,11 @@ from gpt2_triton.model.arena import buf
 from gpt2_triton.model.buffers import Acts, Params, Recompute, State, Tensors
 
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
+HEAD_SCALES = ("lnf", "wte")
 # datt and dfcg are the scales of dx where it enters attproj's and fcproj's backward pass
 OPERATIONS = dict(qkvw="qkv", attprojw="attproj", fcw="mlp", fcprojw="mlp")
+OPERATION_OF = OPERATIONS | dict(ln1="qkv", dqkv="qkv", att="attproj", datt="attproj")
+OPERATION_OF |= dict.fromkeys(("ln2", "fcg", "dfch", "dfcg"), "mlp")
 
 
 # fmt: off
@@ -40,8 +44,11 @@ class Fp8Buffers:
     dfch8:      Tensor  = buf("R 4*C",     "e4m3", "block_bwd",        "backward",    only="fp8 mlp")
     dfch8t:     Tensor  = buf("4*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 mlp")
     dqkv8:      Tensor  = buf("R 3*C",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv", within="dfch8")
+    dqkv8t:     Tensor  = buf("3*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv", within="dfch8t")
     inp8t:      Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
-    dout8t:     Tensor  = buf("3*C R",     "e4m3", "block_bwd",        "backward",    only="fp8 qkv attproj mlp")
+    dout8t:     Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward",    only="fp8 attproj mlp")
+    lnf8:       Tensor  = buf("R C",       "e4m3", "head",             "head",        only="fp8 head")
+    wte8:       Tensor  = buf("Vp C",      "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 head")
     weight8:    Tensor  = buf("4*C C",     "e4m3", "block block_bwd",  "scratch",     only="fp8 qkv attproj mlp")
     qkvw8:      Tensors = buf("L | 3*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv", drop="gelu+ln")
     qkvw8t:     Tensors = buf("L | C 3*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv", drop="gelu+ln")
@@ -56,14 +63,24 @@ class Fp8Buffers:
 # fmt: on
 
 
-def scale_index(layer: int, name: str) -> int:
-    return layer * len(SCALES) + SCALES.index(name)
+def scales(operations: Sequence[Set[str]]) -> list[tuple[str, int]]:
+    """Return (tensor, layer) of each scale, in the order of State.scale; empty if nothing is in fp8."""
+    if not any(operations):
+        return []
+    head = HEAD_SCALES if "head" in operations[-1] else ()
+    return [(name, l) for l in range(len(operations)) for name in SCALES] + [(name, len(operations)) for name in head]
+
+
+def in_use(scale: tuple[str, int], operations: Sequence[Set[str]]) -> bool:
+    """Return whether an operand has this scale, one of `scales(operations)`: those of kept operations have none."""
+    name, layer = scale
+    return layer == len(operations) or OPERATION_OF[name] in operations[layer]
 
 
 def place_operands(
     K: Any, w: Params, a: Acts, q: Fp8Buffers, s: State, operations: Sequence[Set[str]], record: bool
 ) -> list[list[Any]]:
-    """Put Fp8 operands into w and a where an operation of a layer is in fp8; return each layer's fp8 weights.
+    """Put Fp8 operands into w and a where an operation is in fp8; return each layer's fp8 weights, then the head's.
 
     record   whether kernels record the tensors' amax, as in training
     """
@@ -73,8 +90,10 @@ def place_operands(
         if getattr(a, name) is None:  # no layer has one in bf16
             setattr(a, name, [None] * (2 * len(operations)))
 
+    index = {scale: i for i, scale in enumerate(scales(operations))}
+
     def operand(rows: Tensor, columns: Tensor | None, layer: int, name: str, **forms: Any) -> Any:
-        i = scale_index(layer, name)
+        i = index[name, layer]
         amax = s.amax[i] if record else None
         if columns is None:  # made by matmul_dw
             shared = q.dout8t if name[0] == "d" else q.inp8t
@@ -85,7 +104,7 @@ def place_operands(
         i, own = 2 * l, []
         if "qkv" in fp8:
             a.ln[i] = operand(q.ln8[i], None, l, "ln1")
-            a.dqkv[l] = operand(q.dqkv8, None, l, "dqkv")
+            a.dqkv[l] = operand(q.dqkv8, q.dqkv8t, l, "dqkv")
         if "attproj" in fp8:
             a.att[l] = operand(q.att8[l], None, l, "att", value=a.att[l])
             a.dx[i + 1] = operand(q.dx8, None, l, "datt", value=a.dx[i + 1])
@@ -101,6 +120,13 @@ def place_operands(
                 tensors[l] = operand(rows, columns, l, name, value=tensors[l], scratch=q.weight8.view(-1))
                 own.append(tensors[l])
         weights.append(own)
+    weights.append([])
+    if "head" in operations[-1]:
+        for table, name, rows in ((a, "lnf", q.lnf8), (w, "wte", q.wte8)):
+            i = index[name, len(operations)]
+            amax, value = s.amax[i] if record else None, getattr(table, name)
+            setattr(table, name, K.Fp8(rows, rows[:0], s.scale[i : i + 1], amax, False, value))
+        weights[-1].append(w.wte)
     return weights
 
 
@@ -119,11 +145,18 @@ def clear(row: Tensor | None) -> None:
         row.copy_(torch.from_numpy(np.zeros(row.shape, np.int32)).view(row.dtype))
 
 
-def guess_scales(state: State, loss_scale: float) -> None:
+def guess_scales(state: State, operations: Sequence[Set[str]], loss_scale: float) -> None:
     """Set the scales of the first calibration pass: for activations of about 1, weights of about 1/64, and gradients of
     a loss that is multiplied by loss_scale.
     """
     gradient = 2.0 ** round(math.log2(4 / loss_scale))
-    guess = [gradient if name[0] == "d" else 64.0 if name[-1] == "w" else 8.0 for name in SCALES]
-    scales = np.tile(np.array(guess, np.float32), len(state.scale) // len(SCALES))
-    state.scale.copy_(torch.from_numpy(scales))
+    kinds = dict.fromkeys((*OPERATIONS, "wte"), 64.0)
+    guess = [gradient if name[0] == "d" else kinds.get(name, 8.0) for name, _ in scales(operations)]
+    state.scale.copy_(torch.from_numpy(np.array(guess, np.float32)))
+
+
+def complete(history: Tensor, operations: Sequence[Set[str]]) -> bool:
+    """Return whether a checkpoint's history of maxima has some of every tensor that is in fp8."""
+    found = scales(operations)
+    used = np.array([in_use(scale, operations) for scale in found])
+    return len(history) == len(found) and bool((history.numpy().max(1) > 0)[used].all())

@@ -81,7 +81,8 @@ class GPT2:
         self._graphs = GraphCache()
         self._views: dict[tuple[int, int, bool], ModelView] = {}
         self.train_view = self._make_view(self.B, self.T, self.fp8, record=True)
-        self.stats_recorder = StatsRecorder(K, self.state, self.dims) if self.state.act_stats is not None else None
+        has_stats = self.state.act_stats is not None
+        self.stats_recorder = StatsRecorder(K, self.state, self.dims, self.fp8) if has_stats else None
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
@@ -191,7 +192,7 @@ class GPT2:
         s, view = self.state, self.train_view
         s.step_in.copy_(torch.from_numpy(step_in))
         s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # roll_scales: applied
-        fp8.guess_scales(s, float(step_in[self.K.step_io.LOSS_SCALE.value]))
+        fp8.guess_scales(s, self.fp8, float(step_in[self.K.step_io.LOSS_SCALE.value]))
         for _ in range(2):
             fp8.clear(s.history)
             fp8.clear(s.amax)
@@ -314,7 +315,7 @@ class GPT2:
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill the buffers from a checkpoint's complete tensors; an fp8 run without scales there needs `calibrate`."""
         fp8.clear(self.state.amax)
-        self.calibrated = "scale" in tensors
+        self.calibrated = "history" in tensors and fp8.complete(tensors["history"], self.fp8)
         state_io.load(self.state, self.dims, self.rank, tensors)
 
     def state_digest(self) -> str:

@@ -21,7 +21,7 @@ from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.buffers import WINDOW, Acts, Decoding, State, layer_levels, param_entries, tracked_activations
-from gpt2_triton.model.fp8 import SCALES, Fp8Buffers
+from gpt2_triton.model.fp8 import Fp8Buffers, scales
 from gpt2_triton.model.sharding import flat_buffer_sizes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,7 +60,7 @@ def dimensions(
         shape = shape or StepShape.of(config)
         d["ranks"], d["zero"] = shape.gpus, shape.zero
     d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
-    d["A"] = len(SCALES) * d["L"] if training and any(config.fp8_operations) else 0
+    d["A"] = len(scales(config.fp8_operations)) if training else 0
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:
         d["Sa"], d["Sp"], d["P"] = len(tracked_activations(d)), len(list(param_entries(d))), K.stats_parts()
@@ -80,6 +80,7 @@ def plan_memory(
     """
     dims = dimensions(config, K, B, T, training, sequences, shape)
     dtypes = FIXED_DTYPES | (dtypes or dict(act=DTYPES[config.train.dtype]))
+    dtypes["v"] = dtypes["f32"] if config.optim.v == "fp32" else DTYPES[config.optim.v]
     levels, fp8 = recompute_levels(config, training), config.fp8_operations if training else ()
     buffers = [
         b

@@ -2,7 +2,7 @@
 
 K is the kernel package (or tests/support/reference.py, to check the mathematics) and m a ModelView: w parameters, g
 gradients, a activations, s state, ids/targets/order/segments/split_tokens the batch.  buffers.py explains the names.
-With train.precision fp8 the operands of the layers' products are kernels/fp8.py's Fp8, which the launchers take too.
+With train.precision fp8 the operands of products are kernels/fp8.py's Fp8, which the launchers take too.
 `acc` is False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
 m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
 its gradients are complete.  On one rank it does nothing (communicator.py).
@@ -58,6 +58,8 @@ def head(K: Any, m: Any, acc: bool) -> None:
     """
     w, g, a, i = m.w, m.g, m.a, 2 * m.L
     final_norm(K, m)
+    for w8 in m.fp8_weights[m.L] if not acc else []:
+        K.cast_operand(w8, w8.value)
     K.classifier_target(a.zt, a.lnf, w.wte, m.targets)
     for r in m.head_chunks():
         n = r.stop - r.start
@@ -76,6 +78,8 @@ def head_loss(K: Any, m: Any) -> None:
     """losses = cross entropy of each token, without what a backward pass would need."""
     a = m.a
     final_norm(K, m)
+    for w8 in m.fp8_weights[m.L]:
+        K.cast_operand(w8, w8.value)
     K.classifier_target(a.zt, a.lnf, m.w.wte, m.targets)
     for r in m.head_chunks():
         K.classifier_fwd(None, a.scratch, a.lnf[r], m.w.wte, a.zt[r], m.targets[r], m.V)

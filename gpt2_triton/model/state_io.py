@@ -7,7 +7,7 @@ m        N         State.m
 v        N         State.v; with Muon without the elements of the layers' matrices
 low      N         State.master_low
 window   2, Nw     State.window, the same on every rank and saved by rank 0
-scale    A         State.scale and State.history of a run in fp8, likewise
+scale    A         State.scale and State.history of a run in fp8, likewise; fp8.py names them
 history  A, 16
 """
 
@@ -66,7 +66,7 @@ def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) 
     all_params, own = sharding.updated_shards(dims | dict(zero=0), rank), sharding.updated_shards(dims, rank)
     for name, tensor in tensors.items():
         if name in EQUAL:
-            if name in buffers:  # not the scales of an fp8 run that continues in bf16
+            if name in buffers and buffers[name].shape == tensor.shape:  # else scales of other tensors in fp8
                 buffers[name].copy_(tensor)
             continue
         for p in all_params if name == "params" else own:

@@ -15,7 +15,7 @@ updates, its shard or at ZeRO-0 all of them.  The host combines the ranks' parti
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.buffers import Acts, Params, State, param_entries, tracked_activations
-from gpt2_triton.model.fp8 import SCALES
+from gpt2_triton.model.fp8 import HEAD_SCALES, scales
 
 WRITERS = {  # launcher: the output, by position in its contract, that it writes, and the output's name in the records
     "embedding_fwd": (0, "x"),
@@ -46,11 +46,13 @@ Record = dict[str, dict[str, dict[str, list[Any]]]]  # kind -> tensor -> column 
 class StatsRecorder:
     """The kernel package as the schedule of a step with statistics sees it; `wrap` sets the package to launch from."""
 
-    def __init__(self, K: Any, state: State, dims: dict[str, int]):
+    def __init__(self, K: Any, state: State, dims: dict[str, int], fp8: Sequence[Set[str]] = ()):
+        """fp8: the operations of each layer that are in fp8; empty: none."""
         has_fp8 = state.fp8_stats is not None
         self.buffers = (state.act_stats, state.par_stats, *([state.fp8_stats] if has_fp8 else []))
         self._writers = WRITERS | ({"matmul_gelu": (0, "fcg")} if has_fp8 else {})
-        self._scale, self._fp8_elements = state.scale, [0] * dims["A"]
+        self._scale, self._fp8_names = state.scale, [name for name, _ in scales(fp8)]
+        self._fp8_elements = [0] * dims["A"]
         for buffer in self.buffers:
             K.fill(buffer, 0.0)
         self._tracked = tracked_activations(dims)
@@ -139,8 +141,8 @@ class StatsRecorder:
             _append(record["parameters"], [e.name for e in self._entries], dict(zip(PARAMETER, columns, strict=True)))
         if len(partials) > 2:
             counts = np.sum([parts[2] for parts in found], axis=0)
-            names = [SCALES[slot % len(SCALES)] for slot in range(len(counts))]
-            passes = [1 if name.endswith("w") else micro_steps for name in names]  # weights are cast once a step
+            names, weights = self._fp8_names, {field.name for field in dataclasses.fields(Params)}
+            passes = [1 if name in weights else micro_steps for name in names]  # weights are cast once a step
             elements = np.array(self._fp8_elements) * passes * len(found)
             shares = (counts / np.maximum(elements, 1)[:, None]).T
             _append(record.setdefault("fp8", {}), names, dict(zip(FP8, shares, strict=True)))
@@ -214,6 +216,11 @@ def parameter_name(name: str, i: int, columns: dict[str, list[Any]]) -> str:
     return f"{name}[{i}]" if len(columns["nonfinite"]) > 1 else name
 
 
+def fp8_name(name: str, i: int) -> str:
+    """Return an fp8 tensor's place in words: "fcg of layer 3", or "lnf of the head"."""
+    return f"{name} of {'the head' if name in HEAD_SCALES else f'layer {i}'}"
+
+
 def format_summary(record: Record) -> str:
     """Return one line: the largest activation, gradient and relative update, and the first tensor that is not finite.
 
@@ -234,9 +241,7 @@ def format_summary(record: Record) -> str:
         most, where = max((math.inf if v is None else v, where) for v, where in values)
         parts.append(f"largest {what} {most:.3g} in {where}")
     if "fp8" in record:
-        shares = [
-            (v, f"{name} of layer {i}") for name, c in record["fp8"].items() for i, v in enumerate(c["saturated"])
-        ]
+        shares = [(v, fp8_name(n, i)) for n, c in record["fp8"].items() for i, v in enumerate(c["saturated"])]
         parts.append("most saturated fp8 tensor {1}, {0:.1%}".format(*max(shares)))
     bad = first_non_finite(record)
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))

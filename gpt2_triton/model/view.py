@@ -55,7 +55,7 @@ class ModelView:
     updates: list[UpdateSpan]
     matrices: list[muon.MatrixClass]  # empty without Muon
     fp8: bool  # some operands are in fp8
-    fp8_weights: list[list[Any]]  # of each layer
+    fp8_weights: list[list[Any]]  # of each layer, then the head's
     fp8_again: list[list[Any]]  # fp8 operands of each layer that the backward pass casts again
     grads_sharded: bool  # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
 
@@ -77,8 +77,8 @@ def make_view(
     starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None
     g = param_views(state.grads, d, sharding.grad_offsets(d)) if training else None
     w, a = param_views(state.params, d, starts), carve(Acts, plan.buffers, arena, d)
-    weights: list[list[Any]] = [[]] * d["L"]
-    again = weights
+    weights: list[list[Any]] = [[]] * (d["L"] + 1)
+    again = weights[:-1]
     if any(fp8):
         weights = place_operands(K, w, a, carve(Fp8Buffers, plan.buffers, arena, d), state, fp8, record)
         again = [cast_again(a.att[l], weights[l], recompute[l]) for l in range(d["L"])]

@@ -12,7 +12,8 @@ def test_verify_passes_on_all_kernels(capsys):
     code = accuracy.verify()
     text = capsys.readouterr().out
     assert code == 0, text
-    for op in ("layernorm", "matmul_gelu", "attention HS 80", "classifier", "embedding", "adamw bf16", "muon 64x256"):
+    ops = "layernorm", "matmul_gelu", "attention HS 80", "classifier", "embedding", "adamw bf16", "muon 64x256"
+    for op in (*ops, "fp8 matmul_dw", "fp8 classifier"):
         assert op in text
 
 
@@ -27,6 +28,13 @@ def test_verify_fails_on_a_wrong_kernel_and_names_it(monkeypatch, capsys):
     assert accuracy.verify() == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("matmul_add"))
     assert line.endswith("FAIL")
+
+
+def test_verdict_of_an_output_without_a_counterpart_is_its_limit():
+    exact = torch.ones(4).double()
+    for factor, ok in ((1.009, True), (1.011, False), (float("nan"), False)):
+        found = accuracy.Comparison("op", "out", factor * torch.ones(4), None, exact, limit=0.01)
+        assert found.verdict()[1:] == (None, ok)
 
 
 def test_verdict_fails_if_the_result_is_nan():

@@ -18,6 +18,9 @@ MISTAKES = [  # arguments, part of the message
     (["steps", "--batch", "0"], "--batch: must be at least 1, got 0"),
     (["steps", "--json", "nowhere/a.json"], "--json: nowhere is not a directory"),
     (["steps", "--baseline", "jax"], "--baseline"),
+    (["steps", "--precision", "fp16"], "--precision: expected bf16, fp8 or bf16,fp8, got fp16"),
+    (["ops", "--keep_bf16", "head"], "--keep_bf16: goes with --precision fp8"),
+    (["ops", "--precision", "fp8", "--keep_bf16", "mlp:12"], "--keep_bf16: mlp:12: there are 12 layers"),
     (["steps", "--recompute", "some"], "--recompute: must be auto, none"),
     (["steps", "--recompute", "auto"], "--recompute: auto does not go with a benchmark"),
     (["steps", "--recompute", "gelu:13", "--sizes", "d24,d12"], "gelu:13 does not go with a benchmark: d12 has fewer"),
@@ -73,8 +76,8 @@ def test_main_refuses_to_measure_without_a_gpu(monkeypatch, capsys, command):
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("steps", ("--sizes", "--batch", "--steps", "--recompute", "--baseline", "--json")),
-        ("ops", ("--sizes", "--batch", "--recompute", "--plot", "--json")),
+        ("steps", ("--sizes", "--batch", "--steps", "--recompute", "--precision", "--baseline", "--json")),
+        ("ops", ("--sizes", "--batch", "--recompute", "--precision", "--keep_bf16", "--plot", "--json")),
         ("tune", ("--sizes", "--batch", "--only", "--out")),
         ("verify", ()),
     ],
@@ -95,16 +98,25 @@ def test_steps_passes_its_options(stand_in, tmp_path):
     calls, out = [], tmp_path / "a.json"
     stand_in("step_time", compare_sizes=lambda *arguments: calls.append(arguments) or 1)
     assert main(app, ["steps", "--sizes", "d12,d48", "--baseline", "none", "--json", str(out)]) == 1
-    assert calls == [(["d12", "d48"], None, 30, None, False, out)]
+    assert calls == [(["d12", "d48"], None, 30, None, ["bf16"], None, "none", out)]
+
+
+def test_steps_names_a_missing_torchao(stand_in, monkeypatch, capsys):
+    stand_in("step_time")
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    assert main(app, ["steps", "--baseline", "torchao"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: --baseline: torchao is not installed; install the release made for"
+    )
 
 
 def test_ops_passes_its_options(stand_in, tmp_path):
     calls, out = [], tmp_path / "a.png"
     stand_in("ops", report=lambda *arguments: calls.append(arguments))
     assert main(app, ["ops", "--sizes", "d24", "--batch", "4", "--recompute", "block", "--plot", str(out)]) == 0
-    assert calls == [("d24", 4, "block", out, None)]
-    assert main(app, ["ops", "--sizes", "d12,d36"]) == 0
-    assert calls[1:] == [("d12", None, None, None, None), ("d36", None, None, None, None)]
+    assert calls == [("d24", 4, "block", ["bf16"], None, out, None)]
+    assert main(app, ["ops", "--sizes", "d12,d36", "--precision", "bf16,fp8", "--keep_bf16", "0"]) == 0
+    assert calls[1:] == [(size, None, None, ["bf16", "fp8"], "0", None, None) for size in ("d12", "d36")]
 
 
 def test_tune_passes_its_options(stand_in, tmp_path):

@@ -1,11 +1,12 @@
 """`python -m benchmarks ops`: counted work, floors and tables.  The times themselves need a GPU."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import floors, ops
-from benchmarks.our_gpt2 import run_steps
+from benchmarks.our_gpt2 import calibrated, run_steps
 from gpt2_triton.kernels.contract import LAUNCHERS
 from tests.support.tiny import packed_batch, tiny_model
 
@@ -23,11 +24,14 @@ def record(monkeypatch):
     """
     monkeypatch.setattr(ops, "events", lambda: (Mark(), Mark()))
 
-    def run(level="gelu"):
+    def run(level="gelu", **sections):
         timed = ops.Timed(on=lambda: False)
-        model, config = tiny_model(timed, model=dict(vocab_size=300), memory=dict(recompute=level, head_rows=20))
+        sections |= dict(model=dict(vocab_size=300), memory=dict(recompute=level, head_rows=20))
+        model, config = tiny_model(timed, **sections)
+        packed = packed_batch(config)
+        calibrated(model, packed)
         timed.on = lambda: True
-        [result] = run_steps(model, packed_batch(config), range(1))
+        [result] = run_steps(model, packed, range(1))
         assert result.applied
         return SimpleNamespace(**model.dims), list(timed.operations.values())
 
@@ -91,6 +95,26 @@ def test_moved_bytes_of_products(record):
     assert heads == sorted([(first, 1), (second, 1)])
 
 
+@pytest.mark.slow
+def test_bytes_and_products_of_a_step_in_fp8(record):
+    """Rows and columns are a byte an element.  GELU's output and its gradient are written in both orders, weights too;
+    the head's gradients, and attention's backward pass, read bf16.
+    """
+    d, operations = record(train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16=""))
+    x, square, stats = d.R * d.C, d.C * d.C, 2 * 4 * d.R
+    assert calls(operations, "layernorm_fwd") == [(3 * x + stats + 4 * d.C, 2 * d.L), (5 * x + stats + 4 * d.C, 1)]
+    # inp, w, bias; rows, columns, and a byte of the slope
+    assert calls(operations, "matmul_gelu") == [(x + 4 * square + 2 * 4 * d.C + 3 * 4 * x, d.L)]
+    casts = sorted([(4 * n * square, d.L) for n in (1, 3)] + [(4 * 4 * square, 2 * d.L), (3 * d.Vp * d.C, 1)])
+    # fcw and fcprojw have shapes of their own
+    assert sum(n * count for n, count in calls(operations, "cast_operand")) == sum(n * count for n, count in casts)
+    in_fp8 = {op.name for op in operations if op.fp8}
+    assert {"matmul", "matmul_add", "matmul_gelu", "matmul_dx", "matmul_dx_dgelu", "classifier_fwd"} <= in_fp8
+    assert not {"classifier_dx", "attention_bwd", "adamw"} & in_fp8
+    assert {op.fp8 for op in operations if op.name == "matmul_dw"} == {True, False}  # the head's is in bf16
+    assert sum(op.flops for op in operations if op.name == "classifier_fwd") > 0
+
+
 def test_moved_bytes_of_gathers_and_updates(record):
     d, operations = record()
     row, numbers = 4 * d.C, 4 * (4 + 8 + 4)  # step_out, step_in, step_key
@@ -112,12 +136,16 @@ def baselines(monkeypatch):
     """Copies at 4 TB/s, so 4 MB take 0.001 ms; a product takes 0.5 ms, attention 0.25 ms."""
     monkeypatch.setattr(floors, "copy_bandwidth", lambda: 4e12)
     monkeypatch.setattr(floors, "product_ms", lambda *_: 0.5)
+    monkeypatch.setattr(floors, "scaled_product_ms", lambda M, N, K, fast: 0.3 if fast else 0.35)
     monkeypatch.setattr(floors, "attention_ms", lambda *_: 0.25)
 
 
 def test_floor_is_the_longest_time_with_its_name(baselines, monkeypatch):
     assert ops.floor(operation()) == (0.5, "cuBLAS")
     assert ops.floor(operation(product=None)) == (0.001, "copy")
+    for layout, ms in (("forward", 0.3), ("dx", 0.3), ("dw", 0.35)):
+        in_fp8 = dataclasses.replace(operation(product=(layout, 128, 64, 32)), fp8=True)
+        assert ops.floor(in_fp8) == (ms, "cuBLAS fp8")
     assert ops.floor(operation("attention_fwd", None, (2, 1, 16, 64))) == (0.25, "cuDNN")
     monkeypatch.setattr(floors, "copy_bandwidth", lambda: 4e9)
     assert ops.floor(operation()) == (1.0, "copy")
@@ -130,18 +158,18 @@ ROWS = [
 
 
 def test_table_of_operations_adds_up():
-    head, first, second, total, floors = ops.table(ROWS, 10.0).splitlines()
+    head, first, second, total, floors = ops.table(ROWS, ops.Step(10.0, 7.0)).splitlines()
     # 2 GFLOP in 0.8 ms, 4 MB in 0.8 ms; 8 ms of a step of 10
     assert first.split() == "matmul 128x64x32 10 0.800 8.00 2.0 4.0 2 5 0.500 cuBLAS 62% 80.0%".split()
     assert second.split()[-5:] == ["2000", "0.001", "copy", "50%", "0.1%"]
     assert len({len(line) for line in (head, first, second)}) == 1
-    assert total == "operations 8.0 ms + between kernels 2.0 ms = step 10.0 ms"
+    assert total == "operations 8.0 ms + between kernels 2.0 ms = step 10.0 ms, 7.0 J, 700 W"
     assert floors == "floors 5.0 ms; operations 1.600x, step 1.998x"  # 8.01 / 5.005, 10 / 5.005
 
 
 def test_figures_add_up_equal_names():
-    found = ops.figures([*ROWS, ROWS[0]], 20.0, "d12, B 64")
-    assert found["title"] == "d12, B 64" and found["step_ms"] == 20.0
+    found = ops.figures([*ROWS, ROWS[0]], ops.Step(20.0, None), "d12, B 64", "fp8")
+    assert found["title"] == "d12, B 64" and found["step_ms"] == 20.0 and found["joules"] is None
     assert found["floors_ms"] == pytest.approx(10.005)
     first, second = found["operations"]
     assert first == dict(name="matmul", ms=16.0, floor_ms=10.0)

@@ -28,6 +28,19 @@ def test_nothing_is_cut_off(name):
     assert beyond_the_edges(pictures.DRAWN[name](figures_of(name))) <= 0
 
 
+def test_both_precisions_are_drawn_side_by_side():
+    """An operation that one of them has not, cast_operand, has one bar."""
+    bf16 = figures_of("ops_d12") | dict(precision="bf16", joules=71.2)
+    kinds = [o | dict(ms=0.7 * o["ms"]) for o in bf16["operations"]] + [dict(name="cast_operand", ms=1.0, floor_ms=0.9)]
+    figure = pictures.precisions([bf16, bf16 | dict(precision="fp8", joules=None, operations=kinds)])
+    assert beyond_the_edges(figure) <= 0
+    [axes] = figure.axes
+    assert "cast_operand" in [label.get_text() for label in axes.get_yticklabels()]
+    labels = {text.get_text() for text in axes.get_legend().get_texts()}
+    step = f"step {bf16['step_ms']:.1f} ms"
+    assert labels == {"floor", f"bf16: {step}, 71.2 J", f"fp8: {step}"}
+
+
 def test_a_text_that_is_cut_off_is_found():
     figure = pictures.operations(figures_of("ops_d12"))
     figure.text(0.99, 0.5, "beyond the edge")

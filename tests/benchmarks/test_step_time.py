@@ -1,11 +1,15 @@
 """`python -m benchmarks steps`: the steps that are timed, the runs as processes, the table.  The times need a GPU."""
 
+import dataclasses
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from benchmarks import step_time, torch_gpt2
+from benchmarks import energy, step_time, torch_gpt2
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, bucket_elements, config_of
 from gpt2_triton.config.schema import ModelConfig
@@ -41,28 +45,62 @@ def test_bucket_elements_are_those_of_a_layer_and_of_the_embeddings():
     assert bucket_elements("d12") == (7_077_888, 39_419_904) and bucket_elements("d48") == (30_720_000, 82_124_800)
 
 
-OURS = dict(ms=100.0, gib=17.25, planned=17.0, first_step=3.21)
-TORCH = dict(ms=110.0, gib=23.0, first_step=20.0)
+OURS = dict(ms=100.0, joules=71.24, gib=17.25, planned=17.0, first_step=3.21)
+TORCH = dict(ms=110.0, joules=None, gib=23.0, first_step=20.0)
 
 
-def row(ours=OURS, other=TORCH):
-    return dict(size="d12", batch=64, recompute="gelu", ours=ours, torch=other)
+def row(program="ours bf16", report=OURS, recompute="gelu"):
+    return dict(size="d12", batch=64, program=program, recompute=recompute, report=report)
 
 
 def test_table_computes_rates_and_ratios():
     # 65,536 tokens in 0.1 s; 6N + 6LCT with N = 124,475,904 (the vocabulary padded, wpe in it) and LCT = 9,437,184
     mfu = 655_360 * 6 * (124_475_904 + 9_437_184) / 989e12
-    line = step_time.table([row()], 989e12).splitlines()[1]
-    assert line.split() == (
-        f"d12 64 gelu 100.0 655,360 {mfu:.1%} 17.25 17.00 3.2 110.0 595,782 23.00 20.0 1.100x 0.75x".split()
-    )
+    rows = [row(), row("PyTorch", TORCH, None), row("torchao rowwise", TORCH | dict(ms=55.0), None)]
+    _, ours, torch_line, other = (line.split() for line in step_time.table(rows, 989e12).splitlines())
+    assert ours == f"d12 64 ours bf16 gelu 100.0 655,360 {mfu:.1%} 71.2 17.25 17.00 3.2 1.100x 0.75x".split()
+    assert torch_line == f"d12 64 PyTorch - 110.0 595,782 {mfu / 1.1:.1%} - 23.00 - 20.0 1.000x 1.00x".split()
+    assert other[-2:] == ["2.000x", "1.00x"]
 
 
 def test_table_has_dashes_for_missing_runs():
-    head, *lines = step_time.table([row(other=None), row(ours=None), row()], None).splitlines()
-    assert lines[0].split()[9:] == ["-"] * 6 and lines[0].split()[5] == "-"  # no peak: no MFU
-    assert lines[1].split()[3:9] == ["-"] * 6 and lines[1].split()[9] == "110.0" and lines[1].split()[13:] == ["-"] * 2
+    head, *lines = step_time.table([row(), row("PyTorch", None, None)], None).splitlines()
+    assert lines[0].split()[-2:] == ["-"] * 2 and lines[0].split()[7] == "-"  # no PyTorch, and no peak: no MFU
+    assert lines[1].split() == ["d12", "64", "PyTorch", *["-"] * 10]
     assert len({len(line) for line in (head, *lines)}) == 1
+
+
+def test_energy_is_taken_between_changes_of_the_counter():
+    """A counter that changes every 100 ms, read at other times: its first and last values are incomplete."""
+    samples = [(t / 1000, 700 * (t // 100) / 10) for t in range(30, 1_050, 7)]
+    assert energy.mean_watts(samples) == pytest.approx(700, rel=0.02)  # a sample may come 7 ms late
+    assert energy.mean_watts(samples[:20]) is None and energy.mean_watts([]) is None
+
+
+def test_without_a_counter_there_are_no_joules(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with energy.Power() as power:
+        pass
+    assert power.joules(1.0) is None
+
+
+def test_torchao_takes_the_linears_of_the_layers_and_not_the_head(monkeypatch):
+    seen = {}
+
+    def convert(model, config, module_filter_fn):
+        seen[config] = [
+            name for name, m in model.named_modules() if isinstance(m, nn.Linear) and module_filter_fn(m, name)
+        ]
+        return model
+
+    recipes = SimpleNamespace(from_recipe_name=lambda name: name)
+    float8 = SimpleNamespace(Float8LinearConfig=recipes, convert_to_float8_training=convert)
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=float8))
+    monkeypatch.setitem(sys.modules, "torchao.float8", float8)
+    with torch.device("meta"):
+        torch_gpt2.in_float8(torch_gpt2.GPT2(ModelConfig(size="d12")), "rowwise")
+    assert len(seen["rowwise"]) == 4 * 12 and all(name.startswith("layers.") for name in seen["rowwise"])
 
 
 RUN = """
@@ -79,15 +117,31 @@ def test_compare_sizes_runs_processes_and_reports_a_failed_one(tmp_path, monkeyp
     (tmp_path / "standin.py").write_text(RUN)
     monkeypatch.chdir(tmp_path)  # python -m looks here
     run, out = step_time._run, tmp_path / "figures.json"
-    monkeypatch.setattr(step_time, "_run", lambda who, module, *more: run(who, "standin", *more))
+
+    def stand_in(program, *more):
+        return run(dataclasses.replace(program, module="standin"), *more)
+
+    monkeypatch.setattr(step_time, "_run", stand_in)
     monkeypatch.setattr(step_time, "peak_flops", lambda: 989e12)
-    assert step_time.compare_sizes(["d12"], 8, 7, "none", True, out) == 0
-    assert step_time.compare_sizes(["d12", "d24", "d36"], None, 6, None, True, out) == 1
+    both = ["bf16", "fp8"]
+    assert step_time.compare_sizes(["d12"], 8, 7, "none", both, "head,0", "torchao", out) == 0
+    saw = {r["program"]: r["report"]["saw"] for r in json.loads(out.read_text())["rows"]}
+    assert saw == {
+        "ours bf16": ["d12", "8", "7", "none", "bf16"], "ours fp8": ["d12", "8", "7", "none", "fp8", "head,0"],
+        "PyTorch": ["d12", "8", "7"],
+        "torchao tensorwise": ["d12", "8", "7", "tensorwise"], "torchao rowwise": ["d12", "8", "7", "rowwise"],
+    }  # fmt: skip
+    assert step_time.compare_sizes(["d12", "d24", "d36"], None, 6, None, ["bf16"], None, "torch", out) == 1
     text, err = capsys.readouterr()
-    assert "PyTorch d24 B 64: failed with code 1" in text and "ours d36 B 32: 100.0 ms per step" in text
+    assert "PyTorch d24 B 64: failed with code 1" in text and "ours bf16 d36 B 32: 100.0 ms per step" in text
     assert "no memory left" in err
-    written = json.loads(out.read_text())
-    assert [r["ours"]["saw"] for r in written["rows"]] == [
-        ["d12", "64", "6", "gelu"], ["d24", "64", "6", "gelu+ln"], ["d36", "32", "6", "gelu+ln"],
+    ours, torchs = (
+        [r["report"] and r["report"]["saw"] for r in json.loads(out.read_text())["rows"] if r["program"] == program]
+        for program in ("ours bf16", "PyTorch")
+    )
+    assert ours == [
+        ["d12", "64", "6", "gelu", "bf16"],
+        ["d24", "64", "6", "gelu+ln", "bf16"],
+        ["d36", "32", "6", "gelu+ln", "bf16"],
     ]  # fmt: skip
-    assert [r["torch"] and r["torch"]["saw"] for r in written["rows"]] == [["d12", "64", "6"], None, ["d36", "32", "6"]]
+    assert torchs == [["d12", "64", "6"], None, ["d36", "32", "6"]]

@@ -26,7 +26,7 @@ def test_check_tensors_raises_a_table_of_the_differences():
 
 
 FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size data.tokenizer data.seed data.align
-    train.seq_len train.total_batch_tokens train.dtype train.seed optim.name optim.master""".split()
+    train.seq_len train.total_batch_tokens train.dtype train.seed optim.name optim.master optim.v""".split()
 UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]
 
 

@@ -45,7 +45,7 @@ def fp8_model(**shape) -> GPT2:
     return calibrate(model)
 
 
-@pytest.mark.parametrize("keep", ["", "mlp", "qkv, attproj:1"])
+@pytest.mark.parametrize("keep", ["", "head", "mlp", "qkv, attproj:1"])
 def test_gradients_point_where_those_of_float64_do(keep):
     """FP8 rounds an operand by 2.7%; a product's gradients have two of them, and those of the layers below."""
     model = fp8_model(keep=keep)

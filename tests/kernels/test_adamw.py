@@ -23,10 +23,10 @@ lengths = pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
 class Adam:
     """Weights in one of the three storages, with the other arguments of adamw; m and v start as zeros."""
 
-    def __init__(self, w, storage, seed=SEED, first=0, decay=DECAY, lr_factor=1.0):
+    def __init__(self, w, storage, seed=SEED, first=0, decay=DECAY, lr_factor=1.0, v=torch.float32):
         self.w = w.to(torch.float32 if storage == "fp32" else torch.bfloat16, copy=True)
         self.low = torch.zeros(len(w), dtype=torch.int16, device=DEVICE) if storage == "master" else None
-        self.m, self.v = torch.zeros(2, len(w), device=DEVICE)
+        self.m, self.v = torch.zeros(len(w), device=DEVICE), torch.zeros(len(w), dtype=v, device=DEVICE)
         self.seed, self.first, self.decay, self.lr_factor, self.t = seed, first, decay, lr_factor, 0
 
     def step(self, g, lr=1e-3, factor=1.0, applied=1.0):
@@ -98,6 +98,35 @@ def test_adamw_moments_do_not_depend_on_the_storage(rng, n, storage):
         for run in runs:
             run.step(g)
     assert torch.equal(runs[0].m, runs[1].m) and torch.equal(runs[0].v, runs[1].v)
+
+
+@storages
+def test_adamw_rounds_second_moments_to_bf16_by_the_upper_half_of_the_words(rng, storage):
+    """The weights' update has the second moment before it is rounded; in later steps, after."""
+    n, first = 5001, 2**31 - 1024
+    w, grads = rng(n), [rng(n) for _ in range(2)]
+    exact, run = Adam(w, storage, first=first), Adam(w, storage, first=first, v=torch.bfloat16)
+    for step, g in enumerate(grads):
+        exact.v = run.v.float()
+        exact.step(g)
+        run.step(g)
+        noise = philox(kernel_seed(SEED), first, n, step, ROUND) >> 16
+        want = (exact.v.cpu().numpy().view(np.uint32) + noise) >> 16
+        assert torch.equal(run.v.view(torch.int16).cpu(), torch.from_numpy(want.astype(np.uint16).view(np.int16)))
+        assert torch.equal(run.bits(), exact.bits()) and torch.equal(run.m, exact.m)
+
+
+def test_second_moments_in_bf16_are_those_of_float64_on_average(rng):
+    """Each of 30 roundings is off by at most 2^-8 of v, and by nothing on average."""
+    w = rng(N)
+    run, want = Adam(w, "fp32", v=torch.bfloat16), torch.zeros(N, dtype=torch.float64, device=DEVICE)
+    for _ in range(30):
+        g = rng(N)
+        run.step(g)
+        want += (1 - BETA2) * (g.double() ** 2 - want)
+    off = (run.v.double() - want) / want
+    assert 1e-3 < off.abs().max() < 30 * 2**-8
+    assert abs(off.mean().item()) < 1e-4  # 6 standard errors: off.std() is about 0.008, over 2^18 elements
 
 
 @storages

@@ -11,6 +11,7 @@ import triton.language as tl
 from gpt2_triton import kernels as K
 from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.attention import attention_bwd_scratch
+from gpt2_triton.kernels.classifier import classifier_fwd_scratch
 from gpt2_triton.kernels.fp8 import AMAX_CELLS, Fp8, to_e4m3, token_at
 from gpt2_triton.kernels.layernorm import layernorm_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw_scratch
@@ -190,6 +191,19 @@ def test_layernorm_writes_fp8(rng):
     close_to_rounded(out, want)
 
 
+def test_layernorm_writes_fp8_beside_bf16(rng):
+    x, w, b = rng(R, C, dtype=BF16), rng(C, dtype=BF16), rng(C, dtype=BF16)
+    results = []
+    for value in (None, poisoned(R, C, dtype=BF16)):
+        out, mean, rstd = dataclasses.replace(operand(R, C, 16.0), value=value), poisoned(R), poisoned(R)
+        K.layernorm_fwd(out, mean, rstd, x, w, b)
+        results.append((bits(out.rows), out.amax, mean, rstd))
+    plain = poisoned(R, C, dtype=BF16)
+    K.layernorm_fwd(plain, mean, rstd, x, w, b)
+    assert torch.equal(value, plain)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def outputs(launcher, n, *args, **keywords):
     """Return the outputs, of the first n arguments as shapes, of a reference launcher in float64."""
     out = [torch.zeros(shape, dtype=torch.float64, device=DEVICE) for shape in args[:n]]
@@ -222,8 +236,10 @@ def dataclass_parts(x: Fp8):
     return x.rows, x.columns, x.scale, x.amax, x.transposed
 
 
-def test_attention_writes_fp8(rng):
-    B, T, NH, HS = 2, 48, 2, 80
+@pytest.mark.parametrize("HS", [64, 80])
+def test_attention_writes_fp8(HS, rng):
+    """Blocks reach past the end of a sequence, and at 80 of a head: nothing is written to the next one's columns."""
+    B, T, NH = 2, 48, 2
     width = NH * HS
     qkv, dout = rng(B * T, 3 * width, dtype=BF16), rng(B * T, width, dtype=BF16)
     lse, delta = poisoned(B, NH, T), poisoned(B, NH, T)
@@ -239,6 +255,7 @@ def test_attention_writes_fp8(rng):
     for got, want in ((out, plain), (dqkv8, dqkv)):
         assert error(dequantised(got), want) < 0.03  # e4m3's own 0.027
         assert abs(amax_of(got) / want.abs().max().item() - 1) < 2**-7  # the interpreter truncates to bf16
+    assert torch.equal(bits(dqkv8.columns), bits(in_pairs(dqkv8.rows)))
 
 
 # ---- products ----
@@ -304,3 +321,26 @@ def test_weight_gradients_equal_float64(transposed, rng):
         K.matmul_dw(dw, scratch, dout, inp, acc)
         assert error(dw, want * (1 + acc)) < (2e-4 if DEVICE == "cuda" else 1e-6)  # 14 bits within 128 terms
     assert torch.equal(bits(dout.columns), bits(in_pairs(dout.rows)))
+
+
+def test_logits_equal_float64_and_the_target_s_to_the_last_bit(rng):
+    """wte has a second row equal to each target's: p is exactly 1 there if zt is summed as the product sums."""
+    V, Vp, scale = 300, 384, 256.0
+    lnf = operand(R, C, 32.0, False, value=rng(R, C))
+    wte = operand(Vp, C, scale, False, value=4 * rng(Vp, C) * C**-0.5)
+    targets = torch.randint(V // 2, (R,), generator=rng.generator, dtype=torch.int32).to(DEVICE)
+    wte.rows[V // 2 : V] = wte.rows[: V // 2]
+    targets[4::5] = -1
+    zt, p, rowsum = poisoned(R), poisoned(R, Vp, dtype=BF16), poisoned(classifier_fwd_scratch(R, Vp, "fp8"))
+    K.classifier_target(zt, lnf, wte, targets)
+    K.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
+    exact, want, sums = (dequantised(lnf), dequantised(wte)), poisoned(R, Vp).double(), poisoned(R).double()
+    reference.classifier_target(sums, *exact, targets)
+    assert error(zt, sums) < (1e-3 if DEVICE == "cuda" else 1e-6)  # 14 bits
+    reference.classifier_fwd(want, sums, *exact, zt.double(), targets, V)
+    assert error(p, want) < 6e-3  # the rounding to bf16, which the interpreter truncates
+    assert error(rowsum[:R], reference._rowsums.pop(sums.data_ptr())) < (1e-3 if DEVICE == "cuda" else 1e-5)
+    rows = (targets >= 0).nonzero()[:, 0]
+    twin = p[rows, targets[rows].long() + V // 2].float()
+    assert (twin == 1.0).all() if DEVICE == "cuda" else ((twin - 1).abs() <= 2**-8).all()
+    assert not p[rows, targets[rows].long()].any() and not p[:, V:].any()

@@ -28,7 +28,9 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     dw = dict(out_ptr=F32, part_ptr=F32, a_desc=(64, 128), w_desc=(64, 256), N=I32, K=I32)
     dw |= dict(whole_tiles=I32, split_tiles=I32, items=I32, steps=I32, part_steps=I32, ROWS=128, COLUMNS=256)
     head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
-    head |= dict(R=I32, C=I32, V=I32, Vp=I32)
+    head |= dict(R=I32, C=I32, V=I32, Vp=I32, lnf_scale_ptr=None, wte_scale_ptr=None)
+    head8 = head | dict(lnf_desc=(128, 128, "fp8e4nv"), wte_desc=(256, 128, "fp8e4nv"))
+    head8 |= dict(lnf_scale_ptr=F32, wte_scale_ptr=F32)
     wide = dict(out_desc=(128, 64), a_desc=(128, 32), b_ptr=None, res_desc=None) | sizes
     wide |= dict(rs_ptr=None, ks_ptr=None, targets_ptr=None, wte_ptr=None)
     factors = dict(rs_ptr=F32, ks_ptr=F32, targets_ptr="*i32", wte_ptr=BF16)
@@ -69,6 +71,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "classifier_dx, wide": ("_wide_kernel", wide_backward | factors),
         "classifier_fwd": ("_classifier_kernel", head | dict(p_desc=tile)),
         "classifier_fwd, loss only": ("_classifier_kernel", head | dict(p_desc=None)),
+        "fp8 classifier_fwd": ("_classifier_kernel", head8 | dict(p_desc=tile)),
+        "fp8 classifier_fwd, loss only": ("_classifier_kernel", head8 | dict(p_desc=None)),
     }
 
 

@@ -133,6 +133,20 @@ def test_classifier_dx_wide_matches_float64(rng, seed):
 
 
 @seeds
+def test_fp8_classifier_fwd_matches_float64(rng, seed):
+    R, C, V, Vp = 200, 208, 500, 512
+    (lnf, lnf_scale), (wte, wte_scale) = fp8(rng(R, C), 32.0), fp8(rng(Vp, C) * C**-0.5, 256.0)
+    zt, targets = rng(R), torch.randint(-1, V, (R,), generator=rng.generator, dtype=torch.int32)
+    p, part, want, sums = poisoned(R, Vp, dtype=BF16), poisoned(2, R), poisoned(R, Vp).double(), poisoned(R)
+    with simulated(hopper_classifier, seed):
+        hopper_classifier.classifier_fwd(p, part, lnf, lnf_scale, wte, wte_scale, zt, targets, V)
+    exact = lnf.double() / lnf_scale.double(), wte.double() / wte_scale.double()
+    reference.classifier_fwd(want, sums, *exact, zt.double(), targets, V)
+    assert error(p, want) < EPS[BF16]
+    assert error(part.sum(0), reference._rowsums.pop(sums.data_ptr())) < 1e-6
+
+
+@seeds
 @shapes
 @pytest.mark.parametrize("gelu_out", ["none", "separate", "in place of pre"])
 def test_matmul_dgelu_matches_float64(rng, M, N, K, seed, gelu_out):
@@ -183,7 +197,7 @@ def test_classifier_fwd_matches_float64(rng, seed, stored):
     targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
     p, part = poisoned(R, Vp, dtype=BF16) if stored else None, poisoned(2, R)
     with simulated(hopper_classifier, seed):
-        hopper_classifier.classifier_fwd(p, part, lnf, wte, zt, targets, V)
+        hopper_classifier.classifier_fwd(p, part, lnf, None, wte, None, zt, targets, V)
     want = torch.exp2(lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None])
     columns = torch.arange(Vp)[None, :]
     want = want * ((columns < V) & (columns != targets[:, None]))

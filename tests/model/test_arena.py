@@ -25,7 +25,7 @@ from gpt2_triton.model.arena import (
 )
 from gpt2_triton.model.buffers import Acts, State, layer_levels
 
-DTYPES = dict(act=torch.bfloat16, f32=torch.float32, i32=torch.int32, i16=torch.int16)
+DTYPES = dict(act=torch.bfloat16, f32=torch.float32, v=torch.float32, i32=torch.int32, i16=torch.int16)
 
 one_phase = st.sampled_from(PHASES)
 spans = st.tuples(one_phase, one_phase).map(lambda ends: "..".join(sorted(ends, key=PHASES.index)))

@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,6 +9,7 @@ import gpt2_triton.kernels as K
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model import fp8
 from gpt2_triton.model.buffers import State
+from gpt2_triton.model.fp8 import Fp8Buffers
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -84,7 +84,9 @@ def gradients_in_bf16():
 
 # e4m3 rounds an operand by 2.6e-2; a gradient sums over few tokens here, and passes six products in a row
 @pytest.mark.slow
-@pytest.mark.parametrize("keep, most", [("", 0.12), ("mlp, attproj:-1", 0.09), ("0 qkv,mlp:1", 0.06), ("0,1", 0.0)])
+@pytest.mark.parametrize(
+    "keep, most", [("", 0.12), ("mlp, attproj:-1", 0.09), ("0 qkv,mlp:1", 0.06), ("0,1", 0.005), ("0,1,head", 0.0)]
+)
 def test_gradients_are_those_of_bf16_but_for_rounding(keep, most):
     loss, want = gradients_in_bf16()
     got_loss, got = gradients(fp8_model(keep=keep))
@@ -100,6 +102,7 @@ def test_every_tensor_has_a_scale_that_fits_it():
     assert torch.equal(scale.log2(), scale.log2().round())
     train_steps(model, 1)
     amax = model.state.history[:, 0]
+    assert len(amax) == 2 * 12 + 2
     assert (amax > 0).all() and not model.state.amax.any()
     # the batch differs from that of the calibration; a scale leaves a factor of 2 to 4
     assert (amax * scale < 448).all() and (amax * scale > 448 / 16).all()
@@ -108,7 +111,7 @@ def test_every_tensor_has_a_scale_that_fits_it():
 def test_a_skipped_step_changes_no_scale():
     model = fp8_model()
     before = model.state.history.clone(), model.state.scale.clone()
-    model.train_view.w.wte[0, 0] = float("nan")
+    model.train_view.w.wte.value[0, 0] = float("nan")
     [(_, _, applied)] = train_steps(model, 1)
     assert not applied and not model.state.amax.any()
     assert torch.equal(model.state.history, before[0]) and torch.equal(model.state.scale, before[1])
@@ -145,7 +148,10 @@ def test_plan_has_no_buffer_that_no_precision_needs():
         return plan_of(fp8_config(keep=keep)).buffers
 
     everything = names("")
-    assert not {"ln", "fch", "fcg", "dfch", "dqkv"} & everything.keys()
+    assert not {"ln", "fch", "fcg", "dfch", "dqkv"} & everything.keys() and {"lnf8", "wte8"} <= everything.keys()
+    assert {"lnf8", "wte8"} == everything.keys() - names("head").keys()
+    only_head = names("qkv, attproj, mlp").keys() & Fp8Buffers.__dataclass_fields__.keys()
+    assert only_head == {"lnf8", "wte8"}
     kept = names("attproj, 0, mlp:1")
     assert kept["ln"].copy_of == (0, 1, -1, 2) and kept["ln8"].copy_of == (-1, -1, 0, -1)
     assert not {"att8", "fcg8", "slope", "fcw8", "dx8"} & kept.keys() and {"qkvw8", "dqkv8", "dfch"} <= kept.keys()
@@ -155,7 +161,8 @@ def test_plan_has_no_buffer_that_no_precision_needs():
 def test_rows_of_the_state_have_the_sizes_of_the_kernels():
     shapes = {name: State.__dataclass_fields__[name].metadata["spec"].shape for name in ("history", "amax")}
     assert shapes == dict(history=f"A {K.HISTORY}", amax=f"A {K.AMAX_CELLS}")
-    assert plan_of(fp8_config()).buffers["scale"].shape == (2 * len(fp8.SCALES),)
+    for keep, head in (("", 2), ("head", 0)):
+        assert plan_of(fp8_config(keep=keep)).buffers["scale"].shape == (2 * len(fp8.SCALES) + head,)
 
 
 def test_forward_pass_between_steps_overlaps_no_state():
@@ -176,7 +183,8 @@ def test_forward_pass_between_steps_overlaps_no_state():
     [
         (dict(train=dict(dtype="fp32", precision="fp8")), "train.precision", "goes with train.dtype bf16"),
         (dict(train=dict(dtype="bf16", precision="fp8", seq_len=8)), "train.seq_len", "a multiple of 16"),
-        (dict(fp8=dict(keep_bf16="head")), "fp8.keep_bf16", "head: expected qkv, attproj, mlp, a layer, or both"),
+        (dict(fp8=dict(keep_bf16="wte")), "fp8.keep_bf16", "wte: expected head, qkv, attproj, mlp, a layer, or both"),
+        (dict(fp8=dict(keep_bf16="head:0")), "fp8.keep_bf16", "head:0: expected"),
         (dict(fp8=dict(keep_bf16="qkv:2")), "fp8.keep_bf16", "qkv:2: there are 2 layers, 0 to 1"),
         (dict(fp8=dict(keep_bf16="qkv:mlp")), "fp8.keep_bf16", "qkv:mlp: expected"),
     ],
@@ -190,13 +198,28 @@ def test_kept_operations():
     operations = tiny_config(
         train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16="attproj, -1")
     ).fp8_operations
-    assert operations == [{"qkv", "mlp"}, set()]
+    assert operations == [{"qkv", "mlp"}, {"head"}]
+    everything_but_the_logits = tiny_config(train=dict(dtype="bf16", precision="fp8")).fp8_operations
+    assert everything_but_the_logits == [{"qkv", "attproj", "mlp"}] * 2
     assert not any(tiny_config(train=dict(dtype="bf16")).fp8_operations)
 
 
 def test_guessed_scales_follow_the_loss_scale():
-    state = State(scale=torch.zeros(2, len(fp8.SCALES)).flatten(), **dict.fromkeys(NOT_SCALE))
-    fp8.guess_scales(state, 2.0**-20)
-    first, second = state.scale.view(2, -1).numpy()
-    assert first[fp8.SCALES.index("dfch")] == 2.0**22 and first[fp8.SCALES.index("fcw")] == 64
-    assert np.array_equal(first, second)
+    operations = fp8_config().fp8_operations
+    names = fp8.scales(operations)
+    state = State(scale=torch.zeros(len(names)), **dict.fromkeys(NOT_SCALE))
+    fp8.guess_scales(state, operations, 2.0**-20)
+    guess = dict(zip(names, state.scale.tolist(), strict=True))
+    assert guess["dfch", 1] == 2.0**22 and guess["fcw", 0] == guess["wte", 2] == 64 and guess["lnf", 2] == 8
+
+
+@pytest.mark.parametrize("keep", ["", "head", "attproj"])
+def test_a_checkpoint_is_complete_with_maxima_of_all_that_is_in_fp8(keep):
+    """One of a run that kept something in bf16 has none of it, or no row for it: it needs a calibration."""
+    operations = [fp8_config(keep=other).fp8_operations for other in ("", "head", "attproj")]
+    saved = fp8_config(keep=keep).fp8_operations
+    history = torch.zeros(len(fp8.scales(saved)), 16)
+    for i, scale in enumerate(fp8.scales(saved)):
+        history[i, 3] = fp8.in_use(scale, saved)
+    complete = [fp8.complete(history, now) for now in operations]
+    assert complete == {"": [True, False, True], "head": [False, True, False], "attproj": [False, False, True]}[keep]

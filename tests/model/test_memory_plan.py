@@ -169,6 +169,13 @@ def test_recompute_auto_fits_where_a_deeper_level_takes_more():
     assert total_at(config, choose_recompute(config, reference, budget).memory.recompute) <= budget
 
 
+def test_second_moments_in_bf16_take_half_the_bytes():
+    plans = [plan_of(tiny_config(optim=dict(v=v))) for v in ("fp32", "bf16")]
+    fp32, bf16 = (plan.buffers["v"] for plan in plans)
+    assert fp32.dtype == torch.float32 and bf16.dtype == torch.bfloat16 and fp32.shape == bf16.shape
+    assert plans[0].total - plans[1].total == pytest.approx(fp32.nbytes / 2, abs=1024)  # buffers begin at 256 bytes
+
+
 def test_forward_only_plan_needs_no_recompute_level():
     """The checkpoints of a run with `auto` have `auto`, and models for samples and scores are planned with it."""
     auto = tiny_config(memory=dict(recompute="auto"))

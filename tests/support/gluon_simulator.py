@@ -233,7 +233,7 @@ class Descriptor:
     """TMA's view of a matrix in blocks: zeros are read outside, and nothing is written."""
 
     def __init__(self, tensor: torch.Tensor, rows: int, columns: int):
-        self.tensor, self.layout = tensor, None
+        self.tensor, self.dtype, self.layout = tensor, tensor.dtype, None
         self.block_type = SimpleNamespace(shape=[rows, columns], nbytes=rows * columns * tensor.element_size())
 
     def block(self, corner: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.distributed.run_lock import RunLock
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.kernels import given_table
-from gpt2_triton.model.fp8 import SCALES
+from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, trainer
 from gpt2_triton.training.logger import Logger
@@ -116,10 +116,12 @@ def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(
     assert metrics(tmp_path) == metrics(unbroken)
 
 
-@pytest.mark.parametrize("master", ["none", "fp32"])
-def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, master):
-    """bf16 weights are rounded with noise; its key is (seed, step, element), so a resumed run rounds the same way."""
-    config = run_config(train=dict(dtype="bf16", steps=2, total_batch_tokens=32), optim=dict(master=master))
+@pytest.mark.parametrize("optim", [dict(master="none"), dict(master="fp32", v="bf16")], ids=str)
+def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim):
+    """bf16 weights and moments are rounded with noise; its key is (seed, step, element), so a resumed run rounds the
+    same way.
+    """
+    config = run_config(train=dict(dtype="bf16", steps=2, total_batch_tokens=32), optim=optim)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert train(config, whole, resume=False) == 0
     with monkeypatch.context() as patch:
@@ -136,8 +138,8 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
     """
 
     def config(precision="fp8", steps=3):
-        fp8 = dict(dtype="bf16", precision=precision, steps=steps)
-        return run_config(train=fp8, checkpoint=dict(every=1, keep=0), log=dict(stats_every=2))
+        sections = dict(train=dict(dtype="bf16", precision=precision, steps=steps), fp8=dict(keep_bf16=""))
+        return run_config(**sections, checkpoint=dict(every=1, keep=0), log=dict(stats_every=2))
 
     def resumed(name, *configs):
         shutil.copytree(tmp_path / "unbroken", tmp_path / name)
@@ -154,14 +156,14 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
     assert len(validations) == 3 and all(0 < abs(r["val_loss"] - r["val_loss_fp8"]) < 0.05 for r in validations)
     stats = [json.loads(line) for line in (again / "stats.jsonl").read_text().splitlines()]
     assert all(0 <= share < 0.01 for r in stats for name in r["fp8"].values() for share in name["saturated"])
-    assert stats and all(r["fp8"].keys() == set(SCALES) for r in stats)
+    assert stats and all(r["fp8"].keys() == {*SCALES, *HEAD_SCALES} for r in stats)
 
     changed = resumed("changed", config("bf16", 2), config())
     starts = [start["precision"] for start in json.loads((changed / "run.json").read_text())["starts"]]
     assert [(s["products"], s["calibrated"]) for s in starts] == [("fp8", True), ("bf16", False), ("fp8", True)]
     tensors = [load_checkpoint(changed / "checkpoints" / f"step_{step:08d}")[1] for step in (1, 2, 3)]
     assert ["scale" in found for found in tensors] == [True, False, True]
-    assert (tensors[2]["history"] > 0).sum(1).tolist() == [2] * 12  # of the calibration and of one step
+    assert (tensors[2]["history"] > 0).sum(1).tolist() == [2] * 14  # of the calibration and of one step
 
 
 def test_train_prints_its_directory_and_how_to_continue(tmp_path, monkeypatch, capsys):

@@ -42,7 +42,8 @@ def _takes_fp8(op: str, M: int, N: int) -> str | None:
     fused = op in ("matmul_gelu", "matmul_dgelu")
     if op == "transpose" and (M % 16 or N % 16) or fused and (M % TILE_M or N % TILE_N):
         return None
-    return {"transpose": "transpose", "matmul_dw": "fp8_matmul_dw"}.get(op, "fp8_gelu" if fused else "fp8_matmul")
+    own = dict(transpose="transpose", matmul_dw="fp8_matmul_dw", classifier_fwd="classifier")
+    return own.get(op, "fp8_gelu" if fused else "fp8_matmul")
 
 
 def wide_is_faster(M: int, N: int) -> bool:

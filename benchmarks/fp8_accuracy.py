@@ -1,0 +1,186 @@
+"""Compares the fp8 launchers with float64 of the dequantised operands, for `python -m benchmarks verify`.
+
+PyTorch has no operation that does the same, so each output has a limit of its own: what its rounding and the tensor
+cores' sums cost.  Each operand that is written in two orders is compared with its own transpose, bit by bit.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gpt2_triton.kernels as K
+from benchmarks import accuracy
+from benchmarks.accuracy import BF16, DEVICE, F32, GPU, Comparison, Sizes, empty, empty32, randn, same
+from gpt2_triton.kernels import fp8
+
+E4M3 = torch.float8_e4m3fn
+# Rounding to bf16 costs 1.7e-3, and tensor cores add fp8 products to 14 bits.  Rounding to e4m3 costs 2.65e-2, however
+# exact the number was.  dW adds the sums of 128 products in fp32.  The interpreter stores and adds in fp32.
+ROUNDED, SUMMED = (3e-3, 2e-4) if GPU else (1e-6, 1e-6)
+QUANTISED = 3e-2
+LOGITS = 1e-3 if GPU else 1e-6
+SLOPES = 5e-3  # of a sum of products with gelu' as a byte: half a step, 0.0025, in each term
+AMAX = 1e-2  # GELU's kernels on Hopper have fp16 tiles
+
+
+def operand(R: int, C: int, scale: float, transposed: bool = True, value: Tensor | None = None) -> fp8.Fp8:
+    """Return an operand full of NaN that records its amax."""
+    nan = functools.partial(torch.full, fill_value=0x7F, dtype=torch.uint8, device=DEVICE)
+    cells = torch.zeros(K.AMAX_CELLS, dtype=torch.int32, device=DEVICE)
+    rows, columns = nan((R, C)).view(E4M3), nan((C, R)).view(E4M3)
+    return fp8.Fp8(rows, columns, torch.tensor([scale], device=DEVICE), cells, transposed, value)
+
+
+def scale_for(most: float) -> float:
+    return 2.0 ** math.floor(math.log2(448 / (2 * most)))
+
+
+def quantised(x: Tensor, scale: float) -> Tensor:
+    return (x.float() * scale).clamp(-448, 448).to(E4M3)
+
+
+def activation(R: int, C: int, std: float = 1.0) -> fp8.Fp8:
+    """Return an operand of normal numbers."""
+    out = operand(R, C, scale_for(5.5 * std))
+    out.rows.copy_(quantised(randn(R, C, scale=std), out.scale.item()))
+    fp8.transpose(out.columns, out.rows, pairs=True)
+    return out
+
+
+def weight(N: int, C: int, std: float) -> fp8.Fp8:
+    out = operand(N, C, scale_for(5.5 * std))
+    out = dataclasses.replace(out, scratch=operand(C, N, 1.0).rows.view(-1))
+    K.cast_operand(out, randn(N, C, scale=std))
+    return out
+
+
+def exact(x: fp8.Fp8) -> Tensor:
+    return x.rows.double() / x.scale.double()
+
+
+def in_pairs(x: Tensor) -> Tensor:
+    """Return e4m3 [R, C] transposed, as bytes, with the rows of each 16 in the order 0 8 1 9 ... 7 15."""
+    order = torch.arange(len(x), device=x.device).view(-1, 2, 8).transpose(1, 2).flatten()
+    return x.view(torch.uint8)[order].T.contiguous()
+
+
+def of_operand(op: str, output: str, x: fp8.Fp8, want: Tensor, transposed: bool = False) -> Iterator[Comparison]:
+    """Compare an operand's rows and amax with exact numbers, and its columns with its rows."""
+    yield Comparison(op, output, exact(x), None, want, limit=QUANTISED)
+    assert x.amax is not None
+    yield Comparison(op, "amax", x.amax.view(F32).max(), None, want.abs().max(), limit=AMAX)
+    if transposed:
+        yield same(op, "columns", x.columns.view(torch.uint8), in_pairs(x.rows))
+
+
+def products(R: int, C: int) -> Iterator[Comparison]:
+    """Compare qkv, fcproj with its residual, and dX of fc."""
+    inp, w, b, out = activation(R, C), weight(3 * C, C, 0.02), randn(3 * C), empty(R, 3 * C)
+    K.matmul(out, inp, w, b)
+    yield Comparison("fp8 matmul", "out", out, None, exact(inp) @ exact(w).T + b.double(), limit=ROUNDED)
+    inp, w, b, res, out = activation(R, 4 * C), weight(C, 4 * C, 0.02), randn(C), randn(R, C), empty(R, C)
+    K.matmul_add(out, res, inp, w, b)
+    want = exact(inp) @ exact(w).T + b.double() + res.double()
+    yield Comparison("fp8 matmul_add", "out", out, None, want, limit=ROUNDED)
+    dout, w = activation(R, 4 * C, 1e-3), weight(4 * C, C, 0.02)
+    K.matmul_dx(out, dout, w)
+    yield Comparison("fp8 matmul_dx", "dinp", out, None, exact(dout) @ exact(w), limit=ROUNDED)
+
+
+def weight_gradients(R: int, C: int) -> Iterator[Comparison]:
+    for N, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C)):
+        dout, inp, dw = activation(R, N, 1e-3), activation(R, k), empty32(N, k)
+        scratch, want = empty32(max(1, K.matmul_dw_scratch(N, k, R, "fp8"))), exact(dout).T @ exact(inp)
+        for acc in (False, True):
+            K.matmul_dw(dw, scratch, dout, inp, acc)
+            output = f"dw{' added' * acc}"
+            yield Comparison("fp8 matmul_dw", output, dw.clone(), None, (1 + acc) * want, limit=SUMMED)
+
+
+def gelu(R: int, C: int) -> Iterator[Comparison]:
+    """Compare fc with GELU, and dX of fcproj with the derivative that it wrote."""
+    op, std, N = "fp8 matmul_gelu", C**-0.5, 4 * C
+    inp, w, b = activation(R, C), weight(N, C, std), randn(N, scale=0.1)
+    out, slope = operand(R, N, 32.0), torch.zeros(R, N, device=DEVICE, dtype=torch.uint8)
+    K.matmul_gelu(out, slope, inp, w, b)
+    pre = (exact(inp) @ exact(w).T + b.double()).requires_grad_()
+    value = F.gelu(pre, approximate="tanh")
+    yield from of_operand(op, "out", out, value.detach(), transposed=True)
+    op, dout, w = "fp8 matmul_dx_dgelu", activation(R, C, 1e-3), weight(C, N, std)
+    dpre, dbias, scratch = operand(R, N, scale_for(8e-3)), empty32(N), empty32(R * N)
+    K.matmul_dx_dgelu(dpre, dbias, None, scratch, dout, w, slope, False)
+    [want] = torch.autograd.grad(value, pre, exact(dout) @ exact(w))
+    yield from of_operand(op, "dpre", dpre, want, transposed=True)
+    yield Comparison(op, "dbias", dbias, None, want.sum(0), limit=SLOPES)
+
+
+def norms(R: int, C: int) -> Iterator[Comparison]:
+    x, dout, w, b = randn(R, C), randn(R, C), randn(C), randn(C)
+    (mean, rstd), sums, scratch = empty32(2, R), empty32(3, C), empty32(K.layernorm_bwd_scratch(R, C, storage()))
+    out, again, plain = operand(R, C, 16.0), operand(R, C, 16.0), empty(R, C)
+    dx = operand(R, C, 16.0, value=empty(R, C))
+    K.layernorm_fwd(out, mean, rstd, x, w, b)
+    K.layernorm_fwd(dataclasses.replace(operand(R, C, 16.0), value=plain), mean, rstd, x, w, b)
+    K.layernorm_bwd(dx, *sums, again, scratch, dout, x, w, b, mean, rstd, False, add_dx=False)
+    wide = x.double().requires_grad_()
+    want = F.layer_norm(wide, (C,), w.double(), b.double())
+    yield from of_operand("fp8 layernorm", "out", out, want.detach())
+    yield same("fp8 layernorm", "out again", again.rows.view(torch.uint8), out.rows.view(torch.uint8))
+    yield Comparison("fp8 layernorm", "beside bf16", plain, None, want.detach(), limit=ROUNDED)
+    yield from of_operand("fp8 layernorm", "dx", dx, torch.autograd.grad(want, wide, dout.double())[0])
+
+
+def attention(s: Sizes) -> Iterator[Comparison]:
+    """Compare with the bf16 of the same launch, which `verify` compares with float64."""
+    C, qkv, dout, dbias = s.C, randn(s.R, 3 * s.C), randn(s.R, s.C), empty32(3 * s.C)
+    lse, delta = empty32(s.B, s.NH, s.T), empty32(s.B, s.NH, s.T)
+    out, dqkv, plain = operand(s.R, C, 32.0, value=empty(s.R, C)), operand(s.R, 3 * C, 32.0), empty(s.R, 3 * C)
+    K.attention_fwd(out, lse, qkv)
+    for gradient in (dqkv, plain):
+        K.attention_bwd(gradient, dbias, delta, accuracy.scratch(s), dout, qkv, out, lse, False)
+    assert out.value is not None
+    yield from of_operand("fp8 attention", "out", out, out.value.double())
+    yield from of_operand("fp8 attention", "dqkv", dqkv, plain.double(), transposed=True)
+
+
+def logits(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
+    op, lnf, wte = "fp8 classifier", activation(R, C), weight(Vp, C, 2 * C**-0.5)
+    targets = torch.randint(V, (R,), dtype=torch.int32).to(DEVICE)
+    zt, p, rowsum = empty32(R), empty(R, Vp), empty32(K.classifier_fwd_scratch(R, Vp, "fp8"))
+    K.classifier_target(zt, lnf, wte, targets)
+    K.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
+    z = exact(lnf) @ exact(wte).T
+    at = targets.long()[:, None]
+    target = z.gather(1, at)
+    yield Comparison(op, "zt", zt, None, target[:, 0] / math.log(2), limit=LOGITS)
+    want = (z - target).exp().scatter(1, at, 0.0)
+    want[:, V:] = 0
+    yield Comparison(op, "p", p, None, want, limit=max(ROUNDED, 4 * LOGITS))
+    yield Comparison(op, "row sums", rowsum[:R], None, want.sum(1), limit=4 * LOGITS)
+
+
+def casts(N: int, C: int) -> Iterator[Comparison]:
+    x, out = randn(N, C, scale=0.02), weight(N, C, 0.02)
+    K.cast_operand(out, x)
+    want = quantised(x, out.scale.item()).view(torch.uint8)
+    yield same("fp8 cast_operand", "rows", out.rows.view(torch.uint8), want)
+    yield same("fp8 cast_operand", "columns", out.columns.view(torch.uint8), want.T.contiguous())
+
+
+def storage() -> str:
+    return "bf16" if accuracy.STORAGE == BF16 else "fp32"
+
+
+def comparisons(s: Sizes) -> Iterator[Comparison]:
+    """Yield all comparisons at the channels of 124M and of 1558M, and with rows that fill no whole tile."""
+    for R, C in ((s.R, s.C), (s.R, 1600), (336, 320)) if GPU else ((s.R, s.C),):
+        for check in (products, weight_gradients, gelu, norms):
+            yield from check(R, C)
+    yield from casts(4 * s.C, s.C)
+    yield from attention(s)
+    yield from logits(s.R // s.B, s.C, s.V, s.Vp)
