@@ -54,7 +54,7 @@ BF16: dict[str, dict[str, object]] = dict(
 )
 RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16": {},
-    "bf16, recompute": dict(memory=dict(recompute="gelu+ln"), optim=dict(master="none")),
+    "bf16, recompute": dict(memory=dict(recompute="gelu+ln"), optim=dict(master="none", v="bf16")),
     "bf16, muon": dict(optim=dict(name="muon")),
     "bf16, wide heads": dict(model=dict(n_head=6)),
     "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
