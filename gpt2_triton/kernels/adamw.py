@@ -18,7 +18,7 @@ from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import dtype_name, tuned
-from gpt2_triton.kernels.weights import load_weights, store_second_moment, store_weights
+from gpt2_triton.kernels.weights import load_weights, random_words, round_stochastically, store_weights
 
 
 @triton.jit(do_not_specialize=["first"])  # an index, not an address: divisibility gains nothing
@@ -38,11 +38,12 @@ def _adamw_kernel(
     v = tl.load(v_ptr + i, mask=mask, other=0.0).to(tl.float32)
     m, v = adamw_moments(m, v, g, alpha1, alpha2)
     tl.store(m_ptr + i, m, mask=mask)
-    store_second_moment(v, v_ptr, i, mask, step_key_ptr, first + at, STOCHASTIC_V, BLOCK)
+    words = random_words(step_key_ptr, first + at, STOCHASTIC or STOCHASTIC_V, BLOCK)
+    tl.store(v_ptr + i, round_stochastically(v, words >> 16) if STOCHASTIC_V else v, mask=mask)
     m_correction = tl.load(step_in_ptr + M_CORRECTION)
     v_correction = tl.load(step_in_ptr + V_CORRECTION)
     w -= adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
-    store_weights(w, w_ptr, low_ptr, i, mask, step_key_ptr, first + at, STOCHASTIC, BLOCK)
+    store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
 
 @contract("w[n] m[n] v[n] low[n]?+ <- g[n] step_out[4] step_in[8] step_key[4]")

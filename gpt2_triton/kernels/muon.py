@@ -28,7 +28,7 @@ from gpt2_triton.kernels.device_math import dot
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR
 from gpt2_triton.kernels.tiles import halves, tile_corner
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, next_power_of_2, tuned
-from gpt2_triton.kernels.weights import load_weights, store_weights
+from gpt2_triton.kernels.weights import load_weights, random_words, store_weights
 
 NORM_FACTOR = tl.constexpr(1.02)  # of the norm of a matrix rounded to bf16, whose singular values may grow by rounding
 SMALLEST_NORM = tl.constexpr(1e-12)  # a matrix of zeros stays one
@@ -242,7 +242,8 @@ def _update_kernel(
     w = load_weights(w_ptr, low_ptr, i, mask)
     x = tl.load(x_ptr + layer * x_stride + i, mask=mask, other=0.0).to(tl.float32)
     w -= tl.load(step_in_ptr + LR) * (scale * x + decay * w)
-    store_weights(w, w_ptr, low_ptr, i, mask, step_key_ptr, first + layer * distance + at, STOCHASTIC, BLOCK)
+    words = random_words(step_key_ptr, first + layer * distance + at, STOCHASTIC, BLOCK)
+    store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
 
 @contract("w[L,n]~ low[L,n]~?+ <- x[L,n]~ step_out[4] step_in[8] step_key[4]")

@@ -27,14 +27,19 @@ def load_weights(w_ptr, low_ptr, i, mask):
 
 
 @triton.jit
-def _random_words(step_key_ptr, first, BLOCK: tl.constexpr):
+def random_words(step_key_ptr, first, USED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the words that round BLOCK elements, 0 if they are not USED; `first`, a multiple of 4, is the flat index
+    of the first one.
+    """
+    if not USED:
+        return tl.zeros((BLOCK,), tl.uint32)
     seed = tl.load(step_key_ptr + SEED_LOW).to(tl.int64) | (tl.load(step_key_ptr + SEED_HIGH).to(tl.int64) << 32)
     return philox_words(seed, first, tl.load(step_key_ptr + STEP), ROUND, BLOCK)
 
 
 @triton.jit
-def _round_stochastically(x, noise):
-    """Return fp32 x in bf16, with 16 random bits."""
+def round_stochastically(x, noise):
+    """Return fp32 x in bf16; noise is 16 random bits."""
     bits = x.to(tl.uint32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     bits = tl.where(finite, (bits + noise) & 0xFFFF0000, bits)
@@ -42,19 +47,10 @@ def _round_stochastically(x, noise):
 
 
 @triton.jit
-def store_second_moment(v, v_ptr, i, mask, step_key_ptr, first, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
-    """Store BLOCK fp32 second moments at offsets i, in bf16 if STOCHASTIC; `first` as in store_weights."""
+def store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC: tl.constexpr):
+    """Store fp32 weights at offsets i."""
     if STOCHASTIC:
-        v = _round_stochastically(v, _random_words(step_key_ptr, first, BLOCK) >> 16)
-    tl.store(v_ptr + i, v, mask=mask)
-
-
-@triton.jit
-def store_weights(w, w_ptr, low_ptr, i, mask, step_key_ptr, first, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
-    """Store BLOCK fp32 weights at offsets i; `first`, a multiple of 4, is the flat index of the first of them."""
-    if STOCHASTIC:
-        w = _round_stochastically(w, _random_words(step_key_ptr, first, BLOCK) & 0xFFFF)
-        tl.store(w_ptr + i, w, mask=mask)
+        tl.store(w_ptr + i, round_stochastically(w, words & 0xFFFF), mask=mask)
     elif low_ptr is not None:
         hi, low = split_master(w)
         tl.store(w_ptr + i, hi, mask=mask)
