@@ -2,6 +2,7 @@
 raises in any call.
 """
 
+import contextlib
 import json
 import os
 import pty
@@ -25,6 +26,10 @@ from tests.support.wandb_server import WandbServer
 from tests.training.test_logger import config, result
 
 ROOT = Path(__file__).parents[2]
+
+# whole, before any test: else the thread of a test that has ended could import it while the next one has a fake for it
+with contextlib.suppress(ImportError):
+    import wandb as _  # noqa: F401
 
 
 def run(directory, steps, resume_step=0, wandb_id=None, **log):
