@@ -36,8 +36,8 @@ NEAREST = {
     "gfx942": [PRODUCT, *ATTENTION, *SMALL],
     "gfx1100": ATTENTION,
 }
-# bytes: sm_90's have maxnreg 128, so that four programs share a multiprocessor; at most 2 registers are allowed.  Triton
-# 3.6 spills 16 for sm_120 and 132 for gfx1100, where 3.9 spills none
+# bytes: sm_90's have maxnreg 128, so that four programs share a multiprocessor; at most 2 registers are allowed.
+# Triton 3.6 spills 16 for sm_120 and 132 for gfx1100, where 3.9 spills none
 SPILLED = {"sm_90": 8, "sm_120": 16, "gfx1100": 132}
 
 
