@@ -49,9 +49,7 @@ def select_interpreter() -> bool:
     ConfigError if it is too late, since triton.language was imported to compile, if numpy is too new for it, or if
     there is no Triton.
     """
-    triton, numpy = installed("triton"), installed("numpy") or ""
-    if triton is None:
-        raise ConfigError("triton: not installed, and this build of torch brings none; pip install triton")
+    triton, numpy = require_triton(), installed("numpy") or ""
     if present():
         return False
     if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
@@ -70,6 +68,13 @@ def select_interpreter() -> bool:
 
     fast_interpreter.install()
     return True
+
+
+def require_triton() -> str:
+    """Return the version of Triton; ConfigError if it is not installed.  torch's builds for CPUs bring none."""
+    if (version := installed("triton")) is None:
+        raise ConfigError("triton: not installed, and this build of torch brings none; pip install triton")
+    return version
 
 
 def _release(version: str) -> tuple[int, ...]:

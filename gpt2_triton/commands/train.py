@@ -175,8 +175,10 @@ def _known_gpu(gpu: str | None) -> str | None:
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
-    import gpt2_triton.kernels as kernels
     from gpt2_triton import device
+
+    device.require_triton()
+    import gpt2_triton.kernels as kernels
     from gpt2_triton.model.memory_plan import plan_report
 
     return plan_report(config, kernels, device.memory_bytes(gpu), shape)

@@ -371,6 +371,16 @@ def test_messages_name_commands_as_the_user_called_one(monkeypatch, started, cal
     assert console.command_line("plot") == called
 
 
+@pytest.mark.parametrize("words", [["--plan", "--gpu", "h200"], ["--run_dir", "run"]])
+def test_a_missing_triton_is_one_line(here, monkeypatch, capsys, words):
+    monkeypatch.setattr(device, "installed", lambda package: None)
+    assert main(train_app, ["x.yaml", *words]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: triton: not installed, and this build of torch brings none; pip install triton"
+    ]
+    assert not (here / "run").exists()
+
+
 def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     seen = []

@@ -96,3 +96,23 @@ def test_recipe_fits_a_smaller_gpu_as_the_guide_states(row):
             speed *= 0.97
         seconds = config.train.steps * (config.total_batch_tokens / speed + 6 * config.n_params / bandwidth)
         assert float(hours) == pytest.approx(seconds / 3600, rel=0.03)
+
+
+H100 = re.findall(
+    r"^\| `(gpt2_\w+)` \| ([\d.]+) of ([\d.]+) GiB \| ([\d.]+) GiB \|$",
+    (ROOT / "docs" / "guide" / "recipes.md").read_text(),
+    re.M,
+)
+
+
+@pytest.mark.parametrize("size", ["124m", "350m", "774m", "1558m"])
+def test_recipe_fits_an_h100_as_the_guide_states(size):
+    [(memory, total, without)] = [row[1:] for row in H100 if row[0] == f"gpt2_{size}"]
+    assert float(total) == pytest.approx(device.GPUS["h100"].memory)
+    config = load_config(f"gpt2_{size}")
+    for planned, level in ((memory, config.memory.recompute), (without, "none")):
+        plan, _ = plan_memory(
+            config.replace(memory={"recompute": level}), kernels, config.train.batch_size, config.train.seq_len
+        )
+        assert plan.total <= device.memory_bytes("h100") - CONTEXT_BYTES - MODULE_BYTES
+        assert f"{plan.total / 2**30:.1f}" == planned
