@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import is_hip
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import hopper
@@ -139,7 +140,7 @@ def paired_columns(x):
     r: tl.constexpr = x.shape[0]
     c: tl.constexpr = x.shape[1]
     low, high = tl.split(tl.permute(tl.reshape(x, (r // 16, 2, 8, c)), (0, 2, 3, 1)))
-    if _EXACT:
+    if _EXACT or is_hip():
         low = to_e4m3(low).to(tl.uint8, bitcast=True).to(tl.int16)
         pairs = low | (to_e4m3(high).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
     else:  # casts of their own: ptxas 12.8 confuses the bytes of a cast that is stored both packed and apart
