@@ -23,7 +23,7 @@ from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, VOCAB, T, config_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.tuning import Key, Row
+from gpt2_triton.kernels.table_file import Key, Row
 from gpt2_triton.model.cuda import capture
 from gpt2_triton.model.gpt2 import GPT2
 

@@ -7,7 +7,7 @@ here: no step of the four sizes uses them, and they keep their values.
 import itertools
 from collections.abc import Callable
 
-from gpt2_triton.kernels.tuning import Row
+from gpt2_triton.kernels.table_file import Row
 
 # These size a scratch buffer or split a sum, and are the same in every GPU's table.  Only dW's tile may be narrower
 # than Hopper's, and then needs less.

@@ -33,7 +33,7 @@ from gpt2_triton.device import memory_bytes
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_atomic
 from gpt2_triton.kernels import given_table, tuning
-from gpt2_triton.kernels.tuning import Key, Row
+from gpt2_triton.kernels.table_file import Key, Row
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
 from gpt2_triton.version import code_state, package_versions
 

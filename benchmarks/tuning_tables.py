@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt2_triton import __version__
 from gpt2_triton.kernels.given_table import is_own
-from gpt2_triton.kernels.tuning import TABLES, Key, Row, Table
+from gpt2_triton.kernels.table_file import TABLES, Key, Row, Table
 from gpt2_triton.version import installed
 
 

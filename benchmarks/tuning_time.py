@@ -10,7 +10,7 @@ import gpt2_triton.kernels as kernels
 from benchmarks import calls, floors, ops
 from benchmarks.rehearsal import Kernel, calls_of, recorded_kernels
 from benchmarks.sizes import SIZES, config_of
-from gpt2_triton.kernels.tuning import Key, Row
+from gpt2_triton.kernels.table_file import Key, Row
 from gpt2_triton.model.memory_plan import plan_memory
 
 LEAST_BATCH = 4  # sequences: a size that trains with fewer is not tuned for, unless it is named

@@ -81,6 +81,20 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
+def architecture() -> str:
+    """Return the architecture of this machine's GPU: the compute capability, such as "9.0", or AMD's "gfx942"."""
+    if torch.version.hip:  # which also has a compute capability, some of them an NVIDIA GPU's
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
+    return "{}.{}".format(*torch.cuda.get_device_capability())
+
+
+def has_fp8(architecture: str) -> bool:
+    """Return True if GPUs of this architecture multiply e4m3; AMD's earlier ones have another format of 8 bits."""
+    if architecture.startswith("gfx"):
+        return architecture == "gfx950"
+    return tuple(int(part) for part in architecture.split(".")) >= (8, 9)
+
+
 def local_gpu() -> int:
     """Return the number of this rank's GPU; SLURM may make only one visible to each process."""
     return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()

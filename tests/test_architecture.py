@@ -20,8 +20,12 @@ ALLOWED_TORCH = {
 }  # fmt: skip
 
 # what single modules may use in addition: nanoGPT's checkpoints are pickles, and torch.load(weights_only=True) reads
-# them without executing code
-ALLOWED_IN = {"checkpoint/nanogpt": {"load"}, "distributed/shared_memory": {"UntypedStorage", "from_file"}}
+# them without executing code; torch.version.hip tells AMD's GPUs
+ALLOWED_IN = {
+    "checkpoint/nanogpt": {"load"},
+    "device": {"version"},
+    "distributed/shared_memory": {"UntypedStorage", "from_file", "version"},
+}
 
 # aten operations that move, allocate or reinterpret memory
 MEMORY_ONLY = {

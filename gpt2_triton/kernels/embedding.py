@@ -14,7 +14,7 @@ segments; their sums go to `slots` of scratch, which a second kernel adds in ord
 and one order, and rows without entries are not touched.  The tables have fixed sizes, because launches are replayed
 from a CUDA graph: unused rows have length 0.
 
-A pointer chosen from two, of dx and lnf or of scratch and dwte, saves a load; Triton 3.6 compiles none for AMD's GPUs.
+A pointer chosen from two, dx and lnf, saves a load; Triton 3.6 compiles none for AMD's GPUs.
 
 order         int32 [2R]    entries, sorted by token
 segments      int32 [Ns,4]  token, first index in order, length, slot in scratch (-1: add to dwte)
@@ -76,18 +76,11 @@ def _embedding_bwd_segments_kernel(
             mask = inside[:, :, None] & (c < C)[None, None, :]
             row = tl.load(row_ptr[:, :, None] + c[None, None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(factor[:, :, None] * row, 1)
-    is_partial = slot >= 0
-    if is_hip():
-        out_ptr = dwte_ptr + token[:, None] * C + c[None, :]
-        mask = used[:, None] & (c < C)[None, :]
-        total += tl.load(out_ptr, mask=mask & ~is_partial[:, None], other=0.0)
-        tl.store(out_ptr, total, mask=mask & ~is_partial[:, None])
-        tl.store(part_ptr + slot[:, None] * C + c[None, :], total, mask=mask & is_partial[:, None])
-    else:
-        out_ptr = tl.where(is_partial, part_ptr + slot * C, dwte_ptr + token * C)[:, None] + c[None, :]
-        mask = used[:, None] & (c < C)[None, :]
-        total += tl.load(out_ptr, mask=mask & ~is_partial[:, None], other=0.0)
-        tl.store(out_ptr, total, mask=mask)
+    out_ptr = dwte_ptr + token[:, None] * C + c[None, :]
+    mask, is_partial = used[:, None] & (c < C)[None, :], (slot >= 0)[:, None]
+    total += tl.load(out_ptr, mask=mask & ~is_partial, other=0.0)
+    tl.store(out_ptr, total, mask=mask & ~is_partial)
+    tl.store(part_ptr + slot[:, None] * C + c[None, :], total, mask=mask & is_partial)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from gpt2_triton import __version__
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.tuning import Table
+from gpt2_triton.kernels.table_file import Table, read_table
 
 VARIABLE = "GPT2_TRITON_TABLE"
 
@@ -33,7 +33,7 @@ def read() -> Table | None:
     try:
         if not file.is_file():
             raise ConfigError(f"{file}: no such file")
-        table = tuning.read_table(file)
+        table = read_table(file)
         gpu = torch.cuda.get_device_name()
         if table.version != __version__:
             found = f"version {table.version}" if table.version else "no known version"

@@ -9,78 +9,14 @@ memory is planned before the GPU is known, and a table changes the bits of a run
 """
 
 import functools
-import json
 import os
-from importlib import resources
-from importlib.resources.abc import Traversable
-from typing import NamedTuple
 
 import torch
 
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.device import architecture
+from gpt2_triton.kernels.table_file import TABLES, WITHOUT_GPU, Row, Table, choose, read_table
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-TABLES = resources.files("gpt2_triton.kernels") / "tables"
-WITHOUT_GPU = "h200"
-OTHER_GPUS, OTHER_AMD_GPUS = "rtx4090", "rdna3"  # their rows need the least shared memory
-OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton's own; a GPU's row has at least the first
-DTYPES = ("bf16", "fp32")  # a table may say "any" for both
-
-Key = tuple[str, str]  # operation, storage dtype
-Row = dict[str, int]
-
-
-class Table(NamedTuple):
-    gpu: str  # part of torch.cuda.get_device_name()
-    capabilities: list[str]  # `architecture` of other GPUs that use this table
-    source: str  # "measured" there, or "default": compiled for it, not measured
-    date: str
-    triton: str
-    notes: list[str]
-    rows: dict[Key, Row]
-    version: str = ""  # of this package, when `tune` wrote the file
-
-
-def read_table(file: Traversable) -> Table:
-    """Return the table in a JSON file, with "any" replaced by both dtypes; raise ConfigError if it is unusable."""
-    table = _parse(file)
-    for key, complete in _parse(TABLES / f"{WITHOUT_GPU}.json").rows.items():
-        names = {name for name in complete if name not in OPTIONS}
-        row = table.rows.get(key, {})
-        if names != {name for name in row if name not in OPTIONS} or not all(type(n) is int for n in row.values()):
-            expected = f"{', '.join(sorted(names))} and their integers, as in {WITHOUT_GPU}.json"
-            raise ConfigError(f"{file.name}: row {' '.join(key)} is {row or 'missing'}; expected {expected}")
-    return table
-
-
-def _parse(file: Traversable) -> Table:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        rows = {
-            (op, dtype): dict(row)
-            for op, by_dtype in data["rows"].items()
-            for spelled, row in by_dtype.items()
-            for dtype in (DTYPES if spelled == "any" else (spelled,))
-        }
-        return Table(**data | dict(rows=rows))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{file.name}: not a tuning table like {WITHOUT_GPU}.json ({reason})") from None
-
-
-def choose(gpu: str, architecture: str, tables: dict[str, Table]) -> str:
-    """Return the name of the table for a GPU: its own, else its architecture's, else its vendor's most frugal one."""
-    own = (name for name, table in tables.items() if table.gpu in gpu)
-    same = (name for name, table in tables.items() if architecture in table.capabilities)
-    return next(own, None) or next(same, OTHER_AMD_GPUS if architecture.startswith("gfx") else OTHER_GPUS)
-
-
-@functools.cache
-def architecture() -> str:
-    """Return the architecture of this machine's GPU: the compute capability, such as "9.0", or AMD's "gfx942"."""
-    if torch.version.hip:  # which also has a compute capability, some of them an NVIDIA GPU's
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
-    return "{}.{}".format(*torch.cuda.get_device_capability())
 
 
 @functools.cache
@@ -116,13 +52,6 @@ def programs(tiles: int) -> int:
 def is_hopper() -> bool:
     """Return True on the GPUs that kernels/hopper is for (sm_90: H100, H200)."""
     return not INTERPRET and torch.cuda.is_available() and architecture() == "9.0"
-
-
-def has_fp8(architecture: str) -> bool:
-    """Return True if GPUs of this architecture multiply e4m3; AMD's earlier ones have another format of 8 bits."""
-    if architecture.startswith("gfx"):
-        return architecture == "gfx950"
-    return tuple(int(part) for part in architecture.split(".")) >= (8, 9)
 
 
 def next_power_of_2(n: int) -> int:

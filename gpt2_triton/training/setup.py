@@ -22,13 +22,14 @@ from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer
+from gpt2_triton.device import architecture, has_fp8
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference import tasks
-from gpt2_triton.kernels import given_table, tuning
+from gpt2_triton.kernels import given_table
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.training.logger import Logger, NullLogger
@@ -179,9 +180,9 @@ def build_model(
 
 def require_fp8(config: Config, device: str) -> None:
     """Raise ConfigError if the run is in fp8 and its GPU has no fp8 products."""
-    if config.train.precision == "fp8" and device == "cuda" and not tuning.has_fp8(tuning.architecture()):
+    if config.train.precision == "fp8" and device == "cuda" and not has_fp8(architecture()):
         needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from compute capability 8.9, AMD gfx950)"
-        this = f"{torch.cuda.get_device_name()} is {tuning.architecture()}"
+        this = f"{torch.cuda.get_device_name()} is {architecture()}"
         raise ConfigError(f"train.precision: {needs}, {this}; set it to bf16")
 
 

@@ -16,7 +16,7 @@ from benchmarks.tuning_time import Speed
 from gpt2_triton import __version__, device
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.tuning import TABLES, read_table
+from gpt2_triton.kernels.table_file import OPTIONS, TABLES, choose, read_table
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
 from tests.support.tiny import packed_batch, tiny_model
 
@@ -161,7 +161,7 @@ def test_candidates_begin_with_the_current_row_and_keep_fixed_values(name, op):
     assert len({tuple(sorted(row.items())) for row in rows}) == len(rows)
     for row in rows:
         assert all(row[block] == current[block] for block in candidates.FIXED.get(op, ()))
-        assert set(row) <= {*current, *tuning.OPTIONS}
+        assert set(row) <= {*current, *OPTIONS}
 
 
 def test_candidates_without_caps_on_registers():
@@ -423,4 +423,4 @@ def test_updated_gives_a_gpu_without_a_table_a_new_one():
     file, new = tuning_tables.file_of(H200, "h200", gpu), tuning_tables.updated(H200, gpu, {})
     assert (file.name, file.parent.name) == ("h100-80gb-hbm3.json", "tables")
     assert (new.gpu, new.capabilities, new.notes, new.source) == (gpu, [], [], "measured")
-    assert tuning.choose(gpu, "9.0", {"h200": H200, "h100-80gb-hbm3": new}) == "h100-80gb-hbm3"
+    assert choose(gpu, "9.0", {"h200": H200, "h100-80gb-hbm3": new}) == "h100-80gb-hbm3"

@@ -1,4 +1,4 @@
-"""Every launcher of bf16 and fp32 at ragged sizes, its tensors in allocations of their own, for compute-sanitizer:
+"""Every launcher of bf16, fp32 and fp8 at ragged sizes, its tensors in allocations of their own, for compute-sanitizer:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.gpu.sanitize
 
@@ -9,6 +9,7 @@ its tensors: the sanitizer knows where each of them ends.  Without the sanitizer
 run under it finds them in Triton's cache.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -21,7 +22,7 @@ import triton
 import gpt2_triton.kernels as kernels
 from gpt2_triton.kernels import contract
 from gpt2_triton.model.gpt2 import GPT2
-from tests.support.models import train_steps
+from tests.support.models import calibrate, train_steps
 from tests.support.tiny import tiny_config
 
 # n_head, n_embd, sequences, T, dtype, recompute, rows of a head chunk.  Rows in multiples of 32 take Hopper's kernels,
@@ -36,11 +37,12 @@ CASES = (
     (2, 256, 1, 33, "bf16", "gelu", 33),  # heads of 128
     (2, 128, 3, 50, "fp32", "gelu", 41),
     (1, 80, 1, 17, "fp32", "block", 17),
+    (12, 768, 2, 256, "fp8", "gelu", 512),
+    (2, 128, 3, 48, "fp8", "gelu+ln", 41),
 )
 
 
 MUON = {4, 8}  # numbers of CASES with optim.name muon
-OF_FP8 = {"cast_operand", "roll_scales", "fp8_stats"}  # their operands are not copied here
 
 
 class SeparateAllocations:
@@ -57,12 +59,29 @@ class SeparateAllocations:
 
     def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
         self.launched.add(name)
-        copies = [argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in args]
+        copies = [_copied(argument) for argument in args]
         getattr(kernels, name)(*copies, **keywords)
         torch.cuda.synchronize()
-        for argument, copy in zip(args[: contract.LAUNCHERS[name].outputs], copies, strict=False):
-            if argument is not None:
+        outputs = contract.LAUNCHERS[name].outputs
+        for i, (argument, copy) in enumerate(zip(args, copies, strict=True)):
+            if isinstance(argument, kernels.Fp8):  # an input too: a product writes its columns
+                for field in _tensors(argument):
+                    getattr(argument, field).copy_(getattr(copy, field))
+            elif i < outputs and argument is not None:
                 argument.copy_(copy)
+
+
+def _tensors(operand: Any) -> list[str]:
+    """Return the names of an fp8 operand's tensors."""
+    fields = [field.name for field in dataclasses.fields(operand)]
+    return [name for name in fields if isinstance(getattr(operand, name), torch.Tensor)]
+
+
+def _copied(argument: Any) -> Any:
+    """Return an argument of a launcher with tensors of its own."""
+    if isinstance(argument, kernels.Fp8):
+        return dataclasses.replace(argument, **{name: getattr(argument, name).clone() for name in _tensors(argument)})
+    return argument.clone() if isinstance(argument, torch.Tensor) else argument
 
 
 def models(K: Any, numbers: Iterable[int]) -> Iterator[GPT2]:
@@ -72,7 +91,14 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[GPT2]:
         vocab = 50257 if number in (0, 3) else 301
         config = tiny_config(
             model=dict(n_layer=2, n_head=heads, n_embd=C, vocab_size=vocab, block_size=T),
-            train=dict(batch_size=B, seq_len=T, dtype=dtype, total_batch_tokens=2 * B * T),
+            train=dict(
+                batch_size=B,
+                seq_len=T,
+                dtype=dtype.replace("fp8", "bf16"),
+                total_batch_tokens=2 * B * T,
+                precision="fp8" if dtype == "fp8" else "bf16",
+            ),
+            fp8=dict(keep_bf16=""),
             optim=dict(
                 name="muon" if number in MUON else "adamw", master="fp32" if number % 2 and dtype == "bf16" else "none"
             ),
@@ -83,6 +109,8 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[GPT2]:
         model = GPT2(config, K, "cuda")
         model.eager = True
         model.initialise(seed=1)
+        if model.has_fp8:
+            calibrate(model)
         yield model
         del model
         torch.cuda.empty_cache()
@@ -101,16 +129,17 @@ def main() -> int:
     for model in models(K, map(int, sys.argv[1:]) if sys.argv[1:] else range(len(CASES))):
         B, T, C = model.B, model.T, model.dims["C"]
         train_steps(model, 2, with_stats=True)
-        model.evaluate(*torch.zeros((2, B, T), dtype=torch.int32).numpy())
+        model.evaluate(*torch.zeros((2, B, T), dtype=torch.int32).numpy(), fp8=model.has_fp8)
         model.prefill([1, 2, 3, 4, 5], slice(0, 1))
         for sampling in ((0.0, 0, 1.0), (0.8, 7, 0.9)):
             model.decoding.seq.copy_(torch.tensor([[5, 5, 0, 0, 0]], dtype=torch.int32))
             model.decode(*sampling)
         torch.cuda.synchronize()
-        print(f"C {C}, {B} x {T}, {model.config.train.dtype}, {model.config.memory.recompute}: done", flush=True)
+        storage = "fp8" if model.has_fp8 else model.config.train.dtype
+        print(f"C {C}, {B} x {T}, {storage}, {model.config.memory.recompute}: done", flush=True)
     rest(K)
     torch.cuda.synchronize()
-    left = sorted(name for name in contract.LAUNCHERS.keys() - K.launched - OF_FP8 if hasattr(kernels, name))
+    left = sorted(name for name in contract.LAUNCHERS.keys() - K.launched if hasattr(kernels, name))
     print(
         f"{len(K.launched)} launchers launched; not launched: {', '.join(left) or 'none'}; triton {triton.__version__}"
     )

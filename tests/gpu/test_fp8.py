@@ -10,11 +10,9 @@ import triton
 import gpt2_triton.kernels
 from benchmarks import torch_reference
 from gpt2_triton.config.schema import RECOMPUTE_LEVELS
-from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.training.lr_schedule import step_inputs
 from tests.gpu.test_gpu import exact_gradients, gpt2_config, jit_functions, late_steps
-from tests.support.models import batches, train_steps
+from tests.support.models import calibrate, train_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,17 +24,6 @@ pytestmark = [
 
 def fp8_config(keep: str = "", **shape):
     return gpt2_config(**shape).replace(train={"precision": "fp8"}, fp8={"keep_bf16": keep})
-
-
-def calibrate(model: GPT2) -> GPT2:
-    """Give a model its first scales, from the batches of its first step."""
-    config = model.config
-    packed = [
-        pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size)
-        for ids, targets in batches(config, model.shape.accumulation)
-    ]
-    model.calibrate(packed, step_inputs(0, config, 1.0 / config.total_batch_tokens))
-    return model
 
 
 def fp8_model(**shape) -> GPT2:

@@ -150,7 +150,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
 
     import gpt2_triton.kernels as K
     from gpt2_triton.config.config import Config
-    from gpt2_triton.kernels import tuning
+    from gpt2_triton.kernels import table_file, tuning
     from gpt2_triton.model.gpt2 import GPT2
 
     device = Device(name)
@@ -182,7 +182,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
         for key in runs:
             try:
                 if key == "decoding":
-                    for dtype, sequences in itertools.product(tuning.DTYPES, (1, 64)):
+                    for dtype, sequences in itertools.product(table_file.DTYPES, (1, 64)):
                         decode(dtype, sequences)
                 elif target.fp8 or key != "fp8":
                     model(RUNS[key]).compile({(4, 1024)})

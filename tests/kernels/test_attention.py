@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
-from gpt2_triton.kernels.tuning import INTERPRET, TABLES, dtype_name, read_table, table
+from gpt2_triton.kernels.table_file import TABLES, read_table
+from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, table
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import EPS, error, poisoned

@@ -8,7 +8,7 @@ import torch
 from gpt2_triton import __version__
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import given_table, tuning
-from gpt2_triton.kernels.tuning import TABLES
+from gpt2_triton.kernels.table_file import TABLES
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from gpt2_triton.kernels.hopper import fp8_matmul, fp8_matmul_dw
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tiles import split_tiles
-from gpt2_triton.kernels.tuning import TABLES, read_table
 from tests.support import reference
 from tests.support.gluon_simulator import NAMES, Race, simulated
 from tests.support.helpers import EPS, error, poisoned

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from benchmarks.candidates import FIXED
+from gpt2_triton import device
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import pipeline
+from gpt2_triton.kernels.table_file import DTYPES, OPTIONS, TABLES, choose, read_table
 from gpt2_triton.kernels.tiles import split_tiles
-from gpt2_triton.kernels.tuning import DTYPES, OPTIONS, TABLES, choose, read_table
 from gpt2_triton.training.setup import require_fp8
 from tests.support.tiny import tiny_config
 
@@ -115,7 +116,7 @@ def gpu(monkeypatch):
         properties = SimpleNamespace(gcnArchName=f"{architecture}:sramecc+:xnack-")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
         monkeypatch.setattr(tuning, "INTERPRET", False)
-        for function in (tuning.architecture, tuning.is_hopper, tuning.table_name):
+        for function in (tuning.is_hopper, tuning.table_name):
             monkeypatch.setattr(tuning, function.__name__, function.__wrapped__)
 
     return set_gpu
@@ -137,8 +138,8 @@ def gpu(monkeypatch):
 )
 def test_architecture_selects_table_hopper_kernels_and_fp8(gpu, architecture, capability, table, hopper, fp8):
     gpu(architecture, capability)
-    assert tuning.architecture() == architecture
-    assert (tuning.table_name(), tuning.is_hopper(), tuning.has_fp8(architecture)) == (table, hopper, fp8)
+    assert device.architecture() == architecture
+    assert (tuning.table_name(), tuning.is_hopper(), device.has_fp8(architecture)) == (table, hopper, fp8)
 
 
 def test_fp8_without_fp8_products_is_refused_in_one_line(gpu):

@@ -61,6 +61,17 @@ def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]
     return [(torch.from_numpy(i), torch.from_numpy(j)) for i, j in zip(ids, targets, strict=True)]
 
 
+def calibrate(model: GPT2) -> GPT2:
+    """Give a model its first scales, from the batches of its first step."""
+    config = model.config
+    packed = [
+        pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size)
+        for ids, targets in batches(config, model.shape.accumulation)
+    ]
+    model.calibrate(packed, step_inputs(0, config, 1.0 / config.total_batch_tokens))
+    return model
+
+
 def train_steps(model: GPT2, n: int, with_stats: bool = False) -> list[tuple[float, float, bool]]:
     """Return (loss, gradient norm, applied) of n steps on random tokens, which are the same in every call."""
     config, history = model.config, []
