@@ -16,8 +16,8 @@ from gpt2_triton.version import installed
 
 class Gpu(NamedTuple):
     device_names: tuple[str, ...]  # parts of torch.cuda.get_device_name()
-    tflops: float  # dense bf16 with fp32 accumulation, from the vendor's data sheet or architecture paper
-    memory: float  # GiB, the total of torch.cuda.mem_get_info; of AMD's, the data sheet's
+    tflops: float  # dense bf16 with fp32 accumulation, from the vendor's data sheet
+    memory: float  # GiB, the total of torch.cuda.mem_get_info
 
 
 GPUS = {
@@ -27,11 +27,12 @@ GPUS = {
     "h100": Gpu(("H100 80GB HBM3",), 989.4, 79.1),
     "h200": Gpu(("H200",), 989.4, 139.8),
     "b200": Gpu(("B200",), 2250.0, 178.3),
-    "3090": Gpu(("RTX 3090",), 71.0, 23.5),
     "4090": Gpu(("RTX 4090",), 165.2, 23.5),
+    "l40s": Gpu(("L40S",), 362.0, 44.4),
+    # not checked: peaks against data sheets, memory on the GPUs
+    "3090": Gpu(("RTX 3090",), 71.0, 23.5),
     "5080": Gpu(("RTX 5080",), 112.6, 15.4),
     "5090": Gpu(("RTX 5090",), 209.5, 31.3),
-    "l40s": Gpu(("L40S",), 362.0, 44.4),
     "mi300x": Gpu(("MI300X",), 1307.4, 191.9),
     "mi355x": Gpu(("MI355X",), 2516.6, 287.9),
     "7900xtx": Gpu(("RX 7900 XTX",), 122.8, 23.9),

@@ -25,7 +25,8 @@ def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str
     """
     then, now = _describe(tensors), _describe(expected)
     for name in FP8_STATE:
-        then.pop(name, None), now.pop(name, None)
+        then.pop(name, None)
+        now.pop(name, None)
     wrong = _changes(then, now)
     if wrong:
         raise CheckpointError(_table(f"{step_dir} does not fit this model", wrong))

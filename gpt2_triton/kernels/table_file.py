@@ -1,4 +1,9 @@
-"""The files of launch parameters in tables/: their format, and which of them a GPU takes."""
+"""The files of launch parameters in tables/: their format, and which of them a GPU takes.
+
+Each GPU has one, which `python -m benchmarks tune` rewrites.  A table names its GPU, the architectures whose other GPUs
+use it too, and whether its rows were measured there or are only known to compile.  interpreter.json holds upper bounds:
+each block covers its whole dimension up to the bound.
+"""
 
 import json
 from importlib import resources

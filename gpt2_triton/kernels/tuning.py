@@ -1,11 +1,8 @@
 """Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
-tables/ has a file for each GPU, which `python -m benchmarks tune` rewrites.  A table names its GPU, the architectures
-whose other GPUs use it too, and whether its rows were measured there or are only known to compile.
-interpreter.json holds upper bounds: each block covers its whole dimension up to the bound.
-
-Blocks that size a scratch buffer or split a sum are the same in all tables (benchmarks/candidates.py lists them):
-memory is planned before the GPU is known, and a table changes the bits of a run as little as it can.
+The rows are those of this machine's table (table_file.py), or of the file that GPT2_TRITON_TABLE names.  Blocks that
+size a scratch buffer or split a sum are the same in all tables (benchmarks/candidates.py lists them): memory is planned
+before the GPU is known, and a table changes the bits of a run as little as it can.
 """
 
 import functools
