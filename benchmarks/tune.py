@@ -209,8 +209,8 @@ def _announce(
     trials, built = sum(w.candidates for w in work), sum(w.kernels for w in work)
     print_line(f"tuning for {gpu}: {sizes}; {trials:,} trials, {built:,} kernels to compile on {speed.cores} cores")
     rates = f"{speed.flops / 1e12:.0f} TFLOP/s and {speed.bandwidth / 1e12:.2f} TB/s measured here"
-    minutes = sum(weights.values()) / 60
-    print_line(f"about {minutes:.0f} minutes, an estimate from {rates}; if interrupted, the same command continues")
+    minutes = f"{sum(weights.values()) / 60:.1f} minutes"
+    print_line(f"about {minutes}, an estimate from {rates}; if interrupted, the same command continues")
     if record.replaced:
         print_line(f"{record.path} is of another version, GPU or set of candidates: it is replaced")
     if record.measurements:

@@ -5,12 +5,10 @@
 Arguments are numbers of CASES; by default all are taken.  tests/gpu/races.py reads what racecheck reports.
 
 In a run all buffers are views of one arena, inside which memcheck sees no overrun.  So each launch here gets copies of
-its tensors: the sanitizer knows where each of them ends.  A copy counts as initialised, so initcheck takes `--arena`,
-with which launches have the arena's own buffers.  Without the sanitizer this compiles the kernels, so that the run
-under it finds them in Triton's cache.
+its tensors: the sanitizer knows where each of them ends.  Without the sanitizer this compiles the kernels, so that the
+run under it finds them in Triton's cache.
 """
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -47,16 +45,13 @@ CASES = (
 MUON = {4, 8}  # numbers of CASES with optim.name muon
 
 
-class Launches:
-    """The kernels, with the names of those that were launched: on copies of their tensors, of which the outputs are
-    copied back, or on the tensors themselves.
-    """
+class SeparateAllocations:
+    """The kernels, each launch on copies of its tensors, of which the outputs are copied back."""
 
     step_io = kernels.step_io
 
-    def __init__(self, on_copies: bool) -> None:
+    def __init__(self) -> None:
         self.launched: set[str] = set()
-        self.on_copies = on_copies
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(kernels, name)
@@ -68,9 +63,6 @@ class Launches:
 
     def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
         self.launched.add(name)
-        if not self.on_copies:
-            getattr(kernels, name)(*args, **keywords)
-            return
         copies = [_copied(argument) for argument in args]
         getattr(kernels, name)(*copies, **keywords)
         torch.cuda.synchronize()
@@ -137,12 +129,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tests.gpu.sanitize: needs a GPU", file=sys.stderr)
         return 2
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", type=int, nargs="*", default=range(len(CASES)), help="numbers of CASES, else all")
-    parser.add_argument("--arena", action="store_true", help="launch on the arena's buffers, for initcheck")
-    a = parser.parse_args()
-    K = Launches(on_copies=not a.arena)
-    for model in models(K, a.cases):
+    K = SeparateAllocations()
+    for model in models(K, map(int, sys.argv[1:]) if sys.argv[1:] else range(len(CASES))):
         B, T, C = model.B, model.T, model.dims["C"]
         train_steps(model, 2, with_stats=True)
         model.evaluate(*torch.zeros((2, B, T), dtype=torch.int32).numpy(), fp8=model.has_fp8)
