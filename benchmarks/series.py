@@ -5,7 +5,8 @@
 
 FILE is YAML: `config`, a configuration file; `options` of every run; `arms`, the options of each by its name, of which
 the first is the baseline; `seeds`, how many runs of each arm.  Runs of one seed, whatever the arm, have the same
-initial weights and the same data in the same order.  An arm may set its own `seeds`, and the `minutes` of a run.
+initial weights and the same data in the same order.  An arm may set its own `seeds`, the `minutes` of a run, and the
+`program` that trains in place of `gpt2_triton train`: a module of this repository and its first arguments.
 
 Each finished run is one line of RESULTS.jsonl.  A run that is there is not made again, so the same command
 resumes a series; with --minutes no run begins that would end later, by the time that the last run of its arm took.
@@ -39,6 +40,7 @@ from gpt2_triton.training.run_info import read_run
 ROOT = Path(__file__).parents[1]
 COLORS = ("#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 POINTS = 200  # of a run's curve that are kept: means of equal numbers of steps
+OWN = ("minutes", "program")  # keys of an arm that are no options
 FIRST_GUESS = 3.0  # minutes of an arm that has not run yet
 
 Result = dict[str, Any]  # a line of RESULTS.jsonl
@@ -49,6 +51,7 @@ class Run(NamedTuple):
     seed: int
     options: dict[str, Any]
     minutes: float | None = None  # that the file names
+    program: str = "gpt2_triton train"
 
 
 class Series(NamedTuple):
@@ -65,13 +68,13 @@ def read_series(path: Path) -> Series:
         raise ValueError(f"{path}: unknown keys {sorted(unknown)}, missing keys {sorted(missing)}")
     common, runs = text.get("options") or {}, []
     arms = {name: dict(options or {}) for name, options in text["arms"].items()}
-    own = {name: (options.pop("seeds", text["seeds"]), options.pop("minutes", None)) for name, options in arms.items()}
-    for seed in range(max(seeds for seeds, _ in own.values())):
+    seeds = {name: options.pop("seeds", text["seeds"]) for name, options in arms.items()}
+    own = {name: {key: options.pop(key) for key in OWN if key in options} for name, options in arms.items()}
+    for seed in range(max(seeds.values())):
         for name, options in arms.items():
-            seeds, minutes = own[name]
-            if seed < seeds:
+            if seed < seeds[name]:
                 seeded = {"train.seed": 42 + seed, "data.seed": 42 + seed}
-                runs.append(Run(name, seed, common | options | seeded, minutes))
+                runs.append(Run(name, seed, common | options | seeded, **own[name]))
     return Series(text["config"], runs)
 
 
@@ -81,7 +84,7 @@ def read_series(path: Path) -> Series:
 def command_of(series: Series, run: Run, data: Path, run_dir: Path) -> list[str]:
     """Return the command line of a run."""
     shards = {"data.train": f"{data}/train_*.bin", "data.val": f"{data}/val_*.bin"}
-    words = [sys.executable, "-m", "gpt2_triton", "train", str(ROOT / series.config), "--run_dir", str(run_dir)]
+    words = [sys.executable, "-m", *run.program.split(), str(ROOT / series.config), "--run_dir", str(run_dir)]
     for key, value in (shards | run.options).items():
         words += [f"--{key}", str(value)]
     return words

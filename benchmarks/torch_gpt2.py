@@ -22,7 +22,7 @@ from torch.nn.attention import sdpa_kernel
 
 from benchmarks.energy import Power
 from benchmarks.floors import ATTENTION
-from benchmarks.sizes import T, tokens_of
+from benchmarks.sizes import tokens_of
 from gpt2_triton.config.schema import ModelConfig
 
 
@@ -46,7 +46,7 @@ class GPT2(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         C, Vp = config.n_embd, config.padded_vocab
-        self.wte, self.wpe = nn.Embedding(Vp, C), nn.Embedding(T, C)
+        self.wte, self.wpe = nn.Embedding(Vp, C), nn.Embedding(config.block_size, C)
         self.layers = nn.ModuleList(Block(C, config.n_head) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C)
         self.head = nn.Linear(C, Vp, bias=False)
@@ -56,7 +56,7 @@ class GPT2(nn.Module):
                 nn.init.normal_(p, 0.0, 0.02)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.wte(ids) + self.wpe.weight
+        x = self.wte(ids) + self.wpe.weight[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), targets.view(-1))

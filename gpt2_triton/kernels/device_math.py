@@ -99,9 +99,15 @@ def adamw_moments(m, v, g, alpha1, alpha2):
 
 
 @triton.jit
+def decayed_update(w, update, lr, decay):
+    """Return what is subtracted from w: the optimizer's update and w's decay, both times lr."""
+    return lr * (update + decay * w)
+
+
+@triton.jit
 def adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps):
     """Return what AdamW subtracts from w, given the new m and v."""
-    return lr * (m * m_correction / (tl.sqrt(v * v_correction) + eps) + decay * w)
+    return decayed_update(w, m * m_correction / (tl.sqrt(v * v_correction) + eps), lr, decay)
 
 
 @triton.jit

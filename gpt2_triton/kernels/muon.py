@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import dot
+from gpt2_triton.kernels.device_math import decayed_update, dot
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR
 from gpt2_triton.kernels.tiles import halves, tile_corner
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, next_power_of_2, tuned
@@ -241,7 +241,7 @@ def _update_kernel(
         low_ptr += layer * low_stride
     w = load_weights(w_ptr, low_ptr, i, mask)
     x = tl.load(x_ptr + layer * x_stride + i, mask=mask, other=0.0).to(tl.float32)
-    w -= tl.load(step_in_ptr + LR) * (scale * x + decay * w)
+    w -= decayed_update(w, scale * x, tl.load(step_in_ptr + LR), decay)
     words = random_words(step_key_ptr, first + layer * distance + at, STOCHASTIC, BLOCK)
     store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 

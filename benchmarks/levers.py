@@ -1,0 +1,98 @@
+"""Trains as `gpt2-triton train` does, with one change that the package does not have, to measure what it gains.
+
+    python -m benchmarks.levers LEVER CONFIG [--key value ...]
+
+    cautious        decays a weight only if the optimizer moves it towards 0 too (Chen et al. 2025,
+                    https://arxiv.org/abs/2510.12402)
+    decay_schedule  multiplies the decay by lr / optim.lr, so that it falls with the square of the learning rate; for
+                    wte and wpe with optim.embed_lr, by at most 1
+    zero_residual   begins with attproj and fcproj at 0, so that each layer begins as the identity
+
+One GPU.  benchmarks/losses/levers_d12.yaml is the series of these, and of `data.align`, which is an option.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from gpt2_triton import commands
+from gpt2_triton.commands.app import main as run_command
+from gpt2_triton.commands.train import parse_overrides
+from gpt2_triton.config.load import load_config
+from gpt2_triton.kernels import device_math, muon
+from gpt2_triton.model import gpt2
+from gpt2_triton.model.buffers import param_views
+
+PEAK = tl.constexpr(1.0)  # optim.lr; set before a kernel is compiled
+
+
+@triton.jit
+def _cautious(w, update, lr, decay):
+    return lr * (update + tl.where(update * w > 0.0, decay, 0.0) * w)
+
+
+@triton.jit
+def _scheduled(w, update, lr, decay):
+    return lr * (update + decay * tl.minimum(lr / PEAK, 1.0) * w)
+
+
+def replace_update(function: Any) -> None:
+    """Let the kernels of both optimizers call `function` in place of device_math.decayed_update."""
+    for module in (device_math, muon):
+        assert hasattr(module, "decayed_update")
+        module.decayed_update = function
+
+
+def _cautious_decay(words: Sequence[str]) -> None:
+    replace_update(_cautious)
+
+
+def _decay_schedule(words: Sequence[str]) -> None:
+    global PEAK
+    PEAK = tl.constexpr(load_config(words[0], _overrides(words)).optim.lr)
+    replace_update(_scheduled)
+
+
+def _overrides(words: Sequence[str]) -> dict[str, str]:
+    """Return the keys of a command line: what follows the configuration, without --run_dir DIR."""
+    rest = list(words[1:])
+    if "--run_dir" in rest:
+        at = rest.index("--run_dir")
+        del rest[at : at + 2]
+    return parse_overrides(rest)
+
+
+def _zero_residual(words: Sequence[str]) -> None:
+    initialise = gpt2.init_weights
+
+    def without_residual(K: Any, s: Any, dims: dict[str, int], rank: int, seed: int) -> None:
+        initialise(K, s, dims, rank, seed)
+        for flat in (s.params, s.master_low):
+            if flat is not None:
+                views = param_views(flat, dims)
+                for weight in (*views.attprojw, *views.fcprojw):
+                    weight.zero_()
+
+    gpt2.init_weights = without_residual
+
+
+LEVERS: dict[str, Callable[[Sequence[str]], None]] = {
+    "cautious": _cautious_decay,
+    "decay_schedule": _decay_schedule,
+    "zero_residual": _zero_residual,
+}
+
+
+def main(words: Sequence[str]) -> int:
+    if len(words) < 2 or words[0] not in LEVERS:
+        print(f"usage: python -m benchmarks.levers {'|'.join(LEVERS)} CONFIG [--key value ...]", file=sys.stderr)
+        return 2
+    LEVERS[words[0]](words[1:])
+    return run_command(commands.tools, ["train", *words[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
