@@ -7,24 +7,30 @@
     decay_schedule  multiplies the decay by lr / optim.lr, so that it falls with the square of the learning rate; for
                     wte and wpe with optim.embed_lr, by at most 1
     zero_residual   begins with attproj and fcproj at 0, so that each layer begins as the identity
+    batch_warmup    takes half of a step's micro-batches in the first half of the steps: 3/4 of the tokens that
+                    metrics.jsonl counts
 
-One GPU.  benchmarks/losses/levers_d12.yaml is the series of these, and of `data.align`, which is an option.
+One GPU, and no --resume.  benchmarks/losses/levers_d12.yaml is the series of these, and of `data.align`, an option.
 """
 
+import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gpt2_triton import commands
 from gpt2_triton.commands.app import main as run_command
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.load import load_config
-from gpt2_triton.kernels import device_math, muon
+from gpt2_triton.kernels import device_math, muon, step_io
 from gpt2_triton.model import gpt2
 from gpt2_triton.model.buffers import param_views
+from gpt2_triton.training.step_queue import StepQueue
 
 PEAK = tl.constexpr(1.0)  # optim.lr; set before a kernel is compiled
 
@@ -79,10 +85,28 @@ def _zero_residual(words: Sequence[str]) -> None:
     gpt2.init_weights = without_residual
 
 
+def _batch_warmup(words: Sequence[str]) -> None:
+    launch = StepQueue.launch
+
+    def launch_half(
+        self: StepQueue, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool
+    ) -> None:
+        model, shape = self._model, self._model.shape
+        if step < model.config.train.steps // 2:
+            assert shape.accumulation % 2 == 0, shape
+            model.shape = dataclasses.replace(shape, accumulation=shape.accumulation // 2)
+            inputs[step_io.LOSS_SCALE] *= 2
+        launch(self, step, inputs, batches, with_stats)
+        model.shape = shape
+
+    StepQueue.launch = launch_half  # type: ignore[method-assign]
+
+
 LEVERS: dict[str, Callable[[Sequence[str]], None]] = {
     "cautious": _cautious_decay,
     "decay_schedule": _decay_schedule,
     "zero_residual": _zero_residual,
+    "batch_warmup": _batch_warmup,
 }
 
 

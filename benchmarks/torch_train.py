@@ -7,6 +7,7 @@ GPU.  The model is torch_gpt2.py's, with cuDNN's attention and the padded vocabu
 metrics.jsonl and run.json into DIR, and after the last step the validation loss; there are no checkpoints.
 """
 
+import gc
 import json
 import statistics
 import sys
@@ -44,6 +45,7 @@ def model_like_ours(config: Config) -> GPT2:
     ours, flat = initialised(config)
     p = param_views(flat, ours.dims)
     del ours
+    gc.collect()  # frees its arena
     torch.cuda.empty_cache()
     model = GPT2(config.model)
     norms = [norm for layer in model.layers for norm in (layer.ln_1, layer.ln_2)] + [model.ln_f]

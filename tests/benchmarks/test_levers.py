@@ -1,6 +1,9 @@
 """benchmarks/levers.py: what each lever changes in an update or in the initial weights, and a run with one."""
 
+import copy
+import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +15,12 @@ from gpt2_triton.data.shards import write_shard
 from gpt2_triton.kernels import device_math, muon
 from gpt2_triton.model import gpt2
 from gpt2_triton.model.buffers import param_views
+from gpt2_triton.training.lr_schedule import step_inputs
+from gpt2_triton.training.step_queue import StepQueue
 from tests.benchmarks.test_series import TINY
 from tests.kernels.test_adamw import Adam
 from tests.kernels.test_muon import updated
-from tests.support.tiny import tiny_model
+from tests.support.tiny import packed_batch, tiny_model
 
 # a kernel that was compiled before a lever keeps its update: a lever belongs to a process of its own
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter, which compiles nothing")
@@ -25,7 +30,12 @@ LR, DECAY = 1e-2, 0.5  # decay of 0.005 w in a step: far above the rounding of f
 @pytest.fixture
 def restored(monkeypatch):
     """Undo what a lever replaces."""
-    for module, name in ((device_math, "decayed_update"), (muon, "decayed_update"), (gpt2, "init_weights")):
+    for module, name in (
+        (device_math, "decayed_update"),
+        (muon, "decayed_update"),
+        (gpt2, "init_weights"),
+        (StepQueue, "launch"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(levers, "PEAK", levers.PEAK)
 
@@ -87,9 +97,28 @@ def test_residual_projections_begin_at_zero(storage, restored):
             assert all(torch.equal(a, b) for a, b in zip(getattr(ours, name), getattr(theirs, name), strict=True))
 
 
+def test_half_of_the_batch_in_half_of_the_steps(restored):
+    """The mean loss of a step is over the micro-batches that it takes; those of a whole batch are two here."""
+    levers.LEVERS["batch_warmup"](["quickstart"])
+    model, config = tiny_model(train=dict(steps=4, total_batch_tokens=64))
+    assert model.shape.accumulation == 2
+    batches = [packed_batch(config, seed) for seed in range(6)]
+    given, queue = iter(batches), StepQueue(model, SimpleNamespace(heartbeat=lambda _: None))
+    losses, taken = [], []
+    for step in range(4):
+        queue.launch(step, step_inputs(step, config, 1 / 64), given, with_stats=False)
+        losses.append(queue.finish().loss)
+        taken.append(6 - len(list(itertools.islice(copy.copy(given), 6))))
+    assert taken == [1, 2, 4, 6] and model.shape.accumulation == 2
+    assert all(5 < loss < 6.5 for loss in losses)  # near ln 256 = 5.5: twice or half of it is a wrong scale
+
+
 def test_an_unknown_lever_is_refused(capsys):
     assert levers.main(["bold", "quickstart"]) == 2
-    assert "usage: python -m benchmarks.levers cautious|decay_schedule|zero_residual" in capsys.readouterr().err
+    assert (
+        "usage: python -m benchmarks.levers cautious|decay_schedule|zero_residual|batch_warmup"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
