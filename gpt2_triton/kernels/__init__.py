@@ -1,6 +1,10 @@
 """Every compute operation of GPT-2 training as a Triton kernel.  This package is the schedule's K."""
 
-# ruff: noqa: F401, the imports are the package's attributes
+# ruff: noqa: E402, F401, the imports are the package's attributes
+import os
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c rounds once; the default of Triton before 3.10
+
 from gpt2_triton.kernels import step_io
 from gpt2_triton.kernels.adamw import adamw
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
