@@ -3,10 +3,14 @@
     python -m benchmarks.series FILE --data SHARDS --out RESULTS.jsonl [--minutes M] [--gpus 0,1] [--seeds 0,1,2]
     python -m benchmarks.series FILE --out RESULTS.jsonl --report [--plot FILE.png]
 
-FILE is YAML: `config`, a configuration file; `options` of every run; `arms`, the options of each by its name, of which
-the first is the baseline; `seeds`, how many runs of each arm.  Runs of one seed, whatever the arm, have the same
-initial weights and the same data in the same order.  An arm may set its own `seeds`, the `minutes` of a run, and the
-`program` that trains in place of `gpt2_triton train`: a module of this repository and its first arguments.
+FILE is YAML: `config`, a configuration file; `options` of every run; `arms`, the options of each by its name;
+`baseline`, one of them, by default the first; `seeds`, how many runs of each arm.  Runs of one seed, whatever the arm,
+have the same initial weights and the same data in the same order.  An arm may set:
+
+    seeds, minutes   its own number of runs, and how long one may take
+    program          what trains in place of `gpt2_triton train`: a module of this repository and its first arguments
+    best_of          the beginning of other arms' names: it has the options of the one of them whose first run ended at
+                     the least validation loss, and its own
 
 Each finished run is one line of RESULTS.jsonl.  A run that is there is not made again, so the same command
 resumes a series; with --minutes no run begins that would end later, by the time that the last run of its arm took.
@@ -40,7 +44,7 @@ from gpt2_triton.training.run_info import read_run
 ROOT = Path(__file__).parents[1]
 COLORS = ("#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 POINTS = 200  # of a run's curve that are kept: means of equal numbers of steps
-OWN = ("minutes", "program")  # keys of an arm that are no options
+OWN = ("minutes", "program", "best_of")  # keys of an arm that are no options, beside seeds
 FIRST_GUESS = 3.0  # minutes of an arm that has not run yet
 
 Result = dict[str, Any]  # a line of RESULTS.jsonl
@@ -52,20 +56,25 @@ class Run(NamedTuple):
     options: dict[str, Any]
     minutes: float | None = None  # that the file names
     program: str = "gpt2_triton train"
+    best_of: str = ""  # then options are the arm's own
 
 
 class Series(NamedTuple):
     config: str
     runs: list[Run]  # in the order in which they are made: by seed, then by arm
+    baseline: str
 
 
 def read_series(path: Path) -> Series:
     """Read a series; ValueError if a key is unknown or missing."""
     text = yaml.safe_load(path.read_text())
-    unknown = text.keys() - {"config", "options", "arms", "seeds"}
+    unknown = text.keys() - {"config", "options", "arms", "baseline", "seeds"}
     missing = {"config", "arms", "seeds"} - text.keys()
     if unknown or missing:
         raise ValueError(f"{path}: unknown keys {sorted(unknown)}, missing keys {sorted(missing)}")
+    baseline = text.get("baseline", next(iter(text["arms"])))
+    if baseline not in text["arms"]:
+        raise ValueError(f"{path}: baseline {baseline} is no arm")
     common, runs = text.get("options") or {}, []
     arms = {name: dict(options or {}) for name, options in text["arms"].items()}
     seeds = {name: options.pop("seeds", text["seeds"]) for name, options in arms.items()}
@@ -74,8 +83,13 @@ def read_series(path: Path) -> Series:
         for name, options in arms.items():
             if seed < seeds[name]:
                 seeded = {"train.seed": 42 + seed, "data.seed": 42 + seed}
-                runs.append(Run(name, seed, common | options | seeded, **own[name]))
-    return Series(text["config"], runs)
+                shared = {} if "best_of" in own[name] else common
+                runs.append(Run(name, seed, shared | options | seeded, **own[name]))
+    trials = [run.arm for run in runs if not run.best_of]
+    for name, keys in own.items():
+        if "best_of" in keys and not any(arm.startswith(keys["best_of"]) for arm in trials):
+            raise ValueError(f"{path}: {name}: best_of {keys['best_of']} begins the name of no arm")
+    return Series(text["config"], runs, baseline)
 
 
 # ---- runs ----
@@ -126,35 +140,71 @@ class Queue:
     """The runs that are left, and the file of results; threads of several GPUs share it."""
 
     def __init__(self, series: Series, out: Path, minutes: float):
-        self.out, self.end, self._lock = out, time.monotonic() + 60 * minutes, threading.Lock()
-        done = {(row["arm"], row["seed"]) for row in read_results(out)}
+        self.out, self.end, self._changed = out, time.monotonic() + 60 * minutes, threading.Condition()
+        self._series, self._rows = series, read_results(out)
+        done = {(row["arm"], row["seed"]) for row in self._rows}
         self._left = [run for run in series.runs if (run.arm, run.seed) not in done]
-        self._minutes = {row["arm"]: row["seconds"] / 60 for row in read_results(out)}
-        self._total, self._begin, self.failed = len(self._left), time.monotonic(), 0
+        self._minutes = {row["arm"]: row["seconds"] / 60 for row in self._rows}
+        self._running, self._begin, self.failed = 0, time.monotonic(), 0
 
     def next(self) -> Run | None:
-        """Take the first run that can end in time; None if there is none."""
-        with self._lock:
-            for run in self._left:
-                expected = self._minutes.get(run.arm, run.minutes or FIRST_GUESS)
-                if time.monotonic() + 60 * expected <= self.end:
-                    self._left.remove(run)
-                    return run
-            return None
+        """Take the first run that can end in time; None if there is none.  Wait for the runs that it depends on."""
+        with self._changed:
+            while True:
+                for run in list(self._left):
+                    ready = self._with_options(run)
+                    expected = self._minutes.get(run.arm, run.minutes or FIRST_GUESS)
+                    if ready and self._is_known(ready):
+                        self._left.remove(run)
+                    elif ready and time.monotonic() + 60 * expected <= self.end:
+                        self._left.remove(run)
+                        self._running += 1
+                        return ready
+                if not (self._running and any(run.best_of for run in self._left)):
+                    return None
+                self._changed.wait()
 
-    def add(self, row: Result) -> None:
-        with self._lock:
-            with open(self.out, "a") as file:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            self._minutes[row["arm"]] = row["seconds"] / 60
-            elapsed, left = (time.monotonic() - self._begin) / 60, len(self._left)
-            val = "" if row["val_loss"] is None else f", val {row['val_loss']:.4f}"
-            losses = f"train {row['train_loss']:.4f}{val}, {row['ms']:.2f} ms a step"
-            print_line(
-                f"{row['arm']} seed {row['seed']}: {losses}, {row['seconds']:.0f} s; {elapsed:.1f} min, {left} left"
-            )
+    def _with_options(self, run: Run) -> Run | None:
+        """Return the run with all its options; None as long as the arms of which it is the best lack a first run."""
+        if not run.best_of:
+            return run
+        found = {row["arm"]: row["val_loss"] for row in self._rows if row["seed"] == 0}
+        runs = [r for r in self._series.runs if not r.best_of and r.seed == 0 and r.arm.startswith(run.best_of)]
+        if any(found.get(trial.arm) is None for trial in runs):
+            return None
+        best = min(runs, key=lambda trial: found[trial.arm])
+        return run._replace(options=best.options | run.options, program=best.program)
+
+    def _is_known(self, run: Run) -> bool:
+        """Return whether another arm's result is of the same run, after adding it as a result of this arm."""
+        same = [row for row in self._rows if row["options"] == run.options] if run.best_of else []
+        if same:
+            self._write(same[0] | {"arm": run.arm})
+        return bool(same)
+
+    def _write(self, row: Result) -> None:
+        self._rows.append(row)
+        with open(self.out, "a") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def add(self, run: Run, row: Result | None, why: str = "") -> None:
+        """Add the result of a run, or `why` there is none."""
+        with self._changed:
+            self._running -= 1
+            if row:
+                self._write(row)
+                self._minutes[row["arm"]] = row["seconds"] / 60
+                elapsed, left = (time.monotonic() - self._begin) / 60, len(self._left)
+                val = "" if row["val_loss"] is None else f", val {row['val_loss']:.4f}"
+                losses = f"train {row['train_loss']:.4f}{val}, {row['ms']:.2f} ms a step"
+                took = f"{row['seconds']:.0f} s; {elapsed:.1f} min, {left} left"
+                print_line(f"{run.arm} seed {run.seed}: {losses}, {took}")
+            else:
+                self.failed += 1
+                print_line(f"{run.arm} seed {run.seed}: {why}", error=True)
+            self._changed.notify_all()
 
 
 def work(series: Series, queue: Queue, data: Path, gpu: str, folder: Path) -> None:
@@ -163,14 +213,14 @@ def work(series: Series, queue: Queue, data: Path, gpu: str, folder: Path) -> No
         run_dir, begin = folder / f"{run.arm}-{run.seed}".replace(" ", "_").replace("/", "_"), time.monotonic()
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "4"}
         words = command_of(series, run, data, run_dir)
-        done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        row = None if done.returncode else result_of(run, run_dir, time.monotonic() - begin)
-        if row:
-            queue.add(row)
-        else:
-            queue.failed += 1
+        row, why = None, "its result cannot be read"
+        try:
+            done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             last = "\n".join(done.stdout.splitlines()[-8:])
-            print_line(f"{run.arm} seed {run.seed}: not finished, exit code {done.returncode}\n{last}", error=True)
+            why = f"not finished, exit code {done.returncode}\n{last}"
+            row = None if done.returncode else result_of(run, run_dir, time.monotonic() - begin)
+        finally:
+            queue.add(run, row, why)  # other GPUs may wait for it
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
@@ -239,7 +289,7 @@ def difference(rows: Sequence[Result], arm: str, baseline: str, key: str) -> Dif
 
 
 def report(series: Series, rows: Sequence[Result]) -> str:
-    """Return the table of a series: one line for each arm that has a result, and its difference from the first."""
+    """Return the table of a series: a line for each arm that has a result, and its difference from the baseline."""
     arms = list(dict.fromkeys(run.arm for run in series.runs))
     head = (
         "arm",
@@ -267,7 +317,7 @@ def report(series: Series, rows: Sequence[Result]) -> str:
         tokens = mine[0]["tokens"] / mine[0]["steps"]
         cells += [f"{ms:.2f}", f"{1e3 * tokens / ms:,.0f}"]
         for key in ("train_loss", "val_loss"):
-            found = None if arm == arms[0] else difference(rows, arm, arms[0], key)
+            found = None if arm == series.baseline else difference(rows, arm, series.baseline, key)
             cells.append(f"{found} ({found.pairs})" if found else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

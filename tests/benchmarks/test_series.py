@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 from pathlib import Path
 
@@ -62,11 +63,22 @@ def test_a_wrong_file_is_one_line(tmp_path, capsys):
     assert "unknown keys ['seed'], missing keys ['seeds']" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "old, new, message",
+    [("baseline: best b", "baseline: c", "baseline c is no arm"), ("best_of: a", "best_of: c", "best_of c begins")],
+)
+def test_names_of_no_arm_are_refused(tmp_path, old, new, message):
+    (tmp_path / "wrong.yaml").write_text(TRIALS.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        series.read_series(tmp_path / "wrong.yaml")
+
+
 @pytest.mark.parametrize("file", sorted(Path("benchmarks/losses").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_options_of_the_committed_series_are_valid(file):
     found = series.read_series(file)
     for run in found.runs[:: max(1, len(found.runs) // 8)]:
-        load_config(Path(found.config), [(key, str(value)) for key, value in run.options.items()])
+        options = found.runs[0].options | run.options if run.best_of else run.options
+        load_config(Path(found.config), {key: str(value) for key, value in options.items()})
 
 
 def test_done_runs_are_not_made_again_nor_runs_that_would_end_too_late(tiny, tmp_path):
@@ -80,6 +92,69 @@ def test_done_runs_are_not_made_again_nor_runs_that_would_end_too_late(tiny, tmp
     late = Queue(tiny, out, minutes=1.5)
     late.end = time.monotonic() + 61  # "one" still fits, its other arm's estimate of a minute too
     assert late.next() is not None
+
+
+TRIALS = """
+config: configs/quickstart.yaml
+options: {train.steps: 5, optim.lr: 1}
+seeds: 1
+baseline: best b
+arms:
+  a 1: {program: benchmarks.torch_train}
+  a 2: {optim.lr: 2, program: benchmarks.torch_train}
+  b 1: {optim.lr: 3}
+  best a: {best_of: a, seeds: 2}
+  best b: {best_of: b, train.steps: 4}
+"""
+
+
+@pytest.fixture
+def trials(tmp_path) -> Series:
+    (tmp_path / "trials.yaml").write_text(TRIALS)
+    return series.read_series(tmp_path / "trials.yaml")
+
+
+def result(run, val) -> dict:
+    return row(run.arm, run.seed, 2.0, val, options=run.options)
+
+
+def test_the_best_of_several_arms_is_trained_again(trials, tmp_path):
+    """Its first run is known, that of the arm that is the best."""
+    assert trials.baseline == "best b"
+    queue = Queue(trials, tmp_path / "results.jsonl", minutes=math.inf)
+    for name, val in (("a 1", 2.5), ("a 2", 2.25), ("b 1", 2.125)):
+        run = queue.next()
+        assert run.arm == name
+        queue.add(run, result(run, val))
+    best_b, best_a = queue.next(), queue.next()
+    assert (best_b.arm, best_b.seed, best_a.arm, best_a.seed) == ("best b", 0, "best a", 1)
+    assert {**best_b.options, "train.steps": 5} == trials.runs[2].options and best_b.options["train.steps"] == 4
+    assert {**best_a.options, "train.seed": 42, "data.seed": 42} == trials.runs[1].options
+    assert (best_a.program, best_b.program) == ("benchmarks.torch_train", "gpt2_triton train")
+    copied = series.read_results(tmp_path / "results.jsonl")[-1]
+    assert (copied["arm"], copied["seed"], copied["val_loss"]) == ("best a", 0, 2.25)
+    assert queue.next() is None
+    again = Queue(trials, tmp_path / "results.jsonl", minutes=math.inf)
+    assert [again.next().arm, again.next().arm, again.next()] == ["best b", "best a", None]
+
+
+def test_a_gpu_waits_for_the_runs_that_decide_which_is_best(trials, tmp_path):
+    queue = Queue(trials._replace(runs=trials.runs[2:3] + trials.runs[4:5]), tmp_path / "r.jsonl", minutes=math.inf)
+    run, found = queue.next(), []
+    other = threading.Thread(target=lambda: found.append(queue.next()))
+    other.start()
+    other.join(0.2)
+    assert other.is_alive()
+    queue.add(run, result(run, 2.0))
+    other.join(60)
+    assert found[0].arm == "best b"
+
+
+def test_nothing_waits_for_a_trial_that_failed(trials, tmp_path, capsys):
+    queue = Queue(trials._replace(runs=trials.runs[2:3] + trials.runs[4:5]), tmp_path / "r.jsonl", minutes=math.inf)
+    queue.add(queue.next(), None, "exit code 3")
+    assert queue.next() is None and queue.failed == 1
+    assert "b 1 seed 0: exit code 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("freedom, value", [(1, 12.706), (5, 2.5706), (9, 2.2622), (30, 2.0423), (1000, 1.9623)])
@@ -100,10 +175,10 @@ def test_differences_are_those_of_pairs():
 def test_report_and_picture(tmp_path):
     runs = [series.Run(arm, seed, {}) for seed in (0, 1) for arm in ("a", "b")]
     rows = [row("a", 0, 2.0, 2.5), row("b", 0, 2.1, 2.4), row("a", 1, 2.2, 2.6), row("b", 1, 2.3, 2.6)]
-    text = series.report(Series("c", runs), rows)
+    text = series.report(Series("c", runs, "a"), rows)
     assert "| a | 2 | 2.1000 | 0.1414 | 2.5500 | 0.0707 | 2.00 | 32,000 |  |  |" in text
     assert "+0.1000 +- 0.0000 (2) | -0.0500 +- 0.6353 (2) |" in text
-    series.plot(Series("c", runs), rows, tmp_path / "p.png")
+    series.plot(Series("c", runs, "a"), rows, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
