@@ -9,11 +9,15 @@
     zero_residual   begins with attproj and fcproj at 0, so that each layer begins as the identity
     batch_warmup    takes half of a step's micro-batches in the first half of the steps: 3/4 of the tokens that
                     metrics.jsonl counts
+    bf16_at_end     trains in fp8, if the options say so, up to 9/10 of the steps, and then in bf16; needs --run_dir
 
 One GPU, and no --resume.  benchmarks/losses/levers_d12.yaml is the series of these, and of `data.align`, an option.
 """
 
 import dataclasses
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -102,11 +106,34 @@ def _batch_warmup(words: Sequence[str]) -> None:
     StepQueue.launch = launch_half  # type: ignore[method-assign]
 
 
+def _bf16_at_end(words: Sequence[str]) -> None:
+    steps = load_config(words[0], _overrides(words)).train.steps
+    launch = StepQueue.launch
+
+    def launch_or_stop(
+        self: StepQueue, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool
+    ) -> None:
+        if step == 9 * steps // 10 - 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # saves a checkpoint after this step or the next
+        launch(self, step, inputs, batches, with_stats)
+
+    StepQueue.launch = launch_or_stop  # type: ignore[method-assign]
+
+
+def _continued_in_bf16(words: Sequence[str]) -> list[str]:
+    """Return the command that continues a run of these words in bf16."""
+    words = list(words)
+    if "--train.precision" in words:
+        words[words.index("--train.precision") + 1] = "bf16"
+    return [sys.executable, "-m", "gpt2_triton", "train", *words, "--resume", "must"]
+
+
 LEVERS: dict[str, Callable[[Sequence[str]], None]] = {
     "cautious": _cautious_decay,
     "decay_schedule": _decay_schedule,
     "zero_residual": _zero_residual,
     "batch_warmup": _batch_warmup,
+    "bf16_at_end": _bf16_at_end,
 }
 
 
@@ -115,7 +142,10 @@ def main(words: Sequence[str]) -> int:
         print(f"usage: python -m benchmarks.levers {'|'.join(LEVERS)} CONFIG [--key value ...]", file=sys.stderr)
         return 2
     LEVERS[words[0]](words[1:])
-    return run_command(commands.tools, ["train", *words[1:]])
+    code = run_command(commands.tools, ["train", *words[1:]])
+    if words[0] == "bf16_at_end" and code == 128 + signal.SIGTERM:
+        return subprocess.run(_continued_in_bf16(words[1:])).returncode
+    return code
 
 
 if __name__ == "__main__":

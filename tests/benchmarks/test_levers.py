@@ -3,6 +3,8 @@
 import copy
 import itertools
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -116,7 +118,7 @@ def test_half_of_the_batch_in_half_of_the_steps(restored):
 def test_an_unknown_lever_is_refused(capsys):
     assert levers.main(["bold", "quickstart"]) == 2
     assert (
-        "usage: python -m benchmarks.levers cautious|decay_schedule|zero_residual|batch_warmup"
+        "usage: python -m benchmarks.levers cautious|decay_schedule|zero_residual|batch_warmup|bf16_at_end"
         in capsys.readouterr().err
     )
 
@@ -141,3 +143,23 @@ def test_a_series_with_levers_and_pytorch(tmp_path):
     assert rows["plain"]["val_loss"] != rows["cautious"]["val_loss"]
     np.testing.assert_allclose(curves["PyTorch"], curves["plain"], rtol=5e-3)  # an ulp of bf16 is 4e-3
     assert abs(rows["PyTorch"]["val_loss"] - rows["plain"]["val_loss"]) < 5e-3 * rows["plain"]["val_loss"]
+
+
+@pytest.mark.slow
+def test_a_run_in_fp8_ends_in_bf16(tmp_path):
+    """It continues after 9 of 10 steps, or the next, with the schedule of all."""
+    write_shard(tmp_path / "train.bin", np.random.default_rng(0).integers(0, 250, 4000).astype(np.uint16))
+    words = "--train.batch_size 2 --train.seq_len 16 --train.total_batch_tokens 32 --train.steps 20 --optim.warmup 2"
+    words += (
+        " --model.n_layer 1 --model.n_head 1 --model.n_embd 64 --model.block_size 16 --eval.every 0 --sample.every 0"
+    )
+    words += " --checkpoint.every 0 --train.dtype bf16 --train.precision fp8"
+    words += f" --data.train {tmp_path}/train.bin --data.val {tmp_path}/train.bin --run_dir {tmp_path}/run"
+    command = [sys.executable, "-m", "benchmarks.levers", "bf16_at_end", "configs/quickstart.yaml", *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
+    assert [start["precision"]["products"] for start in starts] == ["fp8", "bf16"]
+    assert 18 <= starts[1]["after_step"] < 20
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 21))
