@@ -63,7 +63,9 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "fp32, muon": dict(train=dict(dtype="fp32"), optim=dict(name="muon", master="none")),
     "fp32, wide heads": dict(train=dict(dtype="fp32"), optim=dict(master="none"), model=dict(n_head=6)),
     "fp8": dict(train=dict(precision="fp8")),
+    "fp8, head": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16="")),
 }
+OTHER_RUNS = ("decoding", "several GPUs")
 
 
 @dataclasses.dataclass
@@ -115,6 +117,7 @@ class Compiler:
         self.kernels: dict[str, list[Any]] = {}
         self.needs: dict[str, Needs] = {}
         self.failures: list[str] = []
+        self.launched: set[str] = set()  # names of kernels, also of those that are left out
 
     def __call__(self, source: Any, **keywords: Any) -> Any:
         try:
@@ -135,7 +138,7 @@ class Compiler:
             self.needs[name].spilled = max(self.needs[name].spilled, int(stored))
 
 
-def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str] = (*RUNS, "decoding")) -> Compiler:
+def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str] = (*RUNS, *OTHER_RUNS)) -> Compiler:
     """Compile the kernels of these runs for a target.
 
     only   the kernels that are not left out: NAME, or NAME:EPILOGUE for one epilogue of a product
@@ -166,6 +169,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
     triton.compiler.compile = compiler = Compiler(compile_kernel)
 
     def run_some(self: JITFunction, *args: Any, **keywords: Any) -> Any:
+        compiler.launched.add(self.__name__)
         names = {self.__name__, f"{self.__name__}:{keywords.get('EPILOGUE')}"}
         return run(self, *args, **keywords) if only is None or names & {*only} else None
 
@@ -184,7 +188,10 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
                 if key == "decoding":
                     for dtype, sequences in itertools.product(table_file.DTYPES, (1, 64)):
                         decode(dtype, sequences)
-                elif target.fp8 or key != "fp8":
+                elif key == "several GPUs":
+                    for others in (1, 3, 7):  # of 2, 4 and 8 ranks
+                        K.add_partials(torch.empty(1 << 20), torch.empty(others, 1 << 20))
+                elif target.fp8 or "fp8" not in key:
                     model(RUNS[key]).compile({(4, 1024)})
             except Exception as error:  # of Triton or of a backend; other runs are compiled nevertheless
                 compiler.failures.append(f"{key}: {type(error).__name__}: {error}")
@@ -212,6 +219,8 @@ if __name__ == "__main__":
     good = True
     for name in options.targets:
         began, compiler = time.perf_counter(), compile_for(name, options.kernels)
+        if unknown := {kernel.partition(":")[0] for kernel in options.kernels or ()} - compiler.launched:
+            parser.error(f"no run of {name} launches {', '.join(sorted(unknown))}")
         print(report(name, compiler), f"{time.perf_counter() - began:.0f} s", sep="\n", flush=True)
         good &= not compiler.failures and all(n.shared <= TARGETS[name].shared for n in compiler.needs.values())
     sys.exit(not good)
