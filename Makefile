@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN ?= runs/quickstart
 
-# torch for a GPU brings its own Triton, which nothing else may replace; torch for CPUs has none.
+# torch for a GPU brings its own Triton, which nothing else may replace; torch for CPUs has none.  An AMD GPU needs
+# pytorch.org's index, and a virtual environment of its own: docs/guide/install.md
 TORCH := $(if $(shell command -v nvidia-smi),torch==2.11.0,torch==2.13.0 triton==3.9.0)
 
 .PHONY: quickstart test lint verify compile-all chaos clean
@@ -37,6 +38,7 @@ clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache loss.png
 
 .venv/torch:
+	@if command -v rocminfo && ! command -v nvidia-smi; then echo "for an AMD GPU see docs/guide/install.md"; exit 1; fi
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	@touch $@

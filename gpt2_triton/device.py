@@ -16,26 +16,27 @@ from gpt2_triton.version import installed
 
 class Gpu(NamedTuple):
     device_names: tuple[str, ...]  # parts of torch.cuda.get_device_name()
+    architecture: str  # as architecture() returns it
     tflops: float  # dense bf16 with fp32 accumulation, from the vendor's data sheet
     memory: float  # GiB, the total of torch.cuda.mem_get_info
 
 
 GPUS = {
-    "a100-40": Gpu(("A100-SXM4-40GB", "A100-PCIE-40GB"), 312.0, 39.4),
-    "a100-80": Gpu(("A100-SXM4-80GB", "A100 80GB PCIe"), 312.0, 79.1),
-    "h100-pcie": Gpu(("H100 PCIe",), 756.0, 79.1),
-    "h100": Gpu(("H100 80GB HBM3",), 989.4, 79.1),
-    "h200": Gpu(("H200",), 989.4, 139.8),
-    "b200": Gpu(("B200",), 2250.0, 178.3),
-    "4090": Gpu(("RTX 4090",), 165.2, 23.5),
-    "l40s": Gpu(("L40S",), 362.0, 44.4),
+    "a100-40": Gpu(("A100-SXM4-40GB", "A100-PCIE-40GB"), "8.0", 312.0, 39.4),
+    "a100-80": Gpu(("A100-SXM4-80GB", "A100 80GB PCIe"), "8.0", 312.0, 79.1),
+    "h100-pcie": Gpu(("H100 PCIe",), "9.0", 756.0, 79.1),
+    "h100": Gpu(("H100 80GB HBM3",), "9.0", 989.4, 79.1),
+    "h200": Gpu(("H200",), "9.0", 989.4, 139.8),
+    "b200": Gpu(("B200",), "10.0", 2250.0, 178.3),
+    "4090": Gpu(("RTX 4090",), "8.9", 165.2, 23.5),
+    "l40s": Gpu(("L40S",), "8.9", 362.0, 44.4),
     # not checked: peaks against data sheets, memory on the GPUs
-    "3090": Gpu(("RTX 3090",), 71.0, 23.5),
-    "5080": Gpu(("RTX 5080",), 112.6, 15.4),
-    "5090": Gpu(("RTX 5090",), 209.5, 31.3),
-    "mi300x": Gpu(("MI300X",), 1307.4, 191.9),
-    "mi355x": Gpu(("MI355X",), 2516.6, 287.9),
-    "7900xtx": Gpu(("RX 7900 XTX",), 122.8, 23.9),
+    "3090": Gpu(("RTX 3090",), "8.6", 71.0, 23.5),
+    "5080": Gpu(("RTX 5080",), "12.0", 112.6, 15.4),
+    "5090": Gpu(("RTX 5090",), "12.0", 209.5, 31.3),
+    "mi300x": Gpu(("MI300X",), "gfx942", 1307.4, 191.9),
+    "mi355x": Gpu(("MI355X",), "gfx950", 2516.6, 287.9),
+    "7900xtx": Gpu(("RX 7900 XTX",), "gfx1100", 122.8, 23.9),
 }
 
 
@@ -94,6 +95,13 @@ def has_fp8(architecture: str) -> bool:
     if architecture.startswith("gfx"):
         return architecture == "gfx950"
     return tuple(int(part) for part in architecture.split(".")) >= (8, 9)
+
+
+def require_fp8(name: str, architecture: str) -> None:
+    """Raise ConfigError if the GPU of this name and architecture has no fp8 products."""
+    if not has_fp8(architecture):
+        needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from compute capability 8.9, AMD gfx950)"
+        raise ConfigError(f"train.precision: {needs}, {name} is {architecture}; set it to bf16")
 
 
 def local_gpu() -> int:

@@ -67,5 +67,6 @@ def notice() -> str | None:
     own = is_own(found, gpu)
     if own and found.source == "measured":
         return None
-    lacks = f"the table of {gpu} is not measured" if own else f"no table for {gpu}: {tuning.table_name()}'s rows"
+    taken = f"{tuning.table_name()}'s rows"
+    lacks = f"launch parameters are not measured on {gpu}: {taken}" if own else f"no table for {gpu}: {taken}"
     return f"{lacks}; `python -m benchmarks tune` in a checkout of version {__version__} may gain"

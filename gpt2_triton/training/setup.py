@@ -22,12 +22,11 @@ from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer
-from gpt2_triton.device import architecture, has_fp8
+from gpt2_triton.device import architecture, require_fp8
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
-from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference import tasks
 from gpt2_triton.kernels import given_table
 from gpt2_triton.model.gpt2 import GPT2
@@ -158,7 +157,8 @@ def build_model(
 
     On a GPU the kernels are compiled.  Raise CheckpointError if the disk has no space for a checkpoint of it.
     """
-    require_fp8(config, group.device)
+    if config.train.precision == "fp8" and group.device == "cuda":
+        require_fp8(torch.cuda.get_device_name(), architecture())
     budget = min(control.all_gather(free_bytes(group.device)))
     fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
     if fitting is not config:
@@ -176,14 +176,6 @@ def build_model(
         resume.check_tensors(start.checkpoint, start.tensors, model.checkpoint_spec())
     model.load(start.tensors)
     return model
-
-
-def require_fp8(config: Config, device: str) -> None:
-    """Raise ConfigError if the run is in fp8 and its GPU has no fp8 products."""
-    if config.train.precision == "fp8" and device == "cuda" and not has_fp8(architecture()):
-        needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from compute capability 8.9, AMD gfx950)"
-        this = f"{torch.cuda.get_device_name()} is {architecture()}"
-        raise ConfigError(f"train.precision: {needs}, {this}; set it to bf16")
 
 
 def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:

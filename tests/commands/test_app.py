@@ -391,6 +391,13 @@ def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch
     assert "TRITON_INTERPRET" not in os.environ
 
 
+def test_plan_of_fp8_names_a_gpu_without_it(here, capsys):
+    words = ["x.yaml", "--plan", "--train.precision", "fp8", "--train.dtype", "bf16", "--gpu"]
+    assert main(train_app, [*words, "MI300X"]) == 2
+    assert "fp8 needs a GPU that multiplies e4m3" in (line := capsys.readouterr().err) and "mi300x is gfx942" in line
+    assert main(train_app, [*words, "4090"]) == 0
+
+
 def test_select_device_selects_the_interpreter_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -213,11 +213,13 @@ def report(name: str, compiler: Compiler) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("targets", nargs="*", choices=TARGETS, default=[*TARGETS])
-    parser.add_argument("--kernels", nargs="+")
+    parser.add_argument("targets", nargs="*", help=f"all by default: {', '.join(TARGETS)}")
+    parser.add_argument("--kernels", nargs="+", help="all by default")
     options = parser.parse_args()
+    if unknown := set(options.targets) - TARGETS.keys():
+        parser.error(f"unknown target {', '.join(sorted(unknown))}; known are {', '.join(TARGETS)}")
     good = True
-    for name in options.targets:
+    for name in options.targets or TARGETS:
         began, compiler = time.perf_counter(), compile_for(name, options.kernels)
         if unknown := {kernel.partition(":")[0] for kernel in options.kernels or ()} - compiler.launched:
             parser.error(f"no run of {name} launches {', '.join(sorted(unknown))}")

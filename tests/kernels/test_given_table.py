@@ -39,7 +39,11 @@ MAY_GAIN = f"; `python -m benchmarks tune` in a checkout of version {__version__
         ("NVIDIA H200", (9, 0), None),
         ("NVIDIA H100 80GB HBM3", (9, 0), f"no table for NVIDIA H100 80GB HBM3: h200's rows{MAY_GAIN}"),
         ("NVIDIA L40S", (8, 9), f"no table for NVIDIA L40S: rtx4090's rows{MAY_GAIN}"),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), f"the table of NVIDIA A100-SXM4-80GB is not measured{MAY_GAIN}"),
+        (
+            "NVIDIA A100-SXM4-80GB",
+            (8, 0),
+            f"launch parameters are not measured on NVIDIA A100-SXM4-80GB: a100's rows{MAY_GAIN}",
+        ),
     ],
 )
 def test_notice_names_a_table_that_was_not_measured_on_this_gpu(on_gpu, gpu, capability, line):

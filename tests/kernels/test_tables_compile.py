@@ -77,6 +77,22 @@ def test_every_portable_kernel_is_compiled():
     assert len(kernels) > 40 and kernels == set(run.stdout.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "no run of sm_80 launches _no_kernel"),
+        (["gfx950", "sm_91"], "unknown target sm_91; known are sm_80, sm_86,"),
+    ],
+)
+def test_compile_targets_takes_all_targets_and_refuses_unknown_names(words, line):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_targets", *words, "--kernels", "_no_kernel"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 2 and f"error: {line}" in run.stderr, run.stderr[-2000:]
+
+
 if __name__ == "__main__":
     compiled = {}
     for target in sys.argv[1:]:

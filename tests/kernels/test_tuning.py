@@ -13,8 +13,6 @@ from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import pipeline
 from gpt2_triton.kernels.table_file import DTYPES, OPTIONS, TABLES, choose, read_table
 from gpt2_triton.kernels.tiles import split_tiles
-from gpt2_triton.training.setup import require_fp8
-from tests.support.tiny import tiny_config
 
 FILES = sorted(file.name for file in TABLES.iterdir())
 GPUS = {file.removesuffix(".json"): read_table(TABLES / file) for file in FILES if file != "interpreter.json"}
@@ -144,9 +142,8 @@ def test_architecture_selects_table_hopper_kernels_and_fp8(gpu, architecture, ca
 
 def test_fp8_without_fp8_products_is_refused_in_one_line(gpu):
     gpu("gfx942", (9, 4))
-    config = tiny_config(train={"precision": "fp8", "dtype": "bf16"})
     with pytest.raises(ConfigError, match="^train.precision: fp8 needs .*, a GPU is gfx942; set it to bf16$"):
-        require_fp8(config, "cuda")
+        device.require_fp8("a GPU", device.architecture())
 
 
 def test_choose_prefers_a_hand_made_table_to_the_capabilitys():
