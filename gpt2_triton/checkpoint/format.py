@@ -53,10 +53,13 @@ class SavedState(BaseModel):
     skipped_in_a_row: Count
     without_update: Count
     rewinds: Count
-    left_out: list[Literal["eval.every", "eval.hellaswag_every", "sample.every", "debug.hash_state"]] = []
+    left_out: list[
+        Literal["eval.every", "eval.hellaswag_every", "eval.tasks_every", "sample.every", "debug.hash_state"]
+    ] = []
     config: dict[str, dict[str, Scalar] | Scalar]
     data: list[_DataRow]
     validation_data: list[_DataRow] = []
+    data_times: dict[str, list[int]] = {}  # mtime_ns of the files of the two, by their keys
     shares: RankSpans | None = None
     second_shares: RankSpans | None = None
 

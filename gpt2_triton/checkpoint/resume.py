@@ -69,6 +69,24 @@ def check_data(step_dir: Path, saved: Rows, current: Rows, key: str, given: str,
     return changed
 
 
+def note_of_times(saved: dict[str, Any], current: dict[str, Any]) -> str:
+    """Return a line about files that have another time than in the checkpoint, "" without any.  Both are the parts of
+    state.json about equal data: of a large file some blocks are compared, so tokens between them may have changed.
+    """
+    times = saved.get("data_times", {})
+    names = [
+        row["name"]
+        for key in times.keys() & current["data_times"].keys()
+        for row, then, now in zip(current[key], times[key], current["data_times"][key])
+        if "blocks" in row and then != now
+    ]
+    if not names:
+        return ""
+    files = f"{min(names)}" + (f" and {len(names) - 1:,} more shards" if len(names) > 1 else "")
+    todo = "if it is no copy, check all of it by --data.verify true"
+    return f"warning: {files}: another time than in the checkpoint; the blocks compared are the same; {todo}"
+
+
 def _describe_files(rows: Rows) -> dict[str, Any]:
     """Return size and hash of each file by name; equal names, of several directories, get a number."""
     described: dict[str, Any] = {}

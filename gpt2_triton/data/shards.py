@@ -109,11 +109,14 @@ class Shard:
 
     def _accept_new_time(self, state: os.stat_result, what: str, expected: str, todo: str) -> None:
         """Accept another time of the same content, as after `touch` or a copy; DataError for another content."""
-        opened, self._state = self._state, state  # reads below compare with the new time
-        before = self.__dict__.pop("fingerprint", None)
-        if before is None or state.st_size != opened.st_size or before != self.fingerprint:
-            self._state = opened
+        known = self.__dict__.get("fingerprint")  # that of the opening, which checkpoints hold
+        if known is None or state.st_size != self._state.st_size or known != self._fingerprint():
             raise bad_data(self.path, what, f"{state.st_size:,} bytes of other content", expected, todo)
+        self._state = state  # reads below compare with the new time
+
+    @property
+    def mtime_ns(self) -> int:
+        return self._state.st_mtime_ns
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -125,6 +128,9 @@ class Shard:
         on another machine has a new one.  0.3 ms for a file in the page cache.  The tokens of the blocks are checked
         against the vocabulary, so that data of another tokenizer is refused before the run begins.
         """
+        return self._fingerprint()
+
+    def _fingerprint(self) -> dict[str, Any]:
         if self._state.st_size <= HEADER_BYTES + 2 * EDGE_BYTES:
             return self.fingerprint_of_ends
         firsts = [i * (self.count - BLOCK_TOKENS) // (BLOCKS - 1) for i in range(BLOCKS)]

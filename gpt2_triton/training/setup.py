@@ -51,8 +51,13 @@ class Data(NamedTuple):
         return {"data": self.train.windows.shards} | validation
 
     def fingerprints(self) -> dict[str, Any]:
-        """Return the part of a checkpoint's state.json that identifies the data."""
+        """Return what identifies the data, on any machine."""
         return {key: [shard.fingerprint for shard in shards] for key, shards in self.shards.items()}
+
+    def saved(self) -> dict[str, Any]:
+        """Return the part of a checkpoint's state.json about the data: fingerprints, and the times of the files."""
+        times = {key: [shard.mtime_ns for shard in shards] for key, shards in self.shards.items()}
+        return self.fingerprints() | {"data_times": times}
 
 
 class Start(NamedTuple):
@@ -133,6 +138,8 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
     files = _check_data(found, saved, config, data)
     notes = [f"resuming after step {saved['step']} from {found}"]
     notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in (changed | files).items()]
+    if not files and (note := resume.note_of_times(saved, data.saved())):
+        notes.append(note)
     return Start(RunState.from_checkpoint(saved), tensors, found, notes, files)
 
 

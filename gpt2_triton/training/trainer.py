@@ -355,7 +355,7 @@ class Trainer:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
         if self._due(step, self.config.checkpoint.every):
             self.state.rewinds = 0
-        about = {"config": saved_config(self.config)} | self.data.fingerprints()
+        about = {"config": saved_config(self.config)} | self.data.saved()
         with self.watchdog.phase(SAVING):
             state = self.state.as_dict() | about | self.model.shard_spans()
             self.checkpointer.save(step, self.model.local_shards(), state, before=self.log.sync)

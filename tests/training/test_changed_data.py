@@ -58,6 +58,24 @@ def cut(path):
     os.truncate(path, 1024)
 
 
+def cut_a_little(path):
+    """Cut behind all that is read next: the size alone shows it."""
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def other_tokens(path):
+    """Write over a shard in place, as `cp` does."""
+    with open(path, "r+b") as file:
+        file.seek(1024)
+        file.write(np.random.default_rng(2).integers(0, 256, 4000).astype(np.uint16).tobytes())
+
+
+def unknown_tokens(path):
+    with open(path, "r+b") as file:
+        file.seek(1024)
+        file.write(b"\xff\xff" * 4000)
+
+
 def wrong_ids(path):
     """Write ids beyond the vocabulary behind the time of the file, as a disk that decays would."""
     state = path.stat()
@@ -68,10 +86,16 @@ def wrong_ids(path):
 
 @pytest.mark.parametrize(
     "change, message",
-    [(cut, "train_1.bin: cut off while it was read, at byte"), (wrong_ids, "outside the vocabulary: got 65535")],
+    [
+        (cut, "train_1.bin: cut off while it was read, at byte"),
+        (cut_a_little, r"train_1.bin: (cut off|changed) while it was read, at byte"),
+        (other_tokens, "train_1.bin: changed while it was read, at byte .*: got 9,024 bytes of other content"),
+        (unknown_tokens, "outside the vocabulary: got 65535"),
+        (wrong_ids, "outside the vocabulary: got 65535"),
+    ],
 )
 def test_run_saves_and_ends_where_training_data_is_damaged(data, tmp_path, monkeypatch, change, message):
-    """The resumed run, on the data as it was, gives the bytes of an unbroken one."""
+    """Resumed on the changed data it is refused; on the data as it was, it gives the bytes of an unbroken run."""
     shutil.copytree(data, tmp_path / "kept")
     original = Trainer._train_step
 
@@ -87,22 +111,25 @@ def test_run_saves_and_ends_where_training_data_is_damaged(data, tmp_path, monke
     assert 2 <= saved["step"] < STEPS and saved["sample"] == 4 * saved["step"] and saved["skipped"] == 0
     assert steps(tmp_path / "run") == list(range(1, saved["step"] + 1))
 
+    with pytest.raises((CheckpointError, DataError), match="is other data than before|outside the vocab|wrong size"):
+        train(run_config(data), tmp_path / "run", resume=True)
     shutil.copy(tmp_path / "kept" / "train_1.bin", data)
     assert train(run_config(data), tmp_path / "run", resume=True) == 0
     assert train(run_config(tmp_path / "kept"), tmp_path / "unbroken", resume=False) == 0
     assert final_bytes(tmp_path / "run") == final_bytes(tmp_path / "unbroken")
 
 
-def test_run_saves_and_ends_where_validation_data_is_damaged(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("change, message", [(cut, "cut off"), (other_tokens, "changed while it was read")])
+def test_run_saves_and_ends_where_validation_data_is_damaged(data, tmp_path, monkeypatch, change, message):
     original = Trainer._validate
 
     def changing(self, step):
         if step == 4:
-            cut(data / "val_0.bin")
+            change(data / "val_0.bin")
         original(self, step)
 
     monkeypatch.setattr(Trainer, "_validate", changing)
-    with pytest.raises(DataError, match="val_0.bin: cut off"):
+    with pytest.raises(DataError, match=f"val_0.bin: {message}"):
         train(run_config(data, eval=dict(every=2, tokens=160)), tmp_path / "run", resume=False)
     assert find_checkpoint(tmp_path / "run").name == "step_00000004"
 
@@ -215,6 +242,21 @@ def test_resume_on_moved_data_with_other_times_continues(data, stopped, tmp_path
     for path in moved.iterdir():
         os.utime(path, (1, 1))
     assert train(resume_config(moved), stopped, resume=True) == 0
+
+
+def test_resume_names_large_shards_that_may_have_changed_between_the_blocks_compared(tmp_path, capsys):
+    """Of a shard of 200,000 tokens 32 blocks of 512 are compared; the time of the file shows the rest."""
+    large = write_data(tmp_path / "large", train_tokens=200_000)
+    config, run = run_config(large, train=dict(steps=2)), tmp_path / "run"
+    assert train(config, run, resume=False) == 0
+    tokens = np.array(map_tokens(large / "train_1.bin"))
+    tokens[1000:5000] = 0  # the second block begins at 6,435
+    write_shard(large / "train_1.bin", tokens)
+    assert train(run_config(large, train=dict(steps=3)), run, resume=True) == 0
+    warning = "warning: train_1.bin: another time than in the checkpoint;"
+    assert warning in (out := capsys.readouterr().out) and "--data.verify true" in out
+    assert train(run_config(large, train=dict(steps=4)), run, resume=True) == 0  # the new time is that of the run
+    assert "another time" not in capsys.readouterr().out
 
 
 def test_resume_from_a_checkpoint_without_validation_data_continues(data, stopped):

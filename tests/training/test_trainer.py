@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.format import state_problem
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.distributed.run_lock import RunLock
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
@@ -101,6 +102,15 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
         train(run_config(), tmp_path, resume=True)
     assert train(run_config(), tmp_path, resume=True) == 0
     assert metrics(tmp_path) == metrics(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
+
+
+def test_checkpoint_may_leave_out_all_that_is_due_between_steps(unbroken, tmp_path):
+    trainer = make_trainer(run_config(), tmp_path)
+    due = list(trainer._tasks())
+    trainer.close()
+    saved = json.loads((find_checkpoint(unbroken) / "state.json").read_text())
+    assert len(due) >= 5 and state_problem(saved | {"left_out": due}) is None
+    assert state_problem(saved | {"left_out": ["train.steps"]}).startswith("left_out.0: ")
 
 
 def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(unbroken, tmp_path, monkeypatch):
