@@ -27,7 +27,7 @@ lint: .venv/installed-dev
 verify: .venv/installed-dev
 	$(BIN)/python -m benchmarks verify
 
-compile-all: .venv/installed-dev # all kernels for GPUs that are not here, AMD's too: half an hour
+compile-all: .venv/installed-dev # all kernels for GPUs that are not here, AMD's too: 20 minutes
 	$(BIN)/python -m tests.kernels.compile_targets
 
 MINUTES ?= 60
