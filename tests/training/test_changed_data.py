@@ -245,7 +245,7 @@ def test_resume_on_moved_data_with_other_times_continues(data, stopped, tmp_path
 
 
 def test_resume_names_large_shards_that_may_have_changed_between_the_blocks_compared(tmp_path, capsys):
-    """Of a shard of 200,000 tokens 32 blocks of 512 are compared; the time of the file shows the rest."""
+    """A resume compares 32 blocks of 512 of the 200,000 tokens; the time of the file shows a change between them."""
     large = write_data(tmp_path / "large", train_tokens=200_000)
     config, run = run_config(large, train=dict(steps=2)), tmp_path / "run"
     assert train(config, run, resume=False) == 0
