@@ -10,6 +10,7 @@ ranks can read what any other number wrote.  With Muon, the tensor v has spans o
 its elements.  File names follow the rules below and are never taken from a file's text.
 """
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from gpt2_triton.files import sha256
 FORMAT = 2  # 1 had no window of losses and norms
 SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state that each rank has its own value of
 STATE, MANIFEST = "state.json", "manifest.json"
+RUN_FILES = ("run.json", "metrics.jsonl", ".lock", "PREEMPTED")  # of a run that may have no checkpoint yet
 STEP_NAME = re.compile(r"step_([0-9]{8,})")
 TENSORS_NAME = re.compile(r"rank_[0-9]{5}\.safetensors")
 
@@ -98,12 +100,28 @@ def list_steps(directory: Path) -> list[tuple[int, Path]]:
 
 
 def enclosing_run(path: Path) -> Path | None:
-    """Return the run whose `checkpoints` directory `path` is, or lies in; None if it is in none."""
-    path = path.absolute().resolve()
-    for directory in (path, *path.parents):
-        if directory.name == "checkpoints" and list_steps(directory):
-            return directory.parent
+    """Return the run whose `checkpoints` directory, also one that is not made yet, `path` is or lies in; None if it is
+    in none.
+    """
+    for directory in _with_parents(path):
+        run = directory.parent
+        is_begun = any(os.path.exists(run / name) for name in RUN_FILES)
+        if directory.name == "checkpoints" and (is_begun or list_steps(directory)):
+            return run
     return None
+
+
+def enclosing_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint that `path` is or lies in, wherever it was copied to; None if it is in none."""
+    for directory in _with_parents(path):
+        if os.path.exists(directory / MANIFEST) and os.path.exists(directory / STATE):  # False where access is denied
+            return directory
+    return None
+
+
+def _with_parents(path: Path) -> tuple[Path, ...]:
+    path = path.absolute().resolve()
+    return path, *path.parents
 
 
 def best_step(state: dict[str, Any]) -> int | None:

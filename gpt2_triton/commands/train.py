@@ -119,22 +119,22 @@ def _start(
     set_env_from_slurm()
     rank, ranks = rank_and_size()
     signals = ShutdownSignals(ranks)
-    is_new = rank == 0 and not (run_dir and run_dir.exists())
-    signals.run_dir = run_dir if is_new else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals.leaving_at_once())
+        if rank == 0:
+            check_run_dir(run_dir, resume)  # before the data is prepared
+            signals.run_dir = run_dir
+        else:
+            sys.stdout = open(os.devnull, "w")
         if not data:
             settings = load_config(config, overrides, ranks)
             StepShape.of(settings, ranks)  # refuses another parallel.gpus before torch is imported
-        if rank == 0:
-            check_run_dir(run_dir, resume)  # before the data is prepared
-        else:
-            sys.stdout = open(os.devnull, "w")
         select_device()  # before numpy is imported
         if data:
             settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
         run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
-        signals.run_dir = run_dir if is_new else None
+        if rank == 0:
+            signals.run_dir = run_dir
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume, signals)

@@ -37,6 +37,7 @@ SETTLE = 2.0  # seconds until two processes without flock see which of them wrot
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # of flock, by file system
 
 Record = dict[str, Any]
+_own_tokens: set[str] = set()  # of this process's records
 
 
 class RunLock:
@@ -56,6 +57,7 @@ class RunLock:
             "token": secrets.token_hex(8),
             "beats": 0,
         }
+        _own_tokens.add(self._record["token"])
         self._ended = threading.Event()
         try:
             self._is_new = not run_dir.exists()
@@ -174,6 +176,31 @@ class RunLock:
 
     def _is_own(self, holder: Record | None) -> bool:
         return holder is not None and holder["token"] == self._record["token"]
+
+
+def other_writer(run_dir: Path) -> str:
+    """Return which other process writes to `run_dir`, or may write, in words; empty if none does.
+
+    This makes no file and waits for no beat: where flock does not decide, the holder in the record may live.
+    """
+    path = run_dir / NAME
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two threads may call this at once
+        held, has_flock = False, True
+    except OSError as error:
+        held, has_flock = isinstance(error, BlockingIOError), False
+    finally:
+        os.close(file)
+    holder = _read(path)
+    if holder is None:
+        return "another process writes" if held else ""
+    if holder["token"] in _own_tokens or has_flock and holder["boot"] == _boot():
+        return ""
+    return f"{_describe(holder)} {'writes' if held else 'may write'}"
 
 
 def _is_file(file: int, path: Path) -> bool:

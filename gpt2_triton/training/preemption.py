@@ -2,8 +2,9 @@
 
 After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends, and a resumed
 run validates and samples as was due; the second ends it at once, as does one before the first step, when there is
-nothing to save.  Each leaves the file PREEMPTED in the run directory, since launchers hide exit codes, if this start
-has made the directory or locked it.  The loop removes that of an earlier start.
+nothing to save.  Each leaves the file PREEMPTED in the run directory, since launchers hide exit codes; before rank 0
+has locked the directory, only rank 0 does, and only if no other process writes there.  The loop removes that of an
+earlier start.
 
 A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  Each rank's request
 therefore travels with its next step's loss, so that all ranks stop after the same step.
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton.console import print_from_handler, print_line
+from gpt2_triton.distributed.run_lock import other_writer
 
 PREEMPTED = "PREEMPTED"  # a file in the run directory of a run that ended before its last step and can be continued
 REPEAT_WINDOW = 5  # seconds in which a signal counts as the same one: launchers forward what the process group also got
@@ -33,11 +35,13 @@ class ShutdownSignals:
         self.received = 0  # number of the signal that this rank received last
         self.time_is_up = False  # train.max_minutes on this rank
         self.all_ranks_agree = False  # some rank had requested the end before the last finished step began
-        self.run_dir: Path | None = None  # for PREEMPTED: a directory that this start makes, or has locked
+        self.run_dir: Path | None = None  # for PREEMPTED: on rank 0 from the start, on others once rank 0 has locked it
+        self.is_locked = False  # run_dir, by rank 0 of this start
         self.made_at = time.monotonic()
         self._ranks, self._received_at = ranks, 0.0
         self._replaced: dict[int, Any] = {}  # the handlers before, by signal
         self._leaves_at_once = False
+        self._leaving = threading.Lock()  # held from the decision to leave at once until the process ends
 
     def listen(self) -> None:
         """Install the handlers, which only the main thread can.  SIGHUP stays ignored if it is, as under nohup."""
@@ -74,14 +78,15 @@ class ShutdownSignals:
     def begin_loop(self) -> None:
         """From now on a signal ends the run after its step."""
         self.listen()
-        self._leaves_at_once = False
+        with self._leaving:
+            self._leaves_at_once = False
 
     def _leave_on_signal(self, pipe: int) -> None:
         while number := os.read(pipe, 1):
-            if self._leaves_at_once and number[0] in NUMBERS:
-                todo = f"; {how_to_continue(self.run_dir)}" if self.run_dir else ""
-                print_line(f"stopped before the first step{todo}")
-                self._leave(number[0])
+            with self._leaving:
+                if self._leaves_at_once and number[0] in NUMBERS:
+                    print_line("; ".join(["stopped before the first step", *self._mark()]))
+                    os._exit(128 + number[0])
         os.close(pipe)
 
     def _handle(self, number: int, _frame: Any) -> None:
@@ -94,9 +99,21 @@ class ShutdownSignals:
         self.received, self._received_at = number, time.monotonic()
 
     def _leave(self, number: int) -> None:
-        if self.run_dir:
-            mark_preempted(self.run_dir)
+        self._mark()
         os._exit(128 + number)
+
+    def _mark(self) -> list[str]:
+        """Leave PREEMPTED, unless another process writes to the run directory; return what follows from it."""
+        if self.run_dir is None:
+            return []
+        try:
+            if not self.is_locked and (other := other_writer(self.run_dir)):
+                return [f"{other} to {self.run_dir}, where this start leaves no {PREEMPTED}"]
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / PREEMPTED).touch()
+        except OSError as error:
+            return [f"cannot make {self.run_dir / PREEMPTED}: {error.strerror}"]
+        return [how_to_continue(self.run_dir)]
 
     @property
     def requested(self) -> bool:
@@ -154,7 +171,7 @@ class TimeLimit:
 
 
 def mark_preempted(run_dir: Path) -> None:
-    """Leave PREEMPTED in the run directory, unless that cannot be written or is not made yet."""
+    """Leave PREEMPTED in the run directory, unless that cannot be written."""
     with contextlib.suppress(OSError):
         (run_dir / PREEMPTED).touch()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from gpt2_triton.checkpoint.format import enclosing_run, list_steps
+from gpt2_triton.checkpoint.format import enclosing_checkpoint, enclosing_run, list_steps
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import print_line
@@ -59,7 +59,10 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
     if run := enclosing_run(run_dir):
-        raise ConfigError(f"--run_dir: {run_dir} holds checkpoints of the run {run}; give that, or choose another")
+        raise ConfigError(f"--run_dir: {run_dir} is for checkpoints of the run {run}; give that, or choose another")
+    if checkpoint := enclosing_checkpoint(run_dir):
+        which = "is a checkpoint" if run_dir.resolve() == checkpoint else f"lies in the checkpoint {checkpoint}"
+        raise ConfigError(f"--run_dir: {run_dir} {which}, not a run; give the directory of a run, or choose another")
     found = list_steps(run_dir / "checkpoints")
     if found and not resume:
         raise ConfigError(

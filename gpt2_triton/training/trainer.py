@@ -50,7 +50,7 @@ def train(config: Config, run_dir: Path | None, resume: Resume = False, signals:
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             consistency.require_shared_run_dir(run_dir, control)
             found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
-            signals.run_dir = run_dir  # which rank 0 has locked
+            signals.is_locked, signals.run_dir = True, run_dir
         with make_trainer(config, run_dir, Path(found) if found else None, watchdog, signals) as trainer:
             code = trainer.run()
     group.close()
@@ -141,9 +141,9 @@ class Trainer:
 
         If data cannot be read, save the last finished step before DataError, which every rank raises.
         """
+        self.signals.begin_loop()
         if self.is_first_rank:
             (self.run_dir / PREEMPTED).unlink(missing_ok=True)  # of an earlier start
-        self.signals.begin_loop()
         try:
             return self._loop()
         except DataError:

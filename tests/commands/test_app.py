@@ -149,10 +149,12 @@ def test_error_of_every_rank_is_printed_once_a_host(here, monkeypatch, capsys, k
     assert capsys.readouterr().err == line
 
 
-def test_before_the_lock_a_signal_marks_a_new_directory_only(here, trained):
-    for run_dir in ("old", "new"):
-        assert main(train_app, ["x.yaml", "--run_dir", run_dir, "--resume"]) == 0
-    assert [signals.run_dir for *_, signals in trained] == [None, Path("new")]
+def test_before_the_lock_a_signal_marks_the_directory_of_this_start(here, trained):
+    for words in (["--run_dir", "old", "--resume"], ["--run_dir", "new"], []):
+        assert main(train_app, ["x.yaml", *words]) == 0
+    old, new, default = [signals.run_dir for *_, signals in trained]
+    assert (old, new) == (Path("old"), Path("new")) and default.parent == Path("runs")
+    assert not any(signals.is_locked for *_, signals in trained)
 
 
 def test_train_takes_the_arguments_of_a_wandb_sweep(here, trained):
@@ -237,7 +239,7 @@ def test_two_starts_in_one_second_have_a_directory_each(here, monkeypatch):
 def test_train_refuses_a_run_dir_inside_checkpoints(here, trained, capsys, given):
     (here / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
     assert main(train_app, ["x.yaml", "--run_dir", given, "--resume"]) == 2 and not trained
-    want = f"error: --run_dir: {given} holds checkpoints of the run {here / 'run'}; give that, or choose another\n"
+    want = f"error: --run_dir: {given} is for checkpoints of the run {here / 'run'}; give that, or choose another\n"
     assert capsys.readouterr().err == want
 
 

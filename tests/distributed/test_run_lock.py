@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_triton.distributed import run_lock
-from gpt2_triton.distributed.run_lock import NAME, RunLock
+from gpt2_triton.distributed.run_lock import NAME, RunLock, other_writer
 from gpt2_triton.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,26 @@ def test_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, holder, capsys, 
     with RunLock(tmp_path):
         assert written(tmp_path)["pid"] == os.getpid()
     assert os.listdir(tmp_path) == [] and capsys.readouterr().out == ""
+
+
+def test_other_writer_is_a_living_one(tmp_path, holder):
+    assert other_writer(tmp_path / "new") == ""
+    assert other_writer(tmp_path).startswith(f"pid {holder.pid} on ") and other_writer(tmp_path).endswith(", writes")
+    holder.kill()
+    holder.wait()
+    assert other_writer(tmp_path) == "" and (tmp_path / NAME).exists()
+    with RunLock(tmp_path):
+        assert other_writer(tmp_path) == ""  # it is this process
+
+
+@pytest.mark.parametrize("flock", [True, False], ids=["flock per host", "no flock"])
+def test_other_writer_on_another_host_may_live(tmp_path, monkeypatch, holder, elsewhere, flock):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    if not flock:
+        without_flock(monkeypatch)
+    assert other_writer(tmp_path).startswith(f"pid {holder.pid} on ") and other_writer(tmp_path).endswith(", may write")
+    (tmp_path / NAME).write_text("[1, 2")
+    assert other_writer(tmp_path) == ""
 
 
 def test_stopped_holder_keeps_the_lock(tmp_path, holder):

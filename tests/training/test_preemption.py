@@ -3,14 +3,15 @@
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.distributed.run_lock import RunLock
 from gpt2_triton.training.preemption import PREEMPTED, REPEAT_WINDOW, BorrowedSignals, ShutdownSignals, TimeLimit
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -110,16 +111,79 @@ def test_signal_before_the_loop_marks_and_ends_the_process(tmp_path, request, nu
     assert out == f"stopped before the first step; the same command with --run_dir {tmp_path}/run --resume continues\n"
 
 
-def test_train_that_is_signalled_while_it_imports_leaves_the_marker(tmp_path, request):
+@pytest.fixture
+def train_signalled_in_imports(tmp_path, request):
+    """Start train.py with `--run_dir tmp_path/run` and more words; a stand-in for torch sends SIGTERM to the process,
+    and its import never ends.  Return what the process has printed.
+    """
+    (tmp_path / "modules").mkdir()
+    stand_in = "import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(1000)"
+    (tmp_path / "modules" / "torch.py").write_text(stand_in)
+
+    def start(*words, **env):
+        command = [sys.executable, "train.py", "configs/quickstart.yaml", "--run_dir", str(tmp_path / "run"), *words]
+        env = os.environ | {"PYTHONPATH": str(tmp_path / "modules")} | env
+        ended = subprocess.run(command, cwd=request.config.rootpath, env=env, capture_output=True, text=True)
+        assert ended.returncode == 143, ended.stderr
+        return ended.stdout
+
+    return start
+
+
+@pytest.mark.parametrize("found", ["nothing", "a run", "a run that was killed"])
+def test_train_that_is_signalled_while_it_imports_leaves_the_marker(tmp_path, train_signalled_in_imports, found):
     run_dir = tmp_path / "run"
-    command = [sys.executable, "train.py", "configs/quickstart.yaml", "--run_dir", str(run_dir)]
-    with subprocess.Popen(command, cwd=request.config.rootpath, stdout=subprocess.PIPE, text=True) as process:
-        while not run_dir.exists():
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait() == 143
-        assert process.stdout.read().endswith(f" with --run_dir {run_dir} --resume continues\n")
+    if found != "nothing":
+        run_dir.mkdir()
+        (run_dir / "config.yaml").touch()
+    if found == "a run that was killed":
+        killed = "import os, sys; from pathlib import Path; from gpt2_triton.distributed.run_lock import RunLock"
+        killed += "; RunLock(Path(sys.argv[1])); os._exit(9)"
+        subprocess.run([sys.executable, "-c", killed, str(run_dir)])
+        assert (run_dir / ".lock").exists()
+    out = train_signalled_in_imports("--resume")
+    hint = f"the same command with --run_dir {run_dir} --resume continues"
+    assert out.splitlines()[-1] == f"stopped before the first step; {hint}"
     assert (run_dir / PREEMPTED).exists()
+
+
+def test_train_that_is_signalled_while_it_imports_leaves_another_run_alone(tmp_path, train_signalled_in_imports):
+    with RunLock(tmp_path / "run"):
+        out = train_signalled_in_imports("--resume")
+        assert os.listdir(tmp_path / "run") == [".lock"]
+    holder = f"pid {os.getpid()} on {socket.gethostname()}, started "
+    assert out.splitlines()[-1].startswith(f"stopped before the first step; {holder}")
+    assert out.endswith(f", writes to {tmp_path}/run, where this start leaves no {PREEMPTED}\n")
+
+
+def test_train_that_is_signalled_while_it_imports_marks_on_rank_0_alone(tmp_path, train_signalled_in_imports):
+    ranks = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert train_signalled_in_imports("--resume", RANK="1", **ranks) == ""
+    assert os.listdir(tmp_path) == ["modules"]
+    assert "continues\n" in train_signalled_in_imports("--resume", RANK="0", **ranks | {"LOCAL_RANK": "0"})
+    assert os.listdir(tmp_path / "run") == [PREEMPTED]
+
+
+def test_signal_while_checkpoints_are_verified_leaves_the_marker(exit_codes, tmp_path):
+    """This process has locked the directory, and `signals` is told of it only afterwards."""
+    signals = ShutdownSignals(1)
+    signals.run_dir = tmp_path
+    signals.listen()
+    with RunLock(tmp_path):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert exit_codes == [143] and sorted(os.listdir(tmp_path)) == [".lock", PREEMPTED]
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_marker_that_cannot_be_made_is_named(tmp_path, request, place):
+    (tmp_path / "file").touch()
+    program = STARTING.replace('"run"', repr(place)).replace("signal.pause()", "") + "\n"
+    program = program.replace('print("starting", flush=True)', "signal.raise_signal(signal.SIGTERM)")
+    command = [sys.executable, "-c", program, str(tmp_path), "C"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=request.config.rootpath)
+    line = f"stopped before the first step; cannot make {tmp_path}/{place}/PREEMPTED: Not a directory\n"
+    assert ended.returncode == 143 and ended.stdout == line
 
 
 def test_leaving_at_once_restores_the_handlers():

@@ -7,12 +7,14 @@ import shutil
 
 import pytest
 
-from gpt2_triton.checkpoint.format import enclosing_run
+from gpt2_triton.checkpoint.format import RUN_FILES, enclosing_run
 from gpt2_triton.checkpoint.load import read_checkpoint
-from gpt2_triton.distributed.run_lock import RunLock
+from gpt2_triton.distributed.run_lock import NAME, RunLock
 from gpt2_triton.errors import CheckpointError, ConfigError
+from gpt2_triton.training import metrics, run_info
 from gpt2_triton.training.preemption import PREEMPTED
 from gpt2_triton.training.run_dir import open_run_dir
+from gpt2_triton.training.start import check_run_dir
 from tests.support.checkpoints import STEP_10, STEP_20, write
 
 METRICS = '{"step": 1, "loss": 2.0}\n{"step": 7, "loss": 1.0}\n'
@@ -89,6 +91,28 @@ def test_directory_inside_checkpoints_belongs_to_their_run(tmp_path, inside):
     (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoints")
     assert enclosing_run(tmp_path / "run" / "checkpoints" / inside) == tmp_path / "run"
     assert enclosing_run(tmp_path / "link" / inside) == tmp_path / "run"
+
+
+@pytest.mark.parametrize("inside", ["", "new"])
+@pytest.mark.parametrize("file", [run_info.RUN, metrics.METRICS, NAME, PREEMPTED])
+def test_checkpoints_of_a_run_that_has_none_yet_are_no_run_directory(tmp_path, file, inside):
+    (tmp_path / file).touch()
+    path = tmp_path / "checkpoints" / inside
+    assert file in RUN_FILES and enclosing_run(path) == tmp_path
+    with pytest.raises(ConfigError, match=f"^--run_dir: {path} is for checkpoints of the run {tmp_path}; "):
+        check_run_dir(path, True)
+    assert os.listdir(tmp_path) == [file]
+
+
+@pytest.mark.parametrize("inside", ["", "new", "new/run"])
+def test_checkpoint_that_was_copied_elsewhere_is_no_run_directory(tmp_path, inside):
+    shutil.copytree(write(tmp_path / "run" / "checkpoints", 10), tmp_path / "kept" / STEP_10)
+    (tmp_path / "link").symlink_to(tmp_path / "kept" / STEP_10)
+    for path in (tmp_path / "kept" / STEP_10, tmp_path / "link"):
+        which = f"lies in the checkpoint {tmp_path / 'kept' / STEP_10}" if inside else "is a checkpoint"
+        with pytest.raises(ConfigError, match=f"^--run_dir: {path / inside} {which}, not a run; give the directory of"):
+            check_run_dir(path / inside, True)
+    check_run_dir(tmp_path / "kept", True)
 
 
 def test_directory_of_that_name_may_hold_runs(tmp_path):
