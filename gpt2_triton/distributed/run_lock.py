@@ -188,7 +188,7 @@ def _read(path: Path) -> Record | None:
     """Return the record of the file, opened at each call so that NFS shows what others wrote; None if it has none."""
     try:
         record = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and {"host", "pid", "started", "boot", "token"} <= record.keys() else None
 

@@ -54,12 +54,21 @@ def describe_start(
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """Return run.json; an empty dictionary if there is none or it cannot be read."""
+    """Return run.json, with a list of dictionaries as "starts"; an empty dictionary if there is none or it cannot be
+    read.
+    """
     try:
         found = json.loads((run_dir / RUN).read_text(encoding="utf-8"))
+        json.dumps(found, indent=1)  # RecursionError here, and not when it is written again
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    starts, run_id = found.get("starts"), found.get("wandb_id")
+    return {
+        "wandb_id": run_id if isinstance(run_id, str) else None,
+        "starts": [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else [],
+    }
 
 
 def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:

@@ -142,7 +142,8 @@ class Trainer:
         If data cannot be read, save the last finished step before DataError, which every rank raises.
         """
         if self.is_first_rank:
-            (self.run_dir / PREEMPTED).unlink(missing_ok=True)  # of an earlier start
+            with contextlib.suppress(OSError):  # none is there, or a directory of that name
+                (self.run_dir / PREEMPTED).unlink()  # of an earlier start
         self.signals.begin_loop()
         try:
             return self._loop()

@@ -142,7 +142,19 @@ def test_run_dir_that_cannot_be_written_is_refused(tmp_path):
         RunLock(tmp_path / "file" / "run")
 
 
-def test_damaged_record_holds_nothing(tmp_path):
-    (tmp_path / NAME).write_text("[1, 2")
+@pytest.mark.parametrize("text", ["[1, 2", "[" * 100_000, "7", "{}"], ids=lambda text: text[:6])
+def test_damaged_record_holds_nothing(tmp_path, text):
+    (tmp_path / NAME).write_text(text)
     with RunLock(tmp_path):
         assert written(tmp_path)["pid"] == os.getpid()
+
+
+@pytest.mark.timeout(60)
+def test_damaged_record_does_not_end_the_beats(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "INTERVAL", 0.01)
+    with RunLock(tmp_path) as lock:
+        (tmp_path / NAME).write_text("[" * 100_000)
+        while (tmp_path / NAME).stat().st_size > 1000 and lock._thread.is_alive():
+            time.sleep(0.01)
+        assert lock._thread.is_alive()
+    assert os.listdir(tmp_path) == []

@@ -237,6 +237,13 @@ def test_run_json_has_an_entry_for_each_start(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["starts"] == [{"git": "c"}]
 
 
+@pytest.mark.parametrize("starts", [5, "text", {"git": "a"}, [5, [], None]], ids=str)
+def test_run_json_of_another_shape_counts_as_empty(tmp_path, starts):
+    (tmp_path / "run.json").write_text(json.dumps({"wandb_id": 7, "starts": starts}))
+    Logger(tmp_path, config(), 6, about={"git": "b"}).close()
+    assert json.loads((tmp_path / "run.json").read_text()) == {"wandb_id": None, "starts": [{"git": "b"}]}
+
+
 def test_duration_formats():
     assert [duration(s) for s in (0.4, 12, 245, 4980, 360_000)] == ["0s", "12s", "4m 05s", "1h 23m", "100h 00m"]
 
