@@ -29,8 +29,10 @@ from typing import Any
 
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import open_regular, read_regular, run_dir_error
 
 NAME = ".lock"
+MOST_BYTES = 1 << 12  # of a record
 INTERVAL = 10.0  # seconds between two beats
 LEASE = 40.0  # seconds without a beat after which a holder that flock knows nothing of counts as dead
 SETTLE = 2.0  # seconds until two processes without flock see which of them wrote its record last
@@ -62,7 +64,7 @@ class RunLock:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = self._take()
         except OSError as error:
-            raise ConfigError(f"--run_dir: cannot write to {run_dir}: {error.strerror}; choose another") from error
+            raise run_dir_error(run_dir, error) from error
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
         self._thread.start()
 
@@ -92,7 +94,7 @@ class RunLock:
     def _take(self) -> int:
         """Return the descriptor of the locked file that holds this process's record."""
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            file = open_regular(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 has_flock = self._flock(file)
                 self._wait_for_holder(has_flock)
@@ -187,7 +189,7 @@ def _is_file(file: int, path: Path) -> bool:
 def _read(path: Path) -> Record | None:
     """Return the record of the file, opened at each call so that NFS shows what others wrote; None if it has none."""
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(read_regular(path, MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and {"host", "pid", "started", "boot", "token"} <= record.keys() else None
