@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpt2_triton.errors import ConfigError, UserError
+from gpt2_triton.errors import CheckpointError, ConfigError, UserError
 
 HASH_BYTES = 1 << 22
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a write without space: on the disk, or in a quota
 MARK = r"([0-9]+(?:-[0-9]+)?)"  # of a process in the name of a file that it is writing
 
 
@@ -178,12 +179,21 @@ def utf8_path(path: Path) -> Iterator[Path]:
 
 
 def run_dir_error(run_dir: Path, error: OSError) -> UserError:
-    """Return the error for a run directory in which a file cannot be opened or written."""
+    """Return the error for a run directory in which a file cannot be made, read or written: CheckpointError, as for
+    one without room for a checkpoint, if the disk or a quota is full.
+    """
+    if error.errno in FULL:
+        what = f"{error.strerror}, {_free_space(run_dir):,} bytes free on its disk"
+        return CheckpointError(f"--run_dir: no room in {run_dir}: {what}; make room, or choose another")
     return ConfigError(f"--run_dir: cannot write to {run_dir}: {error.strerror}; choose another")
 
 
 def missing_space(directory: Path, needed: int) -> tuple[int, int] | None:
     """Return (needed, free) in bytes if `needed` bytes do not fit under `directory`, which may not exist yet."""
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    free = _free_space(directory)
     return (needed, free) if free < needed else None
+
+
+def _free_space(directory: Path) -> int:
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free

@@ -26,7 +26,10 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     held.enter_context(RunLock(run_dir))
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
     if found is None:
-        _begin(run_dir, resume)
+        try:
+            _begin(run_dir, resume)
+        except OSError as error:
+            raise run_dir_error(run_dir, error) from error
     return found
 
 
@@ -35,10 +38,7 @@ def _begin(run_dir: Path, resume: Resume) -> None:
     if resume == "must":
         todo = "correct --run_dir, or give --resume alone to start a new run"
         raise CheckpointError(f"--resume must: {run_dir} has no checkpoint; {todo}")
-    try:
-        logged = _logged(run_dir)
-    except OSError as error:
-        raise run_dir_error(run_dir, error) from error
+    logged = _logged(run_dir)
     if logged and not resume:
         todo = "add --resume to keep them aside and start again, or choose another"
         raise ConfigError(f"--run_dir: {run_dir} has {logged}, but no checkpoint; {todo}")

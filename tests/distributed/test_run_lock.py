@@ -4,17 +4,19 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpt2_triton.distributed import run_lock
 from gpt2_triton.distributed.run_lock import NAME, RunLock
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[2]
 HOLD = "import sys; from gpt2_triton.distributed import run_lock; from pathlib import Path"
@@ -140,6 +142,36 @@ def test_run_dir_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write to .*; choose another"):
         RunLock(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate", "fsync"])
+@pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
+def test_full_disk_is_refused_with_the_bytes_free_and_leaves_nothing(tmp_path, monkeypatch, number, call, flock):
+    if not flock:
+        without_flock(monkeypatch)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1234))
+    monkeypatch.setattr(os, call, lambda *_: refuse_write(number))
+    for run in (tmp_path / "new", tmp_path):
+        with pytest.raises(CheckpointError) as error:
+            RunLock(run)
+        what = f"no room in {run}: {os.strerror(number)}, 1,234 bytes free on its disk"
+        assert str(error.value) == f"--run_dir: {what}; make room, or choose another"
+        assert os.listdir(tmp_path) == []
+
+
+def test_full_disk_leaves_the_record_of_a_dead_process(tmp_path, monkeypatch, holder):
+    holder.kill()
+    holder.wait()
+    before = written(tmp_path)
+    monkeypatch.setattr(os, "pwrite", lambda *_: refuse_write(errno.ENOSPC))
+    with pytest.raises(CheckpointError, match="no room in"):
+        RunLock(tmp_path)
+    assert written(tmp_path) == before
+
+
+def refuse_write(number):
+    raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "[" * 100_000, "7", "{}"], ids=lambda text: text[:6])

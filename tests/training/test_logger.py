@@ -8,7 +8,7 @@ import pytest
 
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.logger import Logger, duration
 from gpt2_triton.training.lr_schedule import learning_rate
@@ -186,6 +186,15 @@ def test_logger_refuses_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "config.yaml").rmdir()
     (tmp_path / "run.json").mkdir()
     with pytest.raises(ConfigError, match=f"--run_dir: cannot write to {tmp_path}: Is a directory; choose another"):
+        Logger(tmp_path, config())
+
+
+def test_logger_refuses_a_full_disk(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gpt2_triton.training.logger.write_atomic", refuse)
+    with pytest.raises(CheckpointError, match=f"--run_dir: no room in {tmp_path}: No space left on device, .* bytes"):
         Logger(tmp_path, config())
 
 
