@@ -17,7 +17,7 @@ from gpt2_triton.kernels import given_table
 from gpt2_triton.version import code_state, package_versions
 
 RUN = "run.json"
-MOST_BYTES = 1 << 24  # of run.json, which grows by 2 KB with each start
+MOST_BYTES = 1 << 24  # of run.json, which grows by about 1 KB with each start
 
 
 def describe_start(
