@@ -18,6 +18,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from gpt2_triton.errors import ClosedOutputError
+from gpt2_triton.files import open_regular
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
@@ -109,7 +110,7 @@ class LogFile:
         self._open()
 
     def _open(self) -> None:
-        self._file = open(self._path, "ab", buffering=0)
+        self._file = open(self._path, "ab", buffering=0, opener=open_regular)
         self._stat = os.fstat(self._file.fileno())
 
     def write(self, text: str) -> None:

@@ -1,18 +1,46 @@
 """File writes that a crash cannot leave half done, and what goes with them: fsync, sha256, free space."""
 
+import errno
 import glob
 import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import CheckpointError, ConfigError, UserError
 
 HASH_BYTES = 1 << 22
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a write without space: on the disk, or in a quota
 MARK = r"([0-9]+(?:-[0-9]+)?)"  # of a process in the name of a file that it is writing
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Return a descriptor of a file, which is also made here with O_CREAT; to be given to `open` as its opener.
+
+    OSError for what is not a regular file, at once: to open a pipe would wait for its other end.
+    """
+    irregular = OSError(errno.EINVAL, f"{Path(path).name} is not a regular file", str(path))
+    try:
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        raise irregular if error.errno == errno.ENXIO else error from None  # a pipe without a reader, or a socket
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise irregular
+
+
+def read_regular(path: Path, most: int | None = None) -> bytes:
+    """Return the content of a regular file; OSError if it has more than `most` bytes, which are then not all read."""
+    with open(path, "rb", opener=open_regular) as file:
+        content = file.read(-1 if most is None else most + 1)
+    if most is not None and len(content) > most:
+        raise OSError(errno.EFBIG, f"{path.name} has more than {most:,} bytes", str(path))
+    return content
 
 
 def fsync(path: Path) -> None:
@@ -102,10 +130,17 @@ def remove_abandoned(directory: Path, hidden: re.Pattern[str], own: bool = False
     for path in directory.iterdir():
         match = hidden.fullmatch(path.name)
         if match and (own and match[1] == process_mark() or not _is_running(match[1])):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all that is in it, as far as possible, or what else has this name; `shutil.rmtree` would
+    wait for the other end of a pipe.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")  # of text that can be tokenised
@@ -143,8 +178,22 @@ def utf8_path(path: Path) -> Iterator[Path]:
         os.close(handle)
 
 
+def run_dir_error(run_dir: Path, error: OSError) -> UserError:
+    """Return the error for a run directory in which a file cannot be made, read or written: CheckpointError, as for
+    one without room for a checkpoint, if the disk or a quota is full.
+    """
+    if error.errno in FULL:
+        what = f"{error.strerror}, {_free_space(run_dir):,} bytes free on its disk"
+        return CheckpointError(f"--run_dir: no room in {run_dir}: {what}; make room, or choose another")
+    return ConfigError(f"--run_dir: cannot write to {run_dir}: {error.strerror}; choose another")
+
+
 def missing_space(directory: Path, needed: int) -> tuple[int, int] | None:
     """Return (needed, free) in bytes if `needed` bytes do not fit under `directory`, which may not exist yet."""
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    free = _free_space(directory)
     return (needed, free) if free < needed else None
+
+
+def _free_space(directory: Path) -> int:
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free

@@ -19,7 +19,7 @@ OUTSIDE = {"benchmarks", "eval", "tests", "train"}
 GROUND = "errors console device files version"
 ROOMS = {
     "errors": "",
-    "console": "errors",
+    "console": "errors files",
     "device": "errors fast_interpreter version",
     "fast_interpreter": "",
     "files": "errors",
@@ -27,7 +27,7 @@ ROOMS = {
     "kernels": "kernels",
     "config": "errors config",
     "data": "errors console files data",
-    "distributed": "errors console device distributed",
+    "distributed": "errors console device files distributed",
     "model": "errors device console config data.packing distributed model",
     "checkpoint": "errors console files config data.tokenizer distributed.control model.buffers model.memory_plan "
     "checkpoint",

@@ -1,6 +1,5 @@
 """Save checkpoints while training continues: tensors are copied to host memory, and a thread writes the copy."""
 
-import errno
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from gpt2_triton.checkpoint.tensor_file import Progress
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import FULL
 
 UNKNOWN_RATE = 1e8  # bytes per second that a save is assumed to write before the first: those of a slow shared disk
 
@@ -103,7 +103,7 @@ class AsyncCheckpointer:
         if not isinstance(error, OSError):
             raise error  # a bug
         # recognised by its text: errors of other ranks have no number
-        full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+        full = any(os.strerror(number) in str(error) for number in FULL)
         older = "; older ones stay" if any(self._directory.glob("step_*")) else ""
         todo = "free some space" if full else "make it writable"
         failure = f"{self._directory}: a checkpoint could not be written ({error}){older}; {todo}"

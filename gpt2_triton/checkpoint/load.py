@@ -34,7 +34,7 @@ from gpt2_triton.checkpoint.format import (
 )
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import utf8_path
+from gpt2_triton.files import read_regular, utf8_path
 
 ATTEMPTS = 100  # to read from a run that deletes steps
 SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
@@ -122,7 +122,7 @@ def saved_step(step_dir: Path) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON ({error}); choose another step") from error
     if not isinstance(content, dict):

@@ -33,7 +33,7 @@ from gpt2_triton.checkpoint.tensor_file import Progress, write_tensors
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import MARK, fsync, process_mark, remove_abandoned
+from gpt2_triton.files import MARK, fsync, process_mark, remove, remove_abandoned
 
 WAITING = "waiting for the files of other ranks"
 FILES_BYTES = 1 << 20  # more than state, manifest and the header of the tensors take
@@ -189,4 +189,4 @@ def _discard(path: Path) -> None:
     """Delete a checkpoint.  It is renamed first, so that a kill leaves no partial checkpoint under its name."""
     hidden = _hidden(path, "old")
     os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)  # the next save removes what is left
+    remove(hidden)  # the next save removes what is left

@@ -15,6 +15,7 @@ seconds.  No two clocks are compared.
 A holder that was stopped for longer than LEASE and finds another's record ends with exit code 1.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -29,8 +30,10 @@ from typing import Any
 
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import open_regular, read_regular, run_dir_error
 
 NAME = ".lock"
+MOST_BYTES = 1 << 12  # of a record
 INTERVAL = 10.0  # seconds between two beats
 LEASE = 40.0  # seconds without a beat after which a holder that flock knows nothing of counts as dead
 SETTLE = 2.0  # seconds until two processes without flock see which of them wrote its record last
@@ -44,7 +47,8 @@ class RunLock:
     """Holds the lock of `run_dir` from its making to `release`.  The directory is made if it does not exist, and
     removed at the end if it was made here and is empty.
 
-    Raise ConfigError if another process holds the lock, or if the directory cannot be written.
+    Raise ConfigError if another process holds the lock, or if the directory cannot be written; CheckpointError if its
+    disk is full.  Nothing that was made here is then left.
     """
 
     def __init__(self, run_dir: Path):
@@ -59,12 +63,14 @@ class RunLock:
         }
         _own_tokens.add(self._record["token"])
         self._ended = threading.Event()
+        self._is_new = False  # the directory
         try:
             self._is_new = not run_dir.exists()
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = self._take()
         except OSError as error:
-            raise ConfigError(f"--run_dir: cannot write to {run_dir}: {error.strerror}; choose another") from error
+            self._remove_directory()
+            raise run_dir_error(run_dir, error) from error
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
         self._thread.start()
 
@@ -80,26 +86,28 @@ class RunLock:
         """Remove the file and end the lock."""
         self._ended.set()
         self._thread.join()
-        try:
+        with contextlib.suppress(OSError):  # the directory is gone, or cannot be written
             if _is_file(self._file, self._path) and self._is_own(_read(self._path)):
                 self._path.unlink()
+        self._remove_directory()
+        os.close(self._file)
+
+    def _remove_directory(self) -> None:
+        with contextlib.suppress(OSError):  # not empty, or gone
             if self._is_new:
                 self._run_dir.rmdir()
-        except OSError:
-            pass  # the directory is not empty, or gone
-        os.close(self._file)
 
     # ---- taking it ----
 
     def _take(self) -> int:
         """Return the descriptor of the locked file that holds this process's record."""
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            file, is_new = self._open()
             try:
                 has_flock = self._flock(file)
                 self._wait_for_holder(has_flock)
                 if _is_file(file, self._path):  # else its holder has removed it meanwhile
-                    self._write(file)
+                    self._write_first(file, is_new)
                     if not has_flock:
                         time.sleep(SETTLE)
                         self._refuse_unless(self._is_own(_read(self._path)))
@@ -108,6 +116,23 @@ class RunLock:
                 os.close(file)
                 raise
             os.close(file)
+
+    def _open(self) -> tuple[int, bool]:
+        """Return the descriptor of the file, and whether it was made here."""
+        try:
+            return open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
+        except FileExistsError:
+            return open_regular(self._path, os.O_RDWR | os.O_CREAT, 0o644), False
+
+    def _write_first(self, file: int, is_new: bool) -> None:
+        """Write the record; remove a file that was made here if the disk refuses that."""
+        try:
+            self._write(file)
+        except OSError:
+            holder = _read(self._path)
+            if is_new and (holder is None or self._is_own(holder)):
+                self._path.unlink(missing_ok=True)
+            raise
 
     def _flock(self, file: int) -> bool:
         """Lock the file; return False where there is no flock; ConfigError if another process has it."""
@@ -214,8 +239,8 @@ def _is_file(file: int, path: Path) -> bool:
 def _read(path: Path) -> Record | None:
     """Return the record of the file, opened at each call so that NFS shows what others wrote; None if it has none."""
     try:
-        record = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        record = json.loads(read_regular(path, MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and {"host", "pid", "started", "boot", "token"} <= record.keys() else None
 

@@ -12,8 +12,7 @@ from typing import Any
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import LogFile, print_line
-from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import write_atomic
+from gpt2_triton.files import run_dir_error, write_atomic
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import (
@@ -60,7 +59,7 @@ class Logger:
         try:
             self._open(resume_step, wandb_id)
         except OSError as error:
-            raise ConfigError(f"--run_dir: cannot write to {run_dir}: {error.strerror}; choose another") from error
+            raise run_dir_error(run_dir, error) from error
 
     def _open(self, resume_step: int, wandb_id: str | None) -> None:
         run_dir, config, about = self._run_dir, self.config, self._about

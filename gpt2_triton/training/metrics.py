@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton.console import print_line
-from gpt2_triton.files import write_atomic
+from gpt2_triton.files import open_regular, write_atomic
 
 METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
@@ -38,7 +38,7 @@ def read_metrics(path: Path) -> list[Record]:
     """Return the records of a metrics file, without a last line that a crash cut short.  Other damaged lines are left
     out with a warning.
     """
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, encoding="utf-8", errors="replace", opener=open_regular) as file:
         lines = [line for line in file if line.endswith("\n")]
     records = [_record(line) for line in lines if line.strip()]
     if damaged := records.count(None):

@@ -11,6 +11,7 @@ from gpt2_triton.checkpoint.load import latest_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.run_lock import RunLock
 from gpt2_triton.errors import CheckpointError, ConfigError
+from gpt2_triton.files import run_dir_error
 from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
@@ -25,7 +26,10 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     held.enter_context(RunLock(run_dir))
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
     if found is None:
-        _begin(run_dir, resume)
+        try:
+            _begin(run_dir, resume)
+        except OSError as error:
+            raise run_dir_error(run_dir, error) from error
     return found
 
 
@@ -46,9 +50,10 @@ def _begin(run_dir: Path, resume: Resume) -> None:
 def _logged(run_dir: Path) -> str:
     """Return what metrics.jsonl holds, in words; empty if it holds nothing."""
     metrics = run_dir / METRICS
-    if not metrics.exists() or not metrics.stat().st_size:
+    if not metrics.exists():
         return ""
-    return f"metrics up to step {max((record['step'] for record in read_metrics(metrics)), default=0)}"
+    last = max((record["step"] for record in read_metrics(metrics)), default=0)
+    return f"metrics up to step {last}" if metrics.stat().st_size else ""
 
 
 def _keep_aside(run_dir: Path) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.files import write_atomic
+from gpt2_triton.files import read_regular, write_atomic
 from gpt2_triton.kernels import given_table
 from gpt2_triton.version import code_state, package_versions
 
 RUN = "run.json"
+MOST_BYTES = 1 << 24  # of run.json, which grows by about 1 KB with each start
 
 
 def describe_start(
@@ -54,12 +55,21 @@ def describe_start(
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """Return run.json; an empty dictionary if there is none or it cannot be read."""
+    """Return run.json, with a list of dictionaries as "starts"; an empty dictionary if there is none or it is
+    damaged.  OSError if it cannot be read.
+    """
     try:
-        found = json.loads((run_dir / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(read_regular(run_dir / RUN, MOST_BYTES))
+        json.dumps(found, indent=1)  # RecursionError here, and not when it is written again
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    starts, run_id = found.get("starts"), found.get("wandb_id")
+    return {
+        "wandb_id": run_id if isinstance(run_id, str) else None,
+        "starts": [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else [],
+    }
 
 
 def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import run_dir_error
 
 FEW_TOKENS, HIGH_LR, GPT2_PARAMS = 100_000, 6e-4, 100e6  # smaller models learn from smaller steps
 RECIPE_TOKENS = 524_288
@@ -84,7 +85,7 @@ def creating_run_dir(name: str, run_dir: Path | None) -> Iterator[Path]:
                 path.mkdir(parents=True, exist_ok=run_dir is not None)
                 break
     except OSError as error:
-        raise ConfigError(f"--run_dir: cannot make {named}: {error.strerror}; choose another") from error
+        raise run_dir_error(named, error) from error
     try:
         yield path
     finally:

@@ -143,7 +143,8 @@ class Trainer:
         """
         self.signals.begin_loop()
         if self.is_first_rank:
-            (self.run_dir / PREEMPTED).unlink(missing_ok=True)  # of an earlier start
+            with contextlib.suppress(OSError):  # none is there, or a directory of that name
+                (self.run_dir / PREEMPTED).unlink()  # of an earlier start
         try:
             return self._loop()
         except DataError:

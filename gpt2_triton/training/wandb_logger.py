@@ -22,6 +22,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
 from gpt2_triton.console import command_line, print_line, valid_unicode
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import open_regular, read_regular
 from gpt2_triton.training.metrics import METRICS, Record, read_metrics
 from gpt2_triton.training.run_info import read_run, write_run
 
@@ -95,7 +96,8 @@ class WandbLogger:
         self._run.log(record, step=row)
         if self._marker:
             with contextlib.suppress(OSError):  # a full disk; without it a resume counts all recorded rows as sent
-                self._marker.write_text(f"{row + 1}\n")
+                with open(self._marker, "w", opener=open_regular) as file:
+                    file.write(f"{row + 1}\n")
 
     def close(self, failed: bool = False) -> None:
         if self._run is not None:
@@ -155,7 +157,7 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
 def _read_marker(marker: Path, run_id: str, recorded: int) -> int:
     """Return the first unsent row; without a marker, `recorded` if wandb's directory shows that rows were sent."""
     try:
-        return int(marker.read_text())
+        return int(read_regular(marker, most=100))
     except (OSError, ValueError):
         # earlier versions wrote no marker, and a kill can leave it empty
         sent = any(marker.parent.glob(f"offline-run-*-{run_id}*"))
@@ -211,7 +213,11 @@ def send_missing(run_dir: Path, project: str | None = None, new_run: bool = Fals
     path = run_dir / METRICS
     if not path.is_file() or not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: no {METRICS} and config.yaml there; expected a run directory")
-    records, found = read_metrics(path), read_run(run_dir)
+    try:
+        records, found = read_metrics(path), read_run(run_dir)
+    except OSError as error:
+        todo = "remove it, or copy the run without it"
+        raise ConfigError(f"wandb-export: cannot read {run_dir}: {error.strerror}; {todo}") from error
     starts, run_id = found.get("starts") or [], found.get("wandb_id")
     about = starts[-1] if starts else None
     config = load_config(run_dir / "config.yaml", gpus=(about or {}).get("gpus", 1))

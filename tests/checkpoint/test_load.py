@@ -157,7 +157,7 @@ def test_verify_never_opens_names_from_the_manifest(newest, capsys, monkeypatch,
     (newest / MANIFEST).write_text(json.dumps(manifest))
     monkeypatch.setattr("builtins.open", lambda path, *a, **k: (opened.append(Path(path).name), real(path, *a, **k))[1])
     assert_refused(newest, f"{MANIFEST}: expected a JSON object with exactly the keys {TENSORS}, {STATE}", capsys)
-    assert set(opened) == {TENSORS, STATE}  # of step 10
+    assert set(opened) == {TENSORS, STATE, MANIFEST}  # the first two of step 10
 
 
 NOT_OURS = [b"[]", b"null", b"{}", b"[" * 100_000, b'{"rank_00000.safetensors": 1, "state.json": []}', b"\xff"]

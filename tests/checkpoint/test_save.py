@@ -57,6 +57,27 @@ def test_step_of_another_run_is_replaced(newest, capsys):
     assert load.load_checkpoint(newest)[0]["data"] == "other" and "replaced" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, Path.touch, lambda path: path.symlink_to(".")], ids=["pipe", "file", "link"]
+)
+def test_step_that_is_no_directory_is_replaced(newest, capsys, make):
+    path = newest.parent / STEP_30
+    make(path)
+    assert write(newest.parent, 30) == path and verify(path) == []
+    assert sorted(os.listdir(newest.parent)) == [STEP_10, STEP_20, STEP_30]
+    assert capsys.readouterr().err == f"warning: {path}: damaged, or not this step of this run: it is replaced\n"
+
+
+@pytest.mark.timeout(60)
+def test_pruning_does_not_wait_for_pipes(newest):
+    os.mkfifo(newest.parent / "step_00000025")
+    (newest / STATE).unlink()
+    os.mkfifo(newest / STATE)
+    write(newest.parent, 30, keep=1)
+    assert names(newest.parent) == [STEP_20, "step_00000025", STEP_30]
+
+
 def test_pruning_does_not_count_a_copy_of_another_step(tmp_path, capsys):
     for step in (10, 20):
         write(tmp_path, step)

@@ -1,5 +1,6 @@
 """Files and options that could take minutes or all memory: each is answered within 2 CPU seconds and 200 MB."""
 
+import contextlib
 import json
 import os
 import resource
@@ -16,10 +17,13 @@ from gpt2_triton.commands.train import app
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.hellaswag import load_questions
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.distributed.run_lock import RunLock
 from gpt2_triton.errors import UserError
 from gpt2_triton.inference.sample import encode_prompt
 from gpt2_triton.inference.sampling import Sampling
+from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.metrics import read_metrics
+from gpt2_triton.training.run_dir import open_run_dir
 from tests.support.foreign import checkpoint_of, random_params
 from tests.support.tiny import tiny_config
 
@@ -183,6 +187,37 @@ def test_metrics_with_brackets_nan_and_long_lines(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("\n".join([good[0], *bad, good[1]]) + "\n")
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert f"{len(bad)} of {len(bad) + 2} lines are damaged and left out" in capsys.readouterr().err
+
+
+# ---- the run directory ----
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
+def test_pipe_in_a_run_directory_is_not_waited_for(tmp_path, name, resume):
+    os.mkfifo(tmp_path / name)
+    with contextlib.ExitStack() as held:
+        message = refusal(open_run_dir, tmp_path, resume, held)
+    assert message == f"--run_dir: cannot write to {tmp_path}: {name} is not a regular file; choose another"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "stats.jsonl"])
+def test_pipe_in_a_resumed_run_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    message = refusal(Logger, tmp_path, tiny_config(log=dict(stats_every=1)), 6)
+    assert message == f"--run_dir: cannot write to {tmp_path}: {name} is not a regular file; choose another"
+
+
+@pytest.mark.parametrize("name", [".lock", "run.json"])
+def test_large_file_in_a_run_directory_is_not_read_whole(tmp_path, name):
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(3 << 30)
+    with RunLock(tmp_path) as lock:
+        assert os.fstat(lock._file).st_size < 1000
+        if name == "run.json":
+            assert "run.json has more than 16,777,216 bytes" in refusal(Logger, tmp_path, tiny_config(), 6)
 
 
 # ---- samples ----

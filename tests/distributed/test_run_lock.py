@@ -4,17 +4,19 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpt2_triton.distributed import run_lock
 from gpt2_triton.distributed.run_lock import NAME, RunLock, other_writer
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[2]
 HOLD = "import sys; from gpt2_triton.distributed import run_lock; from pathlib import Path"
@@ -162,7 +164,49 @@ def test_run_dir_that_cannot_be_written_is_refused(tmp_path):
         RunLock(tmp_path / "file" / "run")
 
 
-def test_damaged_record_holds_nothing(tmp_path):
-    (tmp_path / NAME).write_text("[1, 2")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate", "fsync"])
+@pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
+def test_full_disk_is_refused_with_the_bytes_free_and_leaves_nothing(tmp_path, monkeypatch, number, call, flock):
+    if not flock:
+        without_flock(monkeypatch)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1234))
+    monkeypatch.setattr(os, call, lambda *_: refuse_write(number))
+    for run in (tmp_path / "new", tmp_path):
+        with pytest.raises(CheckpointError) as error:
+            RunLock(run)
+        what = f"no room in {run}: {os.strerror(number)}, 1,234 bytes free on its disk"
+        assert str(error.value) == f"--run_dir: {what}; make room, or choose another"
+        assert os.listdir(tmp_path) == []
+
+
+def test_full_disk_leaves_the_record_of_a_dead_process(tmp_path, monkeypatch, holder):
+    holder.kill()
+    holder.wait()
+    before = written(tmp_path)
+    monkeypatch.setattr(os, "pwrite", lambda *_: refuse_write(errno.ENOSPC))
+    with pytest.raises(CheckpointError, match="no room in"):
+        RunLock(tmp_path)
+    assert written(tmp_path) == before
+
+
+def refuse_write(number):
+    raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "[" * 100_000, "7", "{}"], ids=lambda text: text[:6])
+def test_damaged_record_holds_nothing(tmp_path, text):
+    (tmp_path / NAME).write_text(text)
     with RunLock(tmp_path):
         assert written(tmp_path)["pid"] == os.getpid()
+
+
+@pytest.mark.timeout(60)
+def test_damaged_record_does_not_end_the_beats(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "INTERVAL", 0.01)
+    with RunLock(tmp_path) as lock:
+        (tmp_path / NAME).write_text("[" * 100_000)
+        while (tmp_path / NAME).stat().st_size > 1000 and lock._thread.is_alive():
+            time.sleep(0.01)
+        assert lock._thread.is_alive()
+    assert os.listdir(tmp_path) == []

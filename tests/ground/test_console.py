@@ -48,6 +48,18 @@ class SmallDisk:
         self.closed = True
 
 
+@pytest.mark.timeout(60)
+def test_log_file_replaced_by_a_pipe_is_not_waited_for(tmp_path, capsys):
+    lines = LogFile(path := tmp_path / "x.jsonl")
+    path.unlink()
+    os.mkfifo(path)
+    lines.write("first\n")
+    assert "x.jsonl: cannot be written (x.jsonl is not a regular file): its lines wait" in capsys.readouterr().err
+    path.unlink()
+    lines.close()
+    assert path.read_text() == "first\n"
+
+
 def test_log_file_on_a_full_disk_keeps_lines_in_order(tmp_path, capsys):
     lines = LogFile(tmp_path / "x.jsonl")
     lines.write("first\n")

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,10 @@ from gpt2_triton.files import (
     MARK,
     missing_space,
     new_directory,
+    open_regular,
     process_mark,
+    read_regular,
+    remove,
     remove_abandoned,
     sha256,
     write_atomic,
@@ -26,6 +30,43 @@ def test_write_atomic_replaces_a_file(tmp_path):
         write_atomic(tmp_path / "x", *parts)
         assert (tmp_path / "x").read_bytes() == b"".join(parts) and os.listdir(tmp_path) == ["x"]
     assert sha256(tmp_path / "x") == hashlib.sha256(b"new").hexdigest()
+
+
+def make_irregular(path, kind):
+    """Make a pipe, a socket, a directory or a link to a device at `path`."""
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        dict(pipe=os.mkfifo, directory=os.mkdir, device=lambda path: path.symlink_to("/dev/zero"))[kind](path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "device"])
+def test_open_regular_refuses_what_is_no_file_at_once(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    make_irregular(Path("x"), kind)
+    with pytest.raises(OSError, match="x is not a regular file"):
+        read_regular(Path("x"))
+    for flags in (os.O_WRONLY, os.O_RDWR | os.O_CREAT):
+        with pytest.raises(OSError, match="Is a directory" if kind == "directory" else "x is not a regular file"):
+            open_regular("x", flags)
+
+
+def test_read_regular_refuses_more_than_it_may_read(tmp_path):
+    (tmp_path / "x").write_bytes(b"12345")
+    assert read_regular(tmp_path / "x") == read_regular(tmp_path / "x", most=5) == b"12345"
+    with pytest.raises(OSError, match="x has more than 4 bytes"):
+        read_regular(tmp_path / "x", most=4)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "device"])
+def test_remove_takes_anything(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    make_irregular(Path("x"), kind)
+    remove(Path("x"))
+    assert os.listdir() == [] and os.path.exists("/dev/zero")
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])

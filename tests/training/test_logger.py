@@ -8,7 +8,7 @@ import pytest
 
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.logger import Logger, duration
 from gpt2_triton.training.lr_schedule import learning_rate
@@ -189,6 +189,15 @@ def test_logger_refuses_a_directory_that_cannot_be_written(tmp_path):
         Logger(tmp_path, config())
 
 
+def test_logger_refuses_a_full_disk(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gpt2_triton.training.logger.write_atomic", refuse)
+    with pytest.raises(CheckpointError, match=f"--run_dir: no room in {tmp_path}: No space left on device, .* bytes"):
+        Logger(tmp_path, config())
+
+
 def test_logger_of_a_new_run_starts_an_empty_file(tmp_path):
     run(tmp_path, range(1, 5))
     run(tmp_path, [1])
@@ -235,6 +244,13 @@ def test_run_json_has_an_entry_for_each_start(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text()) == {"wandb_id": None, "starts": [{"git": "a"}, {"git": "b"}]}
     Logger(tmp_path, config(), 0, about={"git": "c"}).close()
     assert json.loads((tmp_path / "run.json").read_text())["starts"] == [{"git": "c"}]
+
+
+@pytest.mark.parametrize("starts", [5, "text", {"git": "a"}, [5, [], None]], ids=str)
+def test_run_json_of_another_shape_counts_as_empty(tmp_path, starts):
+    (tmp_path / "run.json").write_text(json.dumps({"wandb_id": 7, "starts": starts}))
+    Logger(tmp_path, config(), 6, about={"git": "b"}).close()
+    assert json.loads((tmp_path / "run.json").read_text()) == {"wandb_id": None, "starts": [{"git": "b"}]}
 
 
 def test_duration_formats():

@@ -374,6 +374,12 @@ def test_train_refuses_to_start_without_space_for_a_checkpoint(tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
+def test_directory_named_as_the_marker_of_a_stopped_run_is_left_alone(tmp_path):
+    (tmp_path / PREEMPTED).mkdir()
+    config = run_config(train=dict(steps=1), eval=dict(every=0), sample=dict(every=0))
+    assert train(config, tmp_path, resume=False) == 0 and (tmp_path / PREEMPTED).is_dir()
+
+
 def test_parallel_timeout_reaches_the_process_group_and_the_watchdog(tmp_path, monkeypatch):
     class Seen(Exception):
         pass

@@ -283,8 +283,18 @@ def test_offline_rows_after_a_stretch_online_are_sent_once(tmp_path, monkeypatch
 
 def test_full_disk_under_the_marker_does_not_end_wandb(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
-    monkeypatch.setattr(Path, "write_text", lambda self, *_: _raise(OSError(28, "No space left on device")))
+    monkeypatch.setattr(wandb_logger, "open_regular", lambda *_: _raise(OSError(28, "No space left on device")))
     logger = wandb_logger.WandbLogger(tmp_path, config(wandb="offline"), None)
+    logger.log({"step": 1, "loss": 2.0})
+    assert [name for name, _, _ in fake.calls if name == "log"] == ["log"] and capsys.readouterr().err == ""
+
+
+@pytest.mark.timeout(60)
+def test_pipe_as_the_marker_is_not_waited_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    (tmp_path / "wandb").mkdir()
+    os.mkfifo(tmp_path / "wandb" / "first-unsent-row-abc.txt")
+    logger = wandb_logger.WandbLogger(tmp_path, config(wandb="offline"), "abc")
     logger.log({"step": 1, "loss": 2.0})
     assert [name for name, _, _ in fake.calls if name == "log"] == ["log"] and capsys.readouterr().err == ""
 
