@@ -206,11 +206,12 @@ class RunLock:
 def other_writer(run_dir: Path) -> str:
     """Return which other process writes to `run_dir`, or may write, in words; empty if none does.
 
-    This makes no file and waits for no beat: where flock does not decide, the holder in the record may live.
+    This makes no file and waits for no beat: where flock does not decide, the holder in the record may live.  OSError
+    if the lock cannot be read.
     """
     path = run_dir / NAME
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = open_regular(path)
     except FileNotFoundError:
         return ""
     try:

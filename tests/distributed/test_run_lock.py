@@ -79,6 +79,13 @@ def test_other_writer_is_a_living_one(tmp_path, holder):
         assert other_writer(tmp_path) == ""  # it is this process
 
 
+@pytest.mark.timeout(60)
+def test_other_writer_does_not_wait_for_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(OSError, match="not a regular file"):
+        other_writer(tmp_path)
+
+
 @pytest.mark.parametrize("flock", [True, False], ids=["flock per host", "no flock"])
 def test_other_writer_on_another_host_may_live(tmp_path, monkeypatch, holder, elsewhere, flock):
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
