@@ -8,8 +8,11 @@ python train.py --help                                                   every o
 
 import sys
 
-from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import app
+try:
+    from gpt2_triton.commands.app import main
+    from gpt2_triton.commands.train import app
+except KeyboardInterrupt:
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main(app, sys.argv[1:]))

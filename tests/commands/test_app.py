@@ -23,6 +23,8 @@ from gpt2_triton.data.prepare import text as prepare_text
 from gpt2_triton.model import memory_plan
 from gpt2_triton.training import trainer
 
+ROOT = Path(__file__).parents[2]
+
 MISTAKES = [  # arguments of train.py, part of the message
     ([], "CONFIG requires an argument; see --help"),
     (["--data", "my.txt"], "no recipe: `python -m gpt2_triton train own --data my.txt` trains on your text"),
@@ -492,3 +494,12 @@ def test_tools_report_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv,
     assert main(tools_app, argv) == 2
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["-m", "gpt2_triton", "train"]])
+def test_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, command):
+    (tmp_path / "cyclopts.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = [sys.executable, *command, "configs/quickstart.yaml"]
+    run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 130 and "Traceback" not in run.stderr and "cyclopts" not in run.stderr
