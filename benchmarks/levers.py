@@ -11,7 +11,8 @@
                     metrics.jsonl counts
     bf16_at_end     trains in fp8, if the options say so, up to 9/10 of the steps, and then in bf16; needs --run_dir
 
-One GPU, and no --resume.  benchmarks/losses/levers_d12.yaml is the series of these, and of `data.align`, an option.
+One GPU, and no --resume.  benchmarks/losses/levers_d12.yaml is the series of the first four, and of `data.align`, an
+option; fp8_d12.yaml has the last.
 """
 
 import dataclasses
@@ -67,7 +68,7 @@ def _decay_schedule(words: Sequence[str]) -> None:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, str]:
-    """Return the keys of a command line: what follows the configuration, without --run_dir DIR."""
+    """Return the keys of a command line that begins with the configuration, without --run_dir DIR."""
     rest = list(words[1:])
     if "--run_dir" in rest:
         at = rest.index("--run_dir")

@@ -95,6 +95,7 @@ def _on_device(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def train(config: Config, run_dir: Path) -> None:
+    """Train and validate; write run.json and metrics.jsonl, in which SYNC steps share their mean time."""
     o, t, shape = config.optim, config.train, StepShape.of(config, 1)
     model = model_like_ours(config)
     optimizer = optimizer_of(model, config)

@@ -82,7 +82,7 @@ def note_of_times(saved: dict[str, Any], current: dict[str, Any]) -> str:
     ]
     if not names:
         return ""
-    files = f"{min(names)}" + (f" and {len(names) - 1:,} more shards" if len(names) > 1 else "")
+    files = min(names) + (f" and {len(names) - 1:,} more shards" if len(names) > 1 else "")
     todo = "if it is no copy, check all of it by --data.verify true"
     return f"warning: {files}: another time than in the checkpoint; the blocks compared are the same; {todo}"
 
