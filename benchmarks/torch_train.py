@@ -8,12 +8,14 @@ metrics.jsonl and run.json into DIR, and after the last step the validation loss
 """
 
 import gc
+import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -38,6 +40,8 @@ from gpt2_triton.training.metrics import METRICS
 from gpt2_triton.training.run_info import describe_start, write_run
 
 SYNC = 20  # steps that may be launched before the host waits for their losses
+
+Step = tuple[int, Tensor, Tensor, float]  # index, loss and gradient norm on the device, learning rate
 
 
 def model_like_ours(config: Config) -> GPT2:
@@ -94,45 +98,59 @@ def _on_device(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
     return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
 
+def loss_and_gradients(loss_of: Callable[..., Tensor], batches: Iterator[tuple[Tensor, Tensor]], n: int) -> Tensor:
+    """Return the mean loss of the next n micro-batches, fp32 on the device, after adding its gradients."""
+    total = torch.zeros((), device=device_name())
+    for _ in range(n):
+        with torch.autocast(device_name(), torch.bfloat16):
+            loss = loss_of(*next(batches)) / n
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def train_steps(
+    config: Config, model: GPT2, accumulation: int, batches: Iterator[tuple[Tensor, Tensor]]
+) -> Iterator[Step]:
+    """Train, and yield every step."""
+    o, optimizer = config.optim, optimizer_of(model, config)
+    on_gpu = device_name() == "cuda"  # a CPU would compile for longer than it trains
+    loss_of = torch.compile(model) if on_gpu else model
+    for step in range(config.train.steps):
+        lr = learning_rate(step, o, config.train.steps)
+        for group, factor in zip(optimizer.param_groups, (o.embed_lr, 1.0, 1.0), strict=True):
+            group["lr"] = factor * lr
+        loss = loss_and_gradients(loss_of, batches, accumulation)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), o.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield step, loss, norm, lr
+
+
+def write_steps(config: Config, steps: Iterator[Step], file: TextIO) -> None:
+    """Write the steps' records; SYNC steps share their mean time in milliseconds."""
+    last, tokens = time.perf_counter(), config.total_batch_tokens
+    with Progress("PyTorch", config.train.steps, "steps") as progress:
+        while group := list(itertools.islice(steps, SYNC)):
+            losses = [loss.item() for _, loss, _, _ in group]
+            now = time.perf_counter()
+            ms, last = 1e3 * (now - last) / len(group), now
+            for (i, _, norm, lr), loss in zip(group, losses, strict=True):
+                record = dict(step=i + 1, loss=loss, lr=lr, norm=norm.item(), ms=ms, tokens=(i + 1) * tokens)
+                file.write(json.dumps(record) + "\n")
+            progress.advance(len(group), f"loss {statistics.fmean(losses):.4f}")
+
+
 def train(config: Config, run_dir: Path) -> None:
-    """Train and validate; write run.json and metrics.jsonl, in which SYNC steps share their mean time."""
-    o, t, shape = config.optim, config.train, StepShape.of(config, 1)
-    model = model_like_ours(config)
-    optimizer = optimizer_of(model, config)
+    """Train and validate; write run.json and metrics.jsonl."""
+    shape, model = StepShape.of(config, 1), model_like_ours(config)
     on_gpu = device_name() == "cuda"
-    loss_of = torch.compile(model) if on_gpu else model  # a CPU would compile for longer than it trains
-    batches = micro_batches(config, shape)
-    pending: list[tuple[int, Tensor, Tensor, float]] = []
     run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     write_run(run_dir, None, [describe_start(config, shape, 0, device, 0)])
-    backends = [ATTENTION] if on_gpu else [SDPBackend.MATH]
-    with open(run_dir / METRICS, "w") as file, sdpa_kernel(backends), Progress("PyTorch", t.steps, "steps") as progress:
-        last = time.perf_counter()
-        for step in range(t.steps):
-            for group, factor in zip(optimizer.param_groups, (o.embed_lr, 1.0, 1.0), strict=True):
-                group["lr"] = factor * learning_rate(step, o, t.steps)
-            total = torch.zeros((), device=device_name())
-            for _ in range(shape.accumulation):
-                with torch.autocast(device_name(), torch.bfloat16):
-                    loss = loss_of(*next(batches)) / shape.accumulation
-                loss.backward()
-                total += loss.detach()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), o.clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            pending.append((step, total, norm, learning_rate(step, o, t.steps)))
-            if len(pending) == SYNC or step == t.steps - 1:
-                losses = [loss.item() for _, loss, _, _ in pending]
-                now = time.perf_counter()
-                ms, last = 1e3 * (now - last) / len(pending), now
-                for (i, _, norm, lr), value in zip(pending, losses, strict=True):
-                    tokens = (i + 1) * config.total_batch_tokens
-                    record = dict(step=i + 1, loss=value, lr=lr, norm=norm.item(), ms=ms, tokens=tokens)
-                    file.write(json.dumps(record) + "\n")
-                progress.advance(len(pending), f"loss {statistics.fmean(losses):.4f}")
-                pending = []
-        file.write(json.dumps(dict(step=t.steps, val_loss=validation_loss(model, config))) + "\n")
+    with open(run_dir / METRICS, "w") as file, sdpa_kernel([ATTENTION] if on_gpu else [SDPBackend.MATH]):
+        write_steps(config, train_steps(config, model, shape.accumulation, micro_batches(config, shape)), file)
+        file.write(json.dumps(dict(step=config.train.steps, val_loss=validation_loss(model, config))) + "\n")
 
 
 @torch.no_grad()
