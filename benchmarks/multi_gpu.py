@@ -1,7 +1,7 @@
 """Measures the cost of communication: GPUs train independently and together, in turn; draws the kernels of a step.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
-    [--trace OUT.json]
+    [--precision fp8] [--optimizer muon] [--trace OUT.json]
 python -m benchmarks.multi_gpu --draw OUT.json PICTURE.png
 
 GPUs of one machine differ by some percent, and at the power limit their clocks vary.  A synchronous step takes as long
@@ -30,7 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import gpt2_triton.kernels as K
-from benchmarks.our_gpt2 import run_steps
+from benchmarks.our_gpt2 import calibrated, run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
@@ -64,9 +64,8 @@ SUM = "_add_partials_kernel"
 class Pair:
     """An independent model and one of all ranks, on the same tokens."""
 
-    def __init__(self, group: ProcessGroup, size: str, batch: int, recompute: str, zero: int, micro_steps: int):
-        config, one = config_of(size, batch, recompute), torch.zeros(1, device="cuda")
-        config = config.replace(train={"total_batch_tokens": micro_steps * config.total_batch_tokens})
+    def __init__(self, group: ProcessGroup, config: Config, zero: int):
+        one, batch = torch.zeros(1, device="cuda"), config.train.batch_size
         self.alone = GPT2(config, K, "cuda")
         self.together = GPT2(shared(config, group.size, zero), K, "cuda", group=group)
         self.packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
@@ -79,12 +78,17 @@ class Pair:
             ("together", self.together, lambda: None),
         ]
 
+    def begin(self, model: GPT2) -> None:
+        """Give a model its initial weights, and in fp8 its first scales."""
+        model.initialise(model.config.train.seed)
+        calibrated(model, self.packed)
+
     def times(self, steps: int, rounds: int) -> dict[str, list[float]]:
         """Return the milliseconds of steps of each kind, `steps` per stretch."""
         out: dict[str, list[float]] = {name: [] for name, _, _ in self.kinds}
         for turn in range(1 + rounds):
             for name, model, between in self.kinds[:: -1 if turn % 2 else 1]:
-                model.initialise(model.config.train.seed)
+                self.begin(model)
                 results = list(run_steps(model, self.packed, range(SETTLE + steps), between))
                 out[name] += [result.seconds * 1e3 for result in results[SETTLE:]] if turn else []
         return out
@@ -98,7 +102,7 @@ def shared(config: Config, ranks: int, zero: int) -> Config:
 
 def trace(pair: Pair) -> list[Kernel]:
     """Return this rank's kernels in one step of all ranks."""
-    pair.together.initialise(pair.together.config.train.seed)
+    pair.begin(pair.together)
     list(run_steps(pair.together, pair.packed, range(SETTLE)))
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         list(run_steps(pair.together, pair.packed, range(TRACED)))
@@ -214,25 +218,38 @@ def draw(steps: list[list[Kernel]], title: str, out: Path) -> None:
     figure.savefig(out, dpi=150)
 
 
-def main(
-    size: str, batch: int | None, recompute: str | None, zero: int, micro_steps: int, steps: int, rounds: int,
-    out: Path | None,
-) -> None:  # fmt: skip
+def configured(given: argparse.Namespace) -> Config:
+    """Return the configuration of one GPU alone that the command line asks for."""
+    size = SIZES[given.size]
+    config = config_of(
+        given.size, given.batch or size.batch, given.recompute or size.recompute, precision=given.precision
+    )
+    tokens = given.micro_steps * config.total_batch_tokens
+    return config.replace(train={"total_batch_tokens": tokens}, optim={"name": given.optimizer})
+
+
+def title_of(config: Config) -> str:
+    t = config.train
+    micro_steps = config.total_batch_tokens // (t.batch_size * T)
+    work = f"d{config.model.n_layer}, {t.precision}, {config.optim.name}, {micro_steps} x B {t.batch_size}"
+    return f"{work}, recompute {config.memory.recompute}"
+
+
+def main(config: Config, zero: int, steps: int, rounds: int, out: Path | None) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
     group = ProcessGroup("cuda", 300)
-    control, B, level = group.control("multi_gpu"), batch or SIZES[size].batch, recompute or SIZES[size].recompute
-    pair = Pair(group, size, B, level, zero, micro_steps)
+    control, pair = group.control("multi_gpu"), Pair(group, config, zero)
     times = control.all_gather(pair.times(steps, rounds))
     used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
     traces = [[Kernel(*k) for k in kernels] for kernels in control.all_gather(trace(pair) if out else [])]
     if group.rank == 0:
-        title = f"{size}, {micro_steps} x B {B}, recompute {level}, {group.size} GPUs, ZeRO-{zero}"
+        title = f"{title_of(config)}, {group.size} GPUs, ZeRO-{zero}"
         print(
             f"{title}; arenas {pair.together.plan.total / GIB:.2f} and {pair.alone.plan.total / GIB:.2f} GiB, ", end=""
         )
         print(f"in use {max(used):.2f} GiB")
-        print(speed_table(times, tokens=micro_steps * B * T))
+        print(speed_table(times, tokens=config.total_batch_tokens))
         if out:
             print(exposure_table(traces))
             out.write_text(json.dumps(dict(title=title, steps=traces)) + "\n")
@@ -245,6 +262,8 @@ if __name__ == "__main__":
     parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
     parser.add_argument("--batch", type=int, help="sequences of 1024 tokens on each GPU")
     parser.add_argument("--recompute", help="memory.recompute")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8"), help="train.precision")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help="optim.name")
     parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2), help="ZeRO stage")
     parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps per step")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
@@ -258,5 +277,4 @@ if __name__ == "__main__":
     elif not device.present():
         parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
     else:
-        measured = given.zero, given.micro_steps, given.steps, given.rounds, given.trace
-        main(given.size, given.batch, given.recompute, *measured)
+        main(configured(given), given.zero, given.steps, given.rounds, given.trace)

@@ -1,5 +1,6 @@
 """The model of docs/engineering/scaling.md against measured figures; how benchmarks.multi_gpu reads its steps."""
 
+import argparse
 import json
 import re
 import runpy
@@ -185,3 +186,12 @@ def test_draw_reads_steps_from_json(tmp_path):
     saved = [[Kernel(*k) for k in step] for step in json.loads(json.dumps([kernels, kernels]))]
     multi_gpu.draw(saved, "two GPUs", tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_multi_gpu_takes_precision_and_optimizer():
+    given = argparse.Namespace(size="d12", batch=8, recompute=None, precision="fp8", optimizer="muon", micro_steps=2)
+    config = multi_gpu.configured(given)
+    assert config.total_batch_tokens == 2 * 8 * 1024 and config.train.batch_size == 8
+    assert multi_gpu.title_of(config) == "d12, fp8, muon, 2 x B 8, recompute gelu"
+    together = multi_gpu.shared(config, 4, 2)
+    assert (together.total_batch_tokens, together.parallel.zero, together.optim.name) == (8 * 8 * 1024, 2, "muon")
