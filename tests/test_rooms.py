@@ -39,8 +39,9 @@ ROOMS = {
     "__main__": "commands",
 }
 WITHIN = {
-    "kernels.hopper": "kernels.hopper kernels.tiles kernels.device_math kernels.tuning",
+    "kernels.hopper": "kernels.hopper kernels.tiles kernels.device_math kernels.e4m3 kernels.tuning",
     "kernels.device_math": "kernels.tuning",
+    "kernels.e4m3": "kernels.tuning",
     "kernels.contract": "",
     "kernels.tuning": "device kernels.table_file kernels.given_table",
     "kernels.given_table": "__init__ errors kernels.table_file kernels.tuning",

@@ -26,7 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
-from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, quantise, store_heads, stored
+from gpt2_triton.kernels.e4m3 import quantise
+from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, store_heads, stored
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 

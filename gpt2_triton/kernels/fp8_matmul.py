@@ -21,7 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
-from gpt2_triton.kernels.fp8 import Fp8, block, quantise, stored, transpose
+from gpt2_triton.kernels.e4m3 import quantise
+from gpt2_triton.kernels.fp8 import Fp8, block, stored, transpose
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_dw

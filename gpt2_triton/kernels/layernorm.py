@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.fp8 import Fp8, Operand, full, quantise, record_bits, row_maxima, stored
+from gpt2_triton.kernels.e4m3 import quantise, record_bits, row_maxima
+from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 

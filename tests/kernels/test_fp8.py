@@ -12,7 +12,8 @@ from gpt2_triton import kernels as K
 from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.classifier import classifier_fwd_scratch
-from gpt2_triton.kernels.fp8 import AMAX_CELLS, Fp8, to_e4m3, token_at
+from gpt2_triton.kernels.e4m3 import AMAX_CELLS, to_e4m3, token_at
+from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.layernorm import layernorm_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw_scratch
 from tests.conftest import DEVICE
@@ -236,10 +237,12 @@ def dataclass_parts(x: Fp8):
     return x.rows, x.columns, x.scale, x.amax, x.transposed
 
 
-@pytest.mark.parametrize("HS", [64, 80])
-def test_attention_writes_fp8(HS, rng):
-    """Blocks reach past the end of a sequence, and at 80 of a head: nothing is written to the next one's columns."""
-    B, T, NH = 2, 48, 2
+@pytest.mark.parametrize("T,HS", [(48, 64), (48, 80), (128, 64)])
+def test_attention_writes_fp8(T, HS, rng):
+    """Blocks reach past the end of a sequence of 48, and at 80 of a head: nothing is written to the next one's columns.
+    On Hopper, kernels/hopper takes sequences of 128.
+    """
+    B, NH = 2, 2
     width = NH * HS
     qkv, dout = rng(B * T, 3 * width, dtype=BF16), rng(B * T, width, dtype=BF16)
     lse, delta = poisoned(B, NH, T), poisoned(B, NH, T)
