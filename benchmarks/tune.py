@@ -44,7 +44,8 @@ FINALISTS = 3  # in addition to the current row
 # missing tile or key at least 0.1
 TOLERANCE = 2.0**-6
 DTYPE = "bf16"
-HOPPER_OPS = {"matmul", "matmul_dw", "classifier_fwd"}  # on Hopper, kernels/hopper runs them with its own constants
+# on Hopper, kernels/hopper runs these with its own constants, for every size that is tuned
+HOPPER_OPS = {"matmul", "matmul_dw", "classifier_fwd", "attention_bwd_dq", "attention_bwd_dkdv"}
 
 Times = dict[str, list[float | None]]  # by size, per candidate: ms of all launches that use the row
 

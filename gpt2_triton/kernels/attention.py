@@ -14,20 +14,26 @@ The scale and log2(e) are folded into one factor of the scores, so that exponent
 to the stored dtype before they are multiplied.  The backward pass is two kernels, one program per block of queries
 (delta, dq) and then one per block of keys (dk, dv): 7 products where 5 would do, but each output has one writer, so
 there are no atomics and the bits of two runs are equal.  Head sizes 80 and 96 run in blocks of 128 columns, padded with
-zeros: 1.6 and 1.33 times the arithmetic.
+zeros: 1.6 and 1.33 times the arithmetic.  On Hopper, hopper.takes decides which backward passes run in the kernels of
+hopper/: bf16, heads of 64 columns, whole blocks of 64 tokens.
 """
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.e4m3 import quantise
 from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, store_heads, stored
+from gpt2_triton.kernels.hopper import attention_dkdv as hopper_dkdv
+from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
+from gpt2_triton.kernels.hopper.attention import Gradient
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
@@ -200,35 +206,60 @@ def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     )
 
 
+def _gradient(dqkv: Operand) -> Gradient:
+    rows, scale, amax = stored(dqkv)
+    columns = dqkv.columns.view(torch.int16) if isinstance(dqkv, Fp8) and dqkv.transposed else None
+    return Gradient(rows, columns, scale, amax)
+
+
+def _sizes(qkv: Tensor, lse: Tensor) -> dict[str, int | float]:
+    HS = _head_size(qkv, lse)
+    scale = 1.0 / math.sqrt(HS)
+    return dict(T=lse.shape[2], NH=lse.shape[1], factor=scale * LOG2E.value, scale=scale, HS=HS)
+
+
+def _launch_dq(dqkv: Operand, part: Tensor, delta: Tensor, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor) -> int:
+    """Write dq, delta and part, the column sums of dq for each block of queries; return part's rows."""
+    (B, NH, T), HS, dtype = lse.shape, _head_size(qkv, lse), dtype_name(qkv)
+    if hopper.takes("attention_bwd_dq", T, HS, dtype):
+        return hopper_dq.attention_bwd_dq(_gradient(dqkv), part, delta, dout, qkv, out, lse)
+    row = _row("attention_bwd_dq", dtype, T, HS)
+    blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_M"]), stored(dqkv)
+    dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (rows, dout, qkv, out))
+    kv_desc, columns = _rows(qkv, lse, HS, row["BLOCK_N"]), describe_heads(dqkv, lse.shape, HS, row["BLOCK_M"])
+    _attention_bwd_dq_kernel[(blocks * B * NH,)](
+        dq_desc, columns, *scaling, part, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **_sizes(qkv, lse), **row
+    )
+    return B * blocks
+
+
+def _launch_dkdv(dqkv: Operand, part: Tensor, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor) -> int:
+    """Write dk, dv and part, their column sums for each block of keys; return part's rows."""
+    (B, NH, T), HS, dtype = lse.shape, _head_size(qkv, lse), dtype_name(qkv)
+    if hopper.takes("attention_bwd_dkdv", T, HS, dtype):
+        return hopper_dkdv.attention_bwd_dkdv(_gradient(dqkv), part, dout, qkv, lse, delta)
+    row = _row("attention_bwd_dkdv", dtype, T, HS)
+    blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_N"]), stored(dqkv)
+    dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (rows, qkv))
+    dout_desc, q_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dout, qkv))
+    columns = describe_heads(dqkv, lse.shape, HS, row["BLOCK_N"])
+    _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
+        dkdv_desc, columns, *scaling, part, dout_desc, q_desc, kv_desc, lse, delta, **_sizes(qkv, lse), **row
+    )
+    return B * blocks
+
+
 @contract("dqkv[B*T,3*C] dbias[3*C]+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,3*C] out[B*T,C] lse[B,NH,T]")
 def attention_bwd(
     dqkv: Operand, dbias: Tensor, delta: Tensor, scratch: Tensor,
     dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """dqkv from dout; dbias (+)= its column sums, before rounding; delta is workspace."""
-    (B, NH, T), HS, C, dtype = lse.shape, _head_size(qkv, lse), out.shape[1], dtype_name(qkv)
-    scale = 1.0 / math.sqrt(HS)
-    sizes = dict(T=T, NH=NH, factor=scale * LOG2E.value, scale=scale, HS=HS)
-    gradient, out, (dqkv, *scaling) = dqkv, full(out), stored(dqkv)
-
-    row = _row("attention_bwd_dq", dtype, T, HS)
-    blocks = triton.cdiv(T, row["BLOCK_M"])
-    dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dqkv, dout, qkv, out))
-    kv_desc, columns = _rows(qkv, lse, HS, row["BLOCK_N"]), describe_heads(gradient, lse.shape, HS, row["BLOCK_M"])
-    _attention_bwd_dq_kernel[(blocks * B * NH,)](
-        dq_desc, columns, *scaling, scratch, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **sizes, **row
-    )
-    column_sums(dbias[:C], None, None, scratch, B * blocks, acc)
-
-    row = _row("attention_bwd_dkdv", dtype, T, HS)
-    blocks = triton.cdiv(T, row["BLOCK_N"])
-    dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (dqkv, qkv))
-    dout_desc, q_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dout, qkv))
-    columns = describe_heads(gradient, lse.shape, HS, row["BLOCK_N"])
-    _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
-        dkdv_desc, columns, *scaling, scratch, dout_desc, q_desc, kv_desc, lse, delta, **sizes, **row
-    )
-    column_sums(dbias[C:], None, None, scratch, B * blocks, acc)
+    C = out.shape[1]
+    rows = _launch_dq(dqkv, scratch, delta, dout, qkv, full(out), lse)
+    column_sums(dbias[:C], None, None, scratch, rows, acc)
+    rows = _launch_dkdv(dqkv, scratch, dout, qkv, lse, delta)
+    column_sums(dbias[C:], None, None, scratch, rows, acc)
 
 
 def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str) -> int:

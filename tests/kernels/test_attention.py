@@ -4,15 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
 from gpt2_triton.kernels.table_file import TABLES, read_table
-from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, table
+from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper, table
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import EPS, error, poisoned
 
 B, NH = 2, 2
-SEQUENCES = [1, 17, 100, 300]  # one token; less than a block; ragged; two blocks (the interpreter's)
+SEQUENCES = [1, 17, 100, 300, 320]  # one token; less than a block; ragged; two blocks (the interpreter's); hopper's
 HEADS = [64, 80, 96, 128]  # a block of columns exactly full, and partly
 DTYPES = [torch.float32, torch.bfloat16]
 sequences = pytest.mark.parametrize("T", SEQUENCES)
@@ -120,7 +121,7 @@ def run_all(qkv, dout, T, outputs):
 
 
 @dtypes
-@pytest.mark.parametrize("T,HS", [(17, 80), (300, 64)])
+@pytest.mark.parametrize("T,HS", [(17, 80), (300, 64), (320, 64)])
 def test_attention_is_deterministic(rng, T, HS, dtype):
     qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
     for first, second in zip(*(run_all(qkv, dout, T, poisoned) for _ in range(2)), strict=True):
@@ -128,7 +129,7 @@ def test_attention_is_deterministic(rng, T, HS, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("T,HS", [(17, 80), (300, 64)])
+@pytest.mark.parametrize("T,HS", [(17, 80), (300, 64), (320, 64)])
 def test_attention_writes_only_its_outputs(rng, T, HS, dtype):
     guards = []
 
@@ -158,9 +159,10 @@ def test_attention_keeps_nan_within_its_sequence(rng, T, HS, broken):
 
 
 @dtypes
-def test_attention_is_causal(rng, dtype):
+@pytest.mark.parametrize("T", [300, 320])
+def test_attention_is_causal(rng, T, dtype):
     """Outputs at a position do not depend on later tokens; gradients do not depend on earlier positions' dout."""
-    T, HS, cut = 300, 64, 130
+    HS, cut = 64, 130
     qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
     past = run_all(qkv, dout, T, poisoned)[0].view(B, T, -1)[:, :cut].clone()
     qkv.view(B, T, -1)[:, cut:] = 3.0
@@ -172,9 +174,10 @@ def test_attention_is_causal(rng, dtype):
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of masked scores, whose exponentials are dropped
 @dtypes
-def test_attention_of_large_scores_does_not_overflow(rng, dtype):
+@pytest.mark.parametrize("T", [100, 128])
+def test_attention_of_large_scores_does_not_overflow(rng, T, dtype):
     """Scores of +-2000, whose exponentials no float holds: the softmax is one-hot, the first token's is 1."""
-    T, HS = 100, 64
+    HS = 64
     qkv = rng(B * T, 3 * NH * HS, dtype=dtype)
     qkv[:, : 2 * NH * HS] *= 20
     dout = rng(B * T, NH * HS, dtype=dtype)
@@ -216,6 +219,22 @@ def test_attention_of_gpt2_on_gpu_is_as_accurate_as_pytorch(rng, HS):
     for name, ours, theirs, exact in zip("qkv", *(t.split(C, 1) for t in (dqkv, torchs, want)), strict=True):
         assert error(ours, exact) <= 1.1 * error(theirs, exact), f"d{name}"
     assert error(dbias, want.sum(0)) <= 1.1 * error(torchs.double().sum(0), want.sum(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
+def test_hopper_kernels_give_the_portable_ones_bits_but_for_dk_on_gpu(rng, monkeypatch):
+    """ds of dk is rounded from another sum, 4e-5 of dk; rows of dv may be added in another order."""
+    T, C, dtype = 1024, NH * 64, torch.bfloat16
+    qkv, dout = rng(B * T, 3 * C, dtype=dtype), rng(B * T, C, dtype=dtype)
+    _, _, dqkv, dbias, delta = run_all(qkv, dout, T, poisoned)
+    monkeypatch.setattr(hopper, "takes", lambda *_: None)
+    _, _, portable, portable_dbias, portable_delta = run_all(qkv, dout, T, poisoned)
+    for ours, others, bound in zip(dqkv.split(C, 1), portable.split(C, 1), (0, 2e-4, 0), strict=True):
+        assert error(ours, others.double()) <= bound
+    for ours, others, bound in zip(dbias.split(C), portable_dbias.split(C), (0, 2e-4, 1e-6), strict=True):
+        assert error(ours, others.double()) <= bound
+    assert torch.equal(delta, portable_delta)
 
 
 @pytest.mark.gpu

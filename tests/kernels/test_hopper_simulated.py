@@ -15,7 +15,7 @@ from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tiles import split_tiles
 from tests.support import reference
-from tests.support.gluon_simulator import NAMES, Race, simulated
+from tests.support.gluon_simulator import NAMES, Race, mma_wait, simulated
 from tests.support.helpers import EPS, error, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
@@ -224,7 +224,7 @@ def run_with(rng, seed, **replaced):
         dict(wait_empty=lambda *_: None),
         dict(fence_async_shared=lambda: None),
         dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
-        dict(warpgroup_mma_wait=lambda pending, deps: deps[0] if pending else deps[0].finish(0).acc),
+        dict(warpgroup_mma_wait=lambda pending, deps: deps[0] if pending else mma_wait(0, deps)),
         dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))),
     ],
     ids=["early load", "no fence", "no wait for stores", "early release", "no wait for loads"],
@@ -244,7 +244,7 @@ def test_simulator_finds_a_missing_wait_or_fence(rng, replaced):
     "replaced",
     [
         dict(wait_empty=lambda *_: None),
-        dict(warpgroup_mma_wait=lambda pending, deps: deps if pending else tuple(d.finish(0).acc for d in deps)),
+        dict(warpgroup_mma_wait=lambda pending, deps: deps if pending else mma_wait(0, deps)),
     ],
     ids=["early load", "early release"],
 )

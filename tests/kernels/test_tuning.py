@@ -10,7 +10,7 @@ from benchmarks.candidates import FIXED
 from gpt2_triton import device
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.hopper import pipeline
+from gpt2_triton.kernels.hopper import attention, pipeline
 from gpt2_triton.kernels.table_file import DTYPES, OPTIONS, TABLES, choose, read_table
 from gpt2_triton.kernels.tiles import split_tiles
 
@@ -71,6 +71,8 @@ def test_dw_needs_no_more_scratch_than_on_hopper(name):
 def test_constants_of_hopper_kernels_equal_the_table_that_sizes_scratch():
     rows, tile = GPUS["h200"].rows, (pipeline.TILE_M, pipeline.TILE_N, pipeline.TILE_K)
     assert rows["matmul", "bf16"]["BLOCK_M"] == tile[0]
+    assert rows["attention_bwd_dq", "bf16"]["BLOCK_M"] == attention.HEAD
+    assert rows["attention_bwd_dkdv", "bf16"]["BLOCK_N"] == attention.HEAD
     assert rows["classifier_fwd", "bf16"]["BLOCK_N"] == tile[1]
     assert tuple(rows["matmul_dw", "bf16"][block] for block in ("BLOCK_M", "BLOCK_N", "BLOCK_K")) == tile
     assert rows["matmul_dw", "bf16"]["GROUP_M"] == pipeline.GROUP_M.value  # the order in which tiles are cut

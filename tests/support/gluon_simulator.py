@@ -4,11 +4,12 @@
         hopper_matmul.matmul(...)
 
 How it works.  A kernel's device functions run as Python functions: `gl`, `tl`, `mbarrier` and `tma` are replaced by
-LANGUAGE and NAMES below, which hold only what those kernels use; a new Gluon feature is added there.  Each partition of
-a program is a thread, and one thread runs at a time.  At every barrier, load and store the seed's random numbers choose
-which partition continues and which TMA transfer completes.
+LANGUAGE and NAMES below, which hold only what those kernels use; a new Gluon feature is added there.  A program is a
+thread, as is each of its partitions, and one thread runs at a time.  At every barrier, load and store the seed's random
+numbers choose which partition continues and which TMA transfer completes.
 
-Asynchronous operations take effect as late as the hardware allows: wgmma reads its operands when it is waited for, a
+Asynchronous operations take effect as late as the hardware allows: wgmma reads its operands when it is waited for (in
+the order of issue, so that a wait for all but the last n finishes those before them), a
 TMA store reads shared memory at any time before its wait.  A buffer that is released too early therefore spoils the
 result, which the test compares with float64.
 
@@ -21,6 +22,7 @@ test_hopper_simulated.py removes each kind of wait and checks that the simulator
 """
 
 import contextlib
+import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -32,14 +34,24 @@ import torch
 import triton
 
 from gpt2_triton.kernels import device_math, tiles, tuning
-from gpt2_triton.kernels.hopper import activation, fp8_matmul, fp8_matmul_dw, mainloop, pipeline
+from gpt2_triton.kernels.hopper import (
+    activation,
+    attention,
+    attention_dkdv,
+    attention_dq,
+    fp8_matmul,
+    fp8_matmul_dw,
+    mainloop,
+    pipeline,
+)
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 
 KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier, fp8_matmul, fp8_matmul_dw)
-MODULES = (tiles, device_math, pipeline, mainloop, activation, *KERNELS)
+KERNELS += attention_dq, attention_dkdv
+MODULES = (tiles, device_math, pipeline, mainloop, activation, attention, *KERNELS)
 local = threading.local()  # .worker: the partition of this thread
 
 
@@ -56,6 +68,8 @@ class Worker:
     def __init__(self, turns: "Turns", name: str, warps: int, function: Callable[..., Any], arguments: tuple[Any, ...]):
         self.turns, self.name, self.warps, self.stores = turns, name, warps, 0
         self.ready: Callable[[], bool] = lambda: True
+        self.products: list[Product] = []  # issued and not finished
+        self.then: list[tuple[str, int, Callable[..., Any], tuple[Any, ...]]] = []  # partitions that follow
         self.go, self.done, self.error = threading.Semaphore(0), False, None
         threading.Thread(target=self._run, args=(function, arguments), daemon=True).start()
 
@@ -196,6 +210,8 @@ class Shared:
 
     @staticmethod
     def view(memory: Memory, shape: list[int]) -> "Shared":
+        if len(shape) == 1:
+            return Shared(memory, torch.arange(memory.data.numel()))
         *outer, rows, columns = shape
         parts = max(1, columns // 64)
         places = torch.arange(memory.data.numel()).view(*outer, parts, rows, columns // parts)
@@ -262,37 +278,46 @@ class Barrier:
 
 
 class Product:
-    """An accumulator and the products that have been issued for it."""
+    """acc + a @ b, or a @ b: a wgmma that has been issued, with a result once it has been waited for."""
 
-    def __init__(self, acc: torch.Tensor, todo: tuple[Any, ...]):
-        self.acc, self.todo = acc, todo
+    def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool):
+        self.a, self.b, self.acc, self.use_acc, self.result = a, b, acc, use_acc, None
+        local.worker.products.append(self)
 
-    def finish(self, pending: int) -> "Product":
-        acc, ready = self.acc, len(self.todo) - pending
-        for a, b, use_acc in self.todo[: max(0, ready)]:
-            product = a.read().float() @ b.read().float()
-            acc = acc + product if use_acc else product
-        return Product(acc, self.todo[max(0, ready) :])
+    def finish(self) -> None:
+        a = self.a.read() if isinstance(self.a, Shared) else self.a
+        self.result = a.float() @ self.b.read().float()
+        if self.use_acc:
+            self.result = self.result + finished(self.acc)
+
+
+def finished(x: Any) -> Any:
+    """Return the result of a product that has been waited for; anything else as it is."""
+    return x if getattr(x, "result", None) is None else x.result
 
 
 # ---- the language ----
 
 
-def _mma_wait(pending: int, deps: tuple[Product, ...]) -> Any:
-    """Products are issued to the accumulators in turn, so the last `pending` are divided evenly, the later accumulators
-    first.
-    """
-    done = tuple(product.finish((pending + i) // len(deps)) for i, product in enumerate(deps))
-    done = done if pending else tuple(product.acc for product in done)
-    return done if len(done) > 1 else done[0]
+def _mma(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    return Product(a, b, acc, use_acc)
+
+
+def mma_wait(pending: int, deps: tuple[Any, ...]) -> Any:
+    """Finish all products but the last `pending`; return what was given, with their results."""
+    products = local.worker.products
+    while len(products) > pending:
+        products.pop(0).finish()
+    return tuple(finished(x) for x in deps) if len(deps) > 1 else finished(deps[0])
 
 
 def _barrier_wait(barrier: Barrier, parity: int) -> None:
     local.worker.wait(lambda: barrier.phase & 1 != parity)
 
 
-def _expect(barrier: Barrier, nbytes: int) -> None:
-    barrier.arrive(nbytes=nbytes)
+def _expect(barrier: Barrier, nbytes: int, pred: bool = True) -> None:
+    if pred:
+        barrier.arrive(nbytes=nbytes)
 
 
 def _arrive(barrier: Barrier, count: int) -> None:
@@ -304,8 +329,10 @@ def _init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.missing = count
 
 
-def _tma_load(desc: Descriptor, corner: list[int], barrier: Barrier, shared: Shared) -> None:
+def _tma_load(desc: Descriptor, corner: list[int], barrier: Barrier, shared: Shared, pred: bool = True) -> None:
     turns = local.worker.turns
+    if not pred:
+        return
     turns.check("loads into", shared.memory, shared.places, turns.loads, turns.stores)
     assert shared.shape == tuple(desc.block_type.shape)
 
@@ -367,13 +394,30 @@ def _store(pointer: Pointer, x: torch.Tensor, mask: Any = None) -> None:
 
 
 def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    turns, default = local.worker.turns, local.worker.warps
+    default = local.worker.warps
     assert default + sum(warps) <= 12, "twelve warps"
     todo = [
         (function.__name__, n, function, arguments)
         for (function, arguments), n in zip(partitions, (default, *warps), strict=True)
     ]
-    local.worker.then = lambda: turns.run(todo)
+    local.worker.then = todo
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _quantise(x: Value, scale: Pointer, amax: Pointer | None) -> torch.Tensor:
+    if amax is not None:
+        cell = local.worker.turns.program % amax.flat.numel()
+        amax.flat[cell] = torch.maximum(amax.flat[cell], x.abs().max().view(torch.int32))
+    return _e4m3(x * scale.flat)
+
+
+def _paired_columns(x: Value) -> torch.Tensor:
+    rows, columns = x.shape
+    low, high = _e4m3(x).view(torch.uint8).to(torch.int16).view(rows // 16, 2, 8, columns).unbind(1)
+    return (low | (high << 8)).view(rows // 2, columns).T
 
 
 LANGUAGE = dict(
@@ -418,11 +462,11 @@ NAMES: dict[str, Any] = dict(
     tma_load=_tma_load,
     tma_store=_tma_store,
     fence_async_shared=_fence,
-    warpgroup_mma=lambda a, b, acc, use_acc, is_async: Product(
-        getattr(acc, "acc", acc), (*getattr(acc, "todo", ()), (a, b, use_acc))
-    ),
+    warpgroup_mma=_mma,
     warpgroup_mma_init=lambda acc: acc,
-    warpgroup_mma_wait=_mma_wait,
+    warpgroup_mma_wait=mma_wait,
+    quantise=_quantise,  # in e4m3.py written for bits of registers; test_fp8.py tests them
+    paired_columns=_paired_columns,
     range=lambda *bounds: map(Int, range(*bounds)),
     min=lambda *numbers: Int(min(numbers)),
 )
@@ -442,7 +486,7 @@ def _python_functions(replaced: dict[str, Any]) -> dict[tuple[str, str], Functio
     for module in MODULES:
         for name, item in vars(module).items():
             if _is_device_function(item):
-                item = functions[item.fn.__module__, item.fn.__name__]
+                item = functions.get((item.fn.__module__, item.fn.__name__))  # None: of e4m3, which NAMES replaces
             elif isinstance(item, triton.language.constexpr):
                 item = item.value
             spaces[module.__name__][name] = item
@@ -458,6 +502,10 @@ def _argument(x: Any) -> Any:
     return Pointer(x) if isinstance(x, torch.Tensor) else Int(x) if type(x) is int else x
 
 
+def _describe(tensor: torch.Tensor | None, rows: int, columns: int) -> Descriptor | None:
+    return None if tensor is None else Descriptor(tensor, rows, columns)
+
+
 class Kernel:
     """Runs kernel[grid](arguments): all programs, one after the other."""
 
@@ -467,11 +515,12 @@ class Kernel:
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
             wrapped = [_argument(x) for x in arguments]
+            whole = functools.partial(self.function, **constants)
             for program in range(*grid):
                 turns = Turns(self.draws, program, *grid)
-                local.worker = SimpleNamespace(turns=turns, name="program", warps=num_warps, then=None)
-                self.function(*wrapped, **constants)
-                local.worker.then()
+                turns.run([("program", num_warps, whole, tuple(wrapped))])
+                if partitions := turns.workers[0].then:
+                    turns.run(partitions)
 
         return launch
 
@@ -487,7 +536,10 @@ def simulated(module: ModuleType, seed: int, programs: int = 3, **replaced: Any)
         for (where, name), function in functions.items()
         if where == module.__name__ and name.endswith("_kernel")
     }
-    describe = lambda tensor, rows, columns: None if tensor is None else Descriptor(tensor, rows, columns)  # noqa: E731
-    patched = mock.patch.multiple(module, describe=describe, **kernels)
-    with patched, mock.patch.object(tuning, "num_sms", lambda: programs):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.multiple(module, **kernels))
+        patches.enter_context(mock.patch.object(tuning, "num_sms", lambda: programs))
+        for described in MODULES:
+            if hasattr(described, "describe"):
+                patches.enter_context(mock.patch.object(described, "describe", _describe))
         yield

@@ -1,0 +1,92 @@
+"""Parts of attention's backward pass for Hopper (attention_dq.py, attention_dkdv.py), for bf16 heads of 64 columns.
+
+A program has one warpgroup, whose wgmma computes 64 rows: a block of queries (dQ) or of keys (dK, dV).  The blocks of
+the other side pass through a ring of two stages, which TMA fills.  No warps are set apart for loads: several programs
+share a multiprocessor, and while one takes exponentials another multiplies.  In a program one product is in flight
+while the scores become p, or p becomes ds.  kernels/attention.py has the mathematics.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from gpt2_triton.kernels.device_math import LOG2E
+from gpt2_triton.kernels.e4m3 import paired_columns, quantise
+from gpt2_triton.kernels.hopper.pipeline import barriers, describe, tma_load, tma_store
+
+HEAD = 64  # columns of a head, and rows of a block
+
+SIDE = gl.constexpr(HEAD)
+STAGES = gl.constexpr(2)
+SCALE = gl.constexpr(HEAD**-0.5)  # of the scores
+FACTOR = gl.constexpr(SCALE.value * LOG2E.value)
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16]))  # of an accumulator
+OPERAND = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))  # of a product's left operand in registers
+
+
+class Ring(NamedTuple):
+    """Stages of two blocks, x and y, in shared memory.  Each block has a barrier: with one for both, Triton makes all
+    warps wait between the two loads.
+    """
+
+    x: Any
+    y: Any
+    x_full: Any
+    y_full: Any
+
+
+@gluon.jit
+def ring_of(desc, n: gl.constexpr):
+    """Return n stages of blocks of a descriptor."""
+    x = gl.allocate_shared_memory(gl.bfloat16, [n, SIDE, SIDE], desc.layout)
+    y = gl.allocate_shared_memory(gl.bfloat16, [n, SIDE, SIDE], desc.layout)
+    return Ring(x, y, barriers(n), barriers(n))
+
+
+@gluon.jit
+def load_pair(x_desc, y_desc, ring, stage, row, x_column, y_column, wanted):
+    """Load the blocks of a stage at these rows and columns, if they are wanted."""
+    x_full = ring.x_full.index(stage)
+    y_full = ring.y_full.index(stage)
+    mbarrier.expect(x_full, x_desc.block_type.nbytes, pred=wanted)
+    mbarrier.expect(y_full, y_desc.block_type.nbytes, pred=wanted)
+    tma_load(x_desc, [row, x_column], x_full, ring.x.index(stage), pred=wanted)
+    tma_load(y_desc, [row, y_column], y_full, ring.y.index(stage), pred=wanted)
+
+
+@gluon.jit
+def stage_gradient(desc, columns_desc, scale_ptr, amax_ptr, value):
+    """Return a gradient in shared memory as it is stored: in bf16, or in e4m3 and, with columns_desc, transposed."""
+    rows = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+    columns = rows
+    if columns_desc is not None:
+        columns = gl.allocate_shared_memory(columns_desc.dtype, columns_desc.block_type.shape, columns_desc.layout)
+        columns.store(paired_columns(value * gl.load(scale_ptr)))
+    if scale_ptr is not None:
+        value = quantise(value, scale_ptr, amax_ptr)
+    rows.store(value.to(desc.dtype))
+    return rows, columns
+
+
+@gluon.jit
+def store_gradient(desc, columns_desc, staged, row, column):
+    """Start the stores of what stage_gradient returned, after a fence."""
+    tma_store(desc, [row, column], staged[0])
+    if columns_desc is not None:
+        tma_store(columns_desc, [column, row // 2], staged[1])
+
+
+class Gradient(NamedTuple):
+    """dqkv as it is stored: bf16 rows, or e4m3 with their scale and the cells of their amax, and perhaps transposed."""
+
+    rows: Tensor  # bf16 or e4m3 [B*T, 3*C]
+    columns: Tensor | None  # int16 [3*C, B*T/2], pairs of tokens in e4m3
+    scale: Tensor | None  # fp32 [1]
+    amax: Tensor | None  # int32 [AMAX_CELLS]
+
+    def described(self) -> tuple[Any, ...]:
+        """Return the kernels' first arguments."""
+        return describe(self.rows, HEAD, HEAD), describe(self.columns, HEAD, HEAD // 2), self.scale, self.amax

@@ -1,0 +1,142 @@
+"""dK and dV for Hopper: the second kernel of attention's backward pass, with its parts in attention.py.
+
+A program's k and v stay in registers; its blocks of queries are q and dout, and lse and delta of the whole sequence are
+in shared memory.  Scores are transposed, [keys, queries], and computed for 32 queries at a time, so that p and ds fit
+in registers.  dv has the portable kernel's bits.  dk has not: there the sum of v @ dout.T starts at -delta, here delta
+is subtracted from it.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gpt2_triton.kernels.hopper.attention import (
+    FACTOR,
+    HEAD,
+    LAYOUT,
+    OPERAND,
+    SCALE,
+    SIDE,
+    STAGES,
+    Gradient,
+    load_pair,
+    ring_of,
+    stage_gradient,
+    store_gradient,
+)
+from gpt2_triton.kernels.hopper.pipeline import describe, wait_full
+from gpt2_triton.kernels.tuning import next_power_of_2
+
+OPTIONS = dict(num_warps=4, maxnreg=168)
+PROGRAMS = 3  # that share a multiprocessor: its 65,536 registers hold 3 x 128 threads x 168
+SHARED = 228 * 1024 // PROGRAMS - 1024  # bytes of shared memory for each, of which CUDA takes 1 KB more
+# lse and delta, fp32, of a power of two of tokens, beside six blocks and their barriers: 2,048 tokens
+LONGEST = 1 << ((SHARED - 6 * HEAD * HEAD * 2 - 256) // 8).bit_length() - 1
+
+PART = gl.constexpr(32)  # queries whose scores are computed at a time
+PART_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
+PART_OPERAND = gl.constexpr(gl.DotOperandLayout(0, PART_LAYOUT.value, 2))
+VECTOR_LAYOUT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+VECTOR_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, DIAGONAL: gl.constexpr):
+    """Add p.T @ dout and ds.T @ q of the block of queries in this step's stage, whose first part is `part`."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, PART_LAYOUT)
+    zeros = gl.zeros([SIDE, PART], gl.float32, PART_LAYOUT)
+    stage = step % STAGES
+    wait_full(ring.x_full, step, STAGES)
+    for n in gl.static_range(SIDE // PART):
+        q = ring.x.index(stage).slice(n * PART, PART, dim=0)
+        dout = ring.y.index(stage).slice(n * PART, PART, dim=0)
+        s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if n == 0:
+            wait_full(ring.y_full, step, STAGES)
+        dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p = gl.exp2(s * FACTOR - lse_buf.index(part + n).load(COLUMNS)[None, :])
+        if DIAGONAL:
+            i = n * PART + gl.arange(0, PART, layout=COLUMNS)
+            j = gl.arange(0, SIDE, layout=gl.SliceLayout(1, PART_LAYOUT))
+            p = gl.where(i[None, :] >= j[:, None], p, 0.0)
+        p16 = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
+        dv = warpgroup_mma(p16, dout, dv, is_async=True)
+        delta = delta_buf.index(part + n).load(COLUMNS)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        ds = gl.convert_layout((p * (dp - delta[None, :])).to(gl.bfloat16), OPERAND)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        dk, dv, p16, ds = warpgroup_mma_wait(0, deps=(dk, dv, p16, ds))
+    return dk, dv
+
+
+@gluon.jit
+def _attention_dkdv_kernel(
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, qkv_desc, lse_ptr, delta_ptr, NH,
+    T: gl.constexpr, SPAN: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = T // SIDE
+    PARTS: gl.constexpr = SIDE // PART
+    block = gl.program_id(0) % BLOCKS  # the first keys are seen by the most queries and start first
+    bh = gl.program_id(0) // BLOCKS
+    b = bh // NH
+    h = bh % NH
+    first = block * SIDE
+    steps = BLOCKS - block
+    k_column = (NH + h) * SIDE
+    v_column = (2 * NH + h) * SIDE
+    ring = ring_of(qkv_desc, STAGES)
+    own = ring_of(qkv_desc, 1)
+    lse_buf = gl.allocate_shared_memory(gl.float32, [SPAN // PART, PART], VECTOR_SHARED)
+    delta_buf = gl.allocate_shared_memory(gl.float32, [SPAN // PART, PART], VECTOR_SHARED)
+    load_pair(qkv_desc, qkv_desc, own, 0, b * T + first, k_column, v_column, True)
+    for step in gl.static_range(STAGES):
+        row = b * T + first + step * SIDE
+        load_pair(qkv_desc, dout_desc, ring, step, row, h * SIDE, h * SIDE, step < steps)
+    i = gl.arange(0, SPAN, layout=VECTOR_LAYOUT)
+    at = bh.to(gl.int64) * T + i
+    needed = (i >= first) & (i < T)
+    lse_buf.reinterpret(gl.float32, [SPAN], VECTOR_SHARED).store(gl.load(lse_ptr + at, mask=needed, other=0.0))
+    delta_buf.reinterpret(gl.float32, [SPAN], VECTOR_SHARED).store(gl.load(delta_ptr + at, mask=needed, other=0.0))
+    wait_full(own.x_full, 0, 1)
+    wait_full(own.y_full, 0, 1)
+    k = own.x.index(0).load(PART_OPERAND)
+    v = own.y.index(0).load(PART_OPERAND)
+    dk = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
+    dv = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
+    dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, 0, block * PARTS, True)
+    row = b * T + first + STAGES * SIDE
+    load_pair(qkv_desc, dout_desc, ring, 0, row, h * SIDE, h * SIDE, STAGES < steps)
+    for step in range(1, steps):
+        dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, (block + step) * PARTS, False)
+        row = b * T + first + (step + STAGES) * SIDE
+        load_pair(qkv_desc, dout_desc, ring, step % STAGES, row, h * SIDE, h * SIDE, step + STAGES < steps)
+    dk *= SCALE
+    part_ptr += ((b * BLOCKS + block) * 2 * NH + h) * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(part_ptr, gl.sum(dk, 0))
+    gl.store(part_ptr + NH * SIDE, gl.sum(dv, 0))
+    staged_dk = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
+    staged_dv = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
+    fence_async_shared()
+    store_gradient(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
+    store_gradient(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
+    tma.store_wait(0)
+
+
+def attention_bwd_dkdv(
+    dqkv: Gradient, part: Tensor, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor
+) -> int:  # fmt: skip
+    """Write dk and dv, their thirds of dqkv, and part[rows, 2*C], sums of their columns; return part's rows."""
+    B, NH, T = lse.shape
+    blocks = T // HEAD
+    _attention_dkdv_kernel[(blocks * B * NH,)](
+        *dqkv.described(), part, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), lse, delta, NH,
+        T=T, SPAN=next_power_of_2(T), **OPTIONS,
+    )  # fmt: skip
+    return B * blocks

@@ -1,0 +1,114 @@
+"""dQ for Hopper: the first kernel of attention's backward pass, with its parts in attention.py.
+
+A program's q and dout stay in shared memory, as operands of products; its blocks of keys are k and v.  Four programs
+share a multiprocessor.  delta is computed first, and dq's sums have the portable kernel's order: the bits are equal.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gpt2_triton.kernels.hopper.attention import (
+    FACTOR,
+    HEAD,
+    LAYOUT,
+    OPERAND,
+    SCALE,
+    SIDE,
+    STAGES,
+    Gradient,
+    load_pair,
+    ring_of,
+    stage_gradient,
+    store_gradient,
+)
+from gpt2_triton.kernels.hopper.pipeline import describe, wait_full
+
+OPTIONS = dict(num_warps=4, maxnreg=128)
+ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of out a thread
+
+
+@gluon.jit
+def _dq_step(q, dout, dq, lse, delta, ring, step, DIAGONAL: gl.constexpr):
+    """Add ds @ k of the block of keys in this step's stage."""
+    k = ring.x.index(step % STAGES)
+    v = ring.y.index(step % STAGES)
+    zeros = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
+    wait_full(ring.x_full, step, STAGES)
+    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    wait_full(ring.y_full, step, STAGES)
+    dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    p = gl.exp2(s * FACTOR - lse[:, None])
+    if DIAGONAL:
+        i = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
+        j = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
+        p = gl.where(i[:, None] >= j[None, :], p, 0.0)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = gl.convert_layout((p * (dp - delta[:, None])).to(gl.bfloat16), OPERAND)
+    dq = warpgroup_mma(ds, k, dq, is_async=True)
+    dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+    return dq
+
+
+@gluon.jit
+def _attention_dq_kernel(
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, delta_ptr, dout_desc, qkv_desc, out_ptr, lse_ptr, NH,
+    T: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = T // SIDE
+    block = BLOCKS - 1 - gl.program_id(0) % BLOCKS  # the longest rows first: short ones fill the tail
+    bh = gl.program_id(0) // BLOCKS
+    b = bh // NH
+    h = bh % NH
+    first = block * SIDE
+    k_column = (NH + h) * SIDE
+    v_column = (2 * NH + h) * SIDE
+    ring = ring_of(qkv_desc, STAGES)
+    own = ring_of(qkv_desc, 1)
+    load_pair(qkv_desc, dout_desc, own, 0, b * T + first, h * SIDE, h * SIDE, True)
+    for step in gl.static_range(STAGES):
+        load_pair(qkv_desc, qkv_desc, ring, step, b * T + step * SIDE, k_column, v_column, step <= block)
+    at = bh.to(gl.int64) * T + first + gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
+    lse = gl.load(lse_ptr + at)
+    r = b * T + first + gl.arange(0, SIDE, layout=gl.SliceLayout(1, ROW_LAYOUT))
+    c = h * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, ROW_LAYOUT))
+    out = gl.load(out_ptr + r.to(gl.int64)[:, None] * (NH * SIDE) + c[None, :])
+    wait_full(own.x_full, 0, 1)
+    wait_full(own.y_full, 0, 1)
+    q = own.x.index(0)
+    dout = own.y.index(0)
+    delta = gl.sum(out.to(gl.float32) * dout.load(ROW_LAYOUT).to(gl.float32), 1)
+    delta = gl.convert_layout(delta, gl.SliceLayout(1, LAYOUT))
+    gl.store(delta_ptr + at, delta)
+    dq = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
+    for step in range(0, block):
+        dq = _dq_step(q, dout, dq, lse, delta, ring, step, False)
+        row = b * T + (step + STAGES) * SIDE
+        load_pair(qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block)
+    dq = _dq_step(q, dout, dq, lse, delta, ring, block, True) * SCALE
+    d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
+    staged = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq)
+    fence_async_shared()
+    store_gradient(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)
+    tma.store_wait(0)
+
+
+def attention_bwd_dq(
+    dqkv: Gradient, part: Tensor, delta: Tensor, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor
+) -> int:
+    """Write dq, its third of dqkv, delta[B, NH, T] and part[rows, C], sums of dq's columns; return part's rows."""
+    B, NH, T = lse.shape
+    blocks = T // HEAD
+    _attention_dq_kernel[(blocks * B * NH,)](
+        *dqkv.described(), part, delta, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, NH,
+        T=T, **OPTIONS,
+    )  # fmt: skip
+    return B * blocks

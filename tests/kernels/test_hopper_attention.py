@@ -1,0 +1,171 @@
+"""Attention's backward pass for Hopper without a GPU, in gluon_simulator: against float64 and the portable kernels."""
+
+import importlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpt2_triton.kernels import hopper, tuning
+from gpt2_triton.kernels.e4m3 import AMAX_CELLS
+from gpt2_triton.kernels.fp8 import Fp8
+from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq
+from tests.support import reference
+from tests.support.gluon_simulator import NAMES, Race, mma_wait, simulated
+from tests.support.helpers import EPS, error, poisoned
+
+attention = importlib.import_module("gpt2_triton.kernels.attention")
+BF16, E4M3, HS = torch.bfloat16, torch.float8_e4m3fn, 64
+
+# B, NH, T: one block; a ring that fills; T no power of two; steps that use each stage again
+SHAPES = [(2, 2, 64), (2, 1, 128), (1, 2, 192), (1, 1, 320)]
+shapes = pytest.mark.parametrize("B,NH,T", SHAPES, ids=lambda size: str(size))
+seeds = pytest.mark.parametrize("seed", [1, 2, 3])
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+
+
+def draw(rng, B, NH, T):
+    """Return dout, qkv, out and lse of one layer, and dqkv and delta in float64."""
+    C = NH * HS
+    qkv, dout = rng(B * T, 3 * C, dtype=BF16), rng(B * T, C, dtype=BF16)
+    out, lse = poisoned(B * T, C).double(), poisoned(B, NH, T).double()
+    reference.attention_fwd(out, lse, qkv.double())
+    out, lse = out.to(BF16), lse.float()
+    want = [poisoned(B * T, 3 * C).double(), poisoned(3 * C).double(), poisoned(B, NH, T).double()]
+    reference.attention_bwd(*want, None, *(t.double() for t in (dout, qkv, out, lse)), False)
+    return (dout, qkv, out, lse), want
+
+
+def backward(dqkv, dout, qkv, out, lse, acc=False, dbias=None):
+    """Run the launcher; return dbias and delta."""
+    (B, NH, T), C = lse.shape, dout.shape[1]
+    dbias, delta = poisoned(3 * C) if dbias is None else dbias, poisoned(B, NH, T)
+    scratch = poisoned(2 * C * B * T // 64)  # the interpreter's table, with larger blocks, asks for less
+    attention.attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc)
+    return dbias, delta
+
+
+def on_hopper(monkeypatch, seed, dqkv, *arguments, replaced=None, **options):
+    """Run the launcher as on Hopper, with both kernels simulated."""
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "is_hopper", lambda: True)
+        with simulated(attention_dq, seed, **replaced or {}), simulated(attention_dkdv, seed, **replaced or {}):
+            return backward(dqkv, *arguments, **options)
+
+
+@without_gpu
+@seeds
+@shapes
+def test_attention_bwd_matches_float64_and_the_portable_kernels(rng, monkeypatch, B, NH, T, seed):
+    """p or ds and the result are rounded.  The interpreter truncates in their place, which costs twice that."""
+    arguments, want = draw(rng, B, NH, T)
+    dqkv, portable = (poisoned(B * T, 3 * NH * HS, dtype=BF16) for _ in range(2))
+    dbias, delta = on_hopper(monkeypatch, seed, dqkv, *arguments)
+    portable_dbias, portable_delta = backward(portable, *arguments)
+    tolerance = 2 * EPS[BF16]
+    for got, others, exact in zip(*(t.split(NH * HS, 1) for t in (dqkv, portable, want[0])), strict=True):
+        assert error(got, exact) < tolerance
+        assert error(got, others.double()) < tolerance + 2 * tolerance
+    assert error(dbias, want[1]) < tolerance  # of p and ds, which are rounded: the sums are not
+    assert error(dbias, portable_dbias.double()) < tolerance + 2 * tolerance
+    for exact in (want[2], portable_delta.double()):
+        assert error(delta, exact) < 2e-6
+
+
+@without_gpu
+def test_attention_bwd_accumulates_dbias(rng, monkeypatch):
+    arguments, _ = draw(rng, 1, 2, 128)
+    dqkv = poisoned(128, 6 * HS, dtype=BF16)
+    once = on_hopper(monkeypatch, 1, dqkv, *arguments)[0].clone()
+    twice = on_hopper(monkeypatch, 2, dqkv, *arguments, acc=True, dbias=once.clone())[0]
+    assert torch.equal(twice, 2 * once)
+
+
+@without_gpu
+def test_attention_bwd_of_long_sequences_takes_the_portable_kernel_for_dk_and_dv(rng, monkeypatch):
+    B, NH, T = 1, 2, 192
+    monkeypatch.setattr(attention_dkdv, "LONGEST", 128)
+    monkeypatch.setattr(attention_dkdv, "attention_bwd_dkdv", None)
+    arguments, want = draw(rng, B, NH, T)
+    dqkv = poisoned(B * T, 3 * NH * HS, dtype=BF16)
+    dbias, _ = on_hopper(monkeypatch, 1, dqkv, *arguments)
+    assert error(dqkv, want[0]) < 4 * EPS[BF16] and error(dbias, want[1]) < 4 * EPS[BF16]  # the interpreter truncates
+
+
+@without_gpu
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_attention_bwd_writes_fp8(rng, monkeypatch, transposed, recorded):
+    """Bytes and amax are of the gradients before their rounding to bf16, which moves one in 32 to the middle of two
+    numbers of e4m3, and so changes its last bit at most.
+    """
+    B, NH, T, scale = 2, 1, 128, 64.0
+    arguments, _ = draw(rng, B, NH, T)
+    plain = poisoned(B * T, 3 * NH * HS, dtype=BF16)
+    dbias, _ = on_hopper(monkeypatch, 1, plain, *arguments)
+    rows = torch.full(plain.shape, 0x7F, dtype=torch.uint8).view(E4M3)
+    columns = torch.full(plain.T.shape if transposed else (0, 1), 0x7F, dtype=torch.uint8).view(E4M3)
+    cells = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
+    dqkv = Fp8(rows, columns, torch.tensor([scale]), cells, transposed)
+    dout, qkv, out, lse = arguments
+    dbias8, _ = on_hopper(monkeypatch, 2, dqkv, dout, qkv, out, lse)
+    assert torch.equal(dbias8, dbias)
+    assert error(rows.double() / scale, plain.double()) < 0.03  # e4m3's own 0.027
+    want = (plain.float() * scale).to(E4M3)
+    changed = (rows.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
+    assert changed.max() <= 1 and changed.float().mean() < 1.2 / 32
+    if transposed:
+        order = torch.arange(B * T).view(-1, 2, 8).transpose(1, 2).flatten()  # 0 8 1 9 ... 7 15 of each 16
+        assert torch.equal(columns.view(torch.uint8), rows.view(torch.uint8)[order].T)
+    if recorded:
+        assert abs(cells.view(torch.float32).max() / plain.abs().max().float() - 1) < 2 * EPS[BF16]
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        dict(fence_async_shared=lambda: None),
+        dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
+        dict(warpgroup_mma_wait=lambda pending, deps: mma_wait(pending + 1, deps)),
+        dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))),
+    ],
+    ids=["no fence", "no wait for stores", "early release", "no wait for loads"],
+)
+def test_simulator_finds_a_missing_wait_or_fence(rng, monkeypatch, replaced):
+    arguments, want = draw(rng, 1, 1, 256)
+
+    def found(seed, replaced):
+        dqkv = poisoned(256, 3 * HS, dtype=BF16)
+        try:
+            on_hopper(monkeypatch, seed, dqkv, *arguments, replaced=replaced)
+        except (Race, TypeError):  # TypeError: arithmetic with a product that has not been waited for
+            return True
+        return not error(dqkv, want[0]) < 2 * EPS[BF16]
+
+    assert not found(1, {})
+    assert any(found(seed, replaced) for seed in range(5))
+
+
+# T, HS, dQ's module, dK's and dV's
+TAKES = [
+    (64, 64, True, True),
+    (1024, 64, True, True),
+    (2048, 64, True, True),
+    (1088, 64, True, True),
+    (2112, 64, True, False),  # lse and delta leave no room for three programs
+    (1000, 64, False, False),  # a block that is not whole
+    (32, 64, False, False),
+    (1024, 80, False, False),
+    (1024, 128, False, False),
+]
+
+
+@pytest.mark.parametrize("T,HS,dq,dkdv", TAKES)
+def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, dq, dkdv):
+    for gpu, dtype in itertools.product((True, False), ("bf16", "fp32")):
+        monkeypatch.setattr(tuning, "is_hopper", lambda gpu=gpu: gpu)
+        ours = gpu and dtype == "bf16"
+        assert hopper.takes("attention_bwd_dq", T, HS, dtype) == ("attention_dq" if ours and dq else None)
+        assert hopper.takes("attention_bwd_dkdv", T, HS, dtype) == ("attention_dkdv" if ours and dkdv else None)
