@@ -119,6 +119,7 @@ def _attention_dkdv_kernel(
         row = b * T + first + (step + STAGES) * SIDE
         load_pair(qkv_desc, dout_desc, ring, step % STAGES, row, h * SIDE, h * SIDE, step + STAGES < steps)
     dk *= SCALE
+    # sums before stores, whose shared memory Triton may use again while TMA reads it
     part_ptr += ((b * BLOCKS + block) * 2 * NH + h) * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
     gl.store(part_ptr, gl.sum(dk, 0))
     gl.store(part_ptr + NH * SIDE, gl.sum(dv, 0))
@@ -133,7 +134,9 @@ def _attention_dkdv_kernel(
 def attention_bwd_dkdv(
     dqkv: Gradient, part: Tensor, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor
 ) -> int:  # fmt: skip
-    """Write dk and dv, their thirds of dqkv, and part[rows, 2*C], sums of their columns; return part's rows."""
+    """Write dk and dv, two thirds of dqkv's columns, and part fp32 [B*T/64, 2*C], their column sums for each block of
+    64 keys; return part's rows.  dout is bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse and delta are fp32 [B, NH, T].
+    """
     B, NH, T = lse.shape
     blocks = T // HEAD
     _attention_dkdv_kernel[(blocks * B * NH,)](
