@@ -82,12 +82,14 @@ def evaluate(
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import load_weights
-    from gpt2_triton.data.tasks import TASKS, load_questions
+    from gpt2_triton.data.tasks import IN_COMMAND, IN_FILE, TASKS, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference import tasks as inference
     from gpt2_triton.inference.load import load_for_losses
 
     names = [*dict.fromkeys(tasks.replace(",", " ").split())]
+    if not names:
+        raise ConfigError(f"--tasks: names no task; known are {', '.join(TASKS)}")
     if unknown := [name for name in names if name not in TASKS]:
         raise ConfigError(f"--tasks: unknown task {unknown[0]}; known are {', '.join(TASKS)}")
     folder = data is not None and data.is_dir()
@@ -95,10 +97,9 @@ def evaluate(
         raise ConfigError(f"--data: {data} is no folder of TASK.jsonl; give one, or one task with its file")
     config, tensors = load_weights(checkpoint)
     tokenizer, results = get_tokenizer(config.data.tokenizer), {}
-    asked = {
-        name: load_questions(name, data / f"{name}.jsonl" if data and folder else data, tokenizer, limit)
-        for name in names
-    }
+    files = {name: data / f"{name}.jsonl" if data and folder else data for name in names}
+    todo = IN_FILE if data else IN_COMMAND
+    asked = {name: load_questions(name, file, tokenizer, limit, todo) for name, file in files.items()}
     model = load_for_losses(config, tensors, batch_tokens, dtype)
     for name, questions in asked.items():
         results[name] = inference.evaluate(model, name, questions)

@@ -10,6 +10,7 @@ from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
 Tokenizer = Literal["gpt2", "bytes"]
+CLIMBMIX, CLIMBMIX_TOKENS = "nvidia/ClimbMix", 400_000_000_000  # on the Hub; of its card
 
 
 @app.command(name="text", usage=usage_line("prepare text", "[OPTIONS] INPUTS..."))
@@ -127,7 +128,7 @@ for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items(
 @app.command(name="climbmix")
 def prepare_climbmix(
     *,
-    source: str = "nvidia/ClimbMix",
+    source: str = CLIMBMIX,
     revision: str | None = None,
     out: Path = Path("data/climbmix"),
     tokens: int | None = None,
@@ -156,7 +157,8 @@ def prepare_climbmix(
 
     print_line("ClimbMix is under CC BY-NC 4.0: no commercial use")
     given = dataset.Dataset(source, None, revision, "tokens")
-    dataset.prepare_dataset(given, out, "gpt2", tokens, 1, shard_tokens)
+    nominal = CLIMBMIX_TOKENS if source == CLIMBMIX else None
+    dataset.prepare_dataset(given, out, "gpt2", tokens, 1, shard_tokens, nominal=nominal)
 
 
 @app.command(name="pretokenized")

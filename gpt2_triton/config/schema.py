@@ -5,6 +5,7 @@ between keys in rules.py.  A resumed run may change the keys marked FREE; with a
 be another run.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -177,6 +178,7 @@ class TrainConfig(ConfigSection):
 
 
 OPERATIONS = ("qkv", "attproj", "mlp")  # of a layer, whose products can be in fp8; mlp is fc and fcproj
+KEPT_WORD = re.compile(rf"({'|'.join(OPERATIONS)})(?::(-?\d+))?|(-?\d+)")
 HEAD = "head"  # the product of the output head, which gives the logits; its gradients are in bf16 always
 
 
@@ -185,18 +187,21 @@ def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
     counts as an operation of the last layer.
     """
     pairs: set[tuple[str, int]] = set()
-    for word in value.replace(",", " ").split():
+    for word in value.split(",") if value.strip() else []:
+        word = word.strip()
         if word == HEAD:
             pairs.add((HEAD, n_layer - 1))
             continue
-        operation, _, layer = (
-            word.rpartition(":") if ":" in word or not word.lstrip("-").isdecimal() else ("", "", word)
-        )
-        operation, layer = (layer, "") if not operation and layer in OPERATIONS else (operation, layer)
-        if operation not in ("", *OPERATIONS) or not (layer.lstrip("-").isdecimal() or operation and not layer):
-            raise ValueError(f"{word}: expected {', '.join((HEAD, *OPERATIONS))}, a layer, or both as in attproj:0")
+        match = KEPT_WORD.fullmatch(word)
+        if not match:
+            raise ValueError(
+                f"{word or repr(value)}: expected {', '.join((HEAD, *OPERATIONS))}, a layer, or both as in attproj:0"
+            )
+        operation, layer = match[1] or "", match[2] or match[3]
         if layer and not -n_layer <= int(layer) < n_layer:
-            raise ValueError(f"{word}: there are {n_layer} layers, 0 to {n_layer - 1}")
+            raise ValueError(
+                f"{word}: there are {n_layer} layers, 0 to {n_layer - 1}, or -{n_layer} to -1 from the end"
+            )
         layers = [int(layer) % n_layer] if layer else range(n_layer)
         pairs |= {(op, l) for op in ([operation] if operation else OPERATIONS) for l in layers}
     return pairs

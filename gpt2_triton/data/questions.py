@@ -1,5 +1,6 @@
 """Questions of evaluation tasks: contexts with endings, of which one is right, as text and as tokens."""
 
+import codecs
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,10 +89,13 @@ def encode(
 
 
 def read_jsonl(path: Path, kind: type[RowType], limit: int, todo: str) -> list[RowType]:
-    """Return the first `limit` rows (0: all) of a file with one JSON object per line."""
+    """Return the first `limit` rows (0: all) of a file with one JSON object per line; empty lines do not count."""
     with reading(path, todo), open(path, "rb") as file:
-        lines = enumerate(islice(file, limit or None), 1)
-        rows = [parse_row(kind, line, f"{path}:{number}", todo) for number, line in lines]
+        lines = ((number, line.removeprefix(codecs.BOM_UTF8)) for number, line in enumerate(file, 1))
+        rows = [
+            parse_row(kind, line, f"{path}:{number}", todo)
+            for number, line in islice(((n, line) for n, line in lines if line.strip()), limit or None)
+        ]
     if not rows:
         raise bad_data(path, "no rows", "an empty file", "one JSON object per line", todo)
     return rows
@@ -115,6 +119,9 @@ def parse_row(kind: type[RowType], row: Any, where: str, todo: str) -> RowType:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what, value = ".".join(map(str, first["loc"])), first["input"]
-        got = textwrap.shorten(repr(value), 200) if what and first["type"] != "missing" else type(value).__name__
+        if isinstance(row, bytes) and not what:
+            got = textwrap.shorten(row.decode(errors="replace"), 60, placeholder=" ...")
+        else:
+            got = textwrap.shorten(repr(value), 200) if first["type"] != "missing" else type(value).__name__
         problem = f"{what or 'not a row'}: {first['msg'].removeprefix('Value error, ')}"
         raise bad_data(where, problem, got, kind.expected, todo) from None

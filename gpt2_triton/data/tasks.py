@@ -39,6 +39,7 @@ from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import bad_data
 
 IN_COMMAND = "check the network, or give a file of its rows as --data FILE"
+IN_FILE = "mend that file, or leave its task out of --tasks"  # where --data has named it
 IN_TRAINING = "set eval.tasks_data to a folder of TASK.jsonl, or leave it out of eval.tasks"
 
 
@@ -61,9 +62,9 @@ class Task(NamedTuple):
 
 
 class LambadaRow(PublishedRow):
-    expected: ClassVar[str] = "an object with text"
+    expected: ClassVar[str] = "an object with text that ends in a word"
 
-    text: str
+    text: Annotated[str, Field(pattern=r"\S[^ ]*$")]
 
 
 def lambada(row: LambadaRow) -> Question:
@@ -145,7 +146,7 @@ TASKS = {
 def load_questions(name: str, path: Path | None, tokenizer: Tokenizer, limit: int, todo: str = IN_COMMAND) -> Questions:
     """Return the first `limit` rows (0: all) of a task, from a .jsonl of rows as published; path None downloads them.
 
-    An error ends with `todo`, IN_COMMAND or IN_TRAINING.
+    An error ends with `todo`: IN_COMMAND, IN_FILE or IN_TRAINING.
     """
     task = TASKS[name]
     source = path or task.source

@@ -114,10 +114,27 @@ def test_rows_of_the_hub_are_those_of_a_file(tmp_path, monkeypatch):
         load_questions("arc_easy", None, get_tokenizer("bytes"), 0)
 
 
+def test_empty_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
+    path = write_rows(tmp_path, "piqa")
+    plain = load_questions("piqa", path, get_tokenizer("bytes"), 0)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\n \n", 1) + b"\n\n")
+    found = load_questions("piqa", path, get_tokenizer("bytes"), 2)
+    assert [e.tolist() for e in found.endings] == [e.tolist() for e in plain.endings[:4]]
+    path.write_text("plain text\n")
+    with pytest.raises(DataError, match="piqa.jsonl:1: not a row: Invalid JSON.*: got plain text, expected"):
+        load_questions("piqa", path, get_tokenizer("bytes"), 0)
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("lambada", dict(text=None), "text: Input should be a valid string: got None, expected an object with text; "),
+        (
+            "lambada",
+            dict(text=None),
+            "text: Input should be a valid string: got None, expected an object with text that ends",
+        ),
+        ("lambada", dict(text="one "), "text: String should match pattern"),
+        ("lambada", dict(text=" "), "text: String should match pattern"),
         ("arc_easy", dict(answerKey="D"), "not a row: 3 texts, labels .* and answerKey 'D'"),
         ("arc_easy", dict(choices=dict(text=["a"])), "choices.label: Field required"),
         ("piqa", dict(label=-1), "label: Input should be greater than or equal to 0: got -1"),

@@ -187,6 +187,11 @@ def test_forward_pass_between_steps_overlaps_no_state():
         (dict(fp8=dict(keep_bf16="head:0")), "fp8.keep_bf16", "head:0: expected"),
         (dict(fp8=dict(keep_bf16="qkv:2")), "fp8.keep_bf16", "qkv:2: there are 2 layers, 0 to 1"),
         (dict(fp8=dict(keep_bf16="qkv:mlp")), "fp8.keep_bf16", "qkv:mlp: expected"),
+        (dict(fp8=dict(keep_bf16="attproj:")), "fp8.keep_bf16", "attproj:: expected"),
+        (dict(fp8=dict(keep_bf16=":1")), "fp8.keep_bf16", ":1: expected"),
+        (dict(fp8=dict(keep_bf16="mlp:--1")), "fp8.keep_bf16", "mlp:--1: expected"),
+        (dict(fp8=dict(keep_bf16="qkv,,head")), "fp8.keep_bf16", "'qkv,,head': expected"),
+        (dict(fp8=dict(keep_bf16="-3")), "fp8.keep_bf16", "-3: there are 2 layers, 0 to 1, or -2 to -1"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(sections, key, what):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from gpt2_triton import console
+from gpt2_triton.commands import prepare
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import dataset, pipeline, shard_writer
@@ -199,6 +200,25 @@ def test_rows_of_other_tokens_are_refused(climbmix, tmp_path, row, got):
         DataError, match=f"no tokens in field 'tokens': got {got}, expected integers from 0 to 50,256, "
     ):
         prepare_dataset(Dataset(str(tmp_path / "in"), field="tokens"), tmp_path / "out", "gpt2")
+
+
+def test_rows_without_the_field_are_named_with_those_they_have(climbmix, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "a", "id": 1}\n')
+    words = ["prepare", "climbmix", "--source", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    assert main(app, words) == 3
+    message = "in: no field 'tokens': got the fields text, id, expected it; give a dataset with the rows of ClimbMix"
+    assert message in capsys.readouterr().err
+
+
+def test_all_of_climbmix_needs_the_space_of_its_tokens(climbmix, tmp_path, monkeypatch, capsys):
+    folder, _ = climbmix
+    monkeypatch.setattr(prepare, "CLIMBMIX", str(folder))
+    monkeypatch.setattr(shard_writer, "missing_space", lambda _, n: (n, 10**9) if n > 10**9 else None)
+    words = ["prepare", "climbmix", "--source", str(folder), "--shard_tokens", "900", "--out"]
+    assert main(app, [*words, str(tmp_path / "out")]) == 3
+    assert "expected 800,000,000,000 for 400,000,000,000 tokens" in capsys.readouterr().err
+    assert main(app, [*words, str(tmp_path / "few"), "--tokens", "1000"]) == 0
 
 
 # ---- stopping and resuming ----
