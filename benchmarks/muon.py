@@ -8,6 +8,7 @@ once; the update and a step of one micro-batch with either optimizer, AdamW's ag
 The share of a step of the recipe's tokens is calculated from them.  Exit code 1 if a kernel is out of its bound.
 """
 
+import argparse
 import dataclasses
 import gc
 import statistics
@@ -118,7 +119,14 @@ def orthogonalise(m: ModelView, k: MatrixClass) -> None:
         x, y = y, x
 
 
-def main(sizes: list[str]) -> int:
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "benchmarks.muon", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("size", nargs="*", help=f"among {', '.join(SIZES)}; by default d12 d48")
+    sizes = parser.parse_args(words).size or ["d12", "d48"]
+    if unknown := [size for size in sizes if size not in SIZES]:
+        parser.error(f"unknown size {unknown[0]}; known are {', '.join(SIZES)}")
     if not torch.cuda.is_available():
         print("benchmarks.muon needs a GPU", file=sys.stderr)
         return 2
@@ -142,4 +150,4 @@ def main(sizes: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["d12", "d48"]))
+    sys.exit(main(sys.argv[1:]))

@@ -65,8 +65,8 @@ def _schedule_conflicts(config: "Config") -> Iterator[Problem]:
     t, o, e, saved = config.train, config.optim, config.eval, config.checkpoint.every
     if o.warmup > t.steps:
         yield "optim.warmup", f"{o.warmup} steps of warmup are more than train.steps {t.steps}; lower it"
-    elif o.schedule in ("wsd", "trapezoid") and o.warmup > (1 - o.wsd_decay_frac) * t.steps:
-        falls = f"optim.wsd_decay_frac {o.wsd_decay_frac:g} lets the rate fall from step {(1 - o.wsd_decay_frac) * t.steps:g}"
+    elif o.schedule in ("wsd", "trapezoid") and o.warmup > (flat := (1 - o.wsd_decay_frac) * t.steps):
+        falls = f"optim.wsd_decay_frac {o.wsd_decay_frac:g} lets the rate fall from step {flat:g} on"
         yield "optim.warmup", f"{falls}, within the warmup of {o.warmup} steps; lower one of them"
     if e.every and 0 < e.tokens < t.seq_len:
         yield "eval.tokens", f"{e.tokens} is less than train.seq_len {t.seq_len}; raise it, or 0 takes all tokens"

@@ -302,7 +302,7 @@ def check_tasks(value: str) -> str:
         if name == "hellaswag":
             raise ValueError("hellaswag has a key of its own; set eval.hellaswag_every")
         if name not in TASKS:
-            raise ValueError(f"unknown task {name}; known are {', '.join(TASKS)}")
+            raise ValueError(f"unknown task {name}")
     return ",".join(dict.fromkeys(names))
 
 

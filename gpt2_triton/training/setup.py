@@ -137,7 +137,9 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
     changed = resume.check_config(saved["config"], saved_config(config))
     files = _check_data(found, saved, config, data)
     notes = [f"resuming after step {saved['step']} from {found}"]
-    notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in (changed | files).items()]
+    for key, change in (changed | files).items():
+        then, now = ('""' if value == "" else value for value in change)
+        notes.append(f"changed: {key} {then} -> {now}")
     if not files and (note := resume.note_of_times(saved, data.saved())):
         notes.append(note)
     return Start(RunState.from_checkpoint(saved), tensors, found, notes, files)

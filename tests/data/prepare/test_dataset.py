@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from gpt2_triton import console
-from gpt2_triton.commands import prepare
+from gpt2_triton.commands import prepare as prepare_commands
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import dataset, pipeline, shard_writer
@@ -213,7 +213,7 @@ def test_rows_without_the_field_are_named_with_those_they_have(climbmix, tmp_pat
 
 def test_all_of_climbmix_needs_the_space_of_its_tokens(climbmix, tmp_path, monkeypatch, capsys):
     folder, _ = climbmix
-    monkeypatch.setattr(prepare, "CLIMBMIX", str(folder))
+    monkeypatch.setattr(prepare_commands, "CLIMBMIX", str(folder))
     monkeypatch.setattr(shard_writer, "missing_space", lambda _, n: (n, 10**9) if n > 10**9 else None)
     words = ["prepare", "climbmix", "--source", str(folder), "--shard_tokens", "900", "--out"]
     assert main(app, [*words, str(tmp_path / "out")]) == 3
