@@ -237,10 +237,15 @@ def signal_rank_1(config, run, resume=False):
     return job(config, run, resume)
 
 
+@pytest.fixture(scope="module", params=["adamw", "muon"])
+def optim(request):
+    return dict(name=request.param)
+
+
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
+def stopped(tmp_path_factory, optim):
     run = tmp_path_factory.mktemp("stopped")
-    config = config_of(train=dict(steps=4), debug=dict(hash_state=0))
+    config = config_of(train=dict(steps=4), optim=optim, debug=dict(hash_state=0))
     assert ranks.run(2, run / "stderr", signal_rank_1, config, run) == [128 + signal.SIGTERM] * 2
     return run
 
@@ -273,17 +278,17 @@ def test_locked_directory_is_refused_on_all_ranks(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
+def unbroken(tmp_path_factory, optim):
     run = tmp_path_factory.mktemp("unbroken")
-    assert job(config_of(train=dict(steps=4)), run) == 0
+    assert job(config_of(train=dict(steps=4), optim=optim), run) == 0
     return run
 
 
 @pytest.mark.parametrize("n, zero", [(1, 0), (3, 2)])
-def test_checkpoint_resumes_on_any_number_of_ranks(stopped, unbroken, tmp_path, n, zero):
+def test_checkpoint_resumes_on_any_number_of_ranks(stopped, unbroken, optim, tmp_path, n, zero):
     """The losses are those of an unbroken run on one rank."""
     shutil.copytree(stopped / "checkpoints", tmp_path / "checkpoints")
-    config = config_of(zero, train=dict(steps=4))
+    config = config_of(zero, train=dict(steps=4), optim=optim)
     assert (job(config, tmp_path, True) if n == 1 else run_job(n, config, tmp_path, True)) == 0
     assert losses(tmp_path) == pytest.approx(losses(unbroken)[2:], rel=1e-5)
 
@@ -424,18 +429,21 @@ def rewinding(config, run):
 
 
 @pytest.mark.slow
-def test_ranks_rewind_together(tmp_path):
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_ranks_rewind_together(tmp_path, name):
     """The third step fails; all return to the second's checkpoint and take the fourth's samples.  gloo adds two numbers
-    alike at every stage, so that the stages agree.
+    alike at every stage; at stage 2 the squares of gradients are summed in another order, which may change the norm's
+    last bit.
     """
     for zero in (0, 1, 2):
         run = tmp_path / str(zero)
         run.mkdir()
-        config = config_of(zero, train=dict(steps=3, rewind_after=1), checkpoint=dict(every=2))
+        config = config_of(zero, train=dict(steps=3, rewind_after=1), optim=dict(name=name), checkpoint=dict(every=2))
         assert ranks.run(2, tmp_path / "stderr", rewinding, config, run) == [0, 0]
         assert records(run)[2] == {"step": 2, "rewound_from": 3, "sample": 36}
         assert len(losses(run)) == 3 and load_checkpoint(find_checkpoint(run))[0]["sample"] == 48
-        assert_equal(tensors(run), tensors(tmp_path / "0"))
+        same = assert_equal if zero < 2 else assert_close
+        same(tensors(run), tensors(tmp_path / "0"))
 
 
 def test_skip_limit_ends_all_ranks(tmp_path):
