@@ -130,8 +130,12 @@ def _similar(key: str, section: str, name: str, known: list[str]) -> list[str]:
     return [near for near in known if "." not in key + near and len(near) > 2 and key.startswith(near)]
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the tree in a YAML file, and the line of each dotted key; ConfigError if it is no configuration."""
+def read_yaml(
+    path: Path, expected: str = "sections such as `model:` and `train:`"
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the tree in a YAML file, and the line of each dotted key of its first two levels; ConfigError if it is no
+    configuration.  `expected` names what the file should have.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -157,7 +161,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except (ValueError, OverflowError) as error:  # of a number or a date
         raise ConfigError(f"{path}: not valid YAML: {str(error).partition(';')[0]}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections such as `model:` and `train:`, got {type(tree).__name__}")
+        raise ConfigError(f"{path}: expected {expected}, got {type(tree).__name__}")
     sections = {key: {} if value is None else value for key, value in tree.items()}  # `optim:` with nothing below
     return sections, lines
 
