@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import series
-from benchmarks.series import Queue, Series
+from benchmarks import series, series_file, series_report
+from benchmarks.series_file import Run, Series
+from benchmarks.series_results import read_results
+from benchmarks.series_runs import Queue
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.shards import write_shard
 
@@ -45,7 +47,7 @@ def row(arm, seed, loss, val=None, **more):
 @pytest.fixture
 def tiny(tmp_path) -> Series:
     (tmp_path / "tiny.yaml").write_text(TINY)
-    return series.read_series(tmp_path / "tiny.yaml")
+    return series_file.read_series(tmp_path / "tiny.yaml")
 
 
 def test_runs_go_by_seed_then_arm_and_share_a_seed(tiny):
@@ -70,12 +72,12 @@ def test_a_wrong_file_is_one_line(tmp_path, capsys):
 def test_names_of_no_arm_are_refused(tmp_path, old, new, message):
     (tmp_path / "wrong.yaml").write_text(TRIALS.replace(old, new))
     with pytest.raises(ValueError, match=message):
-        series.read_series(tmp_path / "wrong.yaml")
+        series_file.read_series(tmp_path / "wrong.yaml")
 
 
 @pytest.mark.parametrize("file", sorted(Path("benchmarks/losses").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_options_of_the_committed_series_are_valid(file):
-    found = series.read_series(file)
+    found = series_file.read_series(file)
     for run in found.runs[:: max(1, len(found.runs) // 8)]:
         options = found.runs[0].options | run.options if run.best_of else run.options
         load_config(Path(found.config), {key: str(value) for key, value in options.items()})
@@ -111,7 +113,7 @@ arms:
 @pytest.fixture
 def trials(tmp_path) -> Series:
     (tmp_path / "trials.yaml").write_text(TRIALS)
-    return series.read_series(tmp_path / "trials.yaml")
+    return series_file.read_series(tmp_path / "trials.yaml")
 
 
 def result(run, val) -> dict:
@@ -131,7 +133,7 @@ def test_the_best_of_several_arms_is_trained_again(trials, tmp_path):
     assert {**best_b.options, "train.steps": 5} == trials.runs[2].options and best_b.options["train.steps"] == 4
     assert {**best_a.options, "train.seed": 42, "data.seed": 42} == trials.runs[1].options
     assert (best_a.program, best_b.program) == ("benchmarks.torch_train", "gpt2_triton train")
-    copied = series.read_results(tmp_path / "results.jsonl")[-1]
+    copied = read_results(tmp_path / "results.jsonl")[-1]
     assert (copied["arm"], copied["seed"], copied["val_loss"]) == ("best a", 0, 2.25)
     assert queue.next() is None
     again = Queue(trials, tmp_path / "results.jsonl", minutes=math.inf)
@@ -159,26 +161,26 @@ def test_nothing_waits_for_a_trial_that_failed(trials, tmp_path, capsys):
 
 @pytest.mark.parametrize("freedom, value", [(1, 12.706), (5, 2.5706), (9, 2.2622), (30, 2.0423), (1000, 1.9623)])
 def test_students_t_is_that_of_tables(freedom, value):
-    assert math.isclose(series.student_t(freedom), value, rel_tol=2e-4)  # a table's last digit
+    assert math.isclose(series_report.student_t(freedom), value, rel_tol=2e-4)  # a table's last digit
 
 
 def test_differences_are_those_of_pairs():
     rows = [row("a", seed, loss) for seed, loss in enumerate((2.0, 2.2, 2.1))]
     rows += [row("b", seed, loss) for seed, loss in enumerate((2.03, 2.21))]
-    found = series.difference(rows, "b", "a", "train_loss")
+    found = series_report.difference(rows, "b", "a", "train_loss")
     assert found.pairs == 2 and math.isclose(found.mean, 0.02)
     assert math.isclose(found.half, 12.7062 * 0.01, rel_tol=1e-3)  # t of 1 degree, sd 0.01 sqrt 2, over sqrt 2
-    assert series.difference(rows, "b", "a", "val_loss") is None
-    assert series.difference(rows[:4], "b", "a", "train_loss").half == math.inf
+    assert series_report.difference(rows, "b", "a", "val_loss") is None
+    assert series_report.difference(rows[:4], "b", "a", "train_loss").half == math.inf
 
 
 def test_report_and_picture(tmp_path):
-    runs = [series.Run(arm, seed, {}) for seed in (0, 1) for arm in ("a", "b")]
+    runs = [Run(arm, seed, {}) for seed in (0, 1) for arm in ("a", "b")]
     rows = [row("a", 0, 2.0, 2.5), row("b", 0, 2.1, 2.4), row("a", 1, 2.2, 2.6), row("b", 1, 2.3, 2.6)]
-    text = series.report(Series("c", runs, "a"), rows)
+    text = series_report.report(Series("c", runs, "a"), rows)
     assert "| a | 2 | 2.1000 | 0.1414 | 2.5500 | 0.0707 | 2.00 | 32,000 |  |  |" in text
     assert "+0.1000 +- 0.0000 (2) | -0.0500 +- 0.6353 (2) |" in text
-    series.plot(Series("c", runs, "a"), rows, tmp_path / "p.png")
+    series_report.plot(Series("c", runs, "a"), rows, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
@@ -190,7 +192,7 @@ def test_a_series_is_trained_and_goes_on_where_it_stopped(tmp_path):
     (tmp_path / "r.jsonl").write_text(json.dumps(row("one", 1, 2.0)) + "\n")
     words = [str(tmp_path / "tiny.yaml"), "--data", str(tmp_path), "--out", str(tmp_path / "r.jsonl")]
     assert series.main(words) == 0
-    rows = series.read_results(tmp_path / "r.jsonl")[1:]
+    rows = read_results(tmp_path / "r.jsonl")[1:]
     assert [(r["arm"], r["seed"], r["steps"]) for r in rows] == [("one", 0, 5), ("other rate", 0, 5)]
     assert all(0 < r["train_loss"] < 7 and 0 < r["val_loss"] < 7 and len(r["curve"]) == 5 for r in rows)
     assert rows[0]["curve"][0] == rows[1]["curve"][0]  # the same weights and data

@@ -1,0 +1,113 @@
+"""Report and picture of a series: the statistics of its arms, and of the pairs of runs of one seed."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.series_file import Series
+from benchmarks.series_results import Result
+
+COLORS = ("#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+
+
+def student_t(freedom: int, probability: float = 0.975) -> float:
+    """Return the quantile of Student's t, by Simpson's rule over its density and bisection."""
+    log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
+
+    def density(x: float) -> float:
+        return math.exp(log_scale - (freedom + 1) / 2 * math.log1p(x * x / freedom))
+
+    def below(x: float, n: int = 2000) -> float:
+        h = x / n
+        inner = sum((4 if i % 2 else 2) * density(i * h) for i in range(1, n))
+        return 0.5 + h / 3 * (density(0) + inner + density(x))
+
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < probability else (low, middle)
+    return low
+
+
+class Difference(NamedTuple):
+    """The mean of the pairs' differences, and half of its 95% interval, infinite for fewer than two pairs."""
+
+    pairs: int
+    mean: float
+    half: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} +- {self.half:.4f}"
+
+
+def difference(rows: Sequence[Result], arm: str, baseline: str, key: str) -> Difference | None:
+    """Return what `arm` has more of `key` than `baseline`, over the seeds of both; None without a pair."""
+    values = {(row["arm"], row["seed"]): row[key] for row in rows if row.get(key) is not None}
+    seeds = sorted({seed for name, seed in values if name == arm and (baseline, seed) in values})
+    if not seeds:
+        return None
+    found = [values[arm, seed] - values[baseline, seed] for seed in seeds]
+    n, half = len(found), math.inf
+    if n > 1:
+        half = student_t(n - 1) * statistics.stdev(found) / math.sqrt(n)
+    return Difference(n, statistics.fmean(found), half)
+
+
+def report(series: Series, rows: Sequence[Result]) -> str:
+    """Return the table of a series: a line for each arm that has a result, and its difference from the baseline."""
+    arms = list(dict.fromkeys(run.arm for run in series.runs))
+    head = (
+        "arm",
+        "runs",
+        "training loss",
+        "sd",
+        "validation",
+        "sd",
+        "ms",
+        "tok/s",
+        "difference in training",
+        "in validation",
+    )
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for arm in arms:
+        mine = [row for row in rows if row["arm"] == arm]
+        if not mine:
+            continue
+        cells = [arm, str(len(mine))]
+        for key in ("train_loss", "val_loss"):
+            values = [row[key] for row in mine if row[key] is not None]
+            cells.append(f"{statistics.fmean(values):.4f}" if values else "")
+            cells.append(f"{statistics.stdev(values):.4f}" if len(values) > 1 else "")
+        ms = statistics.median(row["ms"] for row in mine)
+        tokens = mine[0]["tokens"] / mine[0]["steps"]
+        cells += [f"{ms:.2f}", f"{1e3 * tokens / ms:,.0f}"]
+        for key in ("train_loss", "val_loss"):
+            found = None if arm == series.baseline else difference(rows, arm, series.baseline, key)
+            cells.append(f"{found} ({found.pairs})" if found else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(series: Series, rows: Sequence[Result], out: Path) -> None:
+    """Draw the training loss of each arm, the mean of its runs, over minutes of its own step time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for arm, color in zip(dict.fromkeys(run.arm for run in series.runs), COLORS * 9):
+        mine = [row for row in rows if row["arm"] == arm]
+        if not mine:
+            continue
+        points = min(len(row["curve"]) for row in mine)
+        means = [statistics.fmean(row["curve"][i] for row in mine) for i in range(points)]
+        step = mine[0]["stride"] * statistics.median(row["ms"] for row in mine) / 60e3
+        axes.plot([(i + 0.5) * step for i in range(points)], means, color=color, lw=1.4, label=arm)
+    tokens = max(row["tokens"] for row in rows)
+    axes.set(xlabel="minutes of training on one GPU", ylabel="training loss", title=f"{tokens / 1e6:.0f}M tokens")
+    low = min(min(row["curve"]) for row in rows)
+    axes.set_ylim(low - 0.05, low + 2.5)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out, dpi=150)
