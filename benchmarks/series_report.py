@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.series_file import Series
 from benchmarks.series_results import Result
+from gpt2_triton.errors import ConfigError
 
 COLORS = ("#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 
@@ -39,7 +40,7 @@ class Difference(NamedTuple):
     half: float
 
     def __str__(self) -> str:
-        return f"{self.mean:+.4f} +- {self.half:.4f}"
+        return f"{self.mean:+.4f}" + (f" +- {self.half:.4f}" if math.isfinite(self.half) else "")
 
 
 def difference(rows: Sequence[Result], arm: str, baseline: str, key: str) -> Difference | None:
@@ -110,4 +111,7 @@ def plot(series: Series, rows: Sequence[Result], out: Path) -> None:
     axes.set_ylim(low - 0.05, low + 2.5)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=150)
+    try:
+        figure.savefig(out, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"--plot: cannot write {out}: {error.strerror}; choose another") from None

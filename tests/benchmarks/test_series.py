@@ -171,7 +171,8 @@ def test_differences_are_those_of_pairs():
     assert found.pairs == 2 and math.isclose(found.mean, 0.02)
     assert math.isclose(found.half, 12.7062 * 0.01, rel_tol=1e-3)  # t of 1 degree, sd 0.01 sqrt 2, over sqrt 2
     assert series_report.difference(rows, "b", "a", "val_loss") is None
-    assert series_report.difference(rows[:4], "b", "a", "train_loss").half == math.inf
+    one = series_report.difference(rows[:4], "b", "a", "train_loss")
+    assert one.half == math.inf and str(one) == "+0.0300"
 
 
 def test_report_and_picture(tmp_path):
