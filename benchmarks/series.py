@@ -12,55 +12,108 @@ have the same initial weights and the same data in the same order.  An arm may s
     best_of          the beginning of other arms' names: it has the options of the one of them whose first run ended at
                      the least validation loss, and its own
 
-Each finished run is one line of RESULTS.jsonl.  A run that is there is not made again, so the same command
-resumes a series; with --minutes no run begins that would end later, by the time that the last run of its arm took.
+Each finished run is one line of RESULTS.jsonl, with its program and options.  A run that is there is not made again, so
+the same command resumes a series, also after Ctrl-C or SIGTERM, which end the runs under way without a result.  If a
+line's options are no longer those of the series, or another trial has become the best, no run begins.  With --minutes
+no run begins that would end later, by the time that the last run of its arm took.
 
 The training loss is the mean of the last fifth of the steps; spikes show in the largest loss_z of a step.
 The report gives the mean and standard deviation of each arm, and the mean difference of the pairs with its 95% interval
 by Student's t.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from benchmarks.series_file import read_series
-from benchmarks.series_report import plot, report
-from benchmarks.series_results import read_results
+from benchmarks.series_file import check_options, numbers, read_series
+from benchmarks.series_report import plot as draw
+from benchmarks.series_report import report as table
+from benchmarks.series_results import differing_rows, prepare, read_results
 from benchmarks.series_runs import train
+from gpt2_triton.commands import app as commands
+from gpt2_triton.commands.plot import FORMATS
+from gpt2_triton.console import print_line
+from gpt2_triton.errors import ConfigError
+
+app = commands.make_app("python -m benchmarks.series")
+
+
+@app.default
+def compare(
+    file: Path,
+    *,
+    out: Path,
+    data: Path | None = None,
+    minutes: float = math.inf,
+    gpus: str = "0",
+    seeds: str | None = None,
+    report: bool = False,
+    plot: Path | None = None,
+) -> int:
+    """Train the runs of a series that have no result yet, and print the table of all.
+
+    Parameters
+    ----------
+    file: Path
+        The series, YAML; the head of benchmarks/series.py describes it.
+    out: Path
+        Results, a JSON object per run and line.
+    data: Path
+        Directory of train_*.bin and val_*.bin.
+    minutes: float
+        Begin no run that would end later.
+    gpus: str
+        Comma-separated numbers of the GPUs to use.
+    seeds: str
+        Comma-separated numbers of the seeds to train; by default all.
+    report: bool
+        Train nothing, print the table.
+    plot: Path
+        Picture of training loss over minutes: .png, .svg or .pdf.
+    """
+    series = read_series(file)
+    chosen = None if seeds is None else numbers(seeds, series)
+    if plot and plot.suffix not in FORMATS:
+        raise ConfigError(f"--plot: {plot} does not end in {', '.join(FORMATS)}; choose one of them")
+    commands.require_directory("plot", plot)
+    if report and not out.exists():
+        raise ConfigError(f"--out: there is no file {out}; expected results to report")
+    failed = 0
+    if not report:
+        shards = _require_shards(data)
+        check_options(series)
+        commands.require_directory("out", out)
+        if wrong := differing_rows(series, read_results(out), out):
+            raise ConfigError("\n".join(wrong))
+        prepare(out)
+        failed = train(series, shards, out, minutes, gpus.split(","), chosen)
+    rows = read_results(out)
+    wrong = differing_rows(series, rows, out)
+    for line in wrong:
+        print_line(f"warning: {line}", error=True)
+    print(table(series, rows))
+    if plot and rows:
+        draw(series, rows, plot)
+    return 1 if failed or (wrong and not report) else 0
+
+
+def _require_shards(data: Path | None) -> Path:
+    """Return the directory; ConfigError if it has no shards to train on or none to validate."""
+    expected = "expected the directory of train_*.bin and val_*.bin that python -m benchmarks.corpus makes"
+    if data is None:
+        raise ConfigError(f"--data: not given; {expected}")
+    if not data.is_dir():
+        raise ConfigError(f"--data: {data} is not a directory; {expected}")
+    missing = [pattern for pattern in ("train_*.bin", "val_*.bin") if not any(data.glob(pattern))]
+    if missing:
+        raise ConfigError(f"--data: {data} has no {' and no '.join(missing)}; {expected}")
+    return data
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("file", type=Path, help="the series, YAML")
-    parser.add_argument("--out", type=Path, required=True, help="results, a JSON object per run and line")
-    parser.add_argument("--data", type=Path, help="directory of train_*.bin and val_*.bin")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later")
-    parser.add_argument("--gpus", default="0", help="comma-separated numbers of the GPUs to use")
-    parser.add_argument("--seeds", help="comma-separated numbers of the seeds to train; by default all")
-    parser.add_argument("--report", action="store_true", help="train nothing, print the table")
-    parser.add_argument("--plot", type=Path, help="PNG of training loss over minutes")
-    a = parser.parse_args(words)
-    try:
-        series = read_series(a.file)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        parser.error(str(error))
-    failed = 0
-    if a.seeds:
-        series = series._replace(runs=[run for run in series.runs if str(run.seed) in a.seeds.split(",")])
-    if not a.report:
-        if a.data is None:
-            parser.error("--data: expected the directory of the shards, as python -m benchmarks.corpus makes")
-        failed = train(series, a.data, a.out, a.minutes, a.gpus.split(","))
-    rows = read_results(a.out)
-    print(report(series, rows))
-    if a.plot and rows:
-        plot(series, rows, a.plot)
-    return 1 if failed else 0
+    return commands.main(app, list(sys.argv[1:] if words is None else words))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
-"""The file of a series: its arms and runs."""
+"""The file of a series: its arms and runs, and the check of their options."""
 
+import importlib.util
+import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from gpt2_triton.config.load import load_config, read_yaml
+from gpt2_triton.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
+PROGRAM = "gpt2_triton train"
+REQUIRED, OPTIONAL = ("config", "arms", "seeds"), ("options", "baseline")
 OWN = ("minutes", "program", "best_of")  # keys of an arm that are no options, beside seeds
 
 
@@ -14,7 +20,7 @@ class Run(NamedTuple):
     seed: int
     options: dict[str, Any]
     minutes: float | None = None  # that the file names
-    program: str = "gpt2_triton train"
+    program: str = PROGRAM
     best_of: str = ""  # then options are the arm's own
 
 
@@ -22,30 +28,113 @@ class Series(NamedTuple):
     config: str
     runs: list[Run]  # in the order in which they are made: by seed, then by arm
     baseline: str
+    file: Path = Path()
+
+    def trials(self, run: Run) -> list[Run]:
+        """Return the first runs of the arms among which `run`, of an arm with best_of, takes the best."""
+        return [r for r in self.runs if not r.best_of and r.seed == 0 and r.arm.startswith(run.best_of)]
+
+
+def seed_options(seed: int) -> dict[str, int]:
+    """Return the options of a seed, whatever the arm."""
+    return {"train.seed": 42 + seed, "data.seed": 42 + seed}
+
+
+def with_trial(run: Run, trial: Run) -> Run:
+    """Return a run of an arm with best_of with all its options, if `trial` is the best."""
+    return run._replace(options=trial.options | run.options, program=trial.program)
 
 
 def read_series(path: Path) -> Series:
-    """Read a series; ValueError if a key is unknown or missing."""
-    text = yaml.safe_load(path.read_text())
-    unknown = text.keys() - {"config", "options", "arms", "baseline", "seeds"}
-    missing = {"config", "arms", "seeds"} - text.keys()
+    """Read a series; ConfigError if it is none."""
+    tree, lines = read_yaml(path, "keys such as `config:` and `arms:`")
+
+    def require(holds: bool, key: str, got: Any, expected: str) -> None:
+        if not holds:
+            at = key if key in lines else key.rpartition(".")[0]
+            place = f"{path}:{lines[at]}" if at in lines else str(path)
+            raise ConfigError(f"{place}: {key}: got {reprlib.repr(got)}, expected {expected}")
+
+    unknown = sorted(str(key) for key in tree if key not in (*REQUIRED, *OPTIONAL))
+    missing = [key for key in REQUIRED if key not in tree]
     if unknown or missing:
-        raise ValueError(f"{path}: unknown keys {sorted(unknown)}, missing keys {sorted(missing)}")
-    baseline = text.get("baseline", next(iter(text["arms"])))
-    if baseline not in text["arms"]:
-        raise ValueError(f"{path}: baseline {baseline} is no arm")
-    common, runs = text.get("options") or {}, []
-    arms = {name: dict(options or {}) for name, options in text["arms"].items()}
-    seeds = {name: options.pop("seeds", text["seeds"]) for name, options in arms.items()}
+        known = f"a series has {', '.join(REQUIRED)}, and may have {' and '.join(OPTIONAL)}"
+        raise ConfigError(f"{path}: unknown keys {unknown}, missing keys {missing}; {known}")
+    common, named = tree.get("options") or {}, tree["arms"]
+    require(isinstance(tree["config"], str), "config", tree["config"], "the path of a configuration")
+    require(_is_options(common), "options", common, "options and their values")
+    require(isinstance(named, dict) and bool(named), "arms", named, "names and the options of each")
+    for name, options in named.items():
+        require(isinstance(name, str), "arms", name, "a name in quotes")
+        require(options is None or _is_options(options), f"arms.{name}", options, "options and their values")
+    baseline = tree.get("baseline", next(iter(named)))
+    require(baseline in named, "baseline", baseline, f"an arm: {', '.join(named)}")
+
+    arms = {name: dict(options or {}) for name, options in named.items()}
+    seeds = {name: options.pop("seeds", tree["seeds"]) for name, options in arms.items()}
     own = {name: {key: options.pop(key) for key in OWN if key in options} for name, options in arms.items()}
+    for name, number in {"": tree["seeds"], **seeds}.items():
+        require(_is_number(number, int), f"arms.{name}.seeds" if name else "seeds", number, "a number of at least 1")
+    trials = [name for name in arms if "best_of" not in own[name]]
+    for name, keys in own.items():
+        if "minutes" in keys:
+            require(
+                _is_number(keys["minutes"], int | float), f"arms.{name}.minutes", keys["minutes"], "minutes above 0"
+            )
+        if "program" in keys:
+            require(
+                _is_program(keys["program"]), f"arms.{name}.program", keys["program"], "a module, and its arguments"
+            )
+            require("best_of" not in keys, f"arms.{name}.program", keys["program"], "none beside best_of")
+        if "best_of" in keys:
+            best, among = keys["best_of"], ", ".join(trials)
+            begins = isinstance(best, str) and any(arm.startswith(best) for arm in trials)
+            require(begins, f"arms.{name}.best_of", best, f"the beginning of the name of an arm: {among}")
+    runs = []
     for seed in range(max(seeds.values())):
         for name, options in arms.items():
             if seed < seeds[name]:
-                seeded = {"train.seed": 42 + seed, "data.seed": 42 + seed}
                 shared = {} if "best_of" in own[name] else common
-                runs.append(Run(name, seed, shared | options | seeded, **own[name]))
-    trials = [run.arm for run in runs if not run.best_of]
-    for name, keys in own.items():
-        if "best_of" in keys and not any(arm.startswith(keys["best_of"]) for arm in trials):
-            raise ValueError(f"{path}: {name}: best_of {keys['best_of']} begins the name of no arm")
-    return Series(text["config"], runs, baseline)
+                runs.append(Run(name, seed, shared | options | seed_options(seed), **own[name]))
+    return Series(tree["config"], runs, baseline, path)
+
+
+def _is_options(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _is_program(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and importlib.util.find_spec(value.split()[0]) is not None
+    except (ImportError, ValueError, IndexError):
+        return False
+
+
+def check_options(series: Series) -> None:
+    """Raise ConfigError for wrong options of an arm; those of one with best_of are checked with each of its trials."""
+    wrong: dict[str, str] = {}  # the first arm with a mistake
+    first: dict[str, Run] = {}
+    for run in series.runs:
+        first.setdefault(run.arm, run)
+    for run in first.values():
+        for whole in [with_trial(run, trial) for trial in series.trials(run)] if run.best_of else [run]:
+            try:
+                load_config(ROOT / series.config, {key: str(value) for key, value in whole.options.items()})
+            except ConfigError as error:
+                for line in str(error).splitlines():
+                    wrong.setdefault(line, run.arm)
+    if wrong:
+        raise ConfigError("\n".join(f"{series.file}: arms.{arm}: {line}" for line, arm in wrong.items()))
+
+
+def numbers(text: str, series: Series) -> Sequence[int]:
+    """Return the seeds in a comma-separated list; ConfigError for one that no arm has."""
+    last = max(run.seed for run in series.runs)
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if not (word.isdecimal() and int(word) <= last)]:
+        raise ConfigError(f"--seeds: got {wrong[0]!r}, expected numbers from 0 to {last}, such as 0,{last}")
+    return [int(word) for word in words]

@@ -1,25 +1,41 @@
-"""Makes the runs of a series: which is next, and the processes that train."""
+"""Makes the runs of a series: which is next, the processes that train, and their end by a signal."""
 
-import json
+import contextlib
+import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.series_file import ROOT, Run, Series
-from benchmarks.series_results import Result, read_results
+from benchmarks.series_file import ROOT, Run, Series, with_trial
+from benchmarks.series_results import Result, append_result, best_trial, differing_rows, read_results, same_run
 from gpt2_triton.console import print_line
+from gpt2_triton.errors import UserError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 from gpt2_triton.training.run_info import read_run
 
 POINTS = 200  # of a run's curve that are kept: means of equal numbers of steps
 FIRST_GUESS = 3.0  # minutes of an arm that has not run yet
+GRACE = 20.0  # seconds between a signal to a run and SIGKILL
+POLL = 0.2  # seconds between two looks at signals
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StoppedError(UserError):
+    """A signal ended the series."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
+        self.exit_code = 128 + number
 
 
 def command_of(series: Series, run: Run, data: Path, run_dir: Path) -> list[str]:
@@ -31,7 +47,7 @@ def command_of(series: Series, run: Run, data: Path, run_dir: Path) -> list[str]
     return words
 
 
-def result_of(run: Run, run_dir: Path, seconds: float) -> Result | None:
+def result_of(series: Series, run: Run, run_dir: Path, seconds: float) -> Result | None:
     """Read a run: its losses, its speed and its curve of training loss; None if it ended before its last step."""
     records = read_metrics(run_dir / METRICS)
     steps = [record for record in records if "loss" in record]
@@ -46,6 +62,8 @@ def result_of(run: Run, run_dir: Path, seconds: float) -> Result | None:
     return {
         "arm": run.arm,
         "seed": run.seed,
+        "config": series.config,
+        "program": run.program,
         "options": run.options,
         "steps": len(losses),
         "train_loss": statistics.fmean(losses[-(len(losses) // 5 or 1) :]),
@@ -66,22 +84,24 @@ def result_of(run: Run, run_dir: Path, seconds: float) -> Result | None:
 class Queue:
     """The runs that are left, and the file of results; threads of several GPUs share it."""
 
-    def __init__(self, series: Series, out: Path, minutes: float):
+    def __init__(self, series: Series, out: Path, minutes: float, seeds: Collection[int] | None = None):
+        """`seeds`: those to train; None for all."""
         self.out, self.end, self._changed = out, time.monotonic() + 60 * minutes, threading.Condition()
         self._series, self._rows = series, read_results(out)
         done = {(row["arm"], row["seed"]) for row in self._rows}
-        self._left = [run for run in series.runs if (run.arm, run.seed) not in done]
+        chosen = [run for run in series.runs if seeds is None or run.seed in seeds]
+        self._left = [run for run in chosen if (run.arm, run.seed) not in done]
         self._minutes = {row["arm"]: row["seconds"] / 60 for row in self._rows}
-        self._running, self._begin, self.failed = 0, time.monotonic(), 0
+        self._running, self._begin, self.failed, self._is_closed = 0, time.monotonic(), 0, False
 
     def next(self) -> Run | None:
         """Take the first run that can end in time; None if there is none.  Wait for the runs that it depends on."""
         with self._changed:
-            while True:
+            while not self._is_closed:
                 for run in list(self._left):
                     ready = self._with_options(run)
                     expected = self._minutes.get(run.arm, run.minutes or FIRST_GUESS)
-                    if ready and self._is_known(ready):
+                    if ready and (self._is_refused(ready) or self._is_known(ready)):
                         self._left.remove(run)
                     elif ready and time.monotonic() + 60 * expected <= self.end:
                         self._left.remove(run)
@@ -90,31 +110,42 @@ class Queue:
                 if not (self._running and any(run.best_of for run in self._left)):
                     return None
                 self._changed.wait()
+            return None
 
     def _with_options(self, run: Run) -> Run | None:
         """Return the run with all its options; None as long as the arms of which it is the best lack a first run."""
         if not run.best_of:
             return run
-        found = {row["arm"]: row["val_loss"] for row in self._rows if row["seed"] == 0}
-        runs = [r for r in self._series.runs if not r.best_of and r.seed == 0 and r.arm.startswith(run.best_of)]
-        if any(found.get(trial.arm) is None for trial in runs):
-            return None
-        best = min(runs, key=lambda trial: found[trial.arm])
-        return run._replace(options=best.options | run.options, program=best.program)
+        best = best_trial(self._series, self._rows, run)
+        return with_trial(run, best) if best else None
+
+    def _is_refused(self, run: Run) -> bool:
+        """Return whether the arm has results of another trial, the best before the last one ended."""
+        wrong = differing_rows(self._series, self._rows, self.out, run.arm) if run.best_of else []
+        if wrong:
+            self._fail(run, f"not made: {wrong[0]}")
+        return bool(wrong)
 
     def _is_known(self, run: Run) -> bool:
         """Return whether another arm's result is of the same run, after adding it as a result of this arm."""
-        same = [row for row in self._rows if row["options"] == run.options] if run.best_of else []
+        same = [row for row in self._rows if same_run(row, run)] if run.best_of else []
         if same:
             self._write(same[0] | {"arm": run.arm})
         return bool(same)
 
     def _write(self, row: Result) -> None:
         self._rows.append(row)
-        with open(self.out, "a") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            append_result(self.out, row)
+        except OSError as error:
+            self._is_closed = True  # other results would be lost too
+            self.failed += 1
+            lost = f"the result of {row['arm']} seed {row['seed']} is lost, and no other run begins"
+            print_line(f"error: {self.out}: cannot be written ({error.strerror}): {lost}", error=True)
+
+    def _fail(self, run: Run, why: str) -> None:
+        self.failed += 1
+        print_line(f"{run.arm} seed {run.seed}: {why}", error=True)
 
     def add(self, run: Run, row: Result | None, why: str = "") -> None:
         """Add the result of a run, or `why` there is none."""
@@ -129,35 +160,150 @@ class Queue:
                 took = f"{row['seconds']:.0f} s; {elapsed:.1f} min, {left} left"
                 print_line(f"{run.arm} seed {run.seed}: {losses}, {took}")
             else:
-                self.failed += 1
-                print_line(f"{run.arm} seed {run.seed}: {why}", error=True)
+                self._fail(run, why)
+            self._changed.notify_all()
+
+    def close(self, failed: int = 0) -> None:
+        """Give out no other run, and count `failed` more failures."""
+        with self._changed:
+            self._is_closed = True
+            self.failed += failed
             self._changed.notify_all()
 
 
-def work(series: Series, queue: Queue, data: Path, gpu: str, folder: Path) -> None:
-    """Make runs on one GPU until the queue has none."""
-    while run := queue.next():
-        run_dir, begin = folder / f"{run.arm}-{run.seed}".replace(" ", "_").replace("/", "_"), time.monotonic()
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "4"}
-        words = command_of(series, run, data, run_dir)
-        row, why = None, "its result cannot be read"
-        try:
-            done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            last = "\n".join(done.stdout.splitlines()[-8:])
-            why = f"not finished, exit code {done.returncode}\n{last}"
-            row = None if done.returncode else result_of(run, run_dir, time.monotonic() - begin)
-        finally:
-            queue.add(run, row, why)  # other GPUs may wait for it
-        shutil.rmtree(run_dir, ignore_errors=True)
+class Processes:
+    """The processes that train, each with those that it starts; after a first signal none begins."""
+
+    def __init__(self) -> None:
+        self.stopped, self._lock, self._running = False, threading.Lock(), set[subprocess.Popen[str]]()
+
+    def run(self, words: Sequence[str], environment: dict[str, str]) -> tuple[int, str] | None:
+        """Wait for a process; return its exit code and what it has printed, or None if it was not to begin."""
+        with self._lock:
+            if self.stopped:
+                return None
+            process = subprocess.Popen(
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C in a terminal reaches it through `send` alone
+            )
+            self._running.add(process)
+        output, _ = process.communicate()
+        with self._lock:
+            self._running.discard(process)
+            if self.stopped:
+                _send_to_group(process, signal.SIGKILL)  # what it has started and left
+        return process.returncode, output
+
+    def send(self, number: int) -> None:
+        """Send a signal to all that run."""
+        with self._lock:
+            self.stopped = True
+            for process in self._running:
+                _send_to_group(process, number)
 
 
-def train(series: Series, data: Path, out: Path, minutes: float, gpus: Sequence[str]) -> int:
-    """Make the runs that RESULTS.jsonl lacks; return the number of runs that failed."""
-    queue = Queue(series, out, minutes)
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        threads = [threading.Thread(target=work, args=(series, queue, data, gpu, Path(folder))) for gpu in gpus]
+def _send_to_group(process: subprocess.Popen[str], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+class Signals:
+    """Records, in its `with` block, the signals that end a series."""
+
+    def __init__(self) -> None:
+        self.first, self.count = 0, 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        for number in STOPPING:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        self.first, self.count = self.first or number, self.count + 1
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def train(
+    series: Series,
+    data: Path,
+    out: Path,
+    minutes: float = math.inf,
+    gpus: Sequence[str] = ("0",),
+    seeds: Collection[int] | None = None,
+) -> int:
+    """Make the runs that RESULTS.jsonl lacks; return the number of runs that failed.
+
+    StoppedError after SIGINT, SIGTERM or SIGHUP, when all processes have ended.
+    """
+    queue, processes = Queue(series, out, minutes, seeds), Processes()
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
+    with Signals() as signals, tempfile.TemporaryDirectory(dir=shared, ignore_cleanup_errors=True) as folder:
+        arguments = (series, queue, processes, data)
+        threads = [threading.Thread(target=_work, args=(*arguments, gpu, Path(folder))) for gpu in gpus]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        while not signals.count and (alive := [thread for thread in threads if thread.is_alive()]):
+            alive[0].join(POLL)
+        if signals.count:
+            queue.close()
+            _stop(threads, processes, signals)
+    if signals.count:
+        made = len(read_results(out))
+        name = signal.Signals(signals.first).name
+        raise StoppedError(signals.first, f"stopped by {name}: {out} has {made} results; the same command continues")
     return queue.failed
+
+
+def _stop(threads: Sequence[threading.Thread], processes: Processes, signals: Signals) -> None:
+    """End all processes and wait for their threads: by SIGTERM each second, since a training process saves a checkpoint
+    after the first and ends at once after the second; by SIGKILL after GRACE seconds or another signal to this process.
+    """
+    end = time.monotonic() + GRACE
+    while alive := [thread for thread in threads if thread.is_alive()]:
+        is_late = signals.count > 1 or time.monotonic() >= end
+        processes.send(signal.SIGKILL if is_late else signal.SIGTERM)
+        alive[0].join(1)
+
+
+def _work(series: Series, queue: Queue, processes: Processes, data: Path, gpu: str, folder: Path) -> None:
+    """Make runs on one GPU until the queue has none."""
+    try:
+        while run := queue.next():
+            run_dir = folder / f"{run.arm}-{run.seed}".replace(" ", "_").replace("/", "_")
+            try:
+                row, why = _make(series, run, processes, data, gpu, run_dir)
+            except Exception:
+                row, why = None, f"its result cannot be read\n{traceback.format_exc()}"
+            if processes.stopped and row is None:
+                return
+            queue.add(run, row, why)  # other GPUs may wait for it
+            shutil.rmtree(run_dir, ignore_errors=True)
+    except BaseException:
+        queue.close(failed=1)
+        raise
+
+
+def _make(
+    series: Series, run: Run, processes: Processes, data: Path, gpu: str, run_dir: Path
+) -> tuple[Result | None, str]:
+    """Train; return the result, or None and why there is none."""
+    begin = time.monotonic()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "4"}
+    done = processes.run(command_of(series, run, data, run_dir), environment)
+    if done is None:
+        return None, "not begun"
+    code, output = done
+    last = "\n".join(output.splitlines()[-8:])
+    row = None if code else result_of(series, run, run_dir, time.monotonic() - begin)
+    return row, f"not finished, exit code {code}\n{last}"
