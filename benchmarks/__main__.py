@@ -16,6 +16,11 @@ from gpt2_triton.config.schema import check_recompute, kept_in_bf16
 from gpt2_triton.errors import ConfigError
 
 app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch's, and the search for their tables.")
+app.help_epilogue = (
+    "Programs of their own, each with --help or its use in its first lines: python -m benchmarks.series (runs compared "
+    "by their losses), levers, torch_train, corpus, gradients, muon, multi_gpu, collectives, scaling, agreement, "
+    "curves, loss_compare, soak."
+)
 
 # options of several commands
 Sizes = Annotated[str, Parameter(help="Comma-separated among d12 (124M), d24 (350M), d36 (774M) and d48 (1558M).")]

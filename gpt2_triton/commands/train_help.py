@@ -46,6 +46,8 @@ class TrainApp(App):
     def help_print(self, tokens: Any = None, *, console: Any = None) -> None:
         words = [word for word in tokens or () if not word.startswith("-")]
         KEYS.recipe = Path(words[0]) if words else None
+        if tokens and not tokens[0].startswith("-"):
+            find(tokens[0])  # ConfigError for a recipe that does not exist
         super().help_print(tokens, console=console)
 
 

@@ -1,11 +1,14 @@
 """The command line of `python -m benchmarks`."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import benchmarks
 from benchmarks.__main__ import ALL_SIZES, app
 from benchmarks.sizes import SIZES
 from gpt2_triton import device
@@ -155,3 +158,11 @@ def test_importing_the_commands_imports_no_torch_and_no_numpy():
     program = "import sys, benchmarks.__main__; print({'torch', 'numpy'} & sys.modules.keys())"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"
+
+
+def test_help_names_programs_that_exist():
+    listed = re.sub(r"\(.*?\)", "", app.help_epilogue.partition("benchmarks.")[2])
+    names = re.findall(r"\w+", listed)
+    assert len(names) == 13
+    for name in names:
+        assert '__name__ == "__main__"' in (Path(benchmarks.__file__).parent / f"{name}.py").read_text(), name

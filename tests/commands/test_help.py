@@ -59,6 +59,12 @@ def test_help_of_a_recipe_has_its_values(monkeypatch, capsys):
     assert recipe_defaults(None) == recipe_defaults(Path("none.yaml")) == {}
 
 
+def test_help_of_an_unknown_recipe_is_an_error(capsys):
+    assert main(train, ["nope", "--help"]) == 2
+    assert "nope" in capsys.readouterr().err
+    assert main(train, ["--train.steps", "5", "--help"]) == 0
+
+
 def test_help_of_own_lists_the_keys_that_it_sets(monkeypatch, capsys):
     text = page(train, ["own"], monkeypatch, capsys)
     assert default_of(text, "train.steps") == "by the text" and default_of(text, "checkpoint.best") == "val_loss"
