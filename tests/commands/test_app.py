@@ -298,7 +298,8 @@ def test_user_errors_have_exit_codes(capsys, error, code):
 
 
 def test_every_user_error_is_tested_above():
-    assert len(errors.UserError.__subclasses__()) == 7 + 1  # ClosedOutputError, below
+    ours = [error for error in errors.UserError.__subclasses__() if error.__module__.startswith("gpt2_triton")]
+    assert len(ours) == 7 + 1  # ClosedOutputError, below
 
 
 def test_bugs_keep_their_traceback():

@@ -50,8 +50,12 @@ def points(records):
 
 @pytest.fixture
 def wandb(monkeypatch, tmp_path):
-    """wandb with a key and without a home directory; its process ends with the test."""
+    """wandb with a key and without a home directory; its process ends with the test.
+
+    An abandoned wandb.init of an earlier test may have started a session since, which would ignore this environment.
+    """
     module = pytest.importorskip("wandb")
+    module.teardown()
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "home"))
