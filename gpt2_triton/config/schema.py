@@ -187,8 +187,7 @@ def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
     counts as an operation of the last layer.
     """
     pairs: set[tuple[str, int]] = set()
-    for word in value.split(",") if value.strip() else []:
-        word = word.strip()
+    for word in re.split(r"\s*,\s*|\s+", value.strip()) if value.strip() else []:
         if word == HEAD:
             pairs.add((HEAD, n_layer - 1))
             continue
