@@ -10,7 +10,7 @@
     batch_warmup    takes half of a step's micro-batches in the first half of the steps: 3/4 of the tokens that
                     metrics.jsonl counts
     stochastic_e4m3 rounds weights in fp8 up or down with a probability that makes their mean exact, by a hash of the
-                    weight and its rows
+                    weight and the number of its four rows
     bf16_at_end     trains in fp8, if the options say so, up to 9/10 of the steps, and then in bf16; needs --run_dir
 
 One GPU, and no --resume.  benchmarks/losses/levers_d12.yaml is the series of the first four, and of `data.align`, an
@@ -78,9 +78,8 @@ def _stochastic(x):
     h = (h ^ (h >> 15)) * 0x42B2AE35
     noise = (h ^ (h >> 13)) >> 12  # 20 bits, as many as e4m3 drops of fp32's mantissa
     normal = ((bits & 0x7FFFFFFF) + noise) & 0x7FF00000
-    small = (
-        tl.floor(tl.abs(x) * 512.0 + noise.to(tl.float32) / 1048576.0) / 512.0
-    )  # below 2^-6 its numbers are 2^-9 apart
+    # below 2^-6 its numbers are 2^-9 apart
+    small = tl.floor(tl.abs(x) * 512.0 + noise.to(tl.float32) / 1048576.0) / 512.0
     away = tl.where(tl.abs(x) < 0.015625, small, normal.to(tl.float32, bitcast=True))
     return to_e4m3(tl.where(x < 0.0, -away, away))
 

@@ -158,7 +158,8 @@ def prepare_climbmix(
     print_line("ClimbMix is under CC BY-NC 4.0: no commercial use")
     given = dataset.Dataset(source, None, revision, "tokens")
     nominal = CLIMBMIX_TOKENS if source == CLIMBMIX else None
-    dataset.prepare_dataset(given, out, "gpt2", tokens, 1, shard_tokens, nominal=nominal)
+    todo = "give a dataset with the rows of ClimbMix as --source"
+    dataset.prepare_dataset(given, out, "gpt2", tokens, 1, shard_tokens, nominal=nominal, other_field=todo)
 
 
 @app.command(name="pretokenized")

@@ -16,7 +16,7 @@ from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import run_dir_error
 
 # Steps of 65,536 tokens at up to 9e-4 trained well here, AdamW and Muon; https://github.com/karpathy/nanoGPT/issues/411
-# has a loss of 7.5 at 6e-4 in steps of 3 sequences.  Smaller models learn from smaller steps.
+# reports a loss of 7.5 in steps of 3 sequences.  Smaller models learn from smaller steps.
 FEW_TOKENS, HIGH_LR, GPT2_PARAMS = 50_000, 6e-4, 100e6
 RECIPE_TOKENS = 524_288
 

@@ -46,16 +46,19 @@ def prepare_dataset(
     shard_tokens: int = SHARD_TOKENS,
     log: Log = print_line,
     nominal: int | None = None,
+    other_field: str = "name the field that holds the text as --field",
 ) -> Path:
-    """Tokenise a dataset, or its first `tokens` tokens, into out_dir.  `nominal` tokens are in it if its version does
-    not tell.
+    """Tokenise a dataset, or its first `tokens` tokens, into out_dir.
+
+    nominal       the dataset's number of tokens, where its version does not state it
+    other_field   what to do if the field is missing or has another content, for the error
 
     The validation shard has shard_tokens tokens like the others, but at most a tenth of `tokens`.
     """
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
     sizes = dict(tokens=tokens, shard_tokens=shard_tokens, val_tokens=min(shard_tokens, (tokens or 1 << 62) // 10))
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, **sizes, source=dataset._asdict())
-    source, begun = _Documents(dataset, sizes, tokenizer, nominal), time.monotonic()
+    source, begun = _Documents(dataset, sizes, tokenizer, nominal, other_field), time.monotonic()
     with shard_writer.disk_errors_as(out_dir), pipeline.locked(out_dir, log):
         if shard_writer.is_done(out_dir, recipe):
             log(f"{out_dir} is prepared already")
@@ -93,7 +96,10 @@ class _Documents:
 
     unit = "tokens"
 
-    def __init__(self, dataset: Dataset, sizes: dict[str, int | None], tokenizer: str, nominal: int | None):
+    def __init__(
+        self, dataset: Dataset, sizes: dict[str, int | None], tokenizer: str, nominal: int | None, other_field: str
+    ):
+        self._other_field = other_field
         self.name, self._dataset, self._sizes, self._tokenizer = dataset.name, dataset, sizes, tokenizer
         self.size = sizes["tokens"] or nominal or _nominal_tokens(dataset.version)
 
@@ -129,7 +135,7 @@ class _Documents:
             rows = load_dataset(name, version, split="train", revision=revision, streaming=True)
             names = rows.column_names or [*next(iter(rows), {field: ""})]
             if field not in names:
-                got, todo = f"the fields {', '.join(names)}", _other_field(self._dataset)
+                got, todo = f"the fields {', '.join(names)}", self._other_field
                 raise bad_data(name, f"no field {field!r}", got, "it", todo)
             rows = rows.select_columns([field])
             if state:
@@ -148,7 +154,7 @@ class _Documents:
             elif isinstance(row[field], str):
                 yield row[field]
             else:
-                got, todo = type(row[field]).__name__, _other_field(self._dataset)
+                got, todo = type(row[field]).__name__, self._other_field
                 raise bad_data(self.name, f"no text in field {field!r}", got, "a string or tokens", todo)
 
     def _checked_tokens(self, row: list[Any]) -> np.ndarray:
@@ -161,7 +167,7 @@ class _Documents:
         got = f"{tokens.min()} to {tokens.max()}" if tokens.dtype.kind == "i" else textwrap.shorten(repr(row), 60)
         if tokens.ndim != 1 or tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocab_size:
             what, expected = f"no tokens in field {self._dataset.field!r}", f"integers from 0 to {vocab_size - 1:,}"
-            expected, todo = f"{expected}, the tokens of {self._tokenizer}", _other_field(self._dataset)
+            expected, todo = f"{expected}, the tokens of {self._tokenizer}", self._other_field
             raise bad_data(self.name, what, got, expected, todo)
         return tokens[: len(row)].astype(np.uint16)
 
@@ -181,10 +187,3 @@ def _nominal_tokens(version: str | None) -> int | None:
     """Return the tokens that a name such as sample-10BT states; FineWeb's have a few per cent more."""
     match = re.search(r"(\d+)BT$", version or "")
     return int(match[1]) * 10**9 if match else None
-
-
-def _other_field(dataset: Dataset) -> str:
-    """Return what to do if the field of a dataset has another content."""
-    if dataset.field == "tokens":
-        return "give a dataset with the rows of ClimbMix as --source"
-    return "name the field that holds the text as --field"

@@ -27,8 +27,8 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
       With GELU they are not an option: the second accumulator leaves its partition no registers.
     - The classifier's dX is ours in tiles of 320 only (4.46 to 3.62 ms at 1558M); the generic kernel has tiles of 256.
     - Attention's backward pass has heads of 64 columns in whole blocks of 64 tokens: 0.346 instead of 0.440 ms for dQ
-      and 0.486 instead of 0.654 for dK and dV (64 sequences of 1,024, 12 heads).  dK and dV keep lse and delta of a
-      sequence in shared memory, which limits its length where three programs share a multiprocessor.
+      and 0.486 instead of 0.654 for dK and dV (prototypes; 64 sequences of 1,024, 12 heads).  dK and dV keep lse and
+      delta of a sequence in shared memory, which limits its length where three programs share a multiprocessor.
     """
     if not tuning.is_hopper() or dtype == "fp32":
         return None
