@@ -232,8 +232,13 @@ def test_hopper_kernels_give_the_portable_ones_bits_but_for_dk_on_gpu(rng, monke
     _, _, portable, portable_dbias, portable_delta = run_all(qkv, dout, T, poisoned)
     for ours, others, bound in zip(dqkv.split(C, 1), portable.split(C, 1), (0, 2e-4, 0), strict=True):
         assert error(ours, others.double()) <= bound
-    for ours, others, bound in zip(dbias.split(C), portable_dbias.split(C), (0, 2e-4, 1e-6), strict=True):
-        assert error(ours, others.double()) <= bound
+    # softmax's gradients add up to 0 in each row, and so dk over all keys: what is left of the sums is rounding, and
+    # their difference is held against the length of dk, of whose rows the difference is 4e-5
+    most = 4e-5 * portable.split(C, 1)[1].double().norm()
+    ours, others = (sums.split(C) for sums in (dbias, portable_dbias))
+    assert torch.equal(ours[0], others[0])
+    assert (ours[1].double() - others[1].double()).norm() <= most
+    assert error(ours[2], others[2].double()) <= 1e-6
     assert torch.equal(delta, portable_delta)
 
 
