@@ -11,6 +11,7 @@ have the same initial weights and the same data in the same order.  An arm may s
     program          what trains in place of `gpt2_triton train`: a module of this repository and its first arguments
     best_of          the beginning of other arms' names: it has the options of the one of them whose first run ended at
                      the least validation loss, and its own
+    against          the arm of its pairs in the report, in place of the baseline
 
 Each finished run is one line of RESULTS.jsonl, with its program and options.  A run that is there is not made again, so
 the same command resumes a series, also after Ctrl-C or SIGTERM, which end the runs under way without a result.  If a

@@ -12,7 +12,7 @@ from gpt2_triton.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 PROGRAM = "gpt2_triton train"
 REQUIRED, OPTIONAL = ("config", "arms", "seeds"), ("options", "baseline")
-OWN = ("minutes", "program", "best_of")  # keys of an arm that are no options, beside seeds
+OWN = ("minutes", "program", "best_of", "against")  # keys of an arm that are no options, beside seeds
 
 
 class Run(NamedTuple):
@@ -22,6 +22,7 @@ class Run(NamedTuple):
     minutes: float | None = None  # that the file names
     program: str = PROGRAM
     best_of: str = ""  # then options are the arm's own
+    against: str = ""  # the arm of its pairs; empty: the baseline
 
 
 class Series(NamedTuple):
@@ -29,6 +30,11 @@ class Series(NamedTuple):
     runs: list[Run]  # in the order in which they are made: by seed, then by arm
     baseline: str
     file: Path = Path()
+
+    def compared_with(self, arm: str) -> str:
+        """Return the arm whose runs an arm's are paired with; empty for the baseline itself."""
+        named = next(run.against for run in self.runs if run.arm == arm)
+        return named or (self.baseline if arm != self.baseline else "")
 
     def trials(self, run: Run) -> list[Run]:
         """Return the first runs of the arms among which `run`, of an arm with best_of, takes the best."""
@@ -86,6 +92,11 @@ def read_series(path: Path) -> Series:
                 _is_program(keys["program"]), f"arms.{name}.program", keys["program"], "a module, and its arguments"
             )
             require("best_of" not in keys, f"arms.{name}.program", keys["program"], "none beside best_of")
+        if "against" in keys:
+            others = [arm for arm in arms if arm != name]
+            require(
+                keys["against"] in others, f"arms.{name}.against", keys["against"], f"another arm: {', '.join(others)}"
+            )
         if "best_of" in keys:
             best, among = keys["best_of"], ", ".join(trials)
             begins = isinstance(best, str) and any(arm.startswith(best) for arm in trials)

@@ -57,7 +57,7 @@ def difference(rows: Sequence[Result], arm: str, baseline: str, key: str) -> Dif
 
 
 def report(series: Series, rows: Sequence[Result]) -> str:
-    """Return the table of a series: a line for each arm that has a result, and its difference from the baseline."""
+    """Return the table of a series: a line for each arm that has a result, with the difference of its pairs."""
     arms = list(dict.fromkeys(run.arm for run in series.runs))
     head = (
         "arm",
@@ -84,9 +84,11 @@ def report(series: Series, rows: Sequence[Result]) -> str:
         ms = statistics.median(row["ms"] for row in mine)
         tokens = mine[0]["tokens"] / mine[0]["steps"]
         cells += [f"{ms:.2f}", f"{1e3 * tokens / ms:,.0f}"]
+        other = series.compared_with(arm)
+        against = "" if other == series.baseline else f" against {other}"
         for key in ("train_loss", "val_loss"):
-            found = None if arm == series.baseline else difference(rows, arm, series.baseline, key)
-            cells.append(f"{found} ({found.pairs})" if found else "")
+            found = difference(rows, arm, other, key) if other else None
+            cells.append(f"{found} ({found.pairs}){against}" if found else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

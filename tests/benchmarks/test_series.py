@@ -98,6 +98,7 @@ def refused(tmp_path, monkeypatch, capsys):
         ),
         ("seeds: 2", "seeds: 2\nbaseline: c", "s.yaml:18: baseline: got 'c', expected an arm: one, other rate"),
         ("one: {}", "best: {best_of: c}", "s.yaml:19: arms.best.best_of: got 'c', expected the beginning of the name"),
+        ("one: {}", "one: {against: one}", "s.yaml:19: arms.one.against: got 'one', expected another arm: other rate"),
         ("one: {}", "best: {best_of: o, optim.warmpu: 1}", "s.yaml: arms.best: --optim.warmpu: unknown key; did you"),
         ("optim.lr", "optim.lrr", "s.yaml: arms.other rate: --optim.lrr: unknown key; did you mean "),
         ("train.steps: 5", "train.steps: five", "s.yaml: arms.one: --train.steps: "),
@@ -244,6 +245,9 @@ def test_report_and_picture(tmp_path):
     text = series_report.report(Series("c", runs, "a"), rows)
     assert "| a | 2 | 2.1000 | 0.1414 | 2.5500 | 0.0707 | 2.00 | 32,000 |  |  |" in text
     assert "+0.1000 +- 0.0000 (2) | -0.0500 +- 0.6353 (2) |" in text
+    turned = [run._replace(against="b" if run.arm == "a" else "") for run in runs]
+    text = series_report.report(Series("c", turned, "a"), rows)
+    assert "| -0.1000 +- 0.0000 (2) against b | +0.0500 +- 0.6353 (2) against b |" in text
     series_report.plot(Series("c", runs, "a"), rows, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
 
