@@ -13,11 +13,10 @@ The last arithmetic is float64 on other batches: how much the gradient of one ba
 fp8 with these operations in bf16 (fp8.keep_bf16: without `head` the logits are in fp8 too).
 """
 
-import argparse
 import gc
-import json
 import sys
 from collections.abc import Iterator, Sequence
+from json import dumps
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,14 +26,20 @@ from torch import Tensor
 
 import gpt2_triton.kernels as K
 from benchmarks import torch_reference
+from gpt2_triton import device
 from gpt2_triton.checkpoint.sources import load_weights
+from gpt2_triton.commands import app as commands
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.schema import kept_in_bf16
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.data.shards import open_shards
-from gpt2_triton.device import device_name
+from gpt2_triton.errors import ConfigError
+from gpt2_triton.kernels.tuning import INTERPRET
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
+
+app = commands.make_app("python -m benchmarks.gradients")
 
 Gradients = dict[str, Tensor]  # by the names of torch_reference.tensors
 
@@ -63,7 +68,7 @@ def windows(pattern: str, config: Config, batches: int, first: int) -> list[np.n
 
 def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple[float, Gradients, dict[str, int]]:
     """Return the loss, the gradients on the host and the model's dimensions."""
-    model = GPT2(config, K, device_name())
+    model = GPT2(config, K, device.device_name())
     model.eager = True
     model.initialise(config.train.seed)
     model.state.params.copy_(params)
@@ -85,11 +90,11 @@ def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple
 
 def exact(params: Tensor, dims: dict[str, int], batches: Sequence[np.ndarray]) -> tuple[float, Gradients]:
     """Return loss and gradients of PyTorch in float64, one sequence at a time."""
-    device = device_name()
-    leaves = torch_reference.leaves(params.to(device), dims, torch.float64)
+    here = device.device_name()
+    leaves = torch_reference.leaves(params.to(here), dims, torch.float64)
     total, sequences = 0.0, [row for w in batches for row in w]
     for row in sequences:
-        tokens = torch.from_numpy(row.astype(np.int64))[None].to(device)
+        tokens = torch.from_numpy(row.astype(np.int64))[None].to(here)
         loss = torch_reference.gpt2_loss(leaves, tokens[:, :-1], tokens[:, 1:], dims["V"], dims["NH"]) / len(sequences)
         loss.backward()
         total += loss.item()
@@ -130,36 +135,60 @@ def rows(name: str, loss: float, exact_loss: float, found: dict[str, Agreement])
         yield f"  {kind:<10}cosine {a.cosine:.5f}  along {a.along[0]:.4f} .. {a.along[1]:.4f}  error {a.error:.4f}"
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("run", help="run directory, checkpoint or another project's model, as `sample` takes")
-    parser.add_argument("--data", required=True, help="glob of the shards")
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
-    parser.add_argument("--batches", type=int, default=4, help="micro-batches")
-    parser.add_argument("--keep", action="append", default=[], help="also fp8 with this fp8.keep_bf16")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    a = parser.parse_args(words)
-    saved, tensors = load_weights(a.run)
+@app.default
+def compare(
+    run: str, *, data: str, batch: int = 2, batches: int = 4, keep: list[str] | None = None, json: Path | None = None
+) -> None:
+    """Compare the gradients of bf16 and fp8 with float64's at the weights of a run.
+
+    Parameters
+    ----------
+    run: str
+        Run directory, checkpoint or another project's model, as `sample` takes.
+    data: str
+        Glob of the shards.
+    batch: int
+        Sequences of a micro-batch.
+    batches: int
+        Micro-batches.
+    keep: list[str]
+        Also fp8 with this fp8.keep_bf16; may be given several times.
+    json: Path
+        Also write the figures to this file.
+    """
+    commands.require_at_least(batch=(batch, 1), batches=(batches, 1))
+    commands.require_directory("json", json)
+    if not (device.present() or INTERPRET):
+        raise ConfigError("needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU")
+    saved, tensors = load_weights(run)
     params = tensors["params"].to(torch.bfloat16)
+    for kept in keep or []:
+        try:
+            kept_in_bf16(kept, saved.model.n_layer)
+        except ValueError as error:
+            raise ConfigError(f"--keep: {error}") from None
     arms = {"bf16": ("bf16", ""), "fp8": ("fp8", "head"), "fp8, logits too": ("fp8", "")}
-    arms |= {f"fp8, {keep} in bf16": ("fp8", keep) for keep in a.keep}
-    base = config_of(saved, a.batch, a.batches, "bf16", "")
-    batches = windows(a.data, base, a.batches, 0)
+    arms |= {f"fp8, {kept} in bf16": ("fp8", kept) for kept in keep or []}
+    configs = {name: config_of(saved, batch, batches, *arm) for name, arm in arms.items()}
+    batched = windows(data, configs["bf16"], batches, 0)
     report: dict[str, dict[str, Agreement]] = {}
     dims: dict[str, int] = {}
-    for name, (precision, keep) in arms.items():
-        loss, found, dims = ours(config_of(saved, a.batch, a.batches, precision, keep), params, batches)
+    for name, config in configs.items():
+        loss, found, dims = ours(config, params, batched)
         if not report:
-            want_loss, want = exact(params, dims, batches)
+            want_loss, want = exact(params, dims, batched)
         report[name] = by_kind(found, want)
         print("\n".join(rows(name, loss, want_loss, report[name])), flush=True)
-    other_loss, others = exact(params, dims, windows(a.data, base, a.batches, a.batches))
+    other_loss, others = exact(params, dims, windows(data, configs["bf16"], batches, batches))
     report["float64, other batches"] = by_kind(others, want)
     print("\n".join(rows("float64, other batches", other_loss, want_loss, report["float64, other batches"])))
-    if a.json:
+    if json:
         figures = {name: {kind: list(f) for kind, f in found.items()} for name, found in report.items()}
-        a.json.write_text(json.dumps({"exact_loss": want_loss, "agreement": figures}, indent=1) + "\n")
-    return 0
+        json.write_text(dumps({"exact_loss": want_loss, "agreement": figures}, indent=1) + "\n")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    return commands.main(app, list(sys.argv[1:] if words is None else words))
 
 
 if __name__ == "__main__":

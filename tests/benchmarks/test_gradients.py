@@ -1,0 +1,49 @@
+"""benchmarks/gradients.py: its measures, and its answers to wrong input."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks import gradients
+from gpt2_triton import device
+
+
+def test_agreement_is_that_of_the_worst_layer():
+    e = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    across = torch.tensor([[-4.0, 3.0]], dtype=torch.float64)
+    found = gradients.agreement([(e, e), (0.5 * e + 0.5 * across, e)])
+    assert math.isclose(found.cosine, math.sqrt(0.5)) and math.isclose(found.error, math.sqrt(0.5))
+    assert found.along == (0.5, 1.0)
+
+
+def test_kinds_of_tensors_have_q_k_and_v_apart():
+    want = {"qkvw[0]": torch.arange(1.0, 7.0).view(6, 1), "wte": torch.ones(2)}
+    found = {"qkvw[0]": want["qkvw[0]"].clone(), "wte": torch.tensor([1.0, -1.0])}
+    found["qkvw[0]"][2:4] *= 2  # k
+    kinds = gradients.by_kind(found, want)
+    assert list(kinds) == ["qw", "kw", "vw", "wte", "all"]
+    assert [kinds[name].along for name in kinds][:4] == [(1.0, 1.0), (2.0, 2.0), (1.0, 1.0), (0.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (["none", "--data", "x"], 4, "error: none: no checkpoint found, expected none/checkpoints/step_NNNNNNNN"),
+        (["none", "--data", "x", "--batch", "0"], 2, "error: --batch: must be at least 1, got 0"),
+        (["none", "--data", "x", "--json", "none/f"], 2, "error: --json: none is not a directory; make it, or choose"),
+        (["none"], 2, "error: "),
+    ],
+)
+def test_wrong_input_is_one_line(words, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert gradients.main(words) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(gradients, "INTERPRET", False)
+    monkeypatch.setattr(device, "present", lambda: False)
+    assert gradients.main(["none", "--data", "x"]) == 2
+    assert capsys.readouterr().err.startswith("error: needs a CUDA GPU, found none; with TRITON_INTERPRET=1 ")
