@@ -1,10 +1,14 @@
 """Trains a configuration with PyTorch as nanoGPT does: fp32 weights, bf16 autocast, torch.compile, fused AdamW.
 
-    python -m benchmarks.torch_train CONFIG --run_dir DIR [--key value ...]
+    python -m benchmarks.torch_train [--rounding KINDS] CONFIG --run_dir DIR [--key value ...]
 
 The initial weights, the batches and the learning rates are those of `gpt2-triton train` with the same options, on one
 GPU.  The model is torch_gpt2.py's, with cuDNN's attention and the padded vocabulary.  Steps are not waited for.  Writes
 metrics.jsonl and run.json into DIR, and after the last step the validation loss; there are no checkpoints.
+
+With --rounding the model is not compiled, and operands of the layers' products are rounded to e4m3: KINDS is a list of
+weights, activations and gradients, or `none`, to compare with.  So one sees what part of fp8 costs loss: scales are
+those of the tensors themselves, not of earlier steps, the products are in bf16, and no kernel is ours.
 """
 
 import gc
@@ -13,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -25,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.agreement import initialised
 from benchmarks.floors import ATTENTION
 from benchmarks.torch_gpt2 import GPT2
+from benchmarks.torch_rounded import KINDS, round_operands
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
@@ -39,6 +44,8 @@ from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import METRICS
 from gpt2_triton.training.run_info import describe_start, write_run
 
+USAGE = f"""usage: python -m benchmarks.torch_train [--rounding KINDS] CONFIG --run_dir DIR [--key value ...]
+KINDS is a comma-separated list of {", ".join(KINDS)}, or none"""
 SYNC = 20  # steps that may be launched before the host waits for their losses
 
 Step = tuple[int, Tensor, Tensor, float]  # index, loss and gradient norm on the device, learning rate
@@ -110,12 +117,11 @@ def loss_and_gradients(loss_of: Callable[..., Tensor], batches: Iterator[tuple[T
 
 
 def train_steps(
-    config: Config, model: GPT2, accumulation: int, batches: Iterator[tuple[Tensor, Tensor]]
-) -> Iterator[Step]:
-    """Train, and yield every step."""
+    config: Config, model: GPT2, loss_of: Callable[..., Tensor], accumulation: int,
+    batches: Iterator[tuple[Tensor, Tensor]],
+) -> Iterator[Step]:  # fmt: skip
+    """Train, and yield every step.  `loss_of` is the model, or the model compiled."""
     o, optimizer = config.optim, optimizer_of(model, config)
-    on_gpu = device_name() == "cuda"  # a CPU would compile for longer than it trains
-    loss_of = torch.compile(model) if on_gpu else model
     for step in range(config.train.steps):
         lr = learning_rate(step, o, config.train.steps)
         for group, factor in zip(optimizer.param_groups, (o.embed_lr, 1.0, 1.0), strict=True):
@@ -141,15 +147,23 @@ def write_steps(config: Config, steps: Iterator[Step], file: TextIO) -> None:
             progress.advance(len(group), f"loss {statistics.fmean(losses):.4f}")
 
 
-def train(config: Config, run_dir: Path) -> None:
-    """Train and validate; write run.json and metrics.jsonl."""
+def train(config: Config, run_dir: Path, rounding: Collection[str] | None = None) -> None:
+    """Train and validate; write run.json and metrics.jsonl.  With `rounding`, of operands that torch_rounded.py names,
+    the model is not compiled.
+    """
     shape, model = StepShape.of(config, 1), model_like_ours(config)
     on_gpu = device_name() == "cuda"
+    loss_of: Callable[..., Tensor] = model
+    if rounding is not None:
+        round_operands(model, rounding)
+    elif on_gpu:  # a CPU would compile for longer than it trains
+        loss_of = torch.compile(model)
     run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     write_run(run_dir, None, [describe_start(config, shape, 0, device, 0)])
     with open(run_dir / METRICS, "w") as file, sdpa_kernel([ATTENTION] if on_gpu else [SDPBackend.MATH]):
-        write_steps(config, train_steps(config, model, shape.accumulation, micro_batches(config, shape)), file)
+        batches = micro_batches(config, shape)
+        write_steps(config, train_steps(config, model, loss_of, shape.accumulation, batches), file)
         file.write(json.dumps(dict(step=config.train.steps, val_loss=validation_loss(model, config))) + "\n")
 
 
@@ -167,14 +181,17 @@ def validation_loss(model: nn.Module, config: Config) -> float:
 
 
 def main(words: Sequence[str]) -> int:
-    if len(words) < 3 or words[1] != "--run_dir":
-        print("usage: python -m benchmarks.torch_train CONFIG --run_dir DIR [--key value ...]", file=sys.stderr)
+    rounding = None
+    if words and words[0] == "--rounding":
+        rounding, words = [] if words[1:2] == ["none"] else "".join(words[1:2]).split(","), words[2:]
+    if len(words) < 3 or words[1] != "--run_dir" or not set(rounding or ()) <= set(KINDS):
+        print(USAGE, file=sys.stderr)
         return 2
     try:
         config = load_config(words[0], parse_overrides(words[3:]))
         if config.optim.name != "adamw":
             raise ConfigError(f"optim.name {config.optim.name}: PyTorch's run has adamw only")
-        train(config, Path(words[2]))
+        train(config, Path(words[2]), rounding)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

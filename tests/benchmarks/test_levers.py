@@ -149,6 +149,8 @@ def test_a_series_with_levers_and_pytorch(tmp_path):
   cautious: {program: benchmarks.levers cautious}
   zero: {program: benchmarks.levers zero_residual}
   PyTorch: {program: benchmarks.torch_train}
+  nothing rounded: {program: benchmarks.torch_train --rounding none}
+  all rounded: {program: "benchmarks.torch_train --rounding weights,activations,gradients"}
 """
     (tmp_path / "tiny.yaml").write_text(TINY.split("seeds: 2")[0] + f"seeds: 1\narms:{arms}")
     for name in ("train_000000", "val_000000"):
@@ -159,7 +161,9 @@ def test_a_series_with_levers_and_pytorch(tmp_path):
     curves = {arm: row["curve"] for arm, row in rows.items()}
     assert curves["plain"][0] == curves["cautious"][0] != curves["zero"][0]
     assert rows["plain"]["val_loss"] != rows["cautious"]["val_loss"]
-    np.testing.assert_allclose(curves["PyTorch"], curves["plain"], rtol=5e-3)  # an ulp of bf16 is 4e-3
+    for arm in ("PyTorch", "nothing rounded", "all rounded"):
+        np.testing.assert_allclose(curves[arm], curves["plain"], rtol=5e-3)  # an ulp of bf16 is 4e-3
+    assert curves["nothing rounded"] != curves["all rounded"]
     assert abs(rows["PyTorch"]["val_loss"] - rows["plain"]["val_loss"]) < 5e-3 * rows["plain"]["val_loss"]
 
 
