@@ -1,6 +1,6 @@
 """Compares the gradients of bf16 and fp8 with float64's, tensor by tensor, at the weights of a checkpoint.
 
-    python -m benchmarks.gradients RUN --data 'SHARDS/train_*.bin' [--keep mlp,head] [--json FILE]
+    python -m benchmarks.gradients RUN --data 'SHARDS/train_*.bin' [--keep mlp,head] [--rounded KINDS] [--json FILE]
 
 The gradient is that of the mean loss of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
 with g ours and e that of float64 from the same bf16 weights:
@@ -10,7 +10,9 @@ with g ours and e that of float64 from the same bf16 weights:
     error      |g - e| / |e|, the largest of the layers
 
 The last arithmetic is float64 on other batches: how much the gradient of one batch tells of another's.  `--keep` adds
-fp8 with these operations in bf16 (fp8.keep_bf16: without `head` the logits are in fp8 too).
+fp8 with these operations in bf16 (fp8.keep_bf16: without `head` the logits are in fp8 too).  `--rounded` adds PyTorch
+in fp32 with operands of these kinds rounded to e4m3 (torch_rounded.py), which no kernel and no schedule of ours takes
+part in: `weights,activations,gradients` should have the errors of fp8.
 """
 
 import gc
@@ -18,14 +20,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from json import dumps
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as K
-from benchmarks import torch_reference
+from benchmarks import torch_reference, torch_rounded
 from gpt2_triton import device
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import app as commands
@@ -88,20 +90,24 @@ def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple
     return loss, found, dims
 
 
-def exact(params: Tensor, dims: dict[str, int], batches: Sequence[np.ndarray]) -> tuple[float, Gradients]:
-    """Return loss and gradients of PyTorch in float64, one sequence at a time."""
+def exact(
+    params: Tensor, dims: dict[str, int], batches: Sequence[np.ndarray], dtype: torch.dtype = torch.float64,
+    **linear: Any,
+) -> tuple[float, Gradients]:  # fmt: skip
+    """Return loss and gradients of PyTorch, one sequence at a time; `linear` is that of torch_reference.gpt2_loss."""
     here = device.device_name()
-    leaves = torch_reference.leaves(params.to(here), dims, torch.float64)
+    leaves = torch_reference.leaves(params.to(here), dims, dtype)
     total, sequences = 0.0, [row for w in batches for row in w]
     for row in sequences:
         tokens = torch.from_numpy(row.astype(np.int64))[None].to(here)
-        loss = torch_reference.gpt2_loss(leaves, tokens[:, :-1], tokens[:, 1:], dims["V"], dims["NH"]) / len(sequences)
+        shifted = tokens[:, :-1], tokens[:, 1:]
+        loss = torch_reference.gpt2_loss(leaves, *shifted, dims["V"], dims["NH"], **linear) / len(sequences)
         loss.backward()
         total += loss.item()
     found = {}
     for name, leaf, _ in torch_reference.tensors(leaves, dims):
         assert leaf.grad is not None
-        found[name] = leaf.grad.cpu()
+        found[name] = leaf.grad.double().cpu()
     return total, found
 
 
@@ -137,7 +143,14 @@ def rows(name: str, loss: float, exact_loss: float, found: dict[str, Agreement])
 
 @app.default
 def compare(
-    run: str, *, data: str, batch: int = 2, batches: int = 4, keep: list[str] | None = None, json: Path | None = None
+    run: str,
+    *,
+    data: str,
+    batch: int = 2,
+    batches: int = 4,
+    keep: list[str] | None = None,
+    rounded: list[str] | None = None,
+    json: Path | None = None,
 ) -> None:
     """Compare the gradients of bf16 and fp8 with float64's at the weights of a run.
 
@@ -153,6 +166,8 @@ def compare(
         Micro-batches.
     keep: list[str]
         Also fp8 with this fp8.keep_bf16; may be given several times.
+    rounded: list[str]
+        Also PyTorch with operands of these kinds rounded to e4m3; may be given several times.
     json: Path
         Also write the figures to this file.
     """
@@ -160,6 +175,10 @@ def compare(
     commands.require_directory("json", json)
     if not (device.present() or INTERPRET):
         raise ConfigError("needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU")
+    in_pytorch = {
+        f"PyTorch, {words} in e4m3": torch_rounded.linear(torch_rounded.kinds_of("--rounded", words))
+        for words in rounded or []
+    }
     saved, tensors = load_weights(run)
     params = tensors["params"].to(torch.bfloat16)
     for kept in keep or []:
@@ -177,6 +196,10 @@ def compare(
         loss, found, dims = ours(config, params, batched)
         if not report:
             want_loss, want = exact(params, dims, batched)
+        report[name] = by_kind(found, want)
+        print("\n".join(rows(name, loss, want_loss, report[name])), flush=True)
+    for name, linear in in_pytorch.items():
+        loss, found = exact(params, dims, batched, torch.float32, linear=linear)
         report[name] = by_kind(found, want)
         print("\n".join(rows(name, loss, want_loss, report[name])), flush=True)
     other_loss, others = exact(params, dims, windows(data, configs["bf16"], batches, batches))

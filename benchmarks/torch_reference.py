@@ -37,11 +37,16 @@ def _attention(qkv: Tensor, NH: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1)
 
 
+def _linear(layer: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, w, b)
+
+
 def gpt2_loss(
-    params: Params, ids: Tensor, targets: Tensor, V: int, NH: int, reduction: Literal["none", "mean"] = "mean"
-) -> Tensor:
+    params: Params, ids: Tensor, targets: Tensor, V: int, NH: int, reduction: Literal["none", "mean"] = "mean",
+    linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = _linear,
+) -> Tensor:  # fmt: skip
     """Return the cross entropy over the first V rows of wte (the rest is padding).  A target of -1 has no loss, but
-    counts in the mean.
+    counts in the mean.  `linear` computes the products of the layers: it gets a layer's name, x, w and b.
     """
     p, C = params, params.wte.shape[1]
 
@@ -50,10 +55,10 @@ def gpt2_loss(
 
     x = F.embedding(ids.long(), p.wte) + p.wpe[: ids.shape[1]]
     for l in range(len(p.qkvw)):
-        att = _attention(F.linear(norm(x, 2 * l), p.qkvw[l], p.qkvb[l]), NH)
-        x = x + F.linear(att, p.attprojw[l], p.attprojb[l])
-        h = F.gelu(F.linear(norm(x, 2 * l + 1), p.fcw[l], p.fcb[l]), approximate="tanh")
-        x = x + F.linear(h, p.fcprojw[l], p.fcprojb[l])
+        att = _attention(linear("qkv", norm(x, 2 * l), p.qkvw[l], p.qkvb[l]), NH)
+        x = x + linear("attproj", att, p.attprojw[l], p.attprojb[l])
+        h = F.gelu(linear("fc", norm(x, 2 * l + 1), p.fcw[l], p.fcb[l]), approximate="tanh")
+        x = x + linear("fcproj", h, p.fcprojw[l], p.fcprojb[l])
     logits = F.linear(norm(x, 2 * len(p.qkvw)), p.wte[:V]).flatten(0, 1)
     losses = F.cross_entropy(logits, targets.flatten().long(), ignore_index=-1, reduction="none")
     return losses if reduction == "none" else losses.sum() / targets.numel()

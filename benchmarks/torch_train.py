@@ -7,8 +7,9 @@ GPU.  The model is torch_gpt2.py's, with cuDNN's attention and the padded vocabu
 metrics.jsonl and run.json into DIR, and after the last step the validation loss; there are no checkpoints.
 
 With --rounding the model is not compiled, and operands of the layers' products are rounded to e4m3: KINDS is a list of
-weights, activations and gradients, or `none`, to compare with.  So one sees what part of fp8 costs loss: scales are
-those of the tensors themselves, not of earlier steps, the products are in bf16, and no kernel is ours.
+weights, activations and gradients, each perhaps of one layer as in qkv.activations, or `none`, to compare with.  So one
+sees what part of fp8 costs loss: scales are those of the tensors themselves, not of earlier steps, the products are in
+bf16, and no kernel is ours (torch_rounded.py).
 """
 
 import gc
@@ -29,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.agreement import initialised
 from benchmarks.floors import ATTENTION
 from benchmarks.torch_gpt2 import GPT2
-from benchmarks.torch_rounded import KINDS, round_operands
+from benchmarks.torch_rounded import kinds_of, round_operands
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
@@ -44,8 +45,7 @@ from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import METRICS
 from gpt2_triton.training.run_info import describe_start, write_run
 
-USAGE = f"""usage: python -m benchmarks.torch_train [--rounding KINDS] CONFIG --run_dir DIR [--key value ...]
-KINDS is a comma-separated list of {", ".join(KINDS)}, or none"""
+USAGE = "usage: python -m benchmarks.torch_train [--rounding KINDS] CONFIG --run_dir DIR [--key value ...]"
 SYNC = 20  # steps that may be launched before the host waits for their losses
 
 Step = tuple[int, Tensor, Tensor, float]  # index, loss and gradient norm on the device, learning rate
@@ -181,17 +181,16 @@ def validation_loss(model: nn.Module, config: Config) -> float:
 
 
 def main(words: Sequence[str]) -> int:
-    rounding = None
-    if words and words[0] == "--rounding":
-        rounding, words = [] if words[1:2] == ["none"] else "".join(words[1:2]).split(","), words[2:]
-    if len(words) < 3 or words[1] != "--run_dir" or not set(rounding or ()) <= set(KINDS):
+    rounding, words = (words[1], words[2:]) if len(words) > 1 and words[0] == "--rounding" else (None, words)
+    if len(words) < 3 or words[1] != "--run_dir":
         print(USAGE, file=sys.stderr)
         return 2
     try:
+        kinds = None if rounding is None else kinds_of("--rounding", rounding)
         config = load_config(words[0], parse_overrides(words[3:]))
         if config.optim.name != "adamw":
             raise ConfigError(f"optim.name {config.optim.name}: PyTorch's run has adamw only")
-        train(config, Path(words[2]), rounding)
+        train(config, Path(words[2]), kinds)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -5,34 +5,63 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import torch_train
-from benchmarks.torch_rounded import KINDS, RoundedLinear, rounded
+from benchmarks.torch_rounded import RoundedLinear, kinds_of, linear, of_layer, rounded
 
 
 def test_numbers_are_rounded_to_three_bits_at_the_scale_of_the_largest():
     x = torch.tensor([224.0, -1.0625, 1.1875, 0.0], dtype=torch.float32)  # ties, to even
     assert rounded(x).tolist() == [224.0, -1.0, 1.25, 0.0]
     assert rounded(x / 1024).tolist() == [number / 1024 for number in (224.0, -1.0, 1.25, 0.0)]
-    assert rounded(x * 1.1)[0] == 256.0 * 15 / 16  # 246.4 is above 224, so at half the scale: 123.2 between 120 and 128
+    assert rounded(x * 1.1)[0] == 240.0  # 246.4 is above 224, so at half the scale: 123.2 between 120 and 128
     assert rounded(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("kinds", [(), *((kind,) for kind in KINDS), KINDS])
+@pytest.mark.parametrize("kinds", ["none", "weights", "qkv.activations", "gradients", "weights,activations,gradients"])
 def test_products_read_the_rounded_operands(rng, kinds):
     x, w, b, dy = (rng(*shape, dtype=torch.bfloat16) for shape in ((2, 5, 8), (6, 8), (6,), (2, 5, 6)))
-    linear = torch.nn.Linear(8, 6)
-    linear.weight.data, linear.bias.data = w.float(), b.float()
-    layer, leaf = RoundedLinear(linear, kinds), x.clone().requires_grad_()
+    plain = torch.nn.Linear(8, 6)
+    plain.weight.data, plain.bias.data = w.float(), b.float()
+    layer, leaf = RoundedLinear(plain, of_layer(kinds_of("--rounding", kinds), "qkv")), x.clone().requires_grad_()
     y = layer(leaf)
     y.backward(dy)
     x8 = rounded(x) if "activations" in kinds else x
     w8 = rounded(w) if "weights" in kinds else w
     g8 = rounded(dy) if "gradients" in kinds else dy
     assert torch.equal(y, F.linear(x8, w8, b)) and torch.equal(leaf.grad, g8 @ w8)
-    assert torch.equal(linear.weight.grad, (g8.flatten(0, 1).T @ x8.flatten(0, 1)).float())
-    assert torch.equal(linear.bias.grad, dy.flatten(0, 1).sum(0).float())
+    assert torch.equal(plain.weight.grad, (g8.flatten(0, 1).T @ x8.flatten(0, 1)).float())
+    assert torch.equal(plain.bias.grad, dy.flatten(0, 1).sum(0).float())
 
 
-@pytest.mark.parametrize("kinds", ["", "weight", "none,weights", "noneweights"])
+def test_kinds_of_one_layer_are_not_those_of_another():
+    kinds = kinds_of("--rounding", "weights,fc.gradients")
+    assert of_layer(kinds, "fc") == ["weights", "gradients"] and of_layer(kinds, "qkv") == ["weights"]
+
+
+def test_centred_products_tell_tokens_apart_that_differ_by_less_than_a_step_of_e4m3(rng):
+    """Tokens of 1 +- 0.01 are one number in e4m3, whose step there is 0.125: so y is the same for all of them."""
+    x, w, b = 1 + 0.01 * rng(64, 32), rng(16, 32), rng(16)
+    want = F.linear(x, w, b) - F.linear(x, w, b).mean(0)
+
+    def error(kinds):
+        y = linear([kinds])("qkv", x, w, b)
+        return ((y - y.mean(0) - want).norm() / want.norm()).item()
+
+    assert error("activations") > 0.99 and error("centred") < 0.04  # e4m3's own is 0.027
+
+
+def test_centred_gradients_are_those_of_the_product(rng):
+    """Exact but for the rounding of x - c, of 0.027, in the part of dw that c has none in."""
+    x, w, b, dy = 1 + rng(64, 32), rng(16, 32).requires_grad_(), rng(16).requires_grad_(), rng(64, 16)
+    leaf = x.clone().requires_grad_()
+    linear(["centred"])("qkv", leaf, w, b).backward(dy)
+    torch.testing.assert_close(leaf.grad, dy @ w)
+    torch.testing.assert_close(b.grad, dy.sum(0))
+    want = dy.T @ x
+    assert (w.grad - want).norm() < 0.03 * want.norm()
+
+
+@pytest.mark.parametrize("kinds", ["", "weight", "none,weights", "head.weights"])
 def test_unknown_kinds_are_refused(kinds, capsys):
     assert torch_train.main(["--rounding", kinds, "configs/quickstart.yaml", "--run_dir", "run"]) == 2
-    assert "KINDS is a comma-separated list of weights, activations, gradients, or none" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --rounding: got ") and line.endswith("as in qkv.activations, or none")
