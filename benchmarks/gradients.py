@@ -16,6 +16,7 @@ part in: `weights,activations,gradients` should have the errors of fp8.
 """
 
 import gc
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from json import dumps
@@ -81,7 +82,7 @@ def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple
     model.begin_step(step_inputs(0, config, scale), 0, config.train.seed)
     for i, batch in enumerate(packed):
         model.micro_step(batch, first=i == 0)
-    found = {name: t.double().cpu() for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)}
+    found = {name: t.cpu() for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)}
     loss = model.end_step().result().loss
     dims = model.dims
     del model
@@ -107,32 +108,44 @@ def exact(
     found = {}
     for name, leaf, _ in torch_reference.tensors(leaves, dims):
         assert leaf.grad is not None
-        found[name] = leaf.grad.double().cpu()
+        found[name] = leaf.grad.cpu()
     return total, found
 
 
-def agreement(pairs: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
-    """Return the agreement of (g, e) pairs of one kind: least cosine, least and largest part along e, largest error."""
-    cosines, along, errors = [], [], []
-    for g, e in pairs:
-        g, e = g.flatten(), e.flatten()
-        square = torch.dot(e, e).item()
-        cosines.append(torch.dot(g, e).item() / (g.norm().item() * square**0.5))
-        along.append(torch.dot(g, e).item() / square)
-        errors.append((g - e).norm().item() / square**0.5)
-    return Agreement(min(cosines), (min(along), max(along)), max(errors))
+class Products(NamedTuple):
+    """Inner products of a gradient g with one to compare with, e."""
+
+    ge: float
+    gg: float
+    ee: float
+    difference: float  # of g - e with itself
+
+
+def products(g: Tensor, e: Tensor) -> Products:
+    """Return the inner products in float64, on the GPU if there is one."""
+    g, e = (t.flatten().to(device.device_name(), torch.float64) for t in (g, e))
+    d = g - e
+    return Products(*(torch.dot(a, b).item() for a, b in ((g, e), (g, g), (e, e), (d, d))))
+
+
+def agreement(tensors: Sequence[Products]) -> Agreement:
+    """Return the agreement of the tensors of one kind: least cosine, least and largest part along e, largest error."""
+    along = [p.ge / p.ee for p in tensors]
+    cosine = min(p.ge / math.sqrt(p.gg * p.ee) for p in tensors)
+    return Agreement(cosine, (min(along), max(along)), max(math.sqrt(p.difference / p.ee) for p in tensors))
 
 
 def by_kind(found: Gradients, want: Gradients) -> dict[str, Agreement]:
     """Return the agreement of each kind of tensor, and of all tensors as one."""
-    kinds: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    kinds: dict[str, list[Products]] = {}
     for name, g in found.items():
         kind, e = name.partition("[")[0], want[name]
         parts = zip("qkv", g.chunk(3), e.chunk(3), strict=True) if kind == "qkvw" else [("", g, e)]
         for part, some, exactly in parts:
-            kinds.setdefault(f"{part}w" if part else kind, []).append((some, exactly))
-    whole = tuple(torch.cat([side[name].flatten() for name in found]) for side in (found, want))
-    return {kind: agreement(pairs) for kind, pairs in kinds.items()} | {"all": agreement([(whole[0], whole[1])])}
+            kinds.setdefault(f"{part}w" if part else kind, []).append(products(some, exactly))
+    every = [p for tensors in kinds.values() for p in tensors]
+    whole = Products(*(math.fsum(column) for column in zip(*every, strict=True)))
+    return {kind: agreement(tensors) for kind, tensors in kinds.items()} | {"all": agreement([whole])}
 
 
 def rows(name: str, loss: float, exact_loss: float, found: dict[str, Agreement]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from tests.support.tiny import tiny_config
 def test_agreement_is_that_of_the_worst_layer():
     e = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
     across = torch.tensor([[-4.0, 3.0]], dtype=torch.float64)
-    found = gradients.agreement([(e, e), (0.5 * e + 0.5 * across, e)])
+    found = gradients.agreement([gradients.products(g, e) for g in (e, 0.5 * e + 0.5 * across)])
     assert math.isclose(found.cosine, math.sqrt(0.5)) and math.isclose(found.error, math.sqrt(0.5))
     assert found.along == (0.5, 1.0)
 
@@ -28,6 +28,9 @@ def test_kinds_of_tensors_have_q_k_and_v_apart():
     kinds = gradients.by_kind(found, want)
     assert list(kinds) == ["qw", "kw", "vw", "wte", "all"]
     assert [kinds[name].along for name in kinds][:4] == [(1.0, 1.0), (2.0, 2.0), (1.0, 1.0), (0.0, 0.0)]
+    g, e = (torch.cat([tensors[name].flatten() for name in want]) for tensors in (found, want))
+    assert math.isclose(kinds["all"].error, (g - e).norm() / e.norm(), rel_tol=1e-6)
+    assert math.isclose(kinds["all"].cosine, torch.dot(g, e) / (g.norm() * e.norm()), rel_tol=1e-6)
 
 
 @pytest.mark.parametrize(
