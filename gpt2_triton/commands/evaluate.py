@@ -49,6 +49,7 @@ def hellaswag(
     config, tensors = load_weights(checkpoint)
     questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
     model = load_for_losses(config, tensors, batch_tokens, dtype)
+    tasks.require_fitting(model, {f"hellaswag {style}": asked for style, asked in questions.items()})
     results = {style: tasks.evaluate(model, f"hellaswag {style}", asked) for style, asked in questions.items()}
     print(f"HellaSwag, {len(next(iter(questions.values())).labels):,} questions")
     print(tasks.format_styles(results))
@@ -101,6 +102,7 @@ def evaluate(
     todo = IN_FILE if data else IN_COMMAND
     asked = {name: load_questions(name, file, tokenizer, limit, todo) for name, file in files.items()}
     model = load_for_losses(config, tensors, batch_tokens, dtype)
+    inference.require_fitting(model, asked)
     for name, questions in asked.items():
         results[name] = inference.evaluate(model, name, questions)
     print(inference.format_table(results))

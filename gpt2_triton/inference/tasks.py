@@ -8,7 +8,7 @@ many sequences as fit the arena.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,7 +78,7 @@ def answer(model: GPT2, name: str, questions: Questions, shard: tuple[int, int] 
     A context that is too long for the model or its arena loses its beginning, as in lm-evaluation-harness.  `shard` is
     (rank, size): compute every size-th batch from rank, and leave 0 for the others.
     """
-    lengths = _lengths(model, name, questions)
+    lengths = _lengths(model, questions)
     losses, greedy = np.zeros(len(lengths), np.float64), np.zeros(len(lengths), bool)
     own = list(itertools.islice(_batches(model, lengths), shard[0], None, shard[1]))
     total = sum(int(lengths[chosen].sum()) for chosen, _ in own)
@@ -125,34 +125,37 @@ def greedy_matches(model: GPT2, ids: np.ndarray, targets: np.ndarray) -> np.ndar
     return matches
 
 
-def compile_kernels(model: GPT2, name: str, questions: Questions) -> None:
+def compile_kernels(model: GPT2, questions: Questions) -> None:
     """Compile what `evaluate` launches for these questions and GPT2.compile does not."""
     if PERPLEXITY in questions.metrics:
-        B, T = next(iter(shapes(model, name, questions)))
+        B, T = next(iter(shapes(model, questions)))
         targets = np.full((B, T), -1, np.int32)
         targets[0, 0] = 0
         with model.K.compiling():
             greedy_matches(model, np.zeros_like(targets), targets)
 
 
-def shapes(model: GPT2, name: str, questions: Questions) -> set[tuple[int, int]]:
+def shapes(model: GPT2, questions: Questions) -> set[tuple[int, int]]:
     """Return (sequences, T) of the batches that `evaluate` makes of these questions, for GPT2.compile."""
-    return {(len(chosen), T) for chosen, T in _batches(model, _lengths(model, name, questions))}
+    return {(len(chosen), T) for chosen, T in _batches(model, _lengths(model, questions))}
 
 
 def _longest(model: GPT2) -> int:
     return min(model.config.model.block_size, model.B * model.T)
 
 
-def _lengths(model: GPT2, name: str, questions: Questions) -> np.ndarray:
-    """Return the number of inputs of each ending with its context, whose last token is only a target.
+def require_fitting(model: GPT2, asked: Mapping[str, Questions]) -> None:
+    """Raise DataError for an ending that the model cannot take as a whole; `asked` has the questions of each task."""
+    longest = _longest(model)
+    for name, questions in asked.items():
+        if (length := max(map(len, questions.endings))) > longest:
+            what, expected = "an ending too long", f"{longest} or fewer, the longest input of this model"
+            raise bad_data(name, what, f"{length} tokens", expected, "leave this task or this model out")
 
-    Raise DataError for an ending that the model cannot take as a whole.
-    """
-    longest, length = _longest(model), max(map(len, questions.endings))
-    if length > longest:
-        expected = f"{longest} or fewer, the longest input of this model"
-        raise bad_data(name, "an ending too long", f"{length} tokens", expected, "leave this task or this model out")
+
+def _lengths(model: GPT2, questions: Questions) -> np.ndarray:
+    """Return the number of inputs of each ending with its context, whose last token is only a target."""
+    longest = _longest(model)
     pairs = zip(questions.contexts, questions.endings, strict=True)
     return np.minimum(np.array([len(context) + len(ending) for context, ending in pairs]) - 1, longest)
 

@@ -50,6 +50,11 @@ class Data(NamedTuple):
         validation = {"validation_data": self.validation.windows.shards} if self.validation else {}
         return {"data": self.train.windows.shards} | validation
 
+    @property
+    def questions(self) -> dict[str, Questions]:
+        """The questions of all tasks by their names."""
+        return self.tasks | ({"hellaswag": self.hellaswag} if self.hellaswag else {})
+
     def fingerprints(self) -> dict[str, Any]:
         """Return what identifies the data, on any machine."""
         return {key: [shard.fingerprint for shard in shards] for key, shards in self.shards.items()}
@@ -164,7 +169,8 @@ def build_model(
 ) -> GPT2:
     """Return the model with its weights: new ones, and over them the tensors of `start`; add to the notes of `start`.
 
-    On a GPU the kernels are compiled.  Raise CheckpointError if the disk has no space for a checkpoint of it.
+    On a GPU the kernels are compiled.  Raise CheckpointError if the disk has no space for a checkpoint of it, DataError
+    for questions that are too long for it.
     """
     if config.train.precision == "fp8" and group.device == "cuda":
         require_fp8(torch.cuda.get_device_name(), architecture())
@@ -173,6 +179,7 @@ def build_model(
     if fitting is not config:
         start.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
     model = GPT2(fitting, K, group.device, group=group)
+    tasks.require_fitting(model, data.questions)  # now, and not at the first evaluation
     if group.rank == 0:
         require_space(run_dir / "checkpoints", model.checkpoint_spec())
     if group.device == "cuda":
@@ -190,13 +197,12 @@ def build_model(
 def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
     """Compile on one rank of each host; the other ranks then find all kernels in Triton's cache."""
     evaluated = data.validation.shapes(model.B) if data.validation else set()
-    asked = data.tasks | ({"hellaswag": data.hellaswag} if data.hellaswag else {})
-    for name, questions in asked.items():
-        evaluated |= tasks.shapes(model, name, questions)
+    for questions in data.questions.values():
+        evaluated |= tasks.shapes(model, questions)
 
     def compile_all() -> Any:
-        for name, questions in data.tasks.items():
-            tasks.compile_kernels(model, name, questions)
+        for questions in data.tasks.values():
+            tasks.compile_kernels(model, questions)
         return model.compile(evaluated)
 
     made = compile_all() if group.local_rank == 0 else None

@@ -15,6 +15,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.tasks import load_questions
 from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import DataError
 from gpt2_triton.inference import tasks
 from gpt2_triton.training.trainer import train
 from tests.data.test_tasks import METRICS, ROWS, write_rows
@@ -135,3 +136,20 @@ def test_mistakes_are_one_line(tmp_path, folder, capsys):
         with pytest.raises(ValidationError, match=message):
             Config.model_validate(dict(eval=dict(tasks=wrong)))
     assert Config.model_validate(dict(eval=dict(tasks=["piqa", "piqa", "lambada"]))).eval.tasks == "piqa,lambada"
+
+
+def test_an_ending_too_long_ends_training_and_the_command_before_the_first_step_or_task(tmp_path, monkeypatch, capsys):
+    row = {"goal": "open", "sol1": "a" * 17, "sol2": "b", "label": 0}
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(row))
+    (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": "the cat sat"}))
+    asked = dict(every=0, tasks="lambada,piqa", tasks_every=1, tasks_data=str(tmp_path))
+    config = tiny_config(train=dict(steps=1), eval=asked, checkpoint=dict(every=1))
+    message = "piqa: an ending too long: got 18 tokens, expected 16 or fewer"
+    with pytest.raises(DataError, match=message):
+        train(config, tmp_path / "run", resume=False)
+    assert "step 1/1" not in capsys.readouterr().out
+    train(tiny_config(train=dict(steps=1)), tmp_path / "other", resume=False)
+    monkeypatch.delattr(tasks, "answer")  # no evaluation begins
+    words = ["evaluate", str(tmp_path / "other"), "--tasks", "lambada,piqa", "--data", str(tmp_path)]
+    assert main(app, words) == DataError.exit_code
+    assert message in capsys.readouterr().err
