@@ -28,7 +28,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.series_file import check_options, numbers, read_series
+from benchmarks.series_file import check_options, gpu_numbers, numbers, read_series
 from benchmarks.series_report import plot as draw
 from benchmarks.series_report import report as table
 from benchmarks.series_results import differing_rows, prepare, read_results
@@ -74,6 +74,8 @@ def compare(
     plot: Path
         Picture of training loss over minutes: .png, .svg or .pdf.
     """
+    commands.require_at_least(minutes=(minutes, 0))
+    numbered = gpu_numbers(gpus)
     series = read_series(file)
     chosen = None if seeds is None else numbers(seeds, series)
     if plot and plot.suffix not in FORMATS:
@@ -89,7 +91,7 @@ def compare(
         if wrong := differing_rows(series, read_results(out), out):
             raise ConfigError("\n".join(wrong))
         prepare(out)
-        failed = train(series, shards, out, minutes, gpus.split(","), chosen)
+        failed = train(series, shards, out, minutes, numbered, chosen)
     rows = read_results(out)
     wrong = differing_rows(series, rows, out)
     for line in wrong:

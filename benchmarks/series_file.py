@@ -12,6 +12,8 @@ from gpt2_triton.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 PROGRAM = "gpt2_triton train"
 REQUIRED, OPTIONAL = ("config", "arms", "seeds"), ("options", "baseline")
+MOST_SEEDS = 1000  # each is an entry of the list of runs
+OPTIONS = "options and their values, but train.seed and data.seed, which follow from `seeds`"
 OWN = ("minutes", "program", "best_of", "against")  # keys of an arm that are no options, beside seeds
 
 
@@ -68,19 +70,21 @@ def read_series(path: Path) -> Series:
         raise ConfigError(f"{path}: unknown keys {unknown}, missing keys {missing}; {known}")
     common, named = tree.get("options") or {}, tree["arms"]
     require(isinstance(tree["config"], str), "config", tree["config"], "the path of a configuration")
-    require(_is_options(common), "options", common, "options and their values")
+    require(_is_options(common), "options", common, OPTIONS)
     require(isinstance(named, dict) and bool(named), "arms", named, "names and the options of each")
     for name, options in named.items():
         require(isinstance(name, str), "arms", name, "a name in quotes")
-        require(options is None or _is_options(options), f"arms.{name}", options, "options and their values")
+        require(options is None or _is_options(options), f"arms.{name}", options, OPTIONS)
     baseline = tree.get("baseline", next(iter(named)))
-    require(baseline in named, "baseline", baseline, f"an arm: {', '.join(named)}")
+    require(baseline in [*named], "baseline", baseline, f"an arm: {', '.join(named)}")
 
     arms = {name: dict(options or {}) for name, options in named.items()}
     seeds = {name: options.pop("seeds", tree["seeds"]) for name, options in arms.items()}
     own = {name: {key: options.pop(key) for key in OWN if key in options} for name, options in arms.items()}
     for name, number in {"": tree["seeds"], **seeds}.items():
-        require(_is_number(number, int), f"arms.{name}.seeds" if name else "seeds", number, "a number of at least 1")
+        is_number = _is_number(number, int) and number <= MOST_SEEDS
+        at = f"arms.{name}.seeds" if name else "seeds"
+        require(is_number, at, number, f"a number of at least 1, at most {MOST_SEEDS}")
     trials = [name for name in arms if "best_of" not in own[name]]
     for name, keys in own.items():
         if "minutes" in keys:
@@ -111,7 +115,7 @@ def read_series(path: Path) -> Series:
 
 
 def _is_options(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    return isinstance(value, dict) and all(isinstance(key, str) and key not in seed_options(0) for key in value)
 
 
 def _is_number(value: Any, kind: Any) -> bool:
@@ -149,3 +153,14 @@ def numbers(text: str, series: Series) -> Sequence[int]:
     if wrong := [word for word in words if not (word.isdecimal() and int(word) <= last)]:
         raise ConfigError(f"--seeds: got {wrong[0]!r}, expected numbers from 0 to {last}, such as 0,{last}")
     return [int(word) for word in words]
+
+
+def gpu_numbers(text: str) -> list[str]:
+    """Return the GPUs in a comma-separated list; ConfigError unless they are different numbers.
+
+    CUDA hides all GPUs from a process that names another kind of word; the run would then take the interpreter.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for n, word in enumerate(words) if not word.isdecimal() or word in words[:n]]:
+        raise ConfigError(f"--gpus: got {wrong[0]!r} in {text!r}, expected different numbers, such as 0,1")
+    return words
