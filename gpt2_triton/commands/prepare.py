@@ -159,7 +159,7 @@ def prepare_climbmix(
     given = dataset.Dataset(source, None, revision, "tokens")
     nominal = CLIMBMIX_TOKENS if source == CLIMBMIX else None
     todo = "give a dataset with the rows of ClimbMix as --source"
-    dataset.prepare_dataset(given, out, "gpt2", tokens, 1, shard_tokens, nominal=nominal, other_field=todo)
+    dataset.prepare_dataset(given, out, "gpt2", tokens, 1, shard_tokens, nominal=nominal, other_field=todo, kind=list)
 
 
 @app.command(name="pretokenized")

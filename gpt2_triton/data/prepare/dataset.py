@@ -47,18 +47,20 @@ def prepare_dataset(
     log: Log = print_line,
     nominal: int | None = None,
     other_field: str = "name the field that holds the text as --field",
+    kind: type[str] | type[list[Any]] = str,
 ) -> Path:
     """Tokenise a dataset, or its first `tokens` tokens, into out_dir.
 
     nominal       the dataset's number of tokens, where its version does not state it
     other_field   what to do if the field is missing or has another content, for the error
+    kind          what a row holds: str, text, or list, the tokenizer's tokens
 
     The validation shard has shard_tokens tokens like the others, but at most a tenth of `tokens`.
     """
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
     sizes = dict(tokens=tokens, shard_tokens=shard_tokens, val_tokens=min(shard_tokens, (tokens or 1 << 62) // 10))
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, **sizes, source=dataset._asdict())
-    source, begun = _Documents(dataset, sizes, tokenizer, nominal, other_field), time.monotonic()
+    source, begun = _Documents(dataset, sizes, tokenizer, nominal, other_field, kind), time.monotonic()
     with shard_writer.disk_errors_as(out_dir), pipeline.locked(out_dir, log):
         if shard_writer.is_done(out_dir, recipe):
             log(f"{out_dir} is prepared already")
@@ -97,9 +99,15 @@ class _Documents:
     unit = "tokens"
 
     def __init__(
-        self, dataset: Dataset, sizes: dict[str, int | None], tokenizer: str, nominal: int | None, other_field: str
+        self,
+        dataset: Dataset,
+        sizes: dict[str, int | None],
+        tokenizer: str,
+        nominal: int | None,
+        other_field: str,
+        kind: type[str] | type[list[Any]],
     ):
-        self._other_field = other_field
+        self._other_field, self._kind = other_field, kind
         self.name, self._dataset, self._sizes, self._tokenizer = dataset.name, dataset, sizes, tokenizer
         self.size = sizes["tokens"] or nominal or _nominal_tokens(dataset.version)
 
@@ -149,13 +157,11 @@ class _Documents:
                 row = next(rows, None)
             if row is None:
                 return
-            if isinstance(row[field], list):
-                yield self._checked_tokens(row[field])
-            elif isinstance(row[field], str):
-                yield row[field]
-            else:
+            if not isinstance(row[field], self._kind):
+                what, expected = ("tokens", "a list of tokens") if self._kind is list else ("text", "a string")
                 got, todo = type(row[field]).__name__, self._other_field
-                raise bad_data(self.name, f"no text in field {field!r}", got, "a string or tokens", todo)
+                raise bad_data(self.name, f"no {what} in field {field!r}", got, expected, todo)
+            yield self._checked_tokens(row[field]) if self._kind is list else row[field]
 
     def _checked_tokens(self, row: list[Any]) -> np.ndarray:
         """Return a row of tokens, uint16; DataError if it has others than the tokenizer's."""

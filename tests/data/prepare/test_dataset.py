@@ -199,7 +199,20 @@ def test_rows_of_other_tokens_are_refused(climbmix, tmp_path, row, got):
     with pytest.raises(
         DataError, match=f"no tokens in field 'tokens': got {got}, expected integers from 0 to 50,256, "
     ):
-        prepare_dataset(Dataset(str(tmp_path / "in"), field="tokens"), tmp_path / "out", "gpt2")
+        prepare_dataset(Dataset(str(tmp_path / "in"), field="tokens"), tmp_path / "out", "gpt2", kind=list)
+
+
+def test_rows_of_text_are_no_tokens_and_tokens_no_text(climbmix, tmp_path, capsys):
+    folder, _ = climbmix
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"tokens": "12 7"}\n')
+    out = ["--out", str(tmp_path / "out"), "--source"]
+    for words, message in (
+        (["climbmix", *out, str(tmp_path / "in")], "no tokens in field 'tokens': got str, expected a list of tokens; "),
+        (["fineweb", *out, str(folder), "--field", "tokens"], "no text in field 'tokens': got list, expected a string"),
+    ):
+        assert main(app, ["prepare", *words]) == 3
+        assert message in capsys.readouterr().err
 
 
 def test_rows_without_the_field_are_named_with_those_they_have(climbmix, tmp_path, capsys):
@@ -410,7 +423,7 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     here = ["prepare", "fineweb", "--out", "out", "--tokenizer", "bytes", "--workers", "1", "--source"]
     for words, code, message in (
-        (["numbers"], 3, "numbers: no text in field 'text': got int, expected a string or tokens; name the"),
+        (["numbers"], 3, "numbers: no text in field 'text': got int, expected a string; name the"),
         (["empty"], 3, "empty: cannot be had"),
         ([str(folder.path), "--version", "x"], 3, "BuilderConfig 'x' not found"),
         ([str(folder.path), "--field", "body"], 3, "body"),
