@@ -116,3 +116,17 @@ def test_recipe_fits_an_h100_as_the_guide_states(size):
         )
         assert plan.total <= device.memory_bytes("h100") - CONTEXT_BYTES - MODULE_BYTES
         assert f"{plan.total / 2**30:.1f}" == planned
+
+
+def test_hours_and_dollars_to_a_loss_are_those_of_one_h200():
+    """Rounded to 0.1 hours and to dollars; Muon's are of the fast recipe's tokens divided by the two ratios."""
+    page = (ROOT / "docs" / "guide" / "recipes.md").read_text()
+    part = page.partition("## Hours and dollars")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?:`(\w+)`|the same) .*?[| ]([\d.]+)(?: to ([\d.]+))? hours, \$(\d+) \|$", part, re.M)
+    assert [name for name, *_ in rows] == ["gpt2_124m", "gpt2_124m_fast", ""]
+    for name, hours, hours_at_most, dollars in rows:
+        config = load_config(name or "gpt2_124m_fast", {})
+        whole = config.train.steps * config.total_batch_tokens / H200_TOKENS_PER_SECOND / 3600
+        least, most = (whole, whole) if name else (whole / 1.52, whole / 1.36)
+        assert (hours, hours_at_most or hours) == (f"{least:.1f}", f"{most:.1f}")
+        assert dollars == f"{3 * least:.0f}" == f"{3 * most:.0f}"
