@@ -206,11 +206,20 @@ def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
     return pairs
 
 
+def join_words(value: Any) -> Any:
+    """Return a whole number, or a list of words and numbers, as YAML has them, as one text with commas; any other value
+    as it is.
+    """
+    words = value if isinstance(value, list) else [value]
+    return ",".join(map(str, words)) if all(type(word) in (str, int) for word in words) else value
+
+
 class Fp8Config(ConfigSection):
-    keep_bf16: str = Field(
+    keep_bf16: Annotated[str, BeforeValidator(join_words)] = Field(
         HEAD,
         description=f"what train.precision fp8 leaves in bf16: {HEAD} (the logits), {', '.join(OPERATIONS)} (in all "
-        "layers), a layer's number (-1: the last), or both as in attproj:0; several are separated by commas",
+        "layers), a layer's number (-1: the last), or both as in attproj:0; several are separated by commas, "
+        "or a list in YAML",
         json_schema_extra=FREE,
     )
 
@@ -287,11 +296,6 @@ class MemoryConfig(ConfigSection):
 
 
 TASKS = ("lambada", "arc_easy", "piqa", "winogrande")  # of eval.tasks; HellaSwag has keys of its own
-
-
-def join_words(value: Any) -> Any:
-    """Return a list of words, as YAML has it, as one text with commas; any other value as it is."""
-    return ",".join(value) if isinstance(value, list) and all(isinstance(word, str) for word in value) else value
 
 
 def check_tasks(value: str) -> str:

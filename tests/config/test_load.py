@@ -182,3 +182,9 @@ def test_batch_must_divide_on_the_gpus_of_the_run(tmp_path):
     assert (shape.micro_batch, shape.accumulation) == (12, 1)
     with pytest.raises(ConfigError, match="5 GPUs"):
         load_config(tmp_path / "x.yaml", gpus=5)
+
+
+@pytest.mark.parametrize("given, value", [("-1", "-1"), ("[head, mlp:0]", "head,mlp:0"), ("[head, -1]", "head,-1")])
+def test_layers_in_bf16_may_be_a_number_or_a_list_in_yaml(tmp_path, given, value):
+    (tmp_path / "x.yaml").write_text(f"fp8: {{keep_bf16: {given}}}\n")
+    assert load_config(tmp_path / "x.yaml", {}).fp8.keep_bf16 == value
