@@ -1,8 +1,9 @@
 """Questions of evaluation tasks: contexts with endings, of which one is right, as text and as tokens."""
 
 import codecs
+import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ class PublishedRow(BaseModel):
 
 
 RowType = TypeVar("RowType", bound=PublishedRow)
+Item = TypeVar("Item")
 
 
 class Question(NamedTuple):
@@ -94,11 +96,16 @@ def read_jsonl(path: Path, kind: type[RowType], limit: int, todo: str) -> list[R
         lines = ((number, line.removeprefix(codecs.BOM_UTF8)) for number, line in enumerate(file, 1))
         rows = [
             parse_row(kind, line, f"{path}:{number}", todo)
-            for number, line in islice(((n, line) for n, line in lines if line.strip()), limit or None)
+            for number, line in first_of(((n, line) for n, line in lines if line.strip()), limit)
         ]
     if not rows:
         raise bad_data(path, "no rows", "an empty file", "one JSON object per line", todo)
     return rows
+
+
+def first_of(items: Iterable[Item], limit: int) -> Iterator[Item]:
+    """Return an iterator over the first `limit` items (0: all), which may be more than islice counts to."""
+    return islice(items, min(limit, sys.maxsize) or None)
 
 
 @contextmanager

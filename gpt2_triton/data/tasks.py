@@ -14,7 +14,6 @@ LAMBADA's acc is the fraction of last words of which every token is the most lik
 of the mean loss of a last word.
 """
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -31,6 +30,7 @@ from gpt2_triton.data.questions import (
     Question,
     Questions,
     encode,
+    first_of,
     harness_question,
     parse_row,
     read_jsonl,
@@ -163,7 +163,7 @@ def _download(source: Hub, kind: type[PublishedRow], limit: int, todo: str) -> l
     with hub_errors_as(name, f"the split {split}{f' of {version}' if version else ''}", todo):
         from datasets import load_dataset
 
-        found = list(itertools.islice(load_dataset(name, version, split=split), limit or None))
+        found = list(first_of(load_dataset(name, version, split=split), limit))
     if not found:
         raise bad_data(name, "no rows", f"an empty split {split}", "one or more", todo)
     return [parse_row(kind, row, f"{name}, {split}, row {number}", todo) for number, row in enumerate(found)]

@@ -148,3 +148,10 @@ def test_wrong_rows_are_named_by_file_and_line(tmp_path, name, wrong, message):
     with pytest.raises(DataError, match=f"rows.jsonl:2: {message}") as error:
         load_questions(name, path, get_tokenizer("bytes"), 0)
     assert "\n" not in str(error.value)
+
+
+def test_a_limit_beyond_all_integers_of_the_machine_takes_all_rows(tmp_path):
+    write_rows(tmp_path, "piqa")
+    path, tokenizer = tmp_path / "piqa.jsonl", get_tokenizer("bytes")
+    labels = [load_questions("piqa", path, tokenizer, limit).labels.tolist() for limit in (0, 10**20)]
+    assert labels[0] == labels[1]
