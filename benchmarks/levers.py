@@ -11,6 +11,7 @@
                     metrics.jsonl counts
     stochastic_e4m3 rounds weights in fp8 up or down with a probability that makes their mean exact, by a hash of the
                     weight and the number of its four rows
+    centred         takes the mean over the tokens out of qkv's input in fp8 (centred.py)
     bf16_at_end     trains in fp8, if the options say so, up to 9/10 of the steps, and then in bf16; needs --run_dir
 
 One GPU, and no --resume.  benchmarks/losses/levers_d12.yaml is the series of the first four, and of `data.align`, an
@@ -30,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks.centred import CentredKernels
 from gpt2_triton import commands
 from gpt2_triton.commands.app import main as run_command
 from gpt2_triton.commands.train import parse_overrides
@@ -38,6 +40,7 @@ from gpt2_triton.kernels import device_math, fp8, muon, step_io
 from gpt2_triton.kernels.e4m3 import to_e4m3
 from gpt2_triton.model import gpt2
 from gpt2_triton.model.buffers import param_views
+from gpt2_triton.training import setup
 from gpt2_triton.training.step_queue import StepQueue
 
 PEAK = tl.constexpr(1.0)  # optim.lr; set before a kernel is compiled
@@ -87,6 +90,10 @@ def _stochastic(x):
 def _stochastic_e4m3(words: Sequence[str]) -> None:
     assert hasattr(fp8, "to_e4m3")
     fp8.to_e4m3 = _stochastic  # which only the cast of weights calls, at the levels that keep attention's output in fp8
+
+
+def _centred(words: Sequence[str]) -> None:
+    setup.K = CentredKernels(setup.K)
 
 
 def _overrides(words: Sequence[str]) -> dict[str, str]:
@@ -157,6 +164,7 @@ LEVERS: dict[str, Callable[[Sequence[str]], None]] = {
     "zero_residual": _zero_residual,
     "batch_warmup": _batch_warmup,
     "stochastic_e4m3": _stochastic_e4m3,
+    "centred": _centred,
     "bf16_at_end": _bf16_at_end,
 }
 

@@ -137,7 +137,7 @@ def test_an_unknown_lever_is_refused(capsys):
     assert levers.main(["bold", "quickstart"]) == 2
     assert (
         "usage: python -m benchmarks.levers cautious|decay_schedule|zero_residual|batch_warmup|"
-        "stochastic_e4m3|bf16_at_end" in capsys.readouterr().err
+        "stochastic_e4m3|centred|bf16_at_end" in capsys.readouterr().err
     )
 
 
