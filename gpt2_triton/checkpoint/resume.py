@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_triton.config.config import may_change_on_resume
-from gpt2_triton.errors import CheckpointError
+from gpt2_triton.errors import CheckpointError, ConfigError
 
 FP8_STATE = {"scale", "history"}
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
@@ -50,6 +50,13 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
         wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
         raise CheckpointError(_table(wrong, fatal))
     return free
+
+
+def require_steps(step_dir: Path, done: int, asked: int) -> None:
+    """Raise ConfigError if a checkpoint has more steps than are asked for, before a file of the run is written."""
+    if done > asked:
+        todo = f"give --train.steps above {done:,} to continue the run, or choose another --run_dir"
+        raise ConfigError(f"--train.steps: {step_dir} has {done:,} steps, {asked:,} were asked for; {todo}")
 
 
 def check_data(step_dir: Path, saved: Rows, current: Rows, key: str, given: str, allow: bool) -> dict[str, Change]:

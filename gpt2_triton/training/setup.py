@@ -134,12 +134,13 @@ def saved_config(config: Config) -> dict[str, Any]:
 def restore(found: Path | None, config: Config, data: Data) -> Start:
     """Read the checkpoint `found`; without one, return a new state and the tensors of init_from.
 
-    Raise CheckpointError if the checkpoint is not one of this run.
+    Raise CheckpointError if the checkpoint is not one of this run, ConfigError if it has more steps than train.steps.
     """
     if found is None:
         return Start(RunState(), initial_weights(config), None, [], {})
     saved, tensors = load_checkpoint(found)
     changed = resume.check_config(saved["config"], saved_config(config))
+    resume.require_steps(found, saved["step"], config.train.steps)
     files = _check_data(found, saved, config, data)
     notes = [f"resuming after step {saved['step']} from {found}"]
     for key, change in (changed | files).items():

@@ -211,6 +211,17 @@ def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
     assert (final_bytes(unbroken), metrics(unbroken)) == before
 
 
+def test_resume_with_fewer_steps_than_are_done_is_refused_and_changes_nothing(unbroken):
+    before = {path: path.read_bytes() for path in unbroken.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as error:
+        train(run_config(train=dict(steps=3)), unbroken, resume=True)
+    assert str(error.value) == (
+        f"--train.steps: {find_checkpoint(unbroken)} has {STEPS} steps, 3 were asked for; "
+        f"give --train.steps above {STEPS} to continue the run, or choose another --run_dir"
+    )
+    assert {path: path.read_bytes() for path in unbroken.rglob("*") if path.is_file()} == before
+
+
 def test_accumulation_gives_the_losses_of_the_whole_batch(unbroken, tmp_path):
     """4 sequences at once, or 2 and 2: the same samples, with sums that differ in fp32 rounding (measured 1e-7)."""
     assert train(run_config(train=dict(batch_size=4)), tmp_path, resume=False) == 0
