@@ -22,6 +22,7 @@ import gpt2_triton.kernels as K
 from benchmarks import accuracy
 from benchmarks.our_gpt2 import run_steps
 from benchmarks.sizes import SIZES, T, config_of, tokens_of
+from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.gpt2 import GPT2
@@ -127,9 +128,8 @@ def main(words: list[str]) -> int:
     sizes = parser.parse_args(words).size or ["d12", "d48"]
     if unknown := [size for size in sizes if size not in SIZES]:
         parser.error(f"unknown size {unknown[0]}; known are {', '.join(SIZES)}")
-    if not torch.cuda.is_available():
-        print("benchmarks.muon needs a GPU", file=sys.stderr)
-        return 2
+    if not device.present():
+        parser.exit(2, "error: muon: needs a CUDA GPU, found none\n")
     passed = True
     for size in sizes:
         print(f"\n{size}: {torch.cuda.get_device_name()}")

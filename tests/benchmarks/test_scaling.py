@@ -109,11 +109,12 @@ def test_scaling_refuses_impossible_links(monkeypatch, capsys, words):
     assert out == "" and err.endswith("error: --link must be above 0, --start and --hop at least 0\n")
 
 
-@pytest.mark.parametrize("name", ["collectives", "multi_gpu", "torch_ddp"])
-def test_multi_gpu_benchmarks_refuse_to_run_without_gpus(monkeypatch, capsys, name):
+@pytest.mark.parametrize("name", ["collectives", "multi_gpu", "muon", "torch_ddp"])
+def test_scripts_refuse_to_run_without_gpus(monkeypatch, capsys, name):
     monkeypatch.setattr(device, "present", lambda: False)
     assert run_script(monkeypatch, name) == 2
-    assert capsys.readouterr() == ("", f"error: {name}: needs CUDA GPUs, found none\n")
+    needs = "a CUDA GPU" if name == "muon" else "CUDA GPUs"
+    assert capsys.readouterr() == ("", f"error: {name}: needs {needs}, found none\n")
 
 
 def event(name, start, duration):
