@@ -36,6 +36,7 @@ from gpt2_triton import commands
 from gpt2_triton.commands.app import main as run_command
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.load import load_config
+from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.kernels import device_math, fp8, muon, step_io
 from gpt2_triton.kernels.e4m3 import to_e4m3
 from gpt2_triton.model import gpt2
@@ -137,6 +138,8 @@ def _batch_warmup(words: Sequence[str]) -> None:
 
 
 def _bf16_at_end(words: Sequence[str]) -> None:
+    if "--run_dir" not in words:
+        raise ConfigError("bf16_at_end: needs --run_dir, the directory in which the run continues in bf16")
     steps = load_config(words[0], _overrides(words)).train.steps
     launch = StepQueue.launch
 
@@ -170,10 +173,17 @@ LEVERS: dict[str, Callable[[Sequence[str]], None]] = {
 
 
 def main(words: Sequence[str]) -> int:
+    if {"-h", "--help"} & {*words[:2]}:
+        print((__doc__ or "").rstrip())
+        return 0
     if len(words) < 2 or words[0] not in LEVERS:
         print(f"usage: python -m benchmarks.levers {'|'.join(LEVERS)} CONFIG [--key value ...]", file=sys.stderr)
         return 2
-    LEVERS[words[0]](words[1:])
+    try:
+        LEVERS[words[0]](words[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     code = run_command(commands.tools, ["train", *words[1:]])
     if words[0] == "bf16_at_end" and code == 128 + signal.SIGTERM:
         return subprocess.run(_continued_in_bf16(words[1:])).returncode

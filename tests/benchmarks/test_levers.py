@@ -141,6 +141,26 @@ def test_an_unknown_lever_is_refused(capsys):
     )
 
 
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["cautious", "--help"]])
+def test_help_describes_every_lever(words, capsys):
+    assert levers.main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and all(f"\n    {name} " in out for name in levers.LEVERS)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["decay_schedule", "nosuch"], "error: nosuch: neither a file nor a recipe; "),
+        (["bf16_at_end", "quickstart"], "error: bf16_at_end: needs --run_dir, "),
+    ],
+)
+def test_wrong_words_of_a_lever_are_one_line(words, message, restored, capsys):
+    assert levers.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+
+
 @pytest.mark.slow
 def test_a_series_with_levers_and_pytorch(tmp_path):
     """All begin at the same loss on the same batches; PyTorch's differs by the rounding of bf16 autocast."""
