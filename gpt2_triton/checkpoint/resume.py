@@ -29,7 +29,7 @@ def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str
         now.pop(name, None)
     wrong = _changes(then, now)
     if wrong:
-        raise CheckpointError(_table(f"{step_dir} does not fit this model", wrong))
+        raise CheckpointError(_table(f"{step_dir} does not fit this model", with_absent(wrong)))
 
 
 def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -72,8 +72,17 @@ def check_data(step_dir: Path, saved: Rows, current: Rows, key: str, given: str,
         todo = "restore it, start another run, or accept it with --data.allow_changed true"
         shown = dict(list(changed.items())[:SHOWN])
         more = f"\nand {len(changed) - SHOWN:,} more files" if len(changed) > SHOWN else ""
-        raise CheckpointError(_table(f"{step_dir}: {key} {given} is other data than before; {todo}", shown) + more)
+        title = f"{step_dir}: {key} {given} is other data than before; {todo}"
+        raise CheckpointError(_table(title, with_absent(shown)) + more)
     return changed
+
+
+def with_absent(changes: dict[str, Change]) -> dict[str, Change]:
+    """Return changes of files or tensors as they are printed: "absent" for None."""
+    return {
+        name: ("absent" if then is None else then, "absent" if now is None else now)
+        for name, (then, now) in changes.items()
+    }
 
 
 def note_of_times(saved: dict[str, Any], current: dict[str, Any]) -> str:

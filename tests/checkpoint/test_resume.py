@@ -19,9 +19,9 @@ def test_check_tensors_raises_a_table_of_the_differences():
     assert str(error.value).splitlines() == [
         "step does not fit this model",
         "        checkpoint      now",
-        "low     None            int16 (4,)",
+        "low     absent          int16 (4,)",
         "params  bfloat16 (4,)   float32 (4,)",
-        "v       float32 (2, 2)  None",
+        "v       float32 (2, 2)  absent",
     ]
 
 
@@ -78,7 +78,7 @@ def test_check_data_raises_a_table_of_the_files_that_differ():
         "--data.allow_changed true",
         "           checkpoint       now",
         "b.bin (2)  1,024 bytes, 33  1,024 bytes, 44",
-        "c.bin      None             1,024 bytes, 55",
+        "c.bin      absent           1,024 bytes, 55",
     ]
     changed = {"b.bin (2)": ("1,024 bytes, 33", "1,024 bytes, 44"), "c.bin": (None, "1,024 bytes, 55")}
     assert resume.check_data(Path("step"), then, now, "data.train", "*.bin", True) == changed
