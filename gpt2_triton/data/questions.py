@@ -128,7 +128,9 @@ def parse_row(kind: type[RowType], row: Any, where: str, todo: str) -> RowType:
         what, value = ".".join(map(str, first["loc"])), first["input"]
         if isinstance(row, bytes) and not what:
             got = textwrap.shorten(row.decode(errors="replace"), 60, placeholder=" ...")
+        elif first["type"] == "missing":
+            got = textwrap.shorten(f"the fields {', '.join(value)}", 200, placeholder=" ...") if value else "no field"
         else:
-            got = textwrap.shorten(repr(value), 200) if first["type"] != "missing" else type(value).__name__
+            got = textwrap.shorten(repr(value), 200)
         problem = f"{what or 'not a row'}: {first['msg'].removeprefix('Value error, ')}"
         raise bad_data(where, problem, got, kind.expected, todo) from None
