@@ -145,8 +145,10 @@ def is_occupied(out_dir: Path) -> bool:
 
 
 def directory_in_use(out_dir: Path) -> DataError:
-    expected, todo = "a new or empty directory, or these very shards", "remove it or choose another directory"
-    return bad_data(out_dir, "in use", "something else there", expected, todo)
+    names = sorted(path.name for path in out_dir.iterdir()) if out_dir.is_dir() else ["another file"]
+    got = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+    expected = "a new or empty directory, or these very shards"
+    return bad_data(out_dir, "in use", got, expected, "choose another directory, as --out of `prepare`, or remove it")
 
 
 def require_space(directory: Path, tokens: int) -> None:

@@ -107,7 +107,7 @@ def test_builtin_without_locks_refuses_what_else_was_put_there(tmp_path, monkeyp
 
     monkeypatch.setattr(fcntl, "flock", _refuse_lock)
     monkeypatch.setattr(os, "rename", write_then_rename)
-    with pytest.raises(DataError, match="out: in use: .* remove it or choose another directory"):
+    with pytest.raises(DataError, match="out: in use: got other.bin, expected .* choose another directory"):
         prepare_builtin(out)
     assert os.listdir(tmp_path) == ["out"] and os.listdir(out) == ["other.bin"]
 

@@ -56,7 +56,7 @@ def test_pretokenized_refuses_other_files(hub, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "out").glob("*.bin")] == ["val_000000.bin"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "val_000000.bin").write_bytes(b"mine")
-    with pytest.raises(DataError, match="val_000000.bin: in use"):
+    with pytest.raises(DataError, match="val_000000.bin: in use: got another file, "):
         pretokenized.download("fineweb10B", tmp_path / "other", 1, lambda line: None)
     assert (tmp_path / "other" / "val_000000.bin").read_bytes() == b"mine"
     with pytest.raises(DataError, match="--shards: more than kjj0/fineweb10B-gpt2 has: got 9, expected up to 3"):

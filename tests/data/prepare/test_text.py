@@ -113,7 +113,7 @@ def test_text_prepared_already_is_left_alone(tmp_path, text_file):
 def test_text_never_overwrites_other_data(tmp_path, text_file):
     out = prepare_text([text_file], tmp_path / "out", "bytes")
     before = contents(out)
-    with pytest.raises(DataError, match="out: in use: .*remove it or choose another"):
+    with pytest.raises(DataError, match="out: in use: got shards.json, train_000000.bin, val_000000.bin, .*--out"):
         prepare_text([text_file], out, "bytes", val_fraction=0.2)
     assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["input.txt", "out"]
     (out / "val_000000.bin").write_bytes(b"cut off")
