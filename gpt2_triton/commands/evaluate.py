@@ -146,7 +146,7 @@ def perplexity(
     V, T = config.model.vocab_size, config.train.seq_len
     for given in shards:
         require_tokenizer(given, config.data.tokenizer)
-    opened = [shard for given in shards for shard in open_shards(given, V, T)]
+    opened = [shard for given in shards for shard in open_shards(given, V, T, f"name others after {checkpoint}")]
     model = load_for_losses(config, tensors, batch_tokens, dtype)
     result = losses.perplexity(model, opened, tokens)
     print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")

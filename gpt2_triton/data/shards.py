@@ -230,8 +230,12 @@ def map_tokens(path: Path) -> np.memmap:
     return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
-def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
-    """Return every shard that matches a path or glob, in the order of their names, the header of each checked."""
+def open_shards(
+    pattern: str, vocab_size: int, seq_len: int, todo: str = "correct data.train and data.val"
+) -> list[Shard]:
+    """Return every shard that matches a path or glob, in the order of their names, the header of each checked.  `todo`
+    is what to do about a pattern without files.
+    """
     paths = expand_glob(pattern)
     if os.path.isdir(pattern):
         raise bad_data(
@@ -242,8 +246,7 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
             f"name its files, as {pattern}/train_*.bin",
         )
     if not paths:
-        todo = f"{PREPARE}, or correct data.train and data.val"
-        raise bad_data(pattern, "no such shards", "0 files", "a path or glob of .bin files", todo)
+        raise bad_data(pattern, "no such shards", "0 files", "a path or glob of .bin files", f"{PREPARE}, or {todo}")
     files = OpenFiles()
     return [Shard(path, vocab_size, seq_len, files) for path in paths]
 
