@@ -65,7 +65,8 @@ def config_of(saved: Config, batch: int, batches: int, precision: str, keep: str
 def windows(pattern: str, config: Config, batches: int, first: int) -> list[np.ndarray]:
     """Return `batches` arrays of tokens [B, T+1], from batch `first` of the data's order on."""
     t = config.train
-    loader = TrainLoader(open_shards(pattern, config.model.vocab_size, t.seq_len), t.seq_len, config.data.seed)
+    shards = open_shards(pattern, config.model.vocab_size, t.seq_len, "correct --data")
+    loader = TrainLoader(shards, t.seq_len, config.data.seed)
     return [loader.batch((first + i) * t.batch_size, t.batch_size) for i in range(batches)]
 
 
@@ -178,16 +179,17 @@ def compare(
     batches: int
         Micro-batches.
     keep: list[str]
-        Also fp8 with this fp8.keep_bf16; may be given several times.
+        Also fp8 with this fp8.keep_bf16, such as head,qkv; may be given several times.
     rounded: list[str]
-        Also PyTorch with operands of these kinds rounded to e4m3; may be given several times.
+        Also PyTorch with operands of these kinds rounded to e4m3: weights, activations, centred, gradients, or of one
+        layer as qkv.activations, with commas; may be given several times.
     json: Path
         Also write the figures to this file.
     """
     commands.require_at_least(batch=(batch, 1), batches=(batches, 1))
     commands.require_directory("json", json)
     if not (device.present() or INTERPRET):
-        raise ConfigError("needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU")
+        raise ConfigError("gradients: needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU")
     in_pytorch = {
         f"PyTorch, {words} in e4m3": torch_rounded.linear(torch_rounded.kinds_of("--rounded", words))
         for words in rounded or []

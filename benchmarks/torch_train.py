@@ -7,9 +7,9 @@ GPU.  The model is torch_gpt2.py's, with cuDNN's attention and the padded vocabu
 metrics.jsonl and run.json into DIR, and after the last step the validation loss; there are no checkpoints.
 
 With --rounding the model is not compiled, and operands of the layers' products are rounded to e4m3: KINDS is a list of
-weights, activations and gradients, each perhaps of one layer as in qkv.activations, or `none`, to compare with.  So one
-sees what part of fp8 costs loss: scales are those of the tensors themselves, not of earlier steps, the products are in
-bf16, and no kernel is ours (torch_rounded.py).
+weights, activations, centred (activations less their mean) and gradients, each perhaps of one layer as in
+qkv.activations, or `none`, to compare with.  So one sees what part of fp8 costs loss: scales are those of the tensors
+themselves, not of earlier steps, the products are in bf16, and no kernel is ours (torch_rounded.py).
 """
 
 import gc
@@ -181,6 +181,9 @@ def validation_loss(model: nn.Module, config: Config) -> float:
 
 
 def main(words: Sequence[str]) -> int:
+    if {"-h", "--help"} & {*words}:
+        print((__doc__ or "").rstrip())
+        return 0
     rounding, words = (words[1], words[2:]) if len(words) > 1 and words[0] == "--rounding" else (None, words)
     if len(words) < 3 or words[1] != "--run_dir":
         print(USAGE, file=sys.stderr)

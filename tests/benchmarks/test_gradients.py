@@ -54,7 +54,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(gradients, "INTERPRET", False)
     monkeypatch.setattr(device, "present", lambda: False)
     assert gradients.main(["none", "--data", "x"]) == 2
-    assert capsys.readouterr().err.startswith("error: needs a CUDA GPU, found none; with TRITON_INTERPRET=1 ")
+    assert capsys.readouterr().err.startswith("error: gradients: needs a CUDA GPU, found none; with ")
 
 
 @pytest.mark.slow

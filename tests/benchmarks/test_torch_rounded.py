@@ -65,3 +65,8 @@ def test_unknown_kinds_are_refused(kinds, capsys):
     assert torch_train.main(["--rounding", kinds, "configs/quickstart.yaml", "--run_dir", "run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --rounding: got ") and line.endswith("as in qkv.activations, or none")
+
+
+def test_help_is_the_description(capsys):
+    assert torch_train.main(["--help"]) == 0
+    assert "--rounding KINDS" in capsys.readouterr().out
