@@ -2,8 +2,8 @@
 
 With c a vector for each layer, qkv = (ln1 - c) w^T + (c w^T + b), whatever c is, and dw = dqkv^T (ln1 - c) + s c^T with
 s the sum of dqkv over the tokens.  So e4m3 holds what differs between tokens, which it cannot where they are nearly
-alike.  c is the mean of ln1 in the last step.  It is subtracted from the norm's bias, so that no kernel changes;
-PyTorch computes the vectors, which takes time that a kernel would not.
+alike.  c is the mean of ln1 in the last step.  It is subtracted from the norm's bias, so that no kernel changes.
+PyTorch computes the vectors, so a step takes longer: the lever measures loss, not speed.
 """
 
 import contextlib
@@ -16,11 +16,13 @@ from torch import Tensor
 from gpt2_triton.kernels.fp8 import Fp8, Operand
 from gpt2_triton.kernels.step_io import APPLY
 
-EVERY = 16  # rows for each one of which the mean is taken
+EVERY = 16  # the mean is taken of each 16th row
 
 
 class CentredKernels:
-    """The kernels, of which some get other vectors where `matmul`, whose only caller is qkv, reads an fp8 operand."""
+    """The kernels, with the vectors of ln1 - c in launches that write or read qkv's input in fp8.  That input is
+    the fp8 operand of `matmul`, which only qkv launches.
+    """
 
     def __init__(self, kernels: Any):
         self._kernels = kernels

@@ -11,8 +11,8 @@ with g ours and e that of float64 from the same bf16 weights:
 
 The last arithmetic is float64 on other batches: how much the gradient of one batch tells of another's.  `--keep` adds
 fp8 with these operations in bf16 (fp8.keep_bf16: without `head` the logits are in fp8 too).  `--rounded` adds PyTorch
-in fp32 with operands of these kinds rounded to e4m3 (torch_rounded.py), which no kernel and no schedule of ours takes
-part in: `weights,activations,gradients` should have the errors of fp8.
+in fp32 with operands of these kinds rounded to e4m3 (torch_rounded.py), without our kernels and schedule:
+`weights,activations,gradients` should have the errors of fp8.
 """
 
 import gc
@@ -60,6 +60,18 @@ def config_of(saved: Config, batch: int, batches: int, precision: str, keep: str
     tokens = batch * batches * saved.train.seq_len
     train = {"batch_size": batch, "total_batch_tokens": tokens, "dtype": "bf16", "precision": precision}
     return saved.replace(train=train, fp8={"keep_bf16": keep}, optim={"master": "none", "name": "adamw"})
+
+
+def configs_of(saved: Config, batch: int, batches: int, keep: Sequence[str]) -> dict[str, Config]:
+    """Return the configuration of each arithmetic of ours, by its name; ConfigError for a wrong value of --keep."""
+    for kept in keep:
+        try:
+            kept_in_bf16(kept, saved.model.n_layer)
+        except ValueError as error:
+            raise ConfigError(f"--keep: {error}") from None
+    arms = {"bf16": ("bf16", ""), "fp8": ("fp8", "head"), "fp8, logits too": ("fp8", "")}
+    arms |= {f"fp8, {kept} in bf16": ("fp8", kept) for kept in keep}
+    return {name: config_of(saved, batch, batches, *arm) for name, arm in arms.items()}
 
 
 def windows(pattern: str, config: Config, batches: int, first: int) -> list[np.ndarray]:
@@ -196,14 +208,7 @@ def compare(
     }
     saved, tensors = load_weights(run)
     params = tensors["params"].to(torch.bfloat16)
-    for kept in keep or []:
-        try:
-            kept_in_bf16(kept, saved.model.n_layer)
-        except ValueError as error:
-            raise ConfigError(f"--keep: {error}") from None
-    arms = {"bf16": ("bf16", ""), "fp8": ("fp8", "head"), "fp8, logits too": ("fp8", "")}
-    arms |= {f"fp8, {kept} in bf16": ("fp8", kept) for kept in keep or []}
-    configs = {name: config_of(saved, batch, batches, *arm) for name, arm in arms.items()}
+    configs = configs_of(saved, batch, batches, keep or [])
     batched = windows(data, configs["bf16"], batches, 0)
     report: dict[str, dict[str, Agreement]] = {}
     dims: dict[str, int] = {}

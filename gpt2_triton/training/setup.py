@@ -52,7 +52,7 @@ class Data(NamedTuple):
 
     @property
     def questions(self) -> dict[str, Questions]:
-        """The questions of all tasks by their names."""
+        """Return the questions of all tasks by their names."""
         return self.tasks | ({"hellaswag": self.hellaswag} if self.hellaswag else {})
 
     def fingerprints(self) -> dict[str, Any]:
