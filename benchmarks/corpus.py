@@ -1,11 +1,12 @@
-"""A corpus without a network: the text files of the packages installed on this machine, as shards of GPT-2 tokens.
+"""A corpus without a network: the text files of the packages installed on this machine, as shards of tokens.
 
-    python -m benchmarks.corpus OUT [--mb 400]
+    python -m benchmarks.corpus OUT [--mb 400] [--tokenizer gpt2|bytes]
 
 Python sources, headers and documentation of site-packages, the standard library, CUDA and /usr/share/doc; files of the
 same first 2,000 characters count once.  Whole packages are kept for validation, so that no text of a training file
 comes back there.  A machine with PyTorch and CUDA has more than 400 MB of it.  It is code: it compares ways of
-training, and says nothing of a loss on prose.
+training, and says nothing of a loss on prose.  Bytes are for models so small that GPT-2's vocabulary would be most of
+their work.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def validation_packages(found: Iterable[Document]) -> set[str]:
     return chosen
 
 
-def build(out: Path, folders: Iterable[Path], most: float, workers: int, tokenizer: str = "gpt2") -> set[str]:
+def build(out: Path, folders: Iterable[Path], most: float, workers: int, tokenizer: str) -> set[str]:
     """Write the shards of the texts below the folders into `out`; return the packages of the validation shards.
 
     DataError if the folders have too little text for both splits.
@@ -106,9 +107,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, help="directory of the shards, train_*.bin and val_*.bin")
     parser.add_argument("--mb", type=float, default=400, help="millions of characters at most")
+    parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2", help="tokenizer of the shards")
     a = parser.parse_args()
     a.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    chosen = build(a.out.absolute(), roots(), a.mb * 1e6, os.cpu_count() or 1)
+    chosen = build(a.out.absolute(), roots(), a.mb * 1e6, os.cpu_count() or 1, a.tokenizer)
     print(f"packages of the validation shards: {', '.join(sorted(chosen))}")
     return 0
 
