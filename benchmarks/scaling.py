@@ -53,7 +53,7 @@ class Size(NamedTuple):
     layers: int
     layer: int  # parameters in a layer's bucket
     embed: int  # parameters in the bucket of wte and wpe
-    tok_s: float  # tokens/s of one H200, measured (README.md)
+    tok_s: float  # tokens/s of one H200, measured (docs/engineering/performance.md)
     batch: int  # tokens per GPU at that speed
     total: int  # tokens per step in llm.c's recipe
     product: float  # seconds of layer 0's last product, dW of qkv, with that batch, in a trace of two H200s
