@@ -18,8 +18,8 @@ from gpt2_triton.errors import ConfigError
 app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch's, and the search for their tables.")
 app.help_epilogue = (
     "Programs of their own, each with --help or its use in its first lines: python -m benchmarks.series (runs compared "
-    "by their losses), levers, torch_train, corpus, gradients, muon, multi_gpu, collectives, scaling, agreement, "
-    "curves, loss_compare, soak."
+    "by their losses), levers, torch_train, corpus, gradients, muon, multi_gpu, torch_ddp, collectives, scaling, "
+    "agreement, curves, loss_compare, tensor_stats, soak, pictures."
 )
 
 # options of several commands

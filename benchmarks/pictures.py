@@ -3,6 +3,7 @@
 The figures of docs/pictures/NAME.png stand in NAME.json beside it, with the date and the commit of the measurement.
 """
 
+import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -111,6 +112,7 @@ DRAWN: dict[str, Callable[[Figures], Any]] = {"comparison": comparison, "ops_d12
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for name, draw in DRAWN.items():
         draw(json.loads((PICTURES / f"{name}.json").read_text())).savefig(PICTURES / f"{name}.png", dpi=150)
         print(f"wrote {PICTURES / name}.png")

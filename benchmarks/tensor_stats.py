@@ -6,14 +6,15 @@ Steps with and without statistics alternate, so that both run at the same clocks
 to the end of the next, copies to the host included.  The outlier detector is part of every step and timed separately.
 """
 
+import argparse
 import statistics
-import sys
 
 import torch
 import triton
 
 import gpt2_triton.kernels as K
-from benchmarks.sizes import config_of, tokens_of
+from benchmarks.sizes import SIZES, config_of, tokens_of
+from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.control import SINGLE_PROCESS
@@ -68,5 +69,11 @@ def main(size: str, batch: int, recompute: str) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:] or ["d12", "64", "gelu"]
-    main(given[0], int(given[1]), given[2])
+    parser = argparse.ArgumentParser(prog="benchmarks.tensor_stats", description=__doc__.splitlines()[0])
+    parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
+    parser.add_argument("batch", type=int, nargs="?", default=64)
+    parser.add_argument("recompute", nargs="?", default="gelu")
+    given = parser.parse_args()
+    if not device.present():
+        parser.exit(2, "error: tensor_stats: needs a CUDA GPU, found none\n")
+    main(given.size, given.batch, given.recompute)

@@ -163,6 +163,6 @@ def test_importing_the_commands_imports_no_torch_and_no_numpy():
 def test_help_names_programs_that_exist():
     listed = re.sub(r"\(.*?\)", "", app.help_epilogue.partition("benchmarks.")[2])
     names = re.findall(r"\w+", listed)
-    assert len(names) == 13
+    assert len(names) == 16
     for name in names:
         assert '__name__ == "__main__"' in (Path(benchmarks.__file__).parent / f"{name}.py").read_text(), name
