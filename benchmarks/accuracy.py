@@ -2,8 +2,8 @@
 
 The error is ||got - exact|| / ||exact||, with exact in float64.  A kernel passes if its error is at most 1.1 times
 PyTorch's; a float32 result also passes within FLOOR, where the last bit decides.  Outputs in fp8 have limits of their
-own (fp8_accuracy.py).  Without a GPU the shapes are tiny and
-Triton's interpreter stores float32, since it truncates to bf16 where a GPU rounds.
+own (fp8_accuracy.py).  Without a GPU the shapes are tiny, and results are stored in float32, since Triton's interpreter
+truncates to bf16 where a GPU rounds.
 """
 
 import dataclasses

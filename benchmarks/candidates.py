@@ -1,7 +1,7 @@
 """The rows that `tune` tries: the values of each parameter of each operation, and the valid combinations.
 
-What is the same for every GPU (FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not
-here: no step of the four sizes uses them, and they keep their values.
+What is the same for every GPU (FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not here: no step of
+the four sizes uses them, and they keep their values.
 """
 
 import itertools

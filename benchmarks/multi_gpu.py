@@ -8,7 +8,7 @@ GPUs of one machine differ by some percent, and at the power limit their clocks 
 as the slowest GPU at that time, whatever is exchanged.  So three kinds of steps are timed:
 
 alone      independent runs on all GPUs at the same time
-in step    the same, but each step waits for the last step of all GPUs: the loss without any exchange
+in step    the same, but each step waits for the last step of all GPUs: the speed that is lost without any exchange
 together   one model on all of them
 
 Power, and with it speed, depends on the numbers that are multiplied and on the temperature.  So each stretch of steps

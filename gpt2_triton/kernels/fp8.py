@@ -5,9 +5,10 @@ tensor also records its largest |x|, amax; roll_scales turns the maxima of the l
 step.  So no pass over a tensor is made for its scale, and a scale is fixed during a step: it depends neither on ranks
 nor on micro-steps.
 
-wgmma reads 8-bit operands only along their contraction.  A weight gradient contracts tokens, so its operands are also
-stored transposed, `columns`, with the tokens of each 16 in pairs: position 2g + h holds token g + 8h.  That is what
-Hopper's stmatrix writes; products do not depend on an order that both operands share.  Those of weights are in order.
+wgmma takes 8-bit operands only K-major, with the dimension that is summed over contiguous.  A weight gradient sums over
+tokens, so its operands are also stored transposed, as `columns`, with the tokens of each 16 in pairs: position 2g + h
+holds token g + 8h.  That is what Hopper's stmatrix writes; a product does not depend on an order that both operands
+share.  The columns of weights are in order.
 """
 
 import dataclasses
@@ -36,12 +37,12 @@ class Fp8:
     """An operand of products, [R, C], in the forms that they read."""
 
     rows: Tensor  # e4m3 [R, C]
-    columns: Tensor  # e4m3 [C, R], or [0, C] where no product reads it
+    columns: Tensor  # e4m3 [C, R], or [0, C] if no product reads them
     scale: Tensor  # fp32 [1]
     amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
     transposed: bool  # True: `columns` is written with `rows`; else by matmul_dw, in memory that operands share
-    value: Tensor | None = None  # bf16 [R, C], for those that read it in full
-    scratch: Tensor | None = None  # e4m3, of a weight: its rows in another order
+    value: Tensor | None = None  # bf16 [R, C], for kernels that read it in full precision
+    scratch: Tensor | None = None  # e4m3, for a weight: workspace for its rows in another order
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,8 +81,8 @@ def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 @triton.jit
 def store_heads(desc, columns_desc, scale_ptr, amax_ptr, b, h, t, value):
-    """Store rows t, t + 1 ... of head h, which are 0 past the end of sequence b: in fp8 if there is a scale, and then
-    with columns_desc transposed too.
+    """Store `value`, the rows from t on of head h in sequence b, which are 0 past its end: in fp8 if there is a scale;
+    with columns_desc, transposed too.
     """
     if columns_desc is not None:
         columns = paired_columns(value * tl.load(scale_ptr))
@@ -167,7 +168,7 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
 
 def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int) -> TensorDescriptor | None:
     """Describe the columns [heads*HS, B*T] of an operand that is written transposed, as pairs [heads, HS, B, T/2], in
-    blocks of so many tokens of one head.  `shape` is [B, NH, T].
+    blocks of `tokens` tokens of one head; None if it is not.  `shape` is [B, NH, T].
     """
     if not (isinstance(operand, Fp8) and operand.transposed):
         return None
@@ -197,7 +198,8 @@ def roll_scales(scale: Tensor, history: Tensor, amax: Tensor, step_out: Tensor) 
     """Move each tensor's amax into its history, set its scale to the largest power of two with which twice the
     history's maximum is at most 448, and clear its cells.
 
-    A step that is not applied (step_out[APPLY]) changes no history, nor does a non-finite amax or a tensor without one.
+    Both stay as they are after a step that is not applied (step_out[APPLY]) and where the amax is not finite; a scale
+    also stays while its history is 0.
     """
     A, steps = history.shape
     _roll_scales_kernel[(A,)](scale, history, amax, step_out, CELLS=amax.shape[1], STEPS=steps, num_warps=1)

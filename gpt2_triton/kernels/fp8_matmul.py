@@ -1,17 +1,18 @@
 """Products of fp8 operands (fp8.py), the counterparts of matmul.py's launchers, which call these.
 
-Both operands lie along the contraction: [M, K] and [N, K].  Products are summed in fp32, scaled back by the operands'
-powers of two, which is exact, and finished as in matmul.py, with these differences:
+Both operands are K-major: [M, K] and [N, K].  Products are summed in fp32, divided by the operands' scales, powers of
+two, which is exact, and finished as in matmul.py, with these differences:
 
 matmul_gelu      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte: round(STEPS * gelu') + ZERO.
-                 GELU's input is not kept.  The error of a byte is below half a step, 0.0025 of values -0.13 ... 1.13.
+                 GELU's input is not kept.  A byte's error is at most half a step, 0.0025 of values -0.13 to 1.13.
 matmul_dx_dgelu  multiplies by those bytes and writes dpre as an fp8 operand, rows and columns.
 
 classifier_target  sums each target's logit as classifier.py's product of fp8 operands sums it.  Tensor cores drop what
-                 is 14 bits below the largest term, which makes logits smaller by 8e-5 of themselves: summed exactly,
-                 the target's would change losses by 0.002 where logits are near 30.
+                 is 14 bits below the largest term, which lowers logits by a fraction of 8e-5.  A target's logit that
+                 is summed exactly would change losses by 0.002 where logits are near 30.
 
-On Hopper hopper.takes decides, as in matmul.py.  The bytes of gelu' lie in an order of the kernel that wrote them.
+On Hopper hopper.takes chooses the kernel, as in matmul.py.  The order of the bytes of gelu' is private to the kernels
+that write and read them.
 """
 
 import triton

@@ -10,12 +10,12 @@ The polynomials bring all singular values close to 1 (model/muon.py has them): t
 U V^T of x = U S V^T.  Its elements have an rms of 1 / sqrt(longer side), so that scale makes it 0.2, about that of
 AdamW, and both take the same learning rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982).
 
-Each launch takes all matrices of one shape: [k, M, N], the matrices any distance apart, which are the same in each of
-their rows and columns.  A matrix's bits depend on its size and not on the others.  If M > N, A is x^T x, and the
-polynomial is multiplied from the right.  A and b A + c A A are symmetric bit for bit: tiles on and below the diagonal
-are computed, and stored twice.  Sums are fp32 in a fixed order, none is split.
+Each launch takes all matrices of one shape, [k, M, N], each of them contiguous, with any stride between them.  The bits
+of a matrix do not depend on the others.  If M > N, A is x^T x, and the polynomial is multiplied from the right.  A and
+b A + c A A are symmetric bit for bit: only tiles on and below the diagonal are computed, and each is also stored
+transposed.  Sums are fp32 in a fixed order, and none is split.
 
-muon_momentum and muon_update take a part of the matrices of each layer: [L, n], the layers any distance apart.
+muon_momentum and muon_update take [L, n], the same n elements of each layer's matrices, with any stride between layers.
 """
 
 import triton

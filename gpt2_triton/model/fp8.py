@@ -1,10 +1,11 @@
 """Operands of products in fp8: their buffers, and their places in the schedule's view.
 
-An operation of a layer is qkv, attproj or mlp (fc and fcproj, which share GELU's output).  In fp8, its operands and
-those of its backward pass are kernels/fp8.py's Fp8 in the places of the bf16 tensors; everything else is as in bf16.
-Of the head, an operation `head` of the last layer here, only the product that gives the logits is in fp8.
+An operation of a layer is qkv, attproj or mlp (fc and fcproj, which share GELU's output).  In fp8, objects of
+kernels/fp8.py's Fp8 stand in the places of its bf16 operands and of those of its backward pass; everything else is as
+in bf16.  The head counts as an operation `head` of the last layer, of which only the product that gives the logits is
+in fp8.
 
-A scale belongs to one tensor of one layer.  State.scale has the 12 of each layer, then those of the head:
+A scale belongs to one tensor of one layer.  State.scale has the SCALES of each layer, then HEAD_SCALES.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from gpt2_triton.model.buffers import Acts, Params, Recompute, State, Tensors
 
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
 HEAD_SCALES = ("lnf", "wte")
-# datt and dfcg are the scales of dx where it enters attproj's and fcproj's backward pass
+# datt and dfcg are the scales of dx where the backward pass of attproj and of fcproj reads it
 OPERATIONS = dict(qkvw="qkv", attprojw="attproj", fcw="mlp", fcprojw="mlp")
 OPERATION_OF = OPERATIONS | dict(ln1="qkv", dqkv="qkv", att="attproj", datt="attproj")
 OPERATION_OF |= dict.fromkeys(("ln2", "fcg", "dfch", "dfcg"), "mlp")
@@ -72,7 +73,9 @@ def scales(operations: Sequence[Set[str]]) -> list[tuple[str, int]]:
 
 
 def in_use(scale: tuple[str, int], operations: Sequence[Set[str]]) -> bool:
-    """Return whether an operand has this scale, one of `scales(operations)`: those of kept operations have none."""
+    """Return whether an operand has this scale, one of `scales(operations)`: the scales of an operation that is kept in
+    bf16 are not used.
+    """
     name, layer = scale
     return layer == len(operations) or OPERATION_OF[name] in operations[layer]
 
@@ -131,8 +134,8 @@ def place_operands(
 
 
 def cast_again(att: Any, weights: list[Any], redo: Recompute) -> list[Any]:
-    """Return the operands of a layer whose fp8 rows are not kept until its backward pass.  Attention's output is there
-    in bf16, unless the whole layer is computed again.
+    """Return the operands of a layer that its backward pass casts again, as their fp8 rows are not kept: the weights,
+    and attention's output, unless that is in bf16 only or the whole layer is computed again.
     """
     if not redo.ln:
         return []
@@ -156,7 +159,7 @@ def guess_scales(state: State, operations: Sequence[Set[str]], loss_scale: float
 
 
 def complete(history: Tensor, operations: Sequence[Set[str]]) -> bool:
-    """Return whether a checkpoint's history of maxima has some of every tensor that is in fp8."""
+    """Return whether a checkpoint's history has a maximum of every tensor that is in fp8."""
     found = scales(operations)
     used = np.array([in_use(scale, operations) for scale in found])
     return len(history) == len(found) and bool((history.numpy().max(1) > 0)[used].all())

@@ -18,7 +18,7 @@ from gpt2_triton.model.buffers import State
 # the rows before it bring all s between LOWEST and 1, and so the five together are the best five.  All but the last
 # take s / 1.01: rounding to bf16 may lift a singular value above its interval, where the next polynomial grows.
 # tests/model/test_muon.py derives them again.
-LOWEST = 1e-3 / 1.02 / 1.01  # what 1e-3 of the norm is after the division by 1.02 norms and by 1.01
+LOWEST = 1e-3 / 1.02 / 1.01  # a singular value of 1e-3 times the norm, after the divisions by 1.02 norms and by 1.01
 POLAR_EXPRESS = (
     (8.20615719576407, -22.90471716679143, 16.462724596901133),
     (4.067930319748221, -2.861538944815634, 0.5183433066308626),
@@ -31,18 +31,18 @@ POLAR_EXPRESS = (
 class MatrixClass(NamedTuple):
     """The weight matrices of one shape in all layers, as Muon updates them: q, k, v and attproj; fc; or fcproj.
 
-    This rank updates a part of them, the same n elements in each layer, and orthogonalises some of them, as a whole.
-    `parts` are the elements of a layer's 4 C^2 that each rank updates.
+    This rank updates the same n elements of them in each layer, and orthogonalises some whole matrices.  `parts` has
+    the elements that each rank updates, among the 4 C^2 of a layer.
     """
 
-    w: Tensor  # [L, n], the layers apart, as the next four
+    w: Tensor  # [L, n], with a stride between layers; so are the next four
     low: Tensor | None
     m: Tensor
     g: Tensor
-    x: Tensor  # within all matrices of the class
+    x: Tensor  # a part of `whole`
     whole: Tensor  # [matrices, rows, columns], all matrices of the class
     owned: Tensor  # [k, rows, columns], those that this rank orthogonalises: every ranks-th
-    next: Tensor  # [k, rows, columns]
+    next: Tensor  # [k, rows, columns], the iterate after `owned`
     gram: Tensor  # [k, C, C]
     poly: Tensor  # [k, C, C]
     first: int  # flat index of w[0, 0]

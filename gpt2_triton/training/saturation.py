@@ -1,4 +1,4 @@
-"""Notes on fp8 tensors that saturate again and again, from the records of tensor statistics."""
+"""Console notes on fp8 tensors that saturate in several records of tensor statistics in a row."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ RECORDS = 3  # one after the other
 
 
 class SaturationWatch:
-    """Counts for each fp8 tensor the records in which more than SHARE of it was saturated."""
+    """Counts for each fp8 tensor the records in a row in which more than SHARE of it was saturated."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, int], int] = {}
 
     def notes(self, record: dict[str, Any]) -> list[str]:
-        """Return a line for each tensor that has saturated in RECORDS records, the last of them this one."""
+        """Return a line for each tensor whose number of such records in a row has just reached RECORDS."""
         lines = []
         for name, columns in record.get("fp8", {}).items():
             for i, share in enumerate(columns["saturated"]):
