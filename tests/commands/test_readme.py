@@ -290,6 +290,19 @@ def test_files_in_the_text_exist(page):
     assert not [path for path in named if not (ROOT / path).exists()]
 
 
+def test_messages_in_the_troubleshooting_are_those_of_the_package():
+    """Numbers, `...` and N stand for values; the words between them are in one string of the source."""
+    of_others = {"requires a different Python", "No module named 'triton'", "Failed to find C compiler", "fatal error"}
+    of_others |= {"address already in use"}
+    composed = {"has metrics up to step", "is not responding"}  # of more than one string
+    source = "".join(path.read_text() for path in (ROOT / "gpt2_triton").rglob("*.py"))
+    rows = [line for line in text_of(ROOT / "docs/guide/troubleshooting.md").splitlines() if line.startswith("| ")]
+    messages = [span for row in rows for span in spans(row.split("|")[1])]
+    parts = {part.strip() for text in messages for part in re.split(r"\S*\d\S*|\S*\.\.\.|\bN\b|[;,:]", text)}
+    parts = {part for part in parts if len(part.split()) > 1}
+    assert len(parts) >= 25 and not [part for part in parts - of_others - composed if part not in source]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_rows_of_a_table_have_equal_numbers_of_cells(page):
     """A | in inline code divides a cell too, unless it is written as \\|."""
