@@ -76,7 +76,9 @@ def _decay_schedule(words: Sequence[str]) -> None:
 
 @triton.jit
 def _stochastic(x):
-    """Return fp32 x in e4m3, rounded away from 0 with the probability of its distance from the number nearer to 0."""
+    """Return fp32 x in e4m3, rounded away from 0 with a probability that makes its mean x: the distance from the e4m3
+    number towards 0, as a fraction of the gap to the next one.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     h = (bits ^ (tl.program_id(0).to(tl.uint32) * 0x1E3779B1)) * 0x45EBCA6B
     h = (h ^ (h >> 15)) * 0x42B2AE35
