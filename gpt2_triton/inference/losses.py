@@ -22,7 +22,7 @@ def validation_loss(
     """Return the mean loss of a run's validation tokens, with `fp8` that of the forward pass of an fp8 step.  Rank r of
     `control` computes every size-th batch from r.
 
-    If one cannot read its batches, DataError on all.
+    If a rank cannot read its batches, all ranks raise DataError.
     """
     total, wrong, batches = 0.0, "", loader.batches(model.B, control.rank, control.size)
     try:

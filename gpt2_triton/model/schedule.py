@@ -194,7 +194,7 @@ def update(K: Any, m: Any) -> None:
 
 
 def update_matrices(K: Any, m: Any) -> None:
-    """Run Muon on the layers' matrices: x, their momentum, becomes the nearest matrix with singular values near 1."""
+    """Update the layers' matrices by Muon: their momentum, orthogonalised approximately in x, changes the weights."""
     s, a, stats = m.s, m.a, m.s.step_out[:4]
     for c in m.matrices:
         if c.x.numel():

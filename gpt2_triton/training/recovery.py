@@ -1,7 +1,6 @@
-"""Rewinds: the model returns to an earlier checkpoint, and later checkpoints are deleted.  And the search for the data
-of a step that was not finite.
+"""Returns a model to an earlier checkpoint (a rewind), and finds the data of a step that was not finite.
 
-run_state.py decides when; docs/engineering/stability.md describes the whole.
+run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
 
 from pathlib import Path
