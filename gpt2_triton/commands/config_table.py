@@ -13,8 +13,8 @@ from gpt2_triton.config.config import may_change_on_resume, options
 HEAD = """# The configuration
 
 Every key can be given as `--section.key value` on the command line, or in YAML with the key below its section. The
-defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resumed run must keep the values of the keys marked `kept`:
-with another value it would be another run, and is refused. `python -m gpt2_triton config-table` prints this page.
+defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resume with another value of a key marked `kept` is refused,
+since it would be another run; `free` keys may change. `python -m gpt2_triton config-table` prints this page.
 """
 LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "multiple_of": "multiple of {}"}
 
@@ -63,7 +63,7 @@ def _name(annotation: Any) -> str:
 
 def _power(value: float) -> str:
     exponent = int(value).bit_length() - 1
-    return f"2^{exponent}" if value == 2**exponent and exponent > 20 else f"{value:g}"
+    return f"2^{exponent}" if value == 2**exponent and exponent > 19 else f"{value:g}"
 
 
 def _yaml(value: Any) -> str:
