@@ -20,12 +20,13 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
     "classifier_dx", "attention_bwd_dq" or "attention_bwd_dkdv"; attention's M and N are tokens and columns of a head.
 
     - fp32 has no wgmma, and other GPUs have none at all: generic.
-    - dW and the classifier's first product handle every edge with masks: always ours.
+    - dW and the classifier's first product handle every edge with masks: always a kernel of this package.
     - The other products need M and N in multiples of 32 and 64, the slices in which GELU is stored.
     - Tiles of 320 columns replace those of 256 where they take less time: at 1,600 columns and 16,384 rows add took 150
       instead of 157 us (K = 1,600) and 479 instead of 524 (K = 6,400), dX 129, 350 and 454 instead of 142, 389 and 506.
       With GELU they are not an option: the second accumulator leaves its partition no registers.
-    - The classifier's dX is ours in tiles of 320 only (4.46 to 3.62 ms at 1558M); the generic kernel has tiles of 256.
+    - The classifier's dX is computed here only where tiles of 320 columns are faster (4.46 to 3.62 ms at 1558M); the
+      generic kernel has tiles of 256.
     - Attention's backward pass has heads of 64 columns in whole blocks of 64 tokens: 0.346 instead of 0.440 ms for dQ
       and 0.486 instead of 0.654 for dK and dV (prototypes; 64 sequences of 1,024, 12 heads).  dK and dV keep lse and
       delta of a sequence in shared memory, which limits its length where three programs share a multiprocessor.

@@ -2,8 +2,8 @@
 
 A program's k and v stay in registers; its blocks of queries are q and dout, and lse and delta of the whole sequence are
 in shared memory.  Scores are transposed, [keys, queries], and computed for 32 queries at a time, so that p and ds fit
-in registers.  dv has the portable kernel's bits.  dk has not: there the sum of v @ dout.T starts at -delta, here delta
-is subtracted from it.
+in registers.  dv has the portable kernel's bits.  dk does not: that kernel starts the sum of v @ dout.T at -delta, this
+one subtracts delta from the sum.
 """
 
 from torch import Tensor

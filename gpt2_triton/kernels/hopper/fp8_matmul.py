@@ -1,4 +1,4 @@
-"""Forward products and dX of fp8 operands for Hopper: out = a[M, K] @ w[N, K].T, scaled back, + b (+ res), in bf16.
+"""Forward products and dX of fp8 operands for Hopper: out = a[M, K] @ w[N, K].T / scales + b (+ res), in bf16.
 
 The partitions are those of matmul.py.  Products are summed in the tensor cores' own precision, 14 bits aligned to the
 largest term, which for K up to 6,400 costs less than the rounding of the output to bf16.

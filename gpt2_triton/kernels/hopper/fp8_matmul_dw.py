@@ -1,9 +1,9 @@
-"""Weight gradients of fp8 operands for Hopper: dw[N, K] (+)= dout[N, R] @ inp[K, R].T, scaled back, in fp32.
+"""Weight gradients of fp8 operands for Hopper: dw[N, K] (+)= dout[N, R] @ inp[K, R].T / scales, in fp32.
 
-Tensor cores add fp8 products to 14 bits below the largest, which over tens of thousands of tokens loses what is small
-and biases what is not: 17% where both operands have means of half their deviation.  So the sums of each 128 tokens are
-added in fp32.  Two warpgroups have 64 x 256 of a tile each, and room for the product of a half: while one adds, the
-other multiplies.
+Tensor cores add fp8 products to 14 bits below the largest.  Over tens of thousands of tokens that loses small terms and
+biases the sum: by 17% where the mean of each operand is half of its standard deviation.  So the sums of each 128 tokens
+are added in fp32.  Each of two warpgroups has 64 x 256 of a tile, and registers for the product of half of that: while
+one adds, the other multiplies.
 """
 
 from torch import Tensor
