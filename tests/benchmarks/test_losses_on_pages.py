@@ -1,0 +1,74 @@
+"""Losses on the pages are those of the results in benchmarks/losses/."""
+
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.series_report import student_t
+
+ROOT = Path(__file__).parents[2]
+README, TRAINING = ROOT / "README.md", ROOT / "docs" / "guide" / "training.md"
+MUON = ROOT / "docs" / "engineering" / "muon.md"
+
+
+def losses(series, key="val_loss"):
+    """Return the losses of a series: by arm, then by seed."""
+    found = {}
+    for line in (ROOT / "benchmarks" / "losses" / f"{series}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["arm"], {})[row["seed"]] = row[key]
+    return found
+
+
+def difference(arms, arm, other):
+    """Return the mean difference of the pairs of two arms, and half of its 95% interval."""
+    pairs = [arms[arm][seed] - arms[other][seed] for seed in arms[arm].keys() & arms[other].keys()]
+    half = student_t(len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return statistics.fmean(pairs), half
+
+
+def tokens_for(loss, arms, less, more):
+    """Return the fraction of the steps with which Muon ends at this loss, between two fractions in percent."""
+    low, high = (statistics.fmean(arms[f"best muon, {percent}%"].values()) for percent in (more, less))
+    share = (high - loss) / (high - low)
+    assert 0 <= share <= 1
+    return less / 100 * (more / less) ** share
+
+
+def test_difference_of_fp8_at_124m_is_worth_the_tokens_that_the_pages_state():
+    arms = losses("fp8_d12")
+    mean, half = difference(arms, "fp8", "bf16")
+    slope = difference(arms, "bf16 80%", "bf16")[0] / math.log(1 / 0.8)
+    worth = f"at most what {100 * -math.expm1(-(mean + half) / slope):.1f}% of the tokens are worth"
+    assert worth in README.read_text() and worth in TRAINING.read_text()
+
+
+def test_difference_of_fp8_at_1558m_is_that_of_the_pages():
+    mean, half = difference(losses("fp8_d48"), "fp8", "bf16")
+    assert f"the loss was {mean:.2f} higher after 400 steps" in README.read_text()
+    assert f"fp8 ended {mean:.2f} ± {half:.2f} higher" in TRAINING.read_text()
+
+
+def test_ratio_of_tokens_of_muon_is_that_of_the_pages():
+    arms = losses("muon_d12")
+    most = 1 / tokens_for(statistics.fmean(arms["best adamw"].values()), arms, 40, 50)
+    least = 1 / tokens_for(arms["best adamw, half the batch"][0], arms, 60, 80)
+    ratio = f"{least:.1f} to {most:.1f} times fewer tokens"
+    assert all(ratio in page.read_text() for page in (README, TRAINING, MUON))
+    assert f"a ratio of {least:.2f}" in MUON.read_text() and f"{most:.2f} times for the means" in MUON.read_text()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+@pytest.mark.parametrize("decay", ["0.1", "0.5"])
+def test_cells_of_the_learning_rates_are_those_of_the_runs(name, decay):
+    page, train, val = MUON.read_text(), losses("muon_d12", "train_loss"), losses("muon_d12")
+    rates = re.search(r"^\| learning rate \|(.*)\|$", page, re.M)[1].replace(" ", "").split("|")
+    cells = re.search(rf"^\| {name}, decay {decay} \|(.*)\|$", page, re.M)[1].replace("*", "").split("|")
+    for rate, cell in zip(rates, cells, strict=True):
+        arm = f"{name.lower()} {rate}, decay {decay}"
+        expected = [arms[arm][0] for arms in (train, val)] if arm in val else []
+        assert [float(word) for word in cell.split(",") if word.strip()] == pytest.approx(expected, abs=6e-4)
