@@ -4,7 +4,8 @@
 
 The initial weights, the batches and the learning rates are those of `gpt2-triton train` with the same options, on one
 GPU.  The model is torch_gpt2.py's, with cuDNN's attention and the padded vocabulary.  Steps are not waited for.  Writes
-metrics.jsonl and run.json into DIR, and after the last step the validation loss; there are no checkpoints.
+metrics.jsonl and run.json into DIR, and after the last step the validation loss; there are no checkpoints.  Without a
+GPU it trains on the CPU, with PyTorch's default attention and not compiled.
 
 With --rounding the model is not compiled, and operands of the layers' products are rounded to e4m3: KINDS is a list of
 weights, activations, centred (activations less their mean) and gradients, each perhaps of one layer as in
@@ -12,6 +13,7 @@ qkv.activations, or `none`, to compare with.  So one sees what part of fp8 costs
 themselves, not of earlier steps, the products are in bf16, and no kernel is ours (torch_rounded.py).
 """
 
+import contextlib
 import gc
 import itertools
 import json
@@ -25,12 +27,12 @@ from typing import TextIO
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
-from benchmarks.agreement import initialised
 from benchmarks.floors import ATTENTION
 from benchmarks.torch_gpt2 import GPT2
 from benchmarks.torch_rounded import kinds_of, round_operands
+from gpt2_triton.commands.app import select_device
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import load_config
@@ -41,9 +43,7 @@ from gpt2_triton.data.shards import open_shards
 from gpt2_triton.device import device_name
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.model.buffers import param_views
-from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import METRICS
-from gpt2_triton.training.run_info import describe_start, write_run
 
 USAGE = "usage: python -m benchmarks.torch_train [--rounding KINDS] CONFIG --run_dir DIR [--key value ...]"
 SYNC = 20  # steps that may be launched before the host waits for their losses
@@ -53,6 +53,8 @@ Step = tuple[int, Tensor, Tensor, float]  # index, loss and gradient norm on the
 
 def model_like_ours(config: Config) -> GPT2:
     """Return PyTorch's model on this device with the weights that a run of ours begins with."""
+    from benchmarks.agreement import initialised  # kernels: after select_device
+
     ours, flat = initialised(config)
     p = param_views(flat, ours.dims)
     del ours
@@ -121,6 +123,8 @@ def train_steps(
     batches: Iterator[tuple[Tensor, Tensor]],
 ) -> Iterator[Step]:  # fmt: skip
     """Train, and yield every step.  `loss_of` is the model, or the model compiled."""
+    from gpt2_triton.training.lr_schedule import learning_rate
+
     o, optimizer = config.optim, optimizer_of(model, config)
     for step in range(config.train.steps):
         lr = learning_rate(step, o, config.train.steps)
@@ -151,6 +155,8 @@ def train(config: Config, run_dir: Path, rounding: Collection[str] | None = None
     """Train and validate; write run.json and metrics.jsonl.  With `rounding`, of operands that torch_rounded.py names,
     the model is not compiled.
     """
+    from gpt2_triton.training.run_info import describe_start, write_run
+
     shape, model = StepShape.of(config, 1), model_like_ours(config)
     on_gpu = device_name() == "cuda"
     loss_of: Callable[..., Tensor] = model
@@ -161,7 +167,7 @@ def train(config: Config, run_dir: Path, rounding: Collection[str] | None = None
     run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     write_run(run_dir, None, [describe_start(config, shape, 0, device, 0)])
-    with open(run_dir / METRICS, "w") as file, sdpa_kernel([ATTENTION] if on_gpu else [SDPBackend.MATH]):
+    with open(run_dir / METRICS, "w") as file, sdpa_kernel(ATTENTION) if on_gpu else contextlib.nullcontext():
         batches = micro_batches(config, shape)
         write_steps(config, train_steps(config, model, loss_of, shape.accumulation, batches), file)
         file.write(json.dumps(dict(step=config.train.steps, val_loss=validation_loss(model, config))) + "\n")
@@ -193,6 +199,7 @@ def main(words: Sequence[str]) -> int:
         config = load_config(words[0], parse_overrides(words[3:]))
         if config.optim.name != "adamw":
             raise ConfigError(f"optim.name {config.optim.name}: PyTorch's run has adamw only")
+        select_device()
         train(config, Path(words[2]), kinds)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
