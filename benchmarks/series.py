@@ -28,11 +28,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.series_file import check_options, gpu_numbers, numbers, read_series
+from benchmarks.series_file import check_options, gpu_numbers, numbers, read_series, require_gpus
 from benchmarks.series_report import plot as draw
 from benchmarks.series_report import report as table
 from benchmarks.series_results import differing_rows, prepare, read_results
 from benchmarks.series_runs import train
+from gpt2_triton import device
 from gpt2_triton.commands import app as commands
 from gpt2_triton.commands.plot import FORMATS
 from gpt2_triton.console import print_line
@@ -66,7 +67,7 @@ def compare(
     minutes: float
         Begin no run that would end later.
     gpus: str
-        Comma-separated numbers of the GPUs to use.
+        Comma-separated numbers of the GPUs to use, of those that CUDA_VISIBLE_DEVICES leaves.
     seeds: str
         Comma-separated numbers of the seeds to train; by default all.
     report: bool
@@ -86,11 +87,14 @@ def compare(
     failed = 0
     if not report:
         shards = _require_shards(data)
+        require_gpus(numbered)
         check_options(series)
         commands.require_directory("out", out)
         if wrong := differing_rows(series, read_results(out), out):
             raise ConfigError("\n".join(wrong))
         prepare(out)
+        if not device.present():
+            print_line("no CUDA GPU found: the runs train on the CPU")
         failed = train(series, shards, out, minutes, numbered, chosen)
     rows = read_results(out)
     wrong = differing_rows(series, rows, out)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpt2_triton import device
 from gpt2_triton.config.load import load_config, read_yaml
 from gpt2_triton.errors import ConfigError
 
@@ -156,11 +157,19 @@ def numbers(text: str, series: Series) -> Sequence[int]:
 
 
 def gpu_numbers(text: str) -> list[str]:
-    """Return the GPUs in a comma-separated list; ConfigError unless they are different numbers.
-
-    CUDA hides all GPUs from a process that names another kind of word; the run would then take the interpreter.
-    """
+    """Return the GPUs in a comma-separated list; ConfigError unless they are different numbers."""
     words = [word.strip() for word in text.split(",")]
     if wrong := [word for n, word in enumerate(words) if not word.isdecimal() or word in words[:n]]:
         raise ConfigError(f"--gpus: got {wrong[0]!r} in {text!r}, expected different numbers, such as 0,1")
     return words
+
+
+def require_gpus(numbers: Sequence[str]) -> None:
+    """Raise ConfigError for a GPU that is not found: CUDA would hide all GPUs from its runs.  Without any GPU, 0 is the
+    CPU.
+    """
+    count = device.count()
+    if lacking := [number for number in numbers if int(number) >= max(count, 1)]:
+        has = f"expected numbers from 0 to {count - 1}, the GPUs found here"
+        none = "expected a CUDA GPU, found none; leave --gpus out to train on the CPU"
+        raise ConfigError(f"--gpus: got {lacking[0]}, {has if count else none}")

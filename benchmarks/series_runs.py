@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.series_file import ROOT, Run, Series, with_trial
 from benchmarks.series_results import Result, append_result, best_trial, differing_rows, read_results, same_run
+from gpt2_triton import device
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import UserError
 from gpt2_triton.training.metrics import METRICS, read_metrics
@@ -45,6 +46,16 @@ def command_of(series: Series, run: Run, data: Path, run_dir: Path) -> list[str]
     for key, value in (shards | run.options).items():
         words += [f"--{key}", str(value)]
     return words
+
+
+def environment_of(gpu: str) -> dict[str, str]:
+    """Return the environment of a run on the GPU of this number among those that this process sees.  Without a GPU the
+    kernels run in the interpreter, also those of programs that import Triton first.
+    """
+    if not device.present():
+        return os.environ | {"TRITON_INTERPRET": "1"}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return os.environ | {"CUDA_VISIBLE_DEVICES": seen.split(",")[int(gpu)] if seen else gpu, "OMP_NUM_THREADS": "4"}
 
 
 def result_of(series: Series, run: Run, run_dir: Path, seconds: float) -> Result | None:
@@ -299,8 +310,7 @@ def _make(
 ) -> tuple[Result | None, str]:
     """Train; return the result, or None and why there is none."""
     begin = time.monotonic()
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "4"}
-    done = processes.run(command_of(series, run, data, run_dir), environment)
+    done = processes.run(command_of(series, run, data, run_dir), environment_of(gpu))
     if done is None:
         return None, "not begun"
     code, output = done

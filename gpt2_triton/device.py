@@ -44,6 +44,11 @@ def present() -> bool:
     return torch.cuda.is_available()
 
 
+def count() -> int:
+    """Return the number of GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
 def select_interpreter() -> bool:
     """Select Triton's interpreter if there is no GPU; return True if it is selected.  Must run before a kernel is
     imported.
@@ -106,7 +111,7 @@ def require_fp8(name: str, architecture: str) -> None:
 
 def local_gpu() -> int:
     """Return the number of this rank's GPU; SLURM may make only one visible to each process."""
-    return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    return int(os.environ.get("LOCAL_RANK", "0")) % count()
 
 
 def device_name() -> str:

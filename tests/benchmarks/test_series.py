@@ -17,6 +17,7 @@ from benchmarks import series, series_file, series_report, series_results, serie
 from benchmarks.series_file import Run, Series
 from benchmarks.series_results import differing_rows, read_results
 from benchmarks.series_runs import Queue, StoppedError
+from gpt2_triton import device
 from gpt2_triton.data.shards import write_shard
 
 TINY = """
@@ -140,6 +141,18 @@ def test_a_wrong_file_is_one_line_before_any_run(refused, old, new, message):
 )
 def test_wrong_options_are_one_line_before_any_run(refused, words, message):
     assert refused(TINY, *words).startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    "count, gpus, message",
+    [
+        (2, "0,9", "--gpus: got 9, expected numbers from 0 to 1, the GPUs found here"),
+        (0, "1", "--gpus: got 1, expected a CUDA GPU, found none; leave --gpus out to train on the CPU"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused_before_any_run(refused, monkeypatch, count, gpus, message):
+    monkeypatch.setattr(series_file.device, "count", lambda: count)
+    assert refused(TINY, "--gpus", gpus) == f"error: {message}"
 
 
 def test_results_that_cannot_be_written_are_refused_before_any_run(refused, tmp_path, monkeypatch):
@@ -400,6 +413,8 @@ def test_seeds_are_chosen_and_their_trials_are_those_of_the_first(trials, tmp_pa
 
 # ---- processes ----
 
+ON_THE_CPU = "no CUDA GPU found: the runs train on the CPU\n"
+
 FAKE = """
 import os, signal, subprocess, sys, time
 run_dir = sys.argv[sys.argv.index("--run_dir") + 1]
@@ -466,7 +481,7 @@ def test_a_signal_ends_the_runs_and_is_one_line(fake, tmp_path, number, code):
     assert run_dir.exists() and all(map(is_running, pids))
     process.send_signal(number)
     out, err = process.communicate()
-    assert process.returncode == code and out == ""
+    assert process.returncode == code and out == ("" if device.present() else ON_THE_CPU)
     name = signal.Signals(number).name
     results = tmp_path / "r.jsonl"
     assert err == f"error: stopped by {name}: {results} has 0 results; the same command continues\n"
@@ -504,6 +519,27 @@ def test_a_run_that_fails_and_a_worker_that_dies_are_failures(fake, tmp_path, mo
     monkeypatch.setattr(Queue, "add", lambda *_: 1 / 0)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     assert series.main(fake("fails")) == 1
+
+
+def test_runs_take_the_interpreter_without_a_gpu(fake, tmp_path, monkeypatch, capsys):
+    """A program may import Triton before it knows that there is no GPU."""
+    seen = []
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(device, "present", lambda: False)
+    monkeypatch.setattr(device, "count", lambda: 0)
+    monkeypatch.setattr(series_runs.Processes, "run", lambda _, words, environment: seen.append(environment) or (3, ""))
+    assert series.main(fake("fails")) == 1
+    assert capsys.readouterr().out.startswith(ON_THE_CPU)
+    assert [environment["TRITON_INTERPRET"] for environment in seen] == ["1"]
+
+
+@pytest.mark.parametrize("visible, taken", [(None, "1"), ("2,5", "5")])
+def test_numbers_of_gpus_are_among_those_that_are_visible(monkeypatch, visible, taken):
+    monkeypatch.setattr(device, "present", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert series_runs.environment_of("1")["CUDA_VISIBLE_DEVICES"] == taken
 
 
 def test_results_that_the_disk_refuses_end_the_series(tiny, tmp_path, monkeypatch, capsys):
