@@ -2,7 +2,8 @@
 
 A user's mistake is reported as one line on stderr and an exit code: 2 configuration or command line, 3 data,
 4 checkpoint, 5 memory, 6 non-finite numbers, 1 failures between GPUs.  0 is success; 129, 130 and 143 mean that a
-signal stopped the run, 141 that stdout was closed.  Any other exception is a bug and keeps its traceback.
+signal stopped the run, 141 that stdout lost its reader or its disk is full; one that was closed before the start is no
+failure.  Any other exception is a bug and keeps its traceback.
 Commands import kernels inside their functions: TRITON_INTERPRET must be set before a kernel is decorated.
 """
 

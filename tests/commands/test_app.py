@@ -297,9 +297,18 @@ def test_user_errors_have_exit_codes(capsys, error, code):
     assert capsys.readouterr().err == "error: what happened\n"
 
 
+SIGNALS = (129, 130, 143)
+OURS = [error for error in errors.UserError.__subclasses__() if error.__module__.startswith("gpt2_triton")]
+
+
 def test_every_user_error_is_tested_above():
-    ours = [error for error in errors.UserError.__subclasses__() if error.__module__.startswith("gpt2_triton")]
-    assert len(ours) == 7 + 1  # ClosedOutputError, below
+    assert len(OURS) == 7 + 1  # ClosedOutputError, below
+
+
+def test_the_page_lists_every_exit_code():
+    page = (ROOT / "docs" / "guide" / "training.md").read_text().partition("## Exit codes\n")[2]
+    listed = re.findall(r"^\| ([0-9, ]+) \|", page, re.MULTILINE)
+    assert {int(code) for cells in listed for code in cells.split(",")} == {e.exit_code for e in OURS} | {0, *SIGNALS}
 
 
 def test_bugs_keep_their_traceback():

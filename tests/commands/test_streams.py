@@ -1,4 +1,6 @@
-"""Standard streams that are closed, full or of another encoding: a run ends as it would, a command with code 141."""
+"""Standard streams that are closed, full or of another encoding: a run ends as it would, and a command too if stdout is
+closed from the start, else with code 141.
+"""
 
 import json
 import os
@@ -12,6 +14,9 @@ ROOT = Path(__file__).parents[2]
 SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.batch_size 1 --train.seq_len 16
     --optim.warmup 0 --train.total_batch_tokens null --train.steps 2
     --eval.every 0 --sample.every 2 --sample.tokens 2""".split()
+
+PRINT = "train.py configs/quickstart.yaml --print_config".split()
+PERPLEXITY = "-m gpt2_triton perplexity tests/fixtures/run tests/fixtures/val.bin".split()
 
 
 def environment(**variables):
@@ -51,9 +56,9 @@ def test_run_with_names_that_are_not_utf_8_on_an_ascii_console(tmp_path):
     assert rb"run directory " + os.fsencode(tmp_path) + rb"/r\udcff" in out
 
 
+@pytest.mark.parametrize("words", [PRINT, PERPLEXITY])
 @pytest.mark.parametrize("command", ['exec "$@" > /dev/full', '"$@" | true', 'exec "$@" >&-'])
-def test_command_that_only_prints_ends_with_141_or_unheard(command):
-    words = ["train.py", "configs/quickstart.yaml", "--print_config"]
+def test_command_that_only_prints_ends_with_141_or_unheard(command, words):
     code, _, error = shell(command.replace("| true", "| (exec <&-)"), *words)
     expected = {'exec "$@" > /dev/full': 141}.get(command, 0)  # a pipe's code is its last command's
     assert code == expected and b"Traceback" not in error
