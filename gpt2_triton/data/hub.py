@@ -23,9 +23,9 @@ def hub_errors_as(where: object, expected: str, todo: str) -> Iterator[None]:
         raise bad_data(where, "cannot be had", got, expected, todo) from error
 
 
-def repository(name: str, revision: str | None, todo: str, **what: Any) -> Any:
+def repository(name: str, revision: str | None, expected: str, todo: str, **what: Any) -> Any:
     """Return the Hub's description of a dataset; `what` as in huggingface_hub's dataset_info."""
-    with hub_errors_as(name, "an answer from the Hugging Face Hub", todo):
+    with hub_errors_as(name, expected, todo):
         from huggingface_hub import HfApi
 
         return HfApi().dataset_info(name, revision=revision, timeout=30, **what)

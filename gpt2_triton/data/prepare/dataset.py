@@ -25,7 +25,8 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import bad_data
 
 AGAIN = "run the same command again: it resumes after the last finished shard"
-OFFLINE = "check the network, or give a folder of its files as --source, or use `prepare text`"
+SOURCE = "a folder here, or a dataset of the Hugging Face Hub as owner/name"
+OFFLINE = "check the name in --source and the network, or give a folder of its files, or use `prepare text`"
 
 
 class Dataset(NamedTuple):
@@ -90,7 +91,7 @@ def _commit(dataset: Dataset, out_dir: Path) -> str | None:
         recorded = read_record(out_dir / record).get("source")
         if dataset.revision is None and isinstance(recorded, dict) and recorded.get("name") == dataset.name:
             return recorded.get("revision")
-    return repository(dataset.name, dataset.revision, OFFLINE, expand=["sha"]).sha
+    return repository(dataset.name, dataset.revision, SOURCE, OFFLINE, expand=["sha"]).sha
 
 
 class _Documents:

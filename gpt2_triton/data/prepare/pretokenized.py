@@ -47,7 +47,7 @@ def download(name: str, out_dir: Path, shards: int | None = None, log: Log = pri
     if "/" not in repo:
         expected = f"{', '.join(REPOSITORIES)} or a repository's owner/name"
         raise bad_data("prepare pretokenized", "unknown data", repr(name), expected, "choose one of them")
-    info = repository(repo, None, OFFLINE, files_metadata=True)
+    info = repository(repo, None, "an answer from the Hugging Face Hub", OFFLINE, files_metadata=True)
     files = _choose(repo, info.siblings, shards)
     with shard_writer.disk_errors_as(out_dir):
         rows = _download_missing(repo, info.sha, files, out_dir)

@@ -428,6 +428,7 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
         ([str(folder.path), "--version", "x"], 3, "BuilderConfig 'x' not found"),
         ([str(folder.path), "--field", "body"], 3, "body"),
         (["no/where"], 3, "no/where: cannot be had: got ConnectError"),
+        (["wrong"], 3, f", expected {dataset.SOURCE}; check the name in --source and the network, or give a folder"),
         ([str(folder.path)], 3, "too little text: got 29,453 tokens, expected more than the 100,000,000 of validation"),
         ([str(folder.path), "--tokens", "29453"], 0, None),  # as that message says
         ([str(folder.path), "--tokens", "9"], 2, "--tokens: must be at least 10, got 9"),
