@@ -133,7 +133,7 @@ def perplexity(
     select_device()
     from gpt2_triton.checkpoint.sources import is_run, load_weights
     from gpt2_triton.data.prepare.builtin import pattern_of
-    from gpt2_triton.data.shards import open_shards, require_tokenizer
+    from gpt2_triton.data.shards import Shard, open_shards, require_tokenizer
     from gpt2_triton.inference import losses
     from gpt2_triton.inference.load import load_for_losses
 
@@ -144,9 +144,11 @@ def perplexity(
         shards = (pattern_of(config.data.val, "val", config.data.tokenizer),)
         print_line(f"data.val of the run: {shards[0]}")
     V, T = config.model.vocab_size, config.train.seq_len
+    opened: list[Shard] = []
+    todo = f"name others after {checkpoint}"
     for given in shards:
-        require_tokenizer(given, config.data.tokenizer)
-    opened = [shard for given in shards for shard in open_shards(given, V, T, f"name others after {checkpoint}")]
+        require_tokenizer(given, config.data.tokenizer, todo)
+        opened += open_shards(given, V, T, todo)
     model = load_for_losses(config, tensors, batch_tokens, dtype)
     result = losses.perplexity(model, opened, tokens)
     print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")

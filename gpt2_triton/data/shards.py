@@ -28,6 +28,7 @@ HEADER_BYTES = 1024
 EDGE_BYTES = 1 << 16  # of each end of a shard that the fingerprint of earlier versions covers
 BLOCKS, BLOCK_TOKENS = 32, 512  # that a fingerprint covers
 RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes and sha256
+CORRECT = "correct data.train and data.val"
 PREPARE = f"make shards with `{command_line('prepare')}`"
 
 
@@ -74,16 +75,17 @@ class OpenFiles:
 class Shard:
     """A shard on disk: `count` tokens, at least one window.  `read` checks that the file is still the one opened."""
 
-    def __init__(self, path: Path | str, vocab_size: int, seq_len: int, files: OpenFiles | None = None):
-        self.path, self.vocab_size = Path(path), vocab_size
+    def __init__(self, path: Path | str, vocab_size: int, seq_len: int, files: OpenFiles | None = None, todo: str = ""):
+        """`todo`: what to do about a shard that does not suit the model; by default, to change the configuration."""
+        self.path, self.vocab_size, self._todo = Path(path), vocab_size, todo
         self._files = files or OpenFiles()
         try:
             self.count, self._state = read_header(self.path)
         except OSError as error:
             raise bad_data(self.path, "cannot read", error.strerror, "a shard", PREPARE) from None
         if self.count < seq_len + 1:
-            fewest, todo = f"seq_len + 1 = {seq_len + 1:,} or more", "lower train.seq_len or leave this file out"
-            raise bad_data(self.path, "too short", f"{self.count:,} tokens", fewest, todo)
+            fewest, lower = f"seq_len + 1 = {seq_len + 1:,} or more", "lower train.seq_len or leave this file out"
+            raise bad_data(self.path, "too short", f"{self.count:,} tokens", fewest, todo or lower)
 
     def read(self, first: int, out: np.ndarray) -> None:
         """Fill `out`, uint16 [n], with the tokens from `first` on; DataError if the file has changed or is gone.
@@ -190,7 +192,7 @@ class Shard:
         row, column = divmod(int((rows >= self.vocab_size).argmax()), rows.shape[1])
         at = firsts[row] + column
         what = f"token {at:,} (byte {HEADER_BYTES + 2 * at:,}) outside the vocabulary"
-        todo = "set model.vocab_size and data.tokenizer to those of this data"
+        todo = self._todo or "set model.vocab_size and data.tokenizer to those of this data"
         raise bad_data(self.path, what, rows[row, column], f"less than {self.vocab_size:,}", todo)
 
 
@@ -230,11 +232,10 @@ def map_tokens(path: Path) -> np.memmap:
     return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
-def open_shards(
-    pattern: str, vocab_size: int, seq_len: int, todo: str = "correct data.train and data.val"
-) -> list[Shard]:
+def open_shards(pattern: str, vocab_size: int, seq_len: int, todo: str = "") -> list[Shard]:
     """Return every shard that matches a path or glob, in the order of their names, the header of each checked.  `todo`
-    is what to do about a pattern without files.
+    is what to do about a pattern without files or a shard that does not suit the model; by default, to change the
+    configuration.
     """
     paths = expand_glob(pattern)
     if os.path.isdir(pattern):
@@ -246,27 +247,27 @@ def open_shards(
             f"name its files, as {pattern}/train_*.bin",
         )
     if not paths:
-        raise bad_data(pattern, "no such shards", "0 files", "a path or glob of .bin files", f"{PREPARE}, or {todo}")
+        make = f"{PREPARE}, or {todo or CORRECT}"
+        raise bad_data(pattern, "no such shards", "0 files", "a path or glob of .bin files", make)
     files = OpenFiles()
-    return [Shard(path, vocab_size, seq_len, files) for path in paths]
+    return [Shard(path, vocab_size, seq_len, files, todo) for path in paths]
 
 
-def require_tokenizer(pattern: str, tokenizer: str) -> None:
+def require_tokenizer(pattern: str, tokenizer: str, todo: str = "") -> None:
     """DataError for text, and if the record next to the shards names another tokenizer; shards of other projects have
-    no record.
+    no record.  `todo` as in open_shards.
 
     Bytes are also tokens of GPT-2's vocabulary, so such a run would train, but on the wrong text.
     """
     found = expand_glob(pattern)
     if text := [path for path in found if is_text(path)]:
         made = f"{command_line('prepare text')} {shlex.quote(text[0])} --tokenizer {tokenizer} --out data/shards"
-        todo = f"`{made}` makes data/shards/*.bin"
-        raise bad_data(text[0], "no shard", "text", "a .bin file of tokens", todo)
+        raise bad_data(text[0], "no shard", "text", "a .bin file of tokens", f"`{made}` makes data/shards/*.bin")
     for record in sorted({Path(path).parent / RECORD for path in found}):
         made_with = read_record(record).get("tokenizer", tokenizer)
         if made_with != tokenizer:
-            todo = f"set data.tokenizer and model.vocab_size to those of {made_with}, or choose other data"
-            raise bad_data(record, "made with another tokenizer", made_with, tokenizer, todo)
+            change = f"set data.tokenizer and model.vocab_size to those of {made_with}, or choose other data"
+            raise bad_data(record, "made with another tokenizer", made_with, tokenizer, todo or change)
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def test_perplexity_refuses_shards_of_another_tokenizer(trained, tmp_path, capsy
     (tmp_path / "shards.json").write_text('{"tokenizer": "gpt2"}')
     (tmp_path / "val.bin").touch()
     assert main(app, ["perplexity", str(trained[0] / "run"), str(tmp_path / "val.bin")]) == 3
-    assert "made with another tokenizer: got gpt2, expected bytes" in capsys.readouterr().err
+    found = "made with another tokenizer: got gpt2, expected bytes; name others after"
+    assert found in capsys.readouterr().err
 
 
 def test_perplexity_takes_all_windows_of_the_shards(trained):
@@ -147,6 +148,8 @@ def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, caps
             "none_*.bin: no such shards: got 0 files, expected a path or glob of ",
         ),
         (["perplexity", "RUN", "none_*.bin"], 3, "prepare`, or name others after RUN"),
+        (["perplexity", "RUN", "short.bin"], 3, "or more; name others after RUN"),
+        (["perplexity", "RUN", "large.bin"], 3, "expected less than 256; name others after RUN"),
         (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "--tokens: does not suit these shards: got 15"),
         (["perplexity", "RUN", "VAL", "--batch_tokens", "0"], 2, "--batch_tokens: must be at least 1"),
     ],
@@ -155,6 +158,8 @@ def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsy
     directory, _ = trained
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.txt").touch()
+    for name, tokens in (("short", [1] * 16), ("large", [300] * 17)):
+        write_shard(tmp_path / f"{name}.bin", np.array(tokens, np.uint16))
     words = {"RUN": str(directory / "run"), "VAL": str(directory / "val_0.bin")}
     assert main(app, [words.get(word, word) for word in argv]) == code
     err = capsys.readouterr().err
