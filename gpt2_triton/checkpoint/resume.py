@@ -1,5 +1,6 @@
 """Check that a checkpoint's tensors, configuration and data match the current run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
     fatal, free = config_differences(saved, current)
     if fatal:
         wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
-        raise CheckpointError(_table(wrong, fatal))
+        raise CheckpointError(_table(wrong, as_in_yaml(fatal)))
     return free
 
 
@@ -75,6 +76,15 @@ def check_data(step_dir: Path, saved: Rows, current: Rows, key: str, given: str,
         title = f"{step_dir}: {key} {given} is other data than before; {todo}"
         raise CheckpointError(_table(title, with_absent(shown)) + more)
     return changed
+
+
+def as_in_yaml(changes: dict[str, Change]) -> dict[str, Change]:
+    """Return changes of keys as they are printed: null, true, false and "" as a configuration has them."""
+
+    def text(value: Any) -> str:
+        return json.dumps(value) if value is None or value == "" or isinstance(value, bool) else str(value)
+
+    return {key: (text(then), text(now)) for key, (then, now) in changes.items()}
 
 
 def with_absent(changes: dict[str, Change]) -> dict[str, Change]:

@@ -143,8 +143,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
     resume.require_steps(found, saved["step"], config.train.steps)
     files = _check_data(found, saved, config, data)
     notes = [f"resuming after step {saved['step']} from {found}"]
-    for key, change in (changed | resume.with_absent(files)).items():
-        then, now = ('""' if value == "" else value for value in change)
+    for key, (then, now) in (resume.as_in_yaml(changed) | resume.with_absent(files)).items():
         notes.append(f"changed: {key} {then} -> {now}")
     if not files and (note := resume.note_of_times(saved, data.saved())):
         notes.append(note)

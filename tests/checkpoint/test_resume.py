@@ -63,6 +63,21 @@ def test_check_config_returns_free_changes_and_raises_a_table_of_fatal_ones():
     ]
 
 
+def test_values_are_printed_as_in_yaml():
+    saved, current = ({"model": {"n_layer": 12}, "train": {"total_batch_tokens": tokens}} for tokens in (None, 64))
+    current["model"]["n_layer"] = None
+    with pytest.raises(CheckpointError) as error:
+        resume.check_config(saved, current)
+    assert str(error.value).splitlines()[2:] == [
+        "model.n_layer             12          null",
+        "train.total_batch_tokens  null        64",
+    ]
+    values = {"null": None, "true": True, "false": False, '""': "", "none": "none", "0": 0, "0.001": 1e-3}
+    assert resume.as_in_yaml({text: (value, value) for text, value in values.items()}) == {
+        text: (text, text) for text in values
+    }
+
+
 def row(name, digest):
     return {"name": name, "bytes": 1024, "blocks": digest}
 

@@ -206,8 +206,10 @@ def test_train_prints_the_epochs_of_its_data_and_the_table(tmp_path, monkeypatch
 
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
     before = final_bytes(unbroken), metrics(unbroken)
-    assert train(run_config(), unbroken, resume=True) == 0
-    assert capsys.readouterr().out.endswith(f"all {STEPS} steps are done; raise train.steps to continue\n")
+    assert train(run_config(parallel=dict(gpus=1)), unbroken, resume=True) == 0
+    printed = capsys.readouterr().out
+    assert "changed: parallel.gpus null -> 1\n" in printed
+    assert printed.endswith(f"all {STEPS} steps are done; raise train.steps to continue\n")
     assert (final_bytes(unbroken), metrics(unbroken)) == before
 
 
