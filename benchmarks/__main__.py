@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from benchmarks.options import require_keep_bf16
 from gpt2_triton.commands.app import main, make_app, require_at_least, require_directory, select_device
-from gpt2_triton.config.schema import check_recompute, kept_in_bf16
+from gpt2_triton.config.schema import check_recompute
 from gpt2_triton.errors import ConfigError
 
 app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch's, and the search for their tables.")
@@ -165,11 +166,7 @@ def _precisions(precision: str, keep_bf16: str | None, sizes: list[str]) -> list
         raise ConfigError(f"--precision: expected bf16, fp8 or bf16,fp8, got {precision}")
     if keep_bf16 is not None and "fp8" not in values:
         raise ConfigError("--keep_bf16: goes with --precision fp8")
-    try:
-        for size in sizes:
-            kept_in_bf16(keep_bf16 or "", int(size.removeprefix("d")))
-    except ValueError as error:
-        raise ConfigError(f"--keep_bf16: {error}") from None
+    require_keep_bf16("--keep_bf16", keep_bf16 or "", (int(size.removeprefix("d")) for size in sizes))
     return values
 
 

@@ -29,11 +29,11 @@ from torch import Tensor
 
 import gpt2_triton.kernels as K
 from benchmarks import torch_reference, torch_rounded
+from benchmarks.options import require_keep_bf16
 from gpt2_triton import device
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import app as commands
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.schema import kept_in_bf16
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.data.shards import open_shards
@@ -65,10 +65,7 @@ def config_of(saved: Config, batch: int, batches: int, precision: str, keep: str
 def configs_of(saved: Config, batch: int, batches: int, keep: Sequence[str]) -> dict[str, Config]:
     """Return the configuration of each arithmetic of ours, by its name; ConfigError for a wrong value of --keep."""
     for kept in keep:
-        try:
-            kept_in_bf16(kept, saved.model.n_layer)
-        except ValueError as error:
-            raise ConfigError(f"--keep: {error}") from None
+        require_keep_bf16("--keep", kept, [saved.model.n_layer])
     arms = {"bf16": ("bf16", ""), "fp8": ("fp8", "head"), "fp8, logits too": ("fp8", "")}
     arms |= {f"fp8, {kept} in bf16": ("fp8", kept) for kept in keep}
     return {name: config_of(saved, batch, batches, *arm) for name, arm in arms.items()}

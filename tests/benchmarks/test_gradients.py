@@ -9,6 +9,7 @@ import torch
 import gpt2_triton.kernels as K
 from benchmarks import gradients, torch_rounded
 from gpt2_triton import device
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.gpt2 import GPT2
 from tests.support.tiny import tiny_config
 
@@ -48,6 +49,13 @@ def test_wrong_input_is_one_line(words, code, message, tmp_path, monkeypatch, ca
     assert gradients.main(words) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(message)
+
+
+def test_operations_that_are_kept_are_those_of_the_model():
+    saved = tiny_config()
+    assert "fp8, mlp:0 in bf16" in gradients.configs_of(saved, 2, 2, ["mlp:0"])
+    with pytest.raises(ConfigError, match=f"^--keep: mlp:9: there are {saved.model.n_layer} layers"):
+        gradients.configs_of(saved, 2, 2, ["mlp:0", "mlp:9"])
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
