@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from benchmarks.options import require_keep_bf16
 from gpt2_triton.commands.app import main, make_app, require_at_least, require_directory, select_device
-from gpt2_triton.config.schema import check_recompute
+from gpt2_triton.config.values import check_recompute
 from gpt2_triton.errors import ConfigError
 
 app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch's, and the search for their tables.")

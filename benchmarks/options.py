@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from gpt2_triton.config.schema import kept_in_bf16
+from gpt2_triton.config.values import kept_in_bf16
 from gpt2_triton.errors import ConfigError
 
 

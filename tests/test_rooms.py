@@ -54,7 +54,7 @@ WITHIN = {
     "data.prepare": "errors console files data",
     "model.schedule": "",
     "model.arena": "errors",
-    "model.buffers": "model.arena config.schema",
+    "model.buffers": "model.arena config.values",
     "model.sharding": "model.buffers",
     "model.cuda": "",
     "model.communicator": "distributed model.muon model.sharding model.side_stream model.schedule model.peer_copies",

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from gpt2_triton.config import schema
+from gpt2_triton.config import schema, values
 from gpt2_triton.config.rules import conflicts
 from gpt2_triton.config.step_shape import step_conflicts
 
@@ -75,9 +75,9 @@ class Config(schema.ConfigSection):
         if self.train.precision == "bf16":
             return [frozenset()] * self.model.n_layer
         last = self.model.n_layer - 1
-        kept = schema.kept_in_bf16(self.fp8.keep_bf16, self.model.n_layer)
-        of_layer = {(op, l) for op in schema.OPERATIONS for l in range(self.model.n_layer)}
-        in_fp8 = (of_layer | {(schema.HEAD, last)}) - kept
+        kept = values.kept_in_bf16(self.fp8.keep_bf16, self.model.n_layer)
+        of_layer = {(op, l) for op in values.OPERATIONS for l in range(self.model.n_layer)}
+        in_fp8 = (of_layer | {(values.HEAD, last)}) - kept
         return [frozenset(op for op, layer in in_fp8 if layer == l) for l in range(self.model.n_layer)]
 
     @property

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.other_projects import counterpart
-from gpt2_triton.config.schema import SIZE_KEYS, ConflictError
+from gpt2_triton.config.schema import ConflictError
+from gpt2_triton.config.values import SIZE_KEYS
 from gpt2_triton.errors import ConfigError
 
 MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 16, 4, 5000  # of a YAML file

@@ -6,7 +6,7 @@ step_shape.py has the rules about the number of GPUs.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gpt2_triton.config.schema import kept_in_bf16
+from gpt2_triton.config.values import kept_in_bf16
 
 if TYPE_CHECKING:
     from gpt2_triton.config.config import Config

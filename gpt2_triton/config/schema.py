@@ -1,11 +1,10 @@
 """Every key of the configuration: type, limits, default (llm.c's recipe for GPT-2 124M on FineWeb) and meaning.
 
-Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration, a rule
-between keys in rules.py.  A resumed run may change the keys marked FREE; with another value of any other key it would
-be another run.
+Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration, or in
+values.py if its values have a form of their own; a rule between keys in rules.py.  A resumed run may change the keys
+marked FREE; with another value of any other key it would be another run.
 """
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,6 +18,18 @@ from pydantic import (
     model_validator,
 )
 from pydantic.config import JsonDict
+
+from gpt2_triton.config.values import (
+    HEAD,
+    OPERATIONS,
+    RECOMPUTE_LEVELS,
+    SIZE_KEYS,
+    SIZES,
+    TASKS,
+    check_recompute,
+    check_tasks,
+    join_words,
+)
 
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
 FREE: JsonDict = {"resume": "free"}
@@ -47,20 +58,6 @@ class ConflictError(ValueError):
     def __init__(self, problems: list[tuple[str, str]]):
         self.problems = problems
         super().__init__("; ".join(f"{key}: {message}" for key, message in problems))
-
-
-# llm.c's descriptors: layers, channels, heads, longest sequence.  GPT-3's are dense here, as in llm.c.
-_GPT2 = {
-    6: (384, 6), 12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25), 60: (1920, 30), 72: (2880, 30),
-    84: (3456, 36),
-}  # fmt: skip
-_GPT3 = {
-    384: (6, 6), 768: (12, 12), 1024: (24, 16), 1536: (24, 16), 2048: (24, 16), 2560: (32, 32), 4096: (32, 32),
-    12288: (96, 96),
-}  # fmt: skip
-SIZES = {f"d{layers}": (layers, width, heads, 1024) for layers, (width, heads) in _GPT2.items()}
-SIZES |= {f"gpt3:c{width}": (layers, width, heads, 2048) for width, (layers, heads) in _GPT3.items()}
-SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 
 
 class ModelConfig(ConfigSection):
@@ -177,43 +174,6 @@ class TrainConfig(ConfigSection):
     )
 
 
-OPERATIONS = ("qkv", "attproj", "mlp")  # of a layer, whose products can be in fp8; mlp is fc and fcproj
-KEPT_WORD = re.compile(rf"({'|'.join(OPERATIONS)})(?::(-?\d+))?|(-?\d+)")
-HEAD = "head"  # the product of the output head, which gives the logits; its gradients are in bf16 always
-
-
-def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
-    """Return the (operation, layer) pairs of fp8.keep_bf16; ValueError for a word that is none of its forms.  The head
-    counts as an operation of the last layer.
-    """
-    pairs: set[tuple[str, int]] = set()
-    for word in re.split(r"\s*,\s*|\s+", value.strip()) if value.strip() else []:
-        if word == HEAD:
-            pairs.add((HEAD, n_layer - 1))
-            continue
-        match = KEPT_WORD.fullmatch(word)
-        if not match:
-            raise ValueError(
-                f"{word or repr(value)}: expected {', '.join((HEAD, *OPERATIONS))}, a layer, or both as in attproj:0"
-            )
-        operation, layer = match[1] or "", match[2] or match[3]
-        if layer and not -n_layer <= int(layer) < n_layer:
-            raise ValueError(
-                f"{word}: there are {n_layer} layers, 0 to {n_layer - 1}, or -{n_layer} to -1 from the end"
-            )
-        layers = [int(layer) % n_layer] if layer else range(n_layer)
-        pairs |= {(op, l) for op in ([operation] if operation else OPERATIONS) for l in layers}
-    return pairs
-
-
-def join_words(value: Any) -> Any:
-    """Return a whole number, or a list of words and numbers, as YAML has them, as one text with commas; any other value
-    as it is.
-    """
-    words = value if isinstance(value, list) else [value]
-    return ",".join(map(str, words)) if all(type(word) in (str, int) for word in words) else value
-
-
 class Fp8Config(ConfigSection):
     keep_bf16: Annotated[str, BeforeValidator(join_words)] = Field(
         HEAD,
@@ -265,21 +225,6 @@ class OptimConfig(ConfigSection):
     )
 
 
-RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each keeps less than the one before
-
-
-def check_recompute(value: str) -> str:
-    """Return the value; ValueError unless it is `auto`, a level, or a level but the first with a number of layers."""
-    level, colon, layers = value.partition(":")
-    some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and len(layers) < 10 and int(layers) > 0
-    if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
-        return value
-    raise ValueError(
-        f"must be auto, {', '.join(RECOMPUTE_LEVELS[:-1])} or {RECOMPUTE_LEVELS[-1]}, "
-        f"or {RECOMPUTE_LEVELS[2]}:4 for 4 layers"
-    )
-
-
 class MemoryConfig(ConfigSection):
     recompute: Annotated[str, AfterValidator(check_recompute)] = Field(
         "gelu",
@@ -293,20 +238,6 @@ class MemoryConfig(ConfigSection):
         description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112",
         json_schema_extra=FREE,
     )
-
-
-TASKS = ("lambada", "arc_easy", "piqa", "winogrande")  # of eval.tasks; HellaSwag has keys of its own
-
-
-def check_tasks(value: str) -> str:
-    """Return the names of tasks, separated by commas; ValueError for an unknown one."""
-    names = value.replace(",", " ").split()
-    for name in names:
-        if name == "hellaswag":
-            raise ValueError("hellaswag has a key of its own; set eval.hellaswag_every")
-        if name not in TASKS:
-            raise ValueError(f"unknown task {name}")
-    return ",".join(dict.fromkeys(names))
 
 
 class EvalConfig(ConfigSection):

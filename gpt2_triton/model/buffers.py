@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.arena import buf, eval_shape
 
 WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in llm.c

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS, SIZES, ModelConfig
+from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.config.values import RECOMPUTE_LEVELS, SIZES
 from gpt2_triton.console import format_bytes
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.device import free_and_total_bytes

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from gpt2_triton.config import load
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.load import load_config
-from gpt2_triton.config.schema import SIZES
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.config.values import SIZES
 
 KEYS = """
 model.n_layer model.n_head model.n_embd model.vocab_size model.block_size

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from gpt2_triton.config import schema
+from gpt2_triton.config import values
 from gpt2_triton.data import tasks
 from gpt2_triton.data.tasks import TASKS, Hub, load_questions
 from gpt2_triton.data.tokenizer import get_tokenizer
@@ -94,7 +94,7 @@ def test_rows_become_the_questions_of_lm_evaluation_harness(tmp_path, name):
 
 
 def test_the_configuration_names_every_task_but_hellaswag():
-    assert {*schema.TASKS} == {*TASKS} - {"hellaswag"} == {*ROWS}
+    assert {*values.TASKS} == {*TASKS} - {"hellaswag"} == {*ROWS}
 
 
 def test_rows_of_the_hub_are_those_of_a_file(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from tests.gpu.test_gpu import gpt2_model
 from tests.support.models import train_steps
 

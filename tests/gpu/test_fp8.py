@@ -9,7 +9,7 @@ import triton
 
 import gpt2_triton.kernels
 from benchmarks import torch_reference
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.gpt2 import GPT2
 from tests.gpu.test_gpu import exact_gradients, gpt2_config, jit_functions, late_steps
 from tests.support.models import calibrate, train_steps

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from tests.gpu import golden
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import triton
 
 import gpt2_triton.kernels
 from benchmarks import torch_reference
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.inference.generate import fill_cache, generate
 from gpt2_triton.kernels.tuning import is_hopper

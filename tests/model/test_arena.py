@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model import arena, buffers
 from gpt2_triton.model.arena import (
     ALIGN,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.kernels import contract
 from tests.conftest import DEVICE
 from tests.support import reference

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import gpt2_triton.kernels
 import gpt2_triton.model.memory_plan
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model import arena, schedule
 from gpt2_triton.model.gpt2 import GPT2
 from tests.model.test_launches import SOME_LAYERS

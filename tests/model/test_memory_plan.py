@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.schema import RECOMPUTE_LEVELS
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, place_buffers
 from gpt2_triton.model.gpt2 import GPT2
