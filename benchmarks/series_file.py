@@ -2,7 +2,7 @@
 
 import importlib.util
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ REQUIRED, OPTIONAL = ("config", "arms", "seeds"), ("options", "baseline")
 MOST_SEEDS = 1000  # each is an entry of the list of runs
 OPTIONS = "options and their values, but train.seed and data.seed, which follow from `seeds`"
 OWN = ("minutes", "program", "best_of", "against")  # keys of an arm that are no options, beside seeds
+
+Require = Callable[[bool, str, Any, str], None]  # (holds, key, got, expected)
 
 
 class Run(NamedTuple):
@@ -88,31 +90,33 @@ def read_series(path: Path) -> Series:
         require(is_number, at, number, f"a number of at least 1, at most {MOST_SEEDS}")
     trials = [name for name in arms if "best_of" not in own[name]]
     for name, keys in own.items():
-        if "minutes" in keys:
-            require(
-                _is_number(keys["minutes"], int | float), f"arms.{name}.minutes", keys["minutes"], "minutes above 0"
-            )
-        if "program" in keys:
-            require(
-                _is_program(keys["program"]), f"arms.{name}.program", keys["program"], "a module, and its arguments"
-            )
-            require("best_of" not in keys, f"arms.{name}.program", keys["program"], "none beside best_of")
-        if "against" in keys:
-            others = [arm for arm in arms if arm != name]
-            require(
-                keys["against"] in others, f"arms.{name}.against", keys["against"], f"another arm: {', '.join(others)}"
-            )
-        if "best_of" in keys:
-            best, among = keys["best_of"], ", ".join(trials)
-            begins = isinstance(best, str) and any(arm.startswith(best) for arm in trials)
-            require(begins, f"arms.{name}.best_of", best, f"the beginning of the name of an arm: {among}")
-    runs = []
-    for seed in range(max(seeds.values())):
-        for name, options in arms.items():
-            if seed < seeds[name]:
-                shared = {} if "best_of" in own[name] else common
-                runs.append(Run(name, seed, shared | options | seed_options(seed), **own[name]))
+        _check_own_keys(name, keys, [*arms], trials, require)
+    runs = [
+        Run(name, seed, ({} if "best_of" in own[name] else common) | options | seed_options(seed), **own[name])
+        for seed in range(max(seeds.values()))
+        for name, options in arms.items()
+        if seed < seeds[name]
+    ]
     return Series(tree["config"], runs, baseline, path)
+
+
+def _check_own_keys(name: str, keys: dict[str, Any], arms: list[str], trials: list[str], require: Require) -> None:
+    """Check the keys of an arm that are no options; `trials` are the arms without best_of."""
+    if "minutes" in keys:
+        is_number = _is_number(keys["minutes"], int | float)
+        require(is_number, f"arms.{name}.minutes", keys["minutes"], "minutes above 0")
+    if "program" in keys:
+        is_program = _is_program(keys["program"])
+        require(is_program, f"arms.{name}.program", keys["program"], "a module, and its arguments")
+        require("best_of" not in keys, f"arms.{name}.program", keys["program"], "none beside best_of")
+    if "against" in keys:
+        others = [arm for arm in arms if arm != name]
+        expected = f"another arm: {', '.join(others)}"
+        require(keys["against"] in others, f"arms.{name}.against", keys["against"], expected)
+    if "best_of" in keys:
+        best, among = keys["best_of"], ", ".join(trials)
+        begins = isinstance(best, str) and any(arm.startswith(best) for arm in trials)
+        require(begins, f"arms.{name}.best_of", best, f"the beginning of the name of an arm: {among}")
 
 
 def _is_options(value: Any) -> bool:
