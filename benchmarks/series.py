@@ -28,7 +28,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.series_file import check_options, gpu_numbers, numbers, read_series, require_gpus
+from benchmarks.series_file import Series, check_options, gpu_numbers, numbers, read_series, require_gpus
 from benchmarks.series_report import plot as draw
 from benchmarks.series_report import report as table
 from benchmarks.series_results import differing_rows, prepare, read_results
@@ -86,15 +86,7 @@ def compare(
         raise ConfigError(f"--out: there is no file {out}; expected results to report")
     failed = 0
     if not report:
-        shards = _require_shards(data)
-        require_gpus(numbered)
-        check_options(series)
-        commands.require_directory("out", out)
-        if wrong := differing_rows(series, read_results(out), out):
-            raise ConfigError("\n".join(wrong))
-        prepare(out)
-        if not device.present():
-            print_line("no CUDA GPU found: the runs train on the CPU")
+        shards = _require_trainable(series, data, out, numbered)
         failed = train(series, shards, out, minutes, numbered, chosen)
     rows = read_results(out)
     wrong = differing_rows(series, rows, out)
@@ -104,6 +96,22 @@ def compare(
     if plot and rows:
         draw(series, rows, plot)
     return 1 if failed or (wrong and not report) else 0
+
+
+def _require_trainable(series: Series, data: Path | None, out: Path, gpus: Sequence[str]) -> Path:
+    """Return the directory of shards when all is there that training needs; ConfigError if not.  Make the file of
+    results.
+    """
+    shards = _require_shards(data)
+    require_gpus(gpus)
+    check_options(series)
+    commands.require_directory("out", out)
+    if wrong := differing_rows(series, read_results(out), out):
+        raise ConfigError("\n".join(wrong))
+    prepare(out)
+    if not device.present():
+        print_line("no CUDA GPU found: the runs train on the CPU")
+    return shards
 
 
 def _require_shards(data: Path | None) -> Path:
