@@ -82,8 +82,6 @@ def choose(
     batch, step_tokens = _batch(row, tokens // T, T, gpu_gib, given, gpus, number)
     steps = min(row.most_steps, max(1, row.epochs * tokens // step_tokens))
     steps = number("train.steps", steps)
-    every = max(1, steps // row.validations)
-    evaluated = row.eval_tokens // T * T
     val_tokens = int(characters * VAL_FRACTION) // CHARACTERS[tokenizer]
     keys: dict[str, Any] = {
         **_model(row, given, number),
@@ -97,11 +95,7 @@ def choose(
         "train.dtype": "fp32" if gpu_gib is None else "bf16",
         "optim.lr": row.lr,
         "optim.warmup": min(700, max(steps // 10, min(30, steps // 3))),  # of 10 steps, 2e-3 gives a spike
-        "eval.every": every,
-        "eval.tokens": evaluated if 0 < 4 * evaluated <= val_tokens else 0,  # a token may have more characters
-        "sample.every": max(1, steps // 2),
-        "sample.tokens": row.sample_tokens,
-        "checkpoint.every": every,
+        **_validations(row, steps, T, val_tokens),
     }
     if given.get("eval.every") == "0":
         keys["checkpoint.best"] = "none"
@@ -121,6 +115,18 @@ def _model(row: Row, given: Mapping[str, str], number: Any) -> dict[str, int]:
     width = 64 * number("model.n_head", 0) if "model.n_head" in given else row.n_embd
     width = number("model.n_embd", width)
     return {"model.n_layer": row.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
+
+
+def _validations(row: Row, steps: int, T: int, val_tokens: int) -> dict[str, int]:
+    """Return the keys of validations, samples and checkpoints."""
+    every, evaluated = max(1, steps // row.validations), row.eval_tokens // T * T
+    return {
+        "eval.every": every,
+        "eval.tokens": evaluated if 0 < 4 * evaluated <= val_tokens else 0,  # a token may have more characters
+        "sample.every": max(1, steps // 2),
+        "sample.tokens": row.sample_tokens,
+        "checkpoint.every": every,
+    }
 
 
 def _batch(
