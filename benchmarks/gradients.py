@@ -18,7 +18,7 @@ in fp32 with operands of these kinds rounded to e4m3 (torch_rounded.py), without
 import gc
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,10 +158,26 @@ def by_kind(found: Gradients, want: Gradients) -> dict[str, Agreement]:
     return {kind: agreement(tensors) for kind, tensors in kinds.items()} | {"all": agreement([whole])}
 
 
-def rows(name: str, loss: float, exact_loss: float, found: dict[str, Agreement]) -> Iterator[str]:
-    yield f"{name}: loss {loss:.5f} ({loss - exact_loss:+.5f})"
-    for kind, a in found.items():
-        yield f"  {kind:<10}cosine {a.cosine:.5f}  along {a.along[0]:.4f} .. {a.along[1]:.4f}  error {a.error:.4f}"
+class Report:
+    """The agreement of each arithmetic with float64, printed when it is added."""
+
+    def __init__(self, loss: float, gradients: Gradients):
+        """`loss` and `gradients` are those of float64."""
+        self._loss, self._gradients = loss, gradients
+        self._found: dict[str, dict[str, Agreement]] = {}
+
+    def add(self, name: str, loss: float, gradients: Gradients) -> None:
+        """Add the loss and gradients of an arithmetic."""
+        self._found[name] = by_kind(gradients, self._gradients)
+        print(f"{name}: loss {loss:.5f} ({loss - self._loss:+.5f})")
+        for kind, a in self._found[name].items():
+            along = f"along {a.along[0]:.4f} .. {a.along[1]:.4f}"
+            print(f"  {kind:<10}cosine {a.cosine:.5f}  {along}  error {a.error:.4f}", flush=True)
+
+    def write(self, file: Path) -> None:
+        """Write the figures as JSON."""
+        figures = {name: {kind: list(a) for kind, a in kinds.items()} for name, kinds in self._found.items()}
+        file.write_text(dumps({"exact_loss": self._loss, "agreement": figures}, indent=1) + "\n")
 
 
 @app.default
@@ -206,25 +222,18 @@ def compare(
     saved, tensors = load_weights(run)
     params = tensors["params"].to(torch.bfloat16)
     configs = configs_of(saved, batch, batches, keep or [])
-    batched = windows(data, configs["bf16"], batches, 0)
-    report: dict[str, dict[str, Agreement]] = {}
-    dims: dict[str, int] = {}
-    for name, config in configs.items():
-        loss, found, dims = ours(config, params, batched)
-        if not report:
-            want_loss, want = exact(params, dims, batched)
-        report[name] = by_kind(found, want)
-        print("\n".join(rows(name, loss, want_loss, report[name])), flush=True)
+    batched, others = (windows(data, configs["bf16"], batches, first) for first in (0, batches))
+    (first, config), *rest = configs.items()
+    loss, found, dims = ours(config, params, batched)
+    report = Report(*exact(params, dims, batched))
+    report.add(first, loss, found)
+    for name, config in rest:
+        report.add(name, *ours(config, params, batched)[:2])
     for name, linear in in_pytorch.items():
-        loss, found = exact(params, dims, batched, torch.float32, linear=linear)
-        report[name] = by_kind(found, want)
-        print("\n".join(rows(name, loss, want_loss, report[name])), flush=True)
-    other_loss, others = exact(params, dims, windows(data, configs["bf16"], batches, batches))
-    report["float64, other batches"] = by_kind(others, want)
-    print("\n".join(rows("float64, other batches", other_loss, want_loss, report["float64, other batches"])))
+        report.add(name, *exact(params, dims, batched, torch.float32, linear=linear))
+    report.add("float64, other batches", *exact(params, dims, others))
     if json:
-        figures = {name: {kind: list(f) for kind, f in found.items()} for name, found in report.items()}
-        json.write_text(dumps({"exact_loss": want_loss, "agreement": figures}, indent=1) + "\n")
+        report.write(json)
 
 
 def main(words: Sequence[str] | None = None) -> int:
