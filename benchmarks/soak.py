@@ -19,6 +19,7 @@ import numpy as np
 from cyclopts import App, Parameter
 
 BLOCK = 15  # samples
+Sample = dict[str, float]  # by name, "seconds" among them
 app = App(name="soak", help=__doc__, help_format="plaintext")
 
 
@@ -57,6 +58,31 @@ def grows(value: float, fitted: float, error: float) -> bool:
     return fitted > 3 * error and fitted > 0.01 * value
 
 
+def take_samples(process: subprocess.Popen[bytes], metrics: Path, minutes: float) -> list[Sample]:
+    """Return a sample of each second from the first finished step on, for `minutes` or until the process ends."""
+    while process.poll() is None and not (metrics.exists() and '"loss"' in metrics.read_text()):
+        time.sleep(0.5)
+    began, samples = time.monotonic(), []
+    while process.poll() is None and time.monotonic() - began < 60 * minutes:
+        row = of_process(process.pid) | {f"GPU {i}, MiB": used for i, used in enumerate(gpu_memory())}
+        samples.append({"seconds": time.monotonic() - began} | row)
+        time.sleep(1)
+    return samples
+
+
+def print_slopes(samples: list[Sample]) -> int:
+    """Print the slope of each value with its standard error; return the number of those that grow."""
+    seconds, growing = np.array([row["seconds"] for row in samples]), 0
+    print(f"{'':16}{'first':>12}{'last':>12}{'per hour':>14}{'+-':>10}")
+    for name in [name for name in samples[0] if name != "seconds"]:
+        values = np.array([row[name] for row in samples])
+        fitted, error = slope(seconds, values)
+        bad = grows(float(values.mean()), fitted, error)
+        growing += bad
+        print(f"{name:16}{values[0]:12.1f}{values[-1]:12.1f}{fitted:14.2f}{error:10.2f}{'  GROWS' if bad else ''}")
+    return growing
+
+
 @app.default
 def soak(
     config: Path,
@@ -86,14 +112,7 @@ def soak(
     """
     command = [sys.executable, "train.py", str(config), "--run_dir", str(run_dir), *keys]
     process = subprocess.Popen(command)
-    metrics = run_dir / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and '"loss"' in metrics.read_text()):
-        time.sleep(0.5)
-    began, samples = time.monotonic(), []
-    while process.poll() is None and time.monotonic() - began < 60 * minutes:
-        row = of_process(process.pid) | {f"GPU {i}, MiB": used for i, used in enumerate(gpu_memory())}
-        samples.append({"seconds": time.monotonic() - began} | row)
-        time.sleep(1)
+    samples = take_samples(process, run_dir / "metrics.jsonl", minutes)
     ended_early = process.poll() is not None
     process.terminate()
     code = process.wait()
@@ -106,14 +125,7 @@ def soak(
     if len(late) < 3 * BLOCK:
         print(f"{len(late)} samples after {settle:g} s are too few for a line; raise --minutes")
         return 2
-    seconds, growing = np.array([row["seconds"] for row in late]), 0
-    print(f"{'':16}{'first':>12}{'last':>12}{'per hour':>14}{'+-':>10}")
-    for name in late[0].keys() - {"seconds"}:
-        values = np.array([row[name] for row in late])
-        fitted, error = slope(seconds, values)
-        bad = grows(float(values.mean()), fitted, error)
-        growing += bad
-        print(f"{name:16}{values[0]:12.1f}{values[-1]:12.1f}{fitted:14.2f}{error:10.2f}{'  GROWS' if bad else ''}")
+    growing = print_slopes(late)
     start = json.loads((run_dir / "run.json").read_text())["starts"][-1]
     print(f"arena by the memory plan: {start['plan']['arena_bytes'] / 2**20:.1f} MiB")
     return int(growing > 0)
