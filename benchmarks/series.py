@@ -15,12 +15,12 @@ have the same initial weights and the same data in the same order.  An arm may s
 
 Each finished run is one line of RESULTS.jsonl, with its program and options.  A run that is there is not made again, so
 the same command resumes a series, also after Ctrl-C or SIGTERM, which end the runs under way without a result.  If a
-line's options are no longer those of the series, or another trial has become the best, no run begins.  With --minutes
-no run begins that would end later, by the time that the last run of its arm took.
+line's options are no longer those of the series, its data had other contents, or another trial has become the best,
+no run begins.  With --minutes no run begins that would end later, by the time that the last run of its arm took.
 
 The training loss is the mean of the last fifth of the steps; spikes show in the largest loss_z of a step.
 The report gives the mean and standard deviation of each arm, and the mean difference of the pairs with its 95% interval
-by Student's t.
+by Student's t.  Runs on different data are no pair.
 """
 
 import math
@@ -31,7 +31,7 @@ from pathlib import Path
 from benchmarks.series_file import Series, check_options, gpu_numbers, numbers, read_series, require_gpus
 from benchmarks.series_report import plot as draw
 from benchmarks.series_report import report as table
-from benchmarks.series_results import differing_rows, prepare, read_results
+from benchmarks.series_results import differing_rows, prepare, read_results, rows_on_other_data
 from benchmarks.series_runs import train
 from gpt2_triton import device
 from gpt2_triton.commands import app as commands
@@ -106,7 +106,8 @@ def _require_trainable(series: Series, data: Path | None, out: Path, gpus: Seque
     require_gpus(gpus)
     check_options(series)
     commands.require_directory("out", out)
-    if wrong := differing_rows(series, read_results(out), out):
+    rows = read_results(out)
+    if wrong := differing_rows(series, rows, out) or rows_on_other_data(rows, shards, out):
         raise ConfigError("\n".join(wrong))
     prepare(out)
     if not device.present():

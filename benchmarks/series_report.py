@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.series_file import Series
-from benchmarks.series_results import Result
+from benchmarks.series_results import Result, same_data
 from gpt2_triton.errors import ConfigError
 
 COLORS = ("#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
@@ -44,12 +44,17 @@ class Difference(NamedTuple):
 
 
 def difference(rows: Sequence[Result], arm: str, baseline: str, key: str) -> Difference | None:
-    """Return what `arm` has more of `key` than `baseline`, over the seeds of both; None without a pair."""
-    values = {(row["arm"], row["seed"]): row[key] for row in rows if row.get(key) is not None}
-    seeds = sorted({seed for name, seed in values if name == arm and (baseline, seed) in values})
+    """Return what `arm` has more of `key` than `baseline`, over the seeds of both on the same data; None without a
+    pair.
+    """
+    ours, others = (
+        {row["seed"]: row for row in rows if row["arm"] == name and row.get(key) is not None}
+        for name in (arm, baseline)
+    )
+    seeds = [seed for seed in sorted(ours) if seed in others and same_data(ours[seed], others[seed])]
     if not seeds:
         return None
-    found = [values[arm, seed] - values[baseline, seed] for seed in seeds]
+    found = [ours[seed][key] - others[seed][key] for seed in seeds]
     n, half = len(found), math.inf
     if n > 1:
         half = student_t(n - 1) * statistics.stdev(found) / math.sqrt(n)

@@ -1,5 +1,7 @@
 """The results of a series, a JSON object per run and line, and what in them differs from the series."""
 
+import functools
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -91,7 +93,51 @@ def _end_last_line(path: Path, file: BinaryIO) -> None:
         print_line(f"warning: {path}: removed the last line, which was cut short", error=True)
 
 
+@functools.cache
+def data_digest(folder: Path) -> str:
+    """Return 16 hexadecimal digits of a sha256 of train_*.bin and val_*.bin, their names and contents.
+
+    ConfigError if a file cannot be read.
+    """
+    total = hashlib.sha256()
+    for path in sorted([*folder.glob("train_*.bin"), *folder.glob("val_*.bin")]):
+        try:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ConfigError(
+                f"--data: cannot read {path}: {error.strerror}; correct the file, or choose another"
+            ) from None
+        total.update(f"{path.name} {digest}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def same_data(a: Result, b: Result) -> bool:
+    """Return whether two results are of the same data; also for those of earlier versions, which do not say."""
+    return "data" not in a or "data" not in b or a["data"] == b["data"]
+
+
 # ---- comparison with the series ----
+
+
+def rows_on_other_data(rows: Sequence[Result], data: Path, out: Path) -> list[str]:
+    """Return a line for each result of other data than the folder's."""
+    now, todo = {"data": data_digest(data)}, "choose another --out, or remove the line and the run is made again"
+    return _first_lines(
+        [
+            f"{out}: {row['arm']} seed {row['seed']}: trained on data {row['data']}, {data} is {now['data']}; {todo}"
+            for row in rows
+            if not same_data(row, now)
+        ],
+        f"results are of other data than {data}",
+        out,
+    )
+
+
+def _first_lines(lines: list[str], what: str, out: Path) -> list[str]:
+    """Return the first MOST_LINES lines, and a line with the number of the others."""
+    more = [f"{out}: {len(lines) - MOST_LINES} more {what}"]
+    return lines[:MOST_LINES] + (more if len(lines) > MOST_LINES else [])
 
 
 def best_trial(series: Series, rows: Sequence[Result], run: Run) -> Run | None:
@@ -115,8 +161,7 @@ def differing_rows(series: Series, rows: Sequence[Result], out: Path, arm: str |
             of_seed = run._replace(seed=row["seed"], options=run.options | seed_options(row["seed"]))
             if wrong := _difference(series, rows, row, of_seed):
                 found.append(f"{out}: {run.arm} seed {row['seed']}: {wrong}")
-    more = [f"{out}: {len(found) - MOST_LINES} more results differ from {series.file}"]
-    return found[:MOST_LINES] + (more if len(found) > MOST_LINES else [])
+    return _first_lines(found, f"results differ from {series.file}", out)
 
 
 def _difference(series: Series, rows: Sequence[Result], row: Result, run: Run) -> str:

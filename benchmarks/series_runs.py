@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.series_file import ROOT, Run, Series, with_trial
-from benchmarks.series_results import Result, append_result, best_trial, differing_rows, read_results, same_run
+from benchmarks.series_results import (
+    Result,
+    append_result,
+    best_trial,
+    data_digest,
+    differing_rows,
+    read_results,
+    same_run,
+)
 from gpt2_triton import device
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import UserError
@@ -58,8 +66,10 @@ def environment_of(gpu: str) -> dict[str, str]:
     return os.environ | {"CUDA_VISIBLE_DEVICES": seen.split(",")[int(gpu)] if seen else gpu, "OMP_NUM_THREADS": "4"}
 
 
-def result_of(series: Series, run: Run, run_dir: Path, seconds: float) -> Result | None:
-    """Read a run: its losses, its speed and its curve of training loss; None if it ended before its last step."""
+def result_of(series: Series, run: Run, run_dir: Path, data: str, seconds: float) -> Result | None:
+    """Read a run: its losses, its speed and its curve of training loss; None if it ended before its last step.  `data`
+    is the digest of its shards.
+    """
     records = read_metrics(run_dir / METRICS)
     steps = [record for record in records if "loss" in record]
     val = [record for record in records if "val_loss" in record]
@@ -76,6 +86,7 @@ def result_of(series: Series, run: Run, run_dir: Path, seconds: float) -> Result
         "config": series.config,
         "program": run.program,
         "options": run.options,
+        "data": data,
         "steps": len(losses),
         "train_loss": statistics.fmean(losses[-(len(losses) // 5 or 1) :]),
         "val_loss": val[-1]["val_loss"] if val else None,
@@ -315,5 +326,5 @@ def _make(
         return None, "not begun"
     code, output = done
     last = "\n".join(output.splitlines()[-8:])
-    row = None if code else result_of(series, run, run_dir, time.monotonic() - begin)
+    row = None if code else result_of(series, run, run_dir, data_digest(data), time.monotonic() - begin)
     return row, f"not finished, exit code {code}\n{last}"

@@ -294,6 +294,7 @@ def test_a_series_is_trained_and_goes_on_where_it_stopped(tmp_path):
     assert [(r["arm"], r["seed"], r["steps"]) for r in rows] == [("one", 0, 5), ("other rate", 0, 5)]
     assert all(0 < r["train_loss"] < 7 and 0 < r["val_loss"] < 7 and len(r["curve"]) == 5 for r in rows)
     assert rows[0]["curve"][0] == rows[1]["curve"][0]  # the same weights and data
+    assert {r["data"] for r in rows} == {series_results.data_digest(tmp_path)}
 
 
 # ---- the file of results ----
@@ -360,6 +361,35 @@ def test_results_of_other_options_are_refused(refused, done, capsys, tmp_path, o
     assert line.startswith("error: r.jsonl: ") and message in line
     assert line.endswith("; choose another --out, or remove the line and the run is made again")
     assert refused(TINY.replace(old, new), "--report", code=0) == line.replace("error", "warning")
+
+
+def test_results_of_other_data_are_refused(refused, done, tmp_path):
+    """Results of earlier versions do not say of which data they are."""
+    rows = read_results(done)[:2]
+    rows[1]["data"] = series_results.data_digest(tmp_path)
+    assert not series_results.rows_on_other_data(rows, tmp_path, done)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("train_0", "val_0"):
+        (other / f"{name}.bin").write_bytes(b"other")
+    assert series_results.data_digest(other) != rows[1]["data"]
+    done.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = refused(TINY, "--data", str(other))
+    assert line.startswith(f"error: r.jsonl: other rate seed 0: trained on data {rows[1]['data']}, other is ")
+    assert line.endswith("; choose another --out, or remove the line and the run is made again")
+
+
+def test_data_that_cannot_be_read_is_one_line(refused, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train_0.bin").touch()
+    (tmp_path / "data" / "val_0.bin").mkdir()
+    assert refused(TINY, "--data", str(tmp_path / "data")).startswith("error: --data: cannot read data/val_0.bin: ")
+
+
+def test_runs_on_different_data_are_no_pair():
+    rows = [row("a", seed, 2.0, data="x") for seed in range(3)]
+    rows += [row("b", 0, 2.5, data="x"), row("b", 1, 2.5), row("b", 2, 9.0, data="y")]
+    assert series_report.difference(rows, "b", "a", "train_loss") == (2, 0.5, 0.0)
 
 
 def test_results_without_a_program_are_of_the_package(refused, done, tiny):
