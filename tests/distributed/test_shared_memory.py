@@ -2,6 +2,7 @@
 
 import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,7 +101,7 @@ def test_allocate_shared_falls_back_if_torch_lacks_a_private_name(tmp_path, monk
     want = [] if missing else [1, 2]
     assert ranks.run(2, tmp_path / "stderr", allocate, "2", False) == [[want, want]] * 2
     errors = (tmp_path / "stderr").read_text()
-    assert errors.count(f"(torch {torch.__version__} has no torch.UntypedStorage._share_cuda_)") == 2 * missing
+    assert errors.count(f"(torch {version('torch')} has no torch.UntypedStorage._share_cuda_)") == 2 * missing
     assert errors.count("warning: ") == 2 * missing
 
 
