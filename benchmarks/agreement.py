@@ -28,12 +28,14 @@ from torch import Tensor
 import gpt2_triton.kernels as K
 from benchmarks import torch_reference
 from benchmarks.accuracy import master
+from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import Progress
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.device import device_name
+from gpt2_triton.kernels.tuning import INTERPRET
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate, step_inputs
@@ -209,6 +211,10 @@ def main() -> int:
     a = parser.parse_args()
     if (a.dtype, a.master) not in COUNTERPART:
         parser.error("--master fp32 goes with --dtype bf16: fp32 weights need no master copy")
+    if not (device.present() or INTERPRET):
+        parser.exit(
+            2, "error: agreement: needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU\n"
+        )
     torch.set_float32_matmul_precision("highest")
     config, runs = make_config(a), {}
     runs["ours"], initial, dims = train_ours(config)

@@ -29,7 +29,9 @@ import numpy as np
 import torch
 
 from benchmarks.agreement import History, initialised, train_ours, train_torch
+from gpt2_triton import device
 from gpt2_triton.config.config import Config
+from gpt2_triton.kernels.tuning import INTERPRET
 
 LAST, BOUND = 20, 0.01
 LEVELS, LAG = (1.0, 0.1), 0.05
@@ -153,6 +155,10 @@ def main() -> int:
     a = parser.parse_args()
     if a.minutes is not None and a.minutes <= 0:
         parser.error("--minutes must be above 0")
+    if not (device.present() or INTERPRET):
+        parser.exit(
+            2, "error: curves: needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU\n"
+        )
     if a.minutes:
         runs, config = train_for_minutes(a.tokens, a.minutes, a.batch)
     else:

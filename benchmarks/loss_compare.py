@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpt2_triton import device
 from gpt2_triton.console import print_line
 
 ROOT = Path(__file__).parents[1]
@@ -286,6 +288,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error(f"--time: expected more than the {WARM_STEPS} steps that are not timed, got {given.time}")
     if not (given.cpu or given.gpu or given.time or given.gpus > 1):
         parser.error("expected --cpu, --gpu, --gpus 2 or --time STEPS")
+    if (given.gpu or given.time or given.gpus > 1) and device.count() < given.gpus:
+        parser.exit(2, f"error: loss_compare: needs {given.gpus} CUDA GPUs, found {device.count()}; --cpu needs none\n")
     return given
 
 
@@ -300,6 +304,7 @@ def selected_cases(given: argparse.Namespace) -> list[Case]:
 
 def main(words: list[str]) -> int:
     given, shm = parse(words), Path("/dev/shm")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, after which the run under way is killed too
     where = given.work or (shm if shm.is_dir() and shutil.disk_usage(shm).free > ROOM else None)
     with tempfile.TemporaryDirectory(prefix="loss_compare-", dir=where) as directory:
         work = Path(directory)

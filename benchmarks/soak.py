@@ -24,7 +24,7 @@ app = App(name="soak", help=__doc__, help_format="plaintext")
 
 
 def of_process(pid: int) -> dict[str, float]:
-    """Return resident MiB, descriptors and threads of a process."""
+    """Return resident MiB, descriptors and threads of a process; KeyError or OSError if it has ended."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
         "RSS, MiB": int(status["VmRSS"].split()[0]) / 1024,
@@ -64,7 +64,10 @@ def take_samples(process: subprocess.Popen[bytes], metrics: Path, minutes: float
         time.sleep(0.5)
     began, samples = time.monotonic(), []
     while process.poll() is None and time.monotonic() - began < 60 * minutes:
-        row = of_process(process.pid) | {f"GPU {i}, MiB": used for i, used in enumerate(gpu_memory())}
+        try:
+            row = of_process(process.pid) | {f"GPU {i}, MiB": used for i, used in enumerate(gpu_memory())}
+        except (KeyError, OSError):  # it ended after the poll
+            break
         samples.append({"seconds": time.monotonic() - began} | row)
         time.sleep(1)
     return samples

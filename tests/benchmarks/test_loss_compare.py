@@ -1,6 +1,9 @@
 """benchmarks.loss_compare: run directories that differ in one bit, and a checkout compared with itself."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +117,28 @@ def test_parse_refuses_options_that_compare_nothing(words, message, capsys):
     with pytest.raises(SystemExit):
         loss_compare.parse(["old", "new", *words])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, needed", [(["--gpu"], 1), (["--time", "20"], 1), (["--cpu", "--gpus", "2"], 2)])
+def test_parse_refuses_more_gpus_than_there_are(words, needed, monkeypatch, capsys):
+    monkeypatch.setattr(loss_compare.device, "count", lambda: needed - 1)
+    with pytest.raises(SystemExit):
+        loss_compare.parse(["old", "new", *words])
+    found = f"needs {needed} CUDA GPUs, found {needed - 1}; --cpu needs none"
+    assert capsys.readouterr().err == f"error: loss_compare: {found}\n"
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_run_under_way_too(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.loss_compare", ROOT, ROOT, "--cpu", "--work", tmp_path]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (found := children.read_text().split()) or not [*tmp_path.glob("*/run-*/metrics.jsonl")]:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait() == 143
+    assert not Path(f"/proc/{found[0]}").exists() and not [*tmp_path.iterdir()]
 
 
 def test_checkout_refuses_an_unknown_source(tmp_path):

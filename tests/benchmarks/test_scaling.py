@@ -15,6 +15,7 @@ from benchmarks.scaling import Link
 from benchmarks.sizes import config_of
 from gpt2_triton import device
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.kernels import tuning
 
 ROOT = Path(__file__).parents[2]
 # ms on 4 H200s, docs/engineering/scaling.md: (size, width): reduce_scatter (4) or all_gather (2) of a layer's bucket
@@ -115,6 +116,15 @@ def test_scripts_refuse_to_run_without_gpus(monkeypatch, capsys, name):
     assert run_script(monkeypatch, name) == 2
     needs = "a CUDA GPU" if name == "muon" else "CUDA GPUs"
     assert capsys.readouterr() == ("", f"error: {name}: needs {needs}, found none\n")
+
+
+@pytest.mark.parametrize("name", ["agreement", "curves"])
+def test_comparisons_with_pytorch_refuse_to_run_without_a_gpu(monkeypatch, capsys, name):
+    monkeypatch.setattr(device, "present", lambda: False)
+    monkeypatch.setattr(tuning, "INTERPRET", False)
+    assert run_script(monkeypatch, name, "--tokens", "x.bin", "--out", "x") == 2
+    line = f"error: {name}: needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU\n"
+    assert capsys.readouterr() == ("", line)
 
 
 def event(name, start, duration):

@@ -1,5 +1,6 @@
 """benchmarks/soak.py: its samples, and what counts as growth."""
 
+import os
 import subprocess
 import sys
 
@@ -29,3 +30,12 @@ def test_samples_begin_with_the_first_step_and_end_with_the_minutes_or_the_proce
     assert len(samples) == 1 and samples[0].keys() >= {"seconds", "RSS, MiB", "descriptors", "threads"}
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
         assert soak.take_samples(process, tmp_path / "none", minutes=1) == []
+
+
+def test_a_process_that_ends_before_its_sample_has_one_less(tmp_path, monkeypatch):
+    """Its status is that of a zombie, which has no memory."""
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}')
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.setattr(process, "poll", lambda: None)
+        assert soak.take_samples(process, tmp_path / "metrics.jsonl", minutes=1) == []
