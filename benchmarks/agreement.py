@@ -28,6 +28,7 @@ from torch import Tensor
 import gpt2_triton.kernels as K
 from benchmarks import torch_reference
 from benchmarks.accuracy import master
+from benchmarks.options import NO_GPU
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import Progress
@@ -212,9 +213,7 @@ def main() -> int:
     if (a.dtype, a.master) not in COUNTERPART:
         parser.error("--master fp32 goes with --dtype bf16: fp32 weights need no master copy")
     if not (device.present() or INTERPRET):
-        parser.exit(
-            2, "error: agreement: needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU\n"
-        )
+        parser.exit(2, f"error: agreement: {NO_GPU}\n")
     torch.set_float32_matmul_precision("highest")
     config, runs = make_config(a), {}
     runs["ours"], initial, dims = train_ours(config)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.agreement import History, initialised, train_ours, train_torch
+from benchmarks.options import NO_GPU
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.kernels.tuning import INTERPRET
@@ -156,9 +157,7 @@ def main() -> int:
     if a.minutes is not None and a.minutes <= 0:
         parser.error("--minutes must be above 0")
     if not (device.present() or INTERPRET):
-        parser.exit(
-            2, "error: curves: needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU\n"
-        )
+        parser.exit(2, f"error: curves: {NO_GPU}\n")
     if a.minutes:
         runs, config = train_for_minutes(a.tokens, a.minutes, a.batch)
     else:

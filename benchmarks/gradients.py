@@ -5,14 +5,14 @@
 The gradient is that of the mean loss of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
 with g ours and e that of float64 from the same bf16 weights:
 
-    cosine     g e / |g| |e|, the least of the layers
-    along      g e / e e, least and largest: 1 where the error of g has no part along e
+    cosine     g e / (|g| |e|), the least of the layers
+    along      g e / (e e), least and largest: 1 where the error of g has no part along e
     error      |g - e| / |e|, the largest of the layers
 
 The last arithmetic is float64 on other batches: how much the gradient of one batch tells of another's.  `--keep` adds
 fp8 with these operations in bf16 (fp8.keep_bf16: without `head` the logits are in fp8 too).  `--rounded` adds PyTorch
-in fp32 with operands of these kinds rounded to e4m3 (torch_rounded.py), without our kernels and schedule:
-`weights,activations,gradients` should have the errors of fp8.
+in fp32 with operands of these kinds rounded to e4m3 (torch_rounded.py), which uses none of our kernels: its
+`weights,activations,gradients` should have the errors of our fp8.
 """
 
 import gc
@@ -29,7 +29,7 @@ from torch import Tensor
 
 import gpt2_triton.kernels as K
 from benchmarks import torch_reference, torch_rounded
-from benchmarks.options import require_keep_bf16
+from benchmarks.options import NO_GPU, require_keep_bf16
 from gpt2_triton import device
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import app as commands
@@ -214,7 +214,7 @@ def compare(
     commands.require_at_least(batch=(batch, 1), batches=(batches, 1))
     commands.require_directory("json", json)
     if not (device.present() or INTERPRET):
-        raise ConfigError("gradients: needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU")
+        raise ConfigError(f"gradients: {NO_GPU}")
     in_pytorch = {
         f"PyTorch, {words} in e4m3": torch_rounded.linear(torch_rounded.kinds_of("--rounded", words))
         for words in rounded or []

@@ -59,7 +59,7 @@ def compare(
     Parameters
     ----------
     file: Path
-        The series, YAML; the head of benchmarks/series.py describes it.
+        The series, YAML; the docstring of benchmarks/series.py describes it.
     out: Path
         Results, a JSON object per run and line.
     data: Path

@@ -3,13 +3,13 @@
     python -m benchmarks.torch_train [--rounding KINDS] CONFIG --run_dir DIR [--key value ...]
 
 The initial weights, the batches and the learning rates are those of `gpt2-triton train` with the same options, on one
-GPU.  The model is torch_gpt2.py's, with cuDNN's attention and the padded vocabulary.  Steps are not waited for.  Writes
-metrics.jsonl and run.json into DIR, and after the last step the validation loss; there are no checkpoints.  Without a
-GPU it trains on the CPU, with PyTorch's default attention and not compiled.
+GPU.  The model is torch_gpt2.py's, with cuDNN's attention and the padded vocabulary.  The host does not wait for single
+steps.  Writes metrics.jsonl and run.json into DIR, and after the last step the validation loss; there are no
+checkpoints.  Without a GPU it trains on the CPU, with PyTorch's default attention and not compiled.
 
 With --rounding the model is not compiled, and operands of the layers' products are rounded to e4m3: KINDS is a list of
 weights, activations, centred (activations less their mean) and gradients, each perhaps of one layer as in
-qkv.activations, or `none`, to compare with.  So one sees what part of fp8 costs loss: scales are those of the tensors
+qkv.activations, or `none`, to compare with.  This shows which part of fp8 costs loss: scales are those of the tensors
 themselves, not of earlier steps, the products are in bf16, and no kernel is ours (torch_rounded.py).
 """
 
