@@ -45,7 +45,7 @@ FINALISTS = 3  # in addition to the current row
 TOLERANCE = 2.0**-6
 DTYPE = "bf16"
 # on Hopper, kernels/hopper runs these with its own constants, for every size that is tuned
-HOPPER_OPS = {"matmul", "matmul_dw", "classifier_fwd", "attention_bwd_dq", "attention_bwd_dkdv"}
+HOPPER_OPS = {"matmul", "matmul_dw", "classifier_fwd", "attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv"}
 
 Times = dict[str, list[float | None]]  # by size, per candidate: ms of all launches that use the row
 

@@ -14,8 +14,8 @@ The scale and log2(e) are folded into one factor of the scores, so that exponent
 to the stored dtype before they are multiplied.  The backward pass is two kernels, one program per block of queries
 (delta, dq) and then one per block of keys (dk, dv): 7 products where 5 would do, but each output has one writer, so
 there are no atomics and the bits of two runs are equal.  Head sizes 80 and 96 run in blocks of 128 columns, padded with
-zeros: 1.6 and 1.33 times the arithmetic.  On Hopper, hopper.takes decides which backward passes run in the kernels of
-hopper/: bf16, heads of 64 columns, whole blocks of 64 tokens.
+zeros: 1.6 and 1.33 times the arithmetic.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/:
+bf16, heads of 64 columns, whole blocks of 64 tokens.
 """
 
 import math
@@ -33,6 +33,7 @@ from gpt2_triton.kernels.e4m3 import quantise
 from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, store_heads, stored
 from gpt2_triton.kernels.hopper import attention_dkdv as hopper_dkdv
 from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
+from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
 from gpt2_triton.kernels.hopper.attention import Gradient
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
@@ -192,10 +193,12 @@ def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
 @contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,3*C]")
 def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     """out = causal attention of packed qkv; lse, fp32, is for the backward pass."""
-    (B, NH, T), HS = lse.shape, _head_size(qkv, lse)
-    row = _row("attention_fwd", dtype_name(qkv), T, HS)
-    out_desc = _rows(full(out), lse, HS, row["BLOCK_M"])
+    (B, NH, T), HS, dtype = lse.shape, _head_size(qkv, lse), dtype_name(qkv)
     out8, *scaling = stored(out) if isinstance(out, Fp8) else (None, None, None)
+    if hopper.takes("attention_fwd", T, HS, dtype):
+        return hopper_fwd.attention_fwd(full(out), out8, *scaling, lse, qkv)
+    row = _row("attention_fwd", dtype, T, HS)
+    out_desc = _rows(full(out), lse, HS, row["BLOCK_M"])
     out8_desc = None if out8 is None else _rows(out8, lse, HS, row["BLOCK_M"])
     width, block = qkv.shape[1], [1, row["BLOCK_M"], 1, row["BLOCK_D"]]
     q_desc = TensorDescriptor(qkv, [B, T, 3 * NH, HS], [T * width, width, HS, 1], block)

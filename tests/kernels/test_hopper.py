@@ -14,7 +14,8 @@ import pytest
 
 BF16, F32, I32 = "*bf16", "*fp32", "i32"
 SHARED = 228 * 1024  # bytes of a multiprocessor, of which 1 KB of each program is CUDA's
-TOGETHER = {"attention_dq": 4, "attention_dkdv": 3}  # programs that share one; those of other kernels do not
+# programs that share one; those of other kernels do not
+TOGETHER = {"attention_fwd": 5, "attention_dq": 4, "attention_dkdv": 3}
 
 
 def cases() -> dict[str, tuple[str, dict[str, object]]]:
@@ -50,6 +51,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     attention = dict(dqkv_desc=block, columns_desc=None, scale_ptr=None, amax_ptr=None, part_ptr=F32, delta_ptr=F32)
     attention |= dict(dout_desc=block, qkv_desc=block, out_ptr=BF16, lse_ptr=F32, NH=I32, T=1024, SPAN=1024)
     attention8 = attention | dict(dqkv_desc=block8, columns_desc=pairs, scale_ptr=F32, amax_ptr="*i32")
+    attention_fwd = attention | dict(out_desc=block, out8_desc=None)
+    attention_fwd8 = attention8 | dict(out_desc=block, out8_desc=block8)
     longest = dict(T=2048, SPAN=2048)
     transpose = dict(out_desc=(128, 64, "i16"), x_desc=(128, 128, "fp8e4nv"))
     return {
@@ -62,6 +65,9 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 matmul_dw": ("_fp8_dw_kernel", fp8_dw | dict(ACC=False)),
         "fp8 matmul_dw, acc": ("_fp8_dw_kernel", fp8_dw | dict(ACC=True)),
         "fp8 matmul_dw, acc, turned": ("_fp8_dw_kernel", fp8_dw | turned),
+        "attention_fwd": ("_attention_fwd_kernel", attention_fwd),
+        "fp8 attention_fwd": ("_attention_fwd_kernel", attention_fwd8),
+        "fp8 attention_fwd, evaluation": ("_attention_fwd_kernel", attention_fwd8 | dict(amax_ptr=None)),
         "attention_dq": ("_attention_dq_kernel", attention),
         "fp8 attention_dq": ("_attention_dq_kernel", attention8),
         "attention_dkdv": ("_attention_dkdv_kernel", attention),
@@ -100,6 +106,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
     from gpt2_triton.kernels.hopper import (
         attention_dkdv,
         attention_dq,
+        attention_fwd,
         fp8_gelu,
         fp8_matmul,
         fp8_matmul_dw,
@@ -112,7 +119,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
     from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 
     modules = hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier
-    modules += fp8_matmul, fp8_gelu, fp8_matmul_dw, transpose, attention_dq, attention_dkdv
+    modules += fp8_matmul, fp8_gelu, fp8_matmul_dw, transpose, attention_fwd, attention_dq, attention_dkdv
     module = next(module for module in modules if kernel_name in vars(module))
     kernel = vars(module)[kernel_name]
     types = dict(bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, i16=gl.int16, u8=gl.uint8)

@@ -1,4 +1,4 @@
-"""Attention's backward pass for Hopper without a GPU, in gluon_simulator: against float64 and the portable kernels."""
+"""Attention for Hopper without a GPU, in gluon_simulator: against float64 and the portable kernels."""
 
 import importlib
 import itertools
@@ -10,7 +10,7 @@ import torch
 from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
-from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq
+from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
 from tests.support import reference
 from tests.support.gluon_simulator import NAMES, Race, mma_wait, simulated
 from tests.support.helpers import EPS, error, poisoned
@@ -25,13 +25,28 @@ seeds = pytest.mark.parametrize("seed", [1, 2, 3])
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
 
+def forward(out, lse, qkv, seed=None, **replaced):
+    """Run the launcher; with a seed as on Hopper, with the kernel simulated."""
+    with pytest.MonkeyPatch.context() as patch, simulated(attention_fwd, seed, **replaced):
+        patch.setattr(tuning, "is_hopper", lambda: seed is not None)
+        attention.attention_fwd(out, lse, qkv)
+
+
+def draw_forward(rng, B, NH, T, spread=1.0):
+    """Return qkv, and out and lse in float64.  `spread` multiplies q and k."""
+    C = NH * HS
+    qkv = rng(B * T, 3 * C, dtype=BF16)
+    qkv[:, : 2 * C] *= spread
+    want = poisoned(B * T, C).double(), poisoned(B, NH, T).double()
+    reference.attention_fwd(*want, qkv.double())
+    return qkv, *want
+
+
 def draw(rng, B, NH, T):
     """Return dout, qkv, out and lse of one layer, and dqkv and delta in float64."""
     C = NH * HS
-    qkv, dout = rng(B * T, 3 * C, dtype=BF16), rng(B * T, C, dtype=BF16)
-    out, lse = poisoned(B * T, C).double(), poisoned(B, NH, T).double()
-    reference.attention_fwd(out, lse, qkv.double())
-    out, lse = out.to(BF16), lse.float()
+    qkv, out, lse = draw_forward(rng, B, NH, T)
+    dout, out, lse = rng(B * T, C, dtype=BF16), out.to(BF16), lse.float()
     want = [poisoned(B * T, 3 * C).double(), poisoned(3 * C).double(), poisoned(B, NH, T).double()]
     reference.attention_bwd(*want, None, *(t.double() for t in (dout, qkv, out, lse)), False)
     return (dout, qkv, out, lse), want
@@ -52,6 +67,53 @@ def on_hopper(monkeypatch, seed, dqkv, *arguments, replaced=None, **options):
         patch.setattr(tuning, "is_hopper", lambda: True)
         with simulated(attention_dq, seed, **replaced or {}), simulated(attention_dkdv, seed, **replaced or {}):
             return backward(dqkv, *arguments, **options)
+
+
+@without_gpu
+@seeds
+@shapes
+def test_attention_fwd_matches_float64_and_the_portable_kernel(rng, B, NH, T, seed):
+    """p and the result are rounded, as in the backward pass."""
+    qkv, want_out, want_lse = draw_forward(rng, B, NH, T)
+    out, portable = (poisoned(B * T, NH * HS, dtype=BF16) for _ in range(2))
+    lse, portable_lse = poisoned(B, NH, T), poisoned(B, NH, T)
+    forward(out, lse, qkv, seed)
+    forward(portable, portable_lse, qkv)
+    tolerance = 2 * EPS[BF16]
+    assert error(out, want_out) < tolerance
+    assert error(out, portable.double()) < tolerance + 2 * tolerance
+    for exact in (want_lse, portable_lse):
+        assert (lse - exact).abs().max() < 1e-5  # absolute, as in test_attention.py
+
+
+@without_gpu
+def test_attention_fwd_of_large_scores_does_not_overflow(rng):
+    """Scores of +-2000: the maximum of a row rises from block to block by more than any float's exponent."""
+    qkv, want_out, want_lse = draw_forward(rng, 1, 2, 192, spread=20)
+    out, lse = poisoned(192, 2 * HS, dtype=BF16), poisoned(1, 2, 192)
+    forward(out, lse, qkv, 1)
+    assert want_lse.abs().max() > 1500 and error(lse, want_lse) < 1e-6
+    assert error(out, want_out) < 2 * EPS[BF16]
+
+
+@without_gpu
+@pytest.mark.parametrize("recorded", [True, False])
+def test_attention_fwd_writes_fp8(rng, recorded):
+    """Bytes and amax are those of a cast of out, which is rounded to bf16."""
+    B, NH, T, scale = 2, 3, 128, 32.0
+    qkv, *_ = draw_forward(rng, B, NH, T)
+    plain, value = (poisoned(B * T, NH * HS, dtype=BF16) for _ in range(2))
+    lse, lse8 = poisoned(B, NH, T), poisoned(B, NH, T)
+    forward(plain, lse, qkv, 1)
+    rows = torch.full(plain.shape, 0x7F, dtype=torch.uint8).view(E4M3)
+    cells = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
+    columns = torch.empty(0, 1, dtype=E4M3)
+    forward(Fp8(rows, columns, torch.tensor([scale]), cells, False, value=value), lse8, qkv, 2)
+    assert torch.equal(value, plain) and torch.equal(lse8, lse)
+    want = (plain.float() * scale).clamp(-448, 448).to(E4M3)
+    assert torch.equal(rows.view(torch.uint8), want.view(torch.uint8))
+    if recorded:
+        assert cells.view(torch.float32).max() == plain.abs().max()
 
 
 @without_gpu
@@ -133,22 +195,28 @@ def test_attention_bwd_writes_fp8(rng, monkeypatch, transposed, recorded):
     ],
     ids=["no fence", "no wait for stores", "early release", "no wait for loads"],
 )
-def test_simulator_finds_a_missing_wait_or_fence(rng, monkeypatch, replaced):
+@pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
+def test_simulator_finds_a_missing_wait_or_fence(rng, monkeypatch, backwards, replaced):
     arguments, want = draw(rng, 1, 1, 256)
+    qkv, want_out, _ = draw_forward(rng, 1, 1, 256)
 
     def found(seed, replaced):
-        dqkv = poisoned(256, 3 * HS, dtype=BF16)
+        out, dqkv = poisoned(256, HS, dtype=BF16), poisoned(256, 3 * HS, dtype=BF16)
         try:
-            on_hopper(monkeypatch, seed, dqkv, *arguments, replaced=replaced)
+            if backwards:
+                on_hopper(monkeypatch, seed, dqkv, *arguments, replaced=replaced)
+            else:
+                forward(out, poisoned(1, 1, 256), qkv, seed, **replaced)
         except (Race, TypeError):  # TypeError: arithmetic with a product that has not been waited for
             return True
-        return not error(dqkv, want[0]) < 2 * EPS[BF16]
+        got, exact = (dqkv, want[0]) if backwards else (out, want_out)
+        return not error(got, exact) < 2 * EPS[BF16]
 
     assert not found(1, {})
     assert any(found(seed, replaced) for seed in range(5))
 
 
-# T, HS, dQ's module, dK's and dV's
+# T, HS, the forward pass's module and dQ's, dK's and dV's
 TAKES = [
     (64, 64, True, True),
     (1024, 64, True, True),
@@ -162,10 +230,11 @@ TAKES = [
 ]
 
 
-@pytest.mark.parametrize("T,HS,dq,dkdv", TAKES)
-def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, dq, dkdv):
+@pytest.mark.parametrize("T,HS,whole,dkdv", TAKES)
+def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, whole, dkdv):
     for gpu, dtype in itertools.product((True, False), ("bf16", "fp32")):
         monkeypatch.setattr(tuning, "is_hopper", lambda gpu=gpu: gpu)
         ours = gpu and dtype == "bf16"
-        assert hopper.takes("attention_bwd_dq", T, HS, dtype) == ("attention_dq" if ours and dq else None)
+        assert hopper.takes("attention_fwd", T, HS, dtype) == ("attention_fwd" if ours and whole else None)
+        assert hopper.takes("attention_bwd_dq", T, HS, dtype) == ("attention_dq" if ours and whole else None)
         assert hopper.takes("attention_bwd_dkdv", T, HS, dtype) == ("attention_dkdv" if ours and dkdv else None)

@@ -39,6 +39,7 @@ from gpt2_triton.kernels.hopper import (
     attention,
     attention_dkdv,
     attention_dq,
+    attention_fwd,
     fp8_matmul,
     fp8_matmul_dw,
     mainloop,
@@ -50,7 +51,7 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 
 KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier, fp8_matmul, fp8_matmul_dw)
-KERNELS += attention_dq, attention_dkdv
+KERNELS += attention_fwd, attention_dq, attention_dkdv
 MODULES = (tiles, device_math, pipeline, mainloop, activation, attention, *KERNELS)
 local = threading.local()  # .worker: the partition of this thread
 
@@ -427,7 +428,9 @@ LANGUAGE = dict(
     cdiv=lambda a, b: Int(-(-a // b)),
     arange=lambda start, end, layout=None: value(torch.arange(start, end)),
     zeros=lambda shape, dtype, layout=None: value(torch.zeros(shape, dtype=dtype)),
+    full=lambda shape, number, dtype, layout=None: value(torch.full(shape, number, dtype=dtype)),
     sum=lambda x, axis: x.sum(axis),
+    max=torch.amax,
     reshape=lambda x, shape: x.reshape(shape),
     permute=lambda x, order: x.permute(*order),
     split=lambda x: x.unbind(-1),
@@ -447,6 +450,8 @@ LANGUAGE = dict(
     # of triton.language, in device functions
     inline_asm_elementwise=lambda asm, constraints, arguments, **_: torch.tanh(*arguments),
     exp2=torch.exp2,
+    log2=torch.log2,
+    maximum=torch.maximum,
     fma=lambda a, b, c: a * b + c,
     where=lambda mask, a, b: torch.where(mask, a, torch.tensor(b)),
     minimum=lambda a, b, propagate_nan=None: torch.clamp(a, max=b),

@@ -1,4 +1,4 @@
-"""Matrix products and attention's backward pass for Hopper (sm_90: H100, H200), in Gluon, for bf16 and fp8 operands.
+"""Matrix products and attention for Hopper (sm_90: H100, H200), in Gluon, for bf16 and fp8 operands.
 
 `takes` decides what these kernels compute: kernels/matmul.py, fp8_matmul.py, classifier.py and attention.py launch the
 module it returns, which holds one kernel and its launcher.  pipeline.py, mainloop.py, activation.py and attention.py
@@ -17,7 +17,8 @@ from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
 def takes(op: str, M: int, N: int, dtype: str) -> str | None:
     """Return the module of this package that computes an output [M, N] of operands in `dtype`, or None for the generic
     kernel.  `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_dw", "classifier_fwd",
-    "classifier_dx", "attention_bwd_dq" or "attention_bwd_dkdv"; attention's M and N are tokens and columns of a head.
+    "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; attention's M and N are tokens and
+    columns of a head.
 
     - fp32 has no wgmma, and other GPUs have none at all: generic.
     - dW and the classifier's first product handle every edge with masks: always a kernel of this package.
@@ -27,9 +28,10 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
       With GELU they are not an option: the second accumulator leaves its partition no registers.
     - The classifier's dX is computed here only where tiles of 320 columns are faster (4.46 to 3.62 ms at 1558M); the
       generic kernel has tiles of 256.
-    - Attention's backward pass has heads of 64 columns in whole blocks of 64 tokens: 0.346 instead of 0.440 ms for dQ
-      and 0.486 instead of 0.654 for dK and dV (prototypes; 64 sequences of 1,024, 12 heads).  dK and dV keep lse and
-      delta of a sequence in shared memory, which limits its length where three programs share a multiprocessor.
+    - Attention has heads of 64 columns in whole blocks of 64 tokens: 0.275 instead of 0.306 ms forward, 0.346 instead
+      of 0.440 for dQ and 0.486 instead of 0.654 for dK and dV (prototypes; 64 sequences of 1,024, 12 heads).  dK and dV
+      keep lse and delta of a sequence in shared memory, which limits its length where three programs share a
+      multiprocessor.
     """
     if not tuning.is_hopper() or dtype == "fp32":
         return None
@@ -56,10 +58,13 @@ def _takes_fp8(op: str, M: int, N: int) -> str | None:
 
 
 def _takes_attention(op: str, T: int, HS: int) -> str | None:
-    """Return the module for dQ, or for dK and dV, of sequences of T tokens and heads of HS columns."""
+    """Return the module for the forward pass, for dQ, or for dK and dV, of sequences of T tokens and heads of HS
+    columns.
+    """
     if T % HEAD or HS != HEAD or op == "attention_bwd_dkdv" and T > attention_dkdv.LONGEST:
         return None
-    return {"attention_bwd_dq": "attention_dq", "attention_bwd_dkdv": "attention_dkdv"}[op]
+    own = dict(attention_fwd="attention_fwd", attention_bwd_dq="attention_dq", attention_bwd_dkdv="attention_dkdv")
+    return own[op]
 
 
 def wide_is_faster(M: int, N: int) -> bool:

@@ -1,9 +1,10 @@
-"""Parts of attention's backward pass for Hopper (attention_dq.py, attention_dkdv.py), for bf16 heads of 64 columns.
+"""Parts of attention for Hopper (attention_fwd.py, attention_dq.py, attention_dkdv.py), for bf16 heads of 64 columns.
 
-A program has one warpgroup, whose wgmma computes 64 rows: a block of queries (dQ) or of keys (dK, dV).  The blocks of
-the other side pass through a ring of two stages, which TMA fills.  No warps are set apart for loads: several programs
-share a multiprocessor, and while one takes exponentials another multiplies.  In a program one product is in flight
-while the scores become p, or p becomes ds.  kernels/attention.py has the mathematics.
+A program has one warpgroup, whose wgmma computes 64 rows: a block of queries (forward, dQ) or of keys (dK, dV).  The
+blocks of the other side pass through a ring of one (forward) or two stages, which TMA fills.  No warps are set apart
+for loads: several programs share a multiprocessor, and while one takes exponentials another multiplies.  In a program
+of the backward pass one product is in flight while the scores become p, or p becomes ds.  kernels/attention.py has the
+mathematics.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from gpt2_triton.kernels.hopper.pipeline import barriers, describe, tma_load, tm
 HEAD = 64  # columns of a head, and rows of a block
 
 SIDE = gl.constexpr(HEAD)
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(2)  # of the backward pass
 SCALE = gl.constexpr(HEAD**-0.5)  # of the scores
 FACTOR = gl.constexpr(SCALE.value * LOG2E.value)
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16]))  # of an accumulator
@@ -47,8 +48,17 @@ def ring_of(desc, n: gl.constexpr):
 
 
 @gluon.jit
+def load_block(desc, full, block, row, column, wanted):
+    """Load one block at this row and column, if it is wanted, and complete a phase of the barrier `full`."""
+    mbarrier.expect(full, desc.block_type.nbytes, pred=wanted)
+    tma_load(desc, [row, column], full, block, pred=wanted)
+
+
+@gluon.jit
 def load_pair(x_desc, y_desc, ring, stage, row, x_column, y_column, wanted):
-    """Load the blocks of a stage at these rows and columns, if they are wanted."""
+    """Load the blocks of a stage at these rows and columns, if they are wanted.  Two calls of load_block would make all
+    warps wait once more, since Triton adds a barrier between each `expect` and the load that follows.
+    """
     x_full = ring.x_full.index(stage)
     y_full = ring.y_full.index(stage)
     mbarrier.expect(x_full, x_desc.block_type.nbytes, pred=wanted)
