@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile
-from gpt2_triton.kernels.hopper.fp8_matmul import LAYOUT as FP8_LAYOUT
 from gpt2_triton.kernels.hopper.fp8_matmul import TILE_K as FP8_TILE_K
 from gpt2_triton.kernels.hopper.fp8_matmul import unscale_of
 from gpt2_triton.kernels.hopper.mainloop import load_partition
@@ -33,6 +32,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
 from gpt2_triton.kernels.hopper.pipeline import LAYOUT as BF16_LAYOUT
 from gpt2_triton.kernels.tuning import programs
 
+FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 32]))  # of an accumulator
 P_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_N], gl.bfloat16))  # in shared memory
 
 

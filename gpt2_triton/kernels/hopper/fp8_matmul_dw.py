@@ -1,17 +1,13 @@
 """Weight gradients of fp8 operands for Hopper: dw[N, K] (+)= dout[N, R] @ inp[K, R].T / scales, in fp32.
 
-Tensor cores add fp8 products to 14 bits below the largest.  Over tens of thousands of tokens that loses small terms and
-biases the sum: by 17% where the mean of each operand is half of its standard deviation.  So the sums of each 128 tokens
-are added in fp32.  Each of two warpgroups has 64 x 256 of a tile, and registers for the product of half of that: while
-one adds, the other multiplies.
+The sums of each 128 tokens are added in fp32, by the warpgroups of fp8_matmul.py.
 """
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gpt2_triton.kernels.hopper.fp8_matmul import BLOCK_K, TILE_K, unscale_of
+from gpt2_triton.kernels.hopper.fp8_matmul import BLOCK_K, OPTIONS, ROWS_OF_GROUP, TILE_K, promoted, unscale_of
 from gpt2_triton.kernels.hopper.matmul_dw import STAGES, store_quarter
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
@@ -23,15 +19,9 @@ from gpt2_triton.kernels.hopper.pipeline import (
     barriers,
     describe,
     load_blocks,
-    wait_full,
 )
 from gpt2_triton.kernels.tiles import TileSplit, quarters, split_item, tile_corner
 from gpt2_triton.kernels.tuning import programs
-
-HALF = gl.constexpr(TILE_N // 2)
-ROWS_OF_GROUP = gl.constexpr(TILE_M // 2)
-HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF.value, 32]))
-OPTIONS = dict(num_warps=4, maxnreg=168)
 
 
 @gluon.jit
@@ -47,27 +37,6 @@ def fp8_dw_load_partition(a_desc, w_desc, ring, N, K, work, ROWS: gl.constexpr, 
         for s in range(first, first + count):
             load_blocks(a_desc, (w_desc,), ring, step, a, w, s * BLOCK_K, False, True)
             step += 1
-
-
-@gluon.jit
-def promoted(ring, step, count, GROUP: gl.constexpr):
-    """Return the left and right half of a warpgroup's part of a tile, and the step after it."""
-    left = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
-    right = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
-    zero = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
-    for _ in range(0, count):
-        wait_full(ring.full, step, STAGES)
-        stage = step % STAGES
-        a = ring.a.index(stage).slice(ROWS_OF_GROUP * GROUP, ROWS_OF_GROUP, 0)
-        w = ring.w[0].index(stage)
-        part = warpgroup_mma(a, w.slice(0, HALF, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        left += warpgroup_mma_wait(0, deps=(part,))
-        part = warpgroup_mma(a, w.slice(HALF, HALF, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-        right += part
-        step += 1
-    return left, right, step
 
 
 @gluon.jit

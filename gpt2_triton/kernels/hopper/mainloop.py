@@ -43,15 +43,18 @@ def load_partition(a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.conste
 
 @gluon.jit
 def load_residual(res_desc, c, m, n):
-    """Load a tile of the residual into c, which is one block or one block per strip."""
+    """Load a tile of the residual into c, which is one block or several, down the tile and then to the right."""
     if len(c.buf.shape) == 2:
         mbarrier.expect(c.full, res_desc.block_type.nbytes)
         tma_load(res_desc, [m, n], c.full, c.buf)
     else:
-        STRIPS: gl.constexpr = c.buf.shape[0]
-        mbarrier.expect(c.full, STRIPS * res_desc.block_type.nbytes)
-        for s in range(STRIPS):
-            tma_load(res_desc, [m, n + s * res_desc.block_type.shape[1]], c.full, c.buf.index(s))
+        BLOCKS: gl.constexpr = c.buf.shape[0]
+        HEIGHT: gl.constexpr = res_desc.block_type.shape[0]
+        WIDTH: gl.constexpr = res_desc.block_type.shape[1]
+        DOWN: gl.constexpr = BLOCK_M // HEIGHT
+        mbarrier.expect(c.full, BLOCKS * res_desc.block_type.nbytes)
+        for s in range(BLOCKS):
+            tma_load(res_desc, [m + s % DOWN * HEIGHT, n + s // DOWN * WIDTH], c.full, c.buf.index(s))
 
 
 @gluon.jit
