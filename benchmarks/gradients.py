@@ -206,8 +206,8 @@ def compare(
     keep: list[str]
         Also fp8 with this fp8.keep_bf16, such as head,qkv; may be given several times.
     rounded: list[str]
-        Also PyTorch with operands of these kinds rounded to e4m3: weights, activations, centred, gradients, or of one
-        layer as qkv.activations, with commas; may be given several times.
+        Also PyTorch with operands of these kinds rounded to e4m3: weights, activations, gradients, or of one layer as
+        qkv.activations, with commas; may be given several times.
     json: Path
         Also write the figures to this file.
     """

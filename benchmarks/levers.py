@@ -9,9 +9,6 @@
     zero_residual   begins with attproj and fcproj at 0, so that each layer begins as the identity
     batch_warmup    takes half of a step's micro-batches in the first half of the steps: 3/4 of the tokens that
                     metrics.jsonl counts
-    stochastic_e4m3 rounds weights in fp8 up or down with a probability that makes their mean exact, by a hash of the
-                    weight and the number of its four rows
-    centred         takes the mean over the tokens out of qkv's input in fp8 (centred.py)
     bf16_at_end     trains in fp8, if the options say so, up to 9/10 of the steps, and then in bf16; needs --run_dir
 
 One GPU, and no --resume.  benchmarks/losses/levers_d12.yaml is the series of the first four, and of `data.align`, an
@@ -31,17 +28,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.centred import CentredKernels
 from gpt2_triton import commands
 from gpt2_triton.commands.app import main as run_command
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.load import load_config
 from gpt2_triton.errors import ConfigError, UserError
-from gpt2_triton.kernels import device_math, fp8, muon, step_io
-from gpt2_triton.kernels.e4m3 import to_e4m3
+from gpt2_triton.kernels import device_math, muon, step_io
 from gpt2_triton.model import gpt2
 from gpt2_triton.model.buffers import param_views
-from gpt2_triton.training import setup
 from gpt2_triton.training.step_queue import StepQueue
 
 PEAK = tl.constexpr(1.0)  # optim.lr; set before a kernel is compiled
@@ -72,31 +66,6 @@ def _decay_schedule(words: Sequence[str]) -> None:
     global PEAK
     PEAK = tl.constexpr(load_config(words[0], _overrides(words)).optim.lr)
     replace_update(_scheduled)
-
-
-@triton.jit
-def _stochastic(x):
-    """Return fp32 x in e4m3, rounded away from 0 with a probability that makes its mean x: the distance from the e4m3
-    number towards 0, as a fraction of the gap to the next one.
-    """
-    bits = x.to(tl.uint32, bitcast=True)
-    h = (bits ^ (tl.program_id(0).to(tl.uint32) * 0x1E3779B1)) * 0x45EBCA6B
-    h = (h ^ (h >> 15)) * 0x42B2AE35
-    noise = (h ^ (h >> 13)) >> 12  # 20 bits, as many as e4m3 drops of fp32's mantissa
-    normal = ((bits & 0x7FFFFFFF) + noise) & 0x7FF00000
-    # below 2^-6 its numbers are 2^-9 apart
-    small = tl.floor(tl.abs(x) * 512.0 + noise.to(tl.float32) / 1048576.0) / 512.0
-    away = tl.where(tl.abs(x) < 0.015625, small, normal.to(tl.float32, bitcast=True))
-    return to_e4m3(tl.where(x < 0.0, -away, away))
-
-
-def _stochastic_e4m3(words: Sequence[str]) -> None:
-    assert hasattr(fp8, "to_e4m3")
-    fp8.to_e4m3 = _stochastic  # which only the cast of weights calls, at the levels that keep attention's output in fp8
-
-
-def _centred(words: Sequence[str]) -> None:
-    setup.K = CentredKernels(setup.K)
 
 
 def _overrides(words: Sequence[str]) -> dict[str, str]:
@@ -168,8 +137,6 @@ LEVERS: dict[str, Callable[[Sequence[str]], None]] = {
     "decay_schedule": _decay_schedule,
     "zero_residual": _zero_residual,
     "batch_warmup": _batch_warmup,
-    "stochastic_e4m3": _stochastic_e4m3,
-    "centred": _centred,
     "bf16_at_end": _bf16_at_end,
 }
 

@@ -3,10 +3,6 @@
 y = x w^T + b, dx = dy w, dw = dy^T x, with x (activations), w (weights) and dy (gradients) rounded or not; a rounded
 operand is the same in both of its products.  A scale is the largest power of two with which twice the largest number of
 the tensor is at most 448, as kernels/fp8.py's, but of this tensor, not of earlier steps.
-
-`centred` rounds x - c in place of x, with c the mean of each channel over the tokens, and adds what c contributes:
-y = (x - c) w^T + (c w^T + b), dw = dy^T (x - c) + (sum of dy) c^T.  Where tokens are nearly alike, e4m3 of x is the
-same number for all of them.
 """
 
 from collections.abc import Callable, Collection
@@ -19,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.torch_gpt2 import GPT2
 from gpt2_triton.errors import ConfigError
 
-KINDS = ("weights", "activations", "centred", "gradients")
+KINDS = ("weights", "activations", "gradients")
 LAYERS = ("qkv", "attproj", "fc", "fcproj")
 LARGEST = 224.0  # half of e4m3's
 
@@ -49,25 +45,17 @@ def rounded(x: Tensor) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor, kinds: Collection[str]) -> Tensor:  # type: ignore[override]
-        c = x.flatten(0, -2).mean(0) if "centred" in kinds else None
-        if c is not None:
-            b = b + c @ w.T
-            x = rounded(x - c)
-        elif "activations" in kinds:
-            x = rounded(x)
+        x = rounded(x) if "activations" in kinds else x
         w = rounded(w) if "weights" in kinds else w
-        ctx.save_for_backward(x, w, c)
+        ctx.save_for_backward(x, w)
         ctx.kinds = kinds
         return F.linear(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, w, c = ctx.saved_tensors
-        g, db = rounded(dy) if "gradients" in ctx.kinds else dy, dy.flatten(0, -2).sum(0)
-        dw = g.flatten(0, -2).T @ x.flatten(0, -2)
-        if c is not None:
-            dw += torch.outer(db, c)
-        return g @ w, dw, db, None
+        x, w = ctx.saved_tensors
+        g = rounded(dy) if "gradients" in ctx.kinds else dy
+        return g @ w, g.flatten(0, -2).T @ x.flatten(0, -2), dy.flatten(0, -2).sum(0), None
 
 
 def linear(kinds: Collection[str]) -> Callable[[str, Tensor, Tensor, Tensor], Tensor]:

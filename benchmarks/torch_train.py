@@ -8,9 +8,9 @@ steps.  Writes metrics.jsonl and run.json into DIR, and after the last step the 
 checkpoints.  Without a GPU it trains on the CPU, with PyTorch's default attention and not compiled.
 
 With --rounding the model is not compiled, and operands of the layers' products are rounded to e4m3: KINDS is a list of
-weights, activations, centred (activations less their mean) and gradients, each perhaps of one layer as in
-qkv.activations, or `none`, to compare with.  This shows which part of fp8 costs loss: scales are those of the tensors
-themselves, not of earlier steps, the products are in bf16, and no kernel is ours (torch_rounded.py).
+weights, activations and gradients, each perhaps of one layer as in qkv.activations, or `none`, to compare with.  This
+shows which part of fp8 costs loss: scales are those of the tensors themselves, not of earlier steps, the products are
+in bf16, and no kernel is ours (torch_rounded.py).
 """
 
 import contextlib
