@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from gpt2_triton.kernels.device_math import LOG2E
 from gpt2_triton.kernels.e4m3 import paired_columns, quantise
@@ -69,7 +69,7 @@ def load_pair(x_desc, y_desc, ring, stage, row, x_column, y_column, wanted):
 
 @gluon.jit
 def stage_gradient(desc, columns_desc, scale_ptr, amax_ptr, value):
-    """Return a gradient in shared memory as it is stored: in bf16, or in e4m3 and, with columns_desc, transposed."""
+    """Return a gradient in shared memory, ready for TMA: in bf16, or in e4m3 and, with columns_desc, transposed."""
     rows = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
     columns = rows
     if columns_desc is not None:
@@ -78,12 +78,13 @@ def stage_gradient(desc, columns_desc, scale_ptr, amax_ptr, value):
     if scale_ptr is not None:
         value = quantise(value, scale_ptr, amax_ptr)
     rows.store(value.to(desc.dtype))
+    fence_async_shared()  # before the barrier that precedes the stores, which may be that of the next maximum
     return rows, columns
 
 
 @gluon.jit
 def store_gradient(desc, columns_desc, staged, row, column):
-    """Start the stores of what stage_gradient returned, after a fence."""
+    """Start the stores of what stage_gradient returned."""
     tma_store(desc, [row, column], staged[0])
     if columns_desc is not None:
         tma_store(columns_desc, [column, row // 2], staged[1])

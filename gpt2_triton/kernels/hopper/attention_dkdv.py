@@ -9,12 +9,7 @@ one subtracts delta from the sum.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from gpt2_triton.kernels.hopper.attention import (
     FACTOR,
@@ -125,7 +120,6 @@ def _attention_dkdv_kernel(
     gl.store(part_ptr + NH * SIDE, gl.sum(dv, 0))
     staged_dk = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
     staged_dv = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
-    fence_async_shared()
     store_gradient(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
     store_gradient(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
     tma.store_wait(0)

@@ -7,12 +7,7 @@ share a multiprocessor.  delta is computed first, and dq's sums have the portabl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from gpt2_triton.kernels.hopper.attention import (
     FACTOR,
@@ -97,7 +92,6 @@ def _attention_dq_kernel(
     # sums before stores, whose shared memory Triton may use again while TMA reads it
     gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
     staged = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq)
-    fence_async_shared()
     store_gradient(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)
     tma.store_wait(0)
 
