@@ -1,6 +1,7 @@
 """Products of fp8 operands (fp8.py), the counterparts of matmul.py's launchers, which call these.
 
-Both operands are K-major: [M, K] and [N, K].  Products are summed in fp32, divided by the operands' scales, powers of
+Both operands are K-major: [M, K] and [N, K].  Products are summed by the tensor cores, on Hopper to 14 bits unless
+kernels/hopper adds parts of 128 terms in fp32 (docs/engineering/fp8.md), divided by the operands' scales, powers of
 two, which is exact, and finished as in matmul.py, with these differences:
 
 matmul_gelu      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte: round(STEPS * gelu') + ZERO.

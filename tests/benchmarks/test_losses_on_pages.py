@@ -41,7 +41,7 @@ def tokens_for(loss, arms, less, more):
 
 def test_difference_of_fp8_at_124m_is_worth_the_tokens_that_the_pages_state():
     arms = losses("fp8_d12")
-    mean, half = difference(arms, "fp8", "bf16")
+    mean, half = difference(arms, "fp8, sums of 14 bits", "bf16")
     slope = difference(arms, "bf16 80%", "bf16")[0] / math.log(1 / 0.8)
     worth = f"at most what {100 * -math.expm1(-(mean + half) / slope):.1f}% of the tokens are worth"
     assert worth in README.read_text() and worth in TRAINING.read_text()

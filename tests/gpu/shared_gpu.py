@@ -1,14 +1,16 @@
-"""Compares each launch of a training step with the same launch under other conditions, bit by bit:
+"""Compares a training step with the same step under other conditions, launch by launch and bit by bit:
 
     python -m tests.gpu.shared_gpu [bf16|fp8 ...]
 
 alone        again, alone on the GPU
 dirty        after filling every buffer whose contents do not outlive a step with NaN
-shared       while another process trains on the same GPU, PASSES times
+shared       while another process trains the same model on the same GPU, PASSES times
 
-The model has two layers of GPT-2 1558M's shape and micro-batch, whose kernels take milliseconds, long enough for the
-GPU to interrupt them for the other process.  Printed are the first launches whose results differ; exit code 1 if there
-are any.  tests/gpu/sanitize.py looks for reads and writes out of bounds.
+The model has two layers of GPT-2 1558M's shape and micro-batch, whose kernels take 0.1 to 4 ms.  Each condition is
+tried in two ways: launch by launch, each followed by sums of its outputs' bytes, which names the first launch that
+differs and counts those after it; and as the graphs of a run, of which the gradients and the step's results are
+compared.  A product of PyTorch's on constant operands, as long as the head's, shows whether kernels that are not ours
+are disturbed too.  The exit code is 1 if anything of ours differs.
 """
 
 import contextlib
@@ -38,10 +40,10 @@ Sums = list[tuple[str, list[int]]]  # of each launch: its launcher, and a sum of
 
 
 class Checksums:
-    """The kernels, each launch followed by sums of its outputs on the device."""
+    """The kernels, each launch followed by sums of its outputs on the device while `sums` is true."""
 
     def __init__(self, K: Any) -> None:
-        self._K, self.launches = K, list[tuple[str, list[Tensor]]]()
+        self._K, self.sums, self.launches = K, True, list[tuple[str, list[Tensor]]]()
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._K, name)
@@ -53,10 +55,11 @@ class Checksums:
 
     def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
         getattr(self._K, name)(*args, **keywords)
-        launcher: Any = contract.LAUNCHERS[name]
-        written = list(zip(inspect.signature(launcher).parameters, args))[: launcher.outputs]
-        results = [t for output, t in written if t is not None and output not in contract.WORKSPACE]
-        self.launches.append((name, [sum_of_bytes(t) for result in results for t in tensors_of(result)]))
+        if self.sums:
+            launcher: Any = contract.LAUNCHERS[name]
+            written = list(zip(inspect.signature(launcher).parameters, args))[: launcher.outputs]
+            results = [t for output, t in written if t is not None and output not in contract.WORKSPACE]
+            self.launches.append((name, [sum_of_bytes(t) for result in results for t in tensors_of(result)]))
 
     def take(self) -> Sums:
         """Return the sums since the last call."""
@@ -80,20 +83,30 @@ def sum_of_bytes(t: Tensor) -> Tensor:
     return (words * place).sum() + flat[len(words) * 4 :].sum()
 
 
-def one_pass(model: GPT2, pristine: Tensor) -> Sums:
-    """Run a step from the arena's contents `pristine`; return the sums of its launches, and of the logits as PyTorch
-    computes them: a kernel as long as the head's that is not ours.
-    """
-    model.arena.copy_(pristine)
-    model._forward_backward(False, False, True)
-    model._update(False)
-    view = model.train_view
-    lnf, wte = (getattr(operand, "value", operand) for operand in (view.a.lnf, view.w.wte))
-    return [*model.K.take(), ("torch.mm", [int(sum_of_bytes(lnf @ wte.T))])]
+def one_pass(model: GPT2, arena: Tensor) -> Sums:
+    """Run a step launch by launch from the arena's contents `arena`; return the sums of its launches."""
+    model.arena.copy_(arena)
+    model.K.sums = model.eager = True
+    run_step(model)
+    return model.K.take()
+
+
+def one_replay(model: GPT2, arena: Tensor) -> Sums:
+    """Run a step as graphs, on a CPU without; return the sums of its gradients and results."""
+    model.arena.copy_(arena)
+    model.K.sums, model.eager = False, model.arena.device.type == "cpu"
+    run_step(model)
+    return [("a graph", [int(sum_of_bytes(t)) for t in (model.state.grads, model.state.step_out)])]
+
+
+def run_step(model: GPT2) -> None:
+    """Run a step of one micro-batch on the batch and the inputs that the arena holds."""
+    model._run(model._forward_backward, False, False, True)
+    model._run(model._update, False)
 
 
 def dirty(model: GPT2, pristine: Tensor) -> Tensor:
-    """Return the arena's contents with bytes of 0xFF, which are NaN, in all buffers that do not outlive a step."""
+    """Return `pristine` with bytes of 0xFF, which are NaN, in all buffers that do not outlive a step."""
     kept = torch.zeros_like(pristine, dtype=torch.bool)
     state = {**state_io.state_buffers(model.state), **{name: getattr(model.state, name) for name in KEPT}}
     for tensor in state.values():
@@ -104,13 +117,16 @@ def dirty(model: GPT2, pristine: Tensor) -> Tensor:
 
 
 def differing(found: Sums, want: Sums) -> str:
-    """Return the first of ours whose results differ, as "launch 12, layernorm_bwd, output 0"; "" if none does."""
+    """Return the first launch whose results differ, as "layernorm_bwd (launch 12, output 0; 3 later ones differ)"; ""
+    if none does.
+    """
     assert [name for name, _ in found] == [name for name, _ in want]
-    for i, ((name, ours), (_, theirs)) in enumerate(zip(found[:-1], want)):
-        for j, (a, b) in enumerate(zip(ours, theirs)):
-            if a != b:
-                return f"launch {i}, {name}, output {j}"
-    return ""
+    wrong = [i for i, ((_, ours), (_, theirs)) in enumerate(zip(found, want)) if ours != theirs]
+    if not wrong:
+        return ""
+    (name, ours), (_, theirs) = found[wrong[0]], want[wrong[0]]
+    output = next(j for j, (a, b) in enumerate(zip(ours, theirs)) if a != b)
+    return f"{name} (launch {wrong[0]}, output {output}; {len(wrong) - 1} later ones differ)"
 
 
 def prepare(precision: str, **sections: Any) -> tuple[GPT2, Tensor]:
@@ -143,24 +159,69 @@ def large(precision: str) -> tuple[GPT2, Tensor]:
 
 
 @contextlib.contextmanager
-def another_process(precision: str) -> Iterator[None]:
-    """Run steps of the same model in another process from its first step to the end of the block."""
-    command = [sys.executable, "-m", "tests.gpu.shared_gpu", "--load", precision]
+def another_process(command: list[str]) -> Iterator[None]:
+    """Let a process run from its first line of output, "running", to the end of the block; RuntimeError if it ends
+    before.
+    """
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        process.stdout.readline()
         try:
+            if not process.stdout or process.stdout.readline() != "running\n":
+                raise RuntimeError(f"{' '.join(command)}: did not begin")
             yield
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)}: ended with code {process.returncode}")
         finally:
             process.kill()
 
 
 def load(precision: str) -> None:
-    """Run steps until the process is killed; print a line after the first."""
+    """Replay steps until the process is killed; print a line after the first."""
     model, pristine = large(precision)
+    one_replay(model, pristine)
+    print("running", flush=True)
     while True:
-        one_pass(model, pristine)
-        print("running", flush=True)
+        run_step(model)
+        torch.cuda.synchronize()
+
+
+class Control:
+    """A product of PyTorch's of constant operands, bf16 [16384, 1600] and [1600, 50304]."""
+
+    def __init__(self) -> None:
+        self._a, self._b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((16384, 1600), (1600, 50304)))
+
+    def sum(self) -> int:
+        return int(sum_of_bytes(self._a @ self._b))
+
+
+def passes_of(model: GPT2, arena: Tensor, control: Control, passes: int) -> tuple[list[Sums], list[Sums], list[int]]:
+    """Return the sums of so many passes launch by launch and as graphs, and of PyTorch's product."""
+    launched = [one_pass(model, arena) for _ in range(passes)]
+    replayed = [one_replay(model, arena) for _ in range(passes)]
+    return launched, replayed, [control.sum() for _ in range(passes)]
+
+
+def compare(precision: str) -> int:
+    """Print a line for each condition and way; return how many passes of ours differ."""
+    model, pristine = large(precision)
+    control, wrong = Control(), 0
+    [want], [want_replayed], [want_control] = passes_of(model, pristine, control, 1)
+    found = {"alone": passes_of(model, pristine, control, 1)}
+    found["dirty"] = passes_of(model, dirty(model, pristine), control, 1)
+    for other in ("bf16", "fp8"):
+        with another_process([sys.executable, "-m", "tests.gpu.shared_gpu", "--load", other]):
+            found[f"shared with {other}"] = passes_of(model, pristine, control, PASSES)
+    for condition, (launched, replayed, controls) in found.items():
+        for way, passes, expected in (("launches", launched, want), ("graphs", replayed, want_replayed)):
+            first = [line for line in (differing(sums, expected) for sums in passes) if line]
+            wrong += len(first)
+            lines = "".join(f"\n  {first.count(line)} x {line}" for line in dict.fromkeys(first))
+            print(
+                f"{precision}, {condition}, {way}: {len(passes) - len(first)} of {len(passes)} equal{lines}", flush=True
+            )
+        if others := sum(value != want_control for value in controls):
+            print(f"  PyTorch's product differs in {others} of {len(controls)}", flush=True)
+    return wrong
 
 
 def main() -> int:
@@ -170,25 +231,7 @@ def main() -> int:
     words = sys.argv[1:] or ["bf16", "fp8"]
     if words[0] == "--load":
         load(words[1])
-    wrong = 0
-    for precision in words:
-        model, pristine = large(precision)
-        want = one_pass(model, pristine)
-        found = {"alone": [one_pass(model, pristine)], "dirty": [one_pass(model, dirty(model, pristine))]}
-        for other in ("bf16", "fp8"):
-            with another_process(other):
-                found[f"shared with {other}"] = [one_pass(model, pristine) for _ in range(PASSES)]
-        for condition, passes in found.items():
-            first = [line for line in (differing(sums, want) for sums in passes) if line]
-            wrong += len(first)
-            counts = ", ".join(f"{first.count(line)} x {line}" for line in dict.fromkeys(first))
-            equal = f"{len(passes) - len(first)} of {len(passes)} passes equal"
-            print(f"{precision}, {condition}: {equal}{'; first to differ: ' if first else ''}{counts}", flush=True)
-            if others := sum(sums[-1] != want[-1] for sums in passes):
-                print(f"  PyTorch's logits differ in {others} passes", flush=True)
-        del model, pristine
-        torch.cuda.empty_cache()
-    return int(wrong > 0)
+    return int(sum(map(compare, words)) > 0)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """tests/gpu/shared_gpu.py: equal passes, and the launch that it names when one differs."""
 
+import re
+import sys
+import time
+
 import pytest
 import torch
 
 import gpt2_triton.kernels as kernels
 from tests.gpu import shared_gpu
-from tests.gpu.shared_gpu import dirty, one_pass, prepare
+from tests.gpu.shared_gpu import another_process, dirty, one_pass, one_replay, prepare
 
 
 def small(precision):
@@ -29,13 +33,35 @@ def test_a_step_does_not_depend_on_what_buffers_held_before(precision):
 
 def test_the_first_launch_that_differs_is_named(monkeypatch):
     model, pristine, want = small("bf16")
-    launch = kernels.layernorm_bwd
+    launch = kernels.classifier_dx
 
-    def wrong(dx, *args, **keywords):
-        launch(dx, *args, **keywords)
-        dx.view(torch.int16)[3, 1] ^= 1
+    def wrong(dln, *args, **keywords):
+        launch(dln, *args, **keywords)
+        dln.view(torch.int16)[3, 1] ^= 64
 
-    number = next(i for i, (name, _) in enumerate(want) if name == "layernorm_bwd")
-    monkeypatch.setattr(kernels, "layernorm_bwd", wrong)
-    line = f"launch {number}, layernorm_bwd, output 0"
-    assert shared_gpu.differing(one_pass(model, pristine), want) == line
+    number = next(i for i, (name, _) in enumerate(want) if name == "classifier_dx")
+    monkeypatch.setattr(kernels, "classifier_dx", wrong)
+    line = shared_gpu.differing(one_pass(model, pristine), want)
+    assert re.fullmatch(rf"classifier_dx \(launch {number}, output 0; [1-9]\d* later ones differ\)", line)
+
+
+def test_graphs_are_compared_by_gradients_and_results(monkeypatch):
+    model, pristine, _ = small("bf16")
+    want = one_replay(model, pristine)
+    assert shared_gpu.differing(one_replay(model, pristine), want) == ""
+    pristine[model.state.params.data_ptr() - model.arena.data_ptr()] ^= 64
+    assert (
+        shared_gpu.differing(one_replay(model, pristine), want) == "a graph (launch 0, output 0; 0 later ones differ)"
+    )
+
+
+def test_the_other_process_runs_to_the_end_of_the_block():
+    program = "import time; print('running', flush=True); time.sleep({})"
+    with another_process([sys.executable, "-c", program.format(60)]):
+        pass
+    with pytest.raises(RuntimeError, match="ended with code 0"):
+        with another_process([sys.executable, "-c", program.format(0)]):
+            time.sleep(2)
+    with pytest.raises(RuntimeError, match="did not begin"):
+        with another_process([sys.executable, "-c", "raise SystemExit(3)"]):
+            raise AssertionError

@@ -5,6 +5,9 @@ fp8_multiply_partition  two warpgroups multiply tiles of 128 x 256, as two halve
 fp8_activation_partition  four warps read the last tile, in fp16, in slices of 64 x 64, and write e4m3 in both orders
 load_partition, slope_partition  one warp each loads the operands, and the bytes of gelu'
 
+Products are summed in the tensor cores' 14 bits over all of K: adding parts in fp32, as fp8_matmul.py does, would take
+64 more registers of each thread that multiplies.
+
 The arithmetic of a slice is in fp16 pairs, whose error is far below e4m3's.  gelu' is a byte, round(202.25 gelu') + 26:
 one fp16 addition of 1050 to the product writes it, and a permutation of bytes and a subtraction read it.  The tile is
 passed on in units of what is written, so that fp16's range is enough.  The bytes lie as the threads hold them, 16 in a

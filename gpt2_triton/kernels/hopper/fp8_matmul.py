@@ -50,8 +50,11 @@ def unscale_of(a_scale_ptr, w_scale_ptr):
 
 
 @gluon.jit
-def promoted(ring, step, count, GROUP: gl.constexpr):
-    """Return the left and right half of a warpgroup's part of a tile, and the step after it."""
+def multiply_in_parts(ring, step, count, GROUP: gl.constexpr):
+    """Multiply `count` steps of 128 columns of a and w, and free their stages.
+
+    Returns the left and the right half, fp32 [64, 128] each, of the rows 64 * GROUP ... of a tile, and the next step.
+    """
     STAGES: gl.constexpr = ring.a.shape[0]
     left = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
     right = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
@@ -84,7 +87,7 @@ def fp8_partition(
         if ADD:
             tma.store_wait(0)
             mbarrier.arrive(c.empty, count=1)
-        left, right, step = promoted(ring, step, gl.cdiv(K, BLOCK_K), GROUP)
+        left, right, step = multiply_in_parts(ring, step, gl.cdiv(K, BLOCK_K), GROUP)
         if ADD:
             mbarrier.wait(c.full, turn & 1)
         else:
