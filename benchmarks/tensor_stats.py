@@ -16,6 +16,7 @@ import gpt2_triton.kernels as K
 from benchmarks.sizes import SIZES, config_of, tokens_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.model.buffers import WINDOW
@@ -72,7 +73,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="benchmarks.tensor_stats", description=__doc__.splitlines()[0])
     parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
     parser.add_argument("batch", type=int, nargs="?", default=64)
-    parser.add_argument("recompute", nargs="?", default="gelu")
+    parser.add_argument("recompute", choices=RECOMPUTE_LEVELS, nargs="?", default="gelu")
     given = parser.parse_args()
     if not device.present():
         parser.exit(2, "error: tensor_stats: needs a CUDA GPU, found none\n")
