@@ -19,8 +19,8 @@ def e4m3(x: Tensor) -> Tensor:
 
 
 def sums(a: Tensor, w: Tensor, part: int) -> Tensor:
-    """Return a[M, K] @ w[N, K].T: 32 products and the sum so far, each cut behind BITS of the largest of them, are added
-    at a time; the sums of `part` terms are added exactly.
+    """Return a[M, K] @ w[N, K].T: 32 products and the sum so far, each cut behind BITS of the largest of them, are
+    added at a time; the sums of `part` terms are added exactly.
     """
     total = acc = a.new_zeros(len(a), len(w))
     for k in range(0, a.shape[1], 32):
@@ -38,7 +38,7 @@ def operands(K: int) -> tuple[Tensor, Tensor]:
 
 
 def row_of(K: int) -> list[float]:
-    """Return the errors in the page's table of products: in 14 bits, cuBLAS's fast, in parts of 128, cuBLAS's, bf16's."""
+    """Return the errors in the page's table: in 14 bits, cuBLAS's fast, in parts of 128, cuBLAS's, bf16's alone."""
     [line] = re.findall(rf"^\| {K:,} \|(.*)\|$", FP8.read_text(), re.MULTILINE)
     return [float(cell.split(",")[-1]) for cell in line.split("|")]
 
