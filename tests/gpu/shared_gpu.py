@@ -4,7 +4,7 @@
 
 alone        again, alone on the GPU
 dirty        after filling every buffer whose contents do not outlive a step with NaN
-shared       while another process trains the same model on the same GPU, PASSES times
+shared       while another process multiplies with PyTorch, or trains the same model, on the same GPU, PASSES times
 
 The model has two layers of GPT-2 1558M's shape and micro-batch, whose kernels take 0.1 to 4 ms.  Each condition is
 tried in two ways: launch by launch, each followed by sums of its outputs' bytes, which names the first launch that
@@ -18,7 +18,7 @@ import functools
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -174,13 +174,20 @@ def another_process(command: list[str]) -> Iterator[None]:
             process.kill()
 
 
-def load(precision: str) -> None:
-    """Replay steps until the process is killed; print a line after the first."""
-    model, pristine = large(precision)
-    one_replay(model, pristine)
+def load(kind: str) -> None:
+    """Replay steps in bf16 or fp8, or products of PyTorch's, until the process is killed; print a line after the
+    first.
+    """
+    if kind == "torch":
+        repeat: Callable[[], Any] = Control().sum
+        repeat()
+    else:
+        model, pristine = large(kind)
+        one_replay(model, pristine)
+        repeat = functools.partial(run_step, model)
     print("running", flush=True)
     while True:
-        run_step(model)
+        repeat()
         torch.cuda.synchronize()
 
 
@@ -208,7 +215,7 @@ def compare(precision: str) -> int:
     [want], [want_replayed], [want_control] = passes_of(model, pristine, control, 1)
     found = {"alone": passes_of(model, pristine, control, 1)}
     found["dirty"] = passes_of(model, dirty(model, pristine), control, 1)
-    for other in ("bf16", "fp8"):
+    for other in ("torch", "bf16", "fp8"):
         with another_process([sys.executable, "-m", "tests.gpu.shared_gpu", "--load", other]):
             found[f"shared with {other}"] = passes_of(model, pristine, control, PASSES)
     for condition, (launched, replayed, controls) in found.items():
