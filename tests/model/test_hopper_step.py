@@ -1,0 +1,62 @@
+"""A whole step through Hopper's kernels, in gluon_simulator."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+
+from gpt2_triton.kernels import hopper, tuning
+from gpt2_triton.kernels.table_file import TABLES, read_table
+from tests.gpu.shared_gpu import differing, dirty, one_pass, prepare
+from tests.support import gluon_simulator as simulator
+
+MODULES = (
+    simulator.hopper_matmul,
+    simulator.hopper_matmul_wide,
+    simulator.hopper_matmul_dw,
+    simulator.hopper_classifier,
+    simulator.attention_fwd,
+    simulator.attention_dq,
+    simulator.attention_dkdv,
+)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Choose kernels and launch parameters as on an H200, with tiles of 320 columns where they fit, and simulate.
+
+    Yields the set of the modules that have been launched.
+    """
+    launched, launch = set(), simulator.Kernel.__getitem__
+
+    def recorded(kernel, grid):
+        launched.add(kernel.function.__globals__["__name__"].rpartition(".")[2])
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(simulator.Kernel, "__getitem__", recorded)
+    table = read_table(TABLES / "h200.json")
+    monkeypatch.setattr(tuning, "table", lambda: table)
+    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
+    monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: N % 320 == 0)
+    with contextlib.ExitStack() as stack:
+        for module in MODULES:
+            stack.enter_context(simulator.simulated(module, seed=1))
+        yield launched
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/shared_gpu.py does this on a GPU")
+def test_a_step_does_not_depend_on_what_buffers_held_before(on_hopper):
+    """A chunk of the head is a part of the rows; products have tiles of 256 and of 320 columns."""
+    model, pristine = prepare(
+        "bf16",
+        model=dict(n_layer=1, n_head=5, n_embd=320, vocab_size=300, block_size=64),
+        train=dict(batch_size=2, seq_len=64, total_batch_tokens=128, dtype="bf16"),
+        memory=dict(recompute="gelu+ln", head_rows=96),
+    )
+    want = one_pass(model, pristine)
+    loss, norm, _, applied = model.state.step_out[:4].tolist()  # a fifth of the tokens has no target
+    assert abs(loss - 0.8 * math.log(300)) < 0.1 and 0 < norm < 100 and applied == 1
+    assert on_hopper == {module.__name__.rpartition(".")[2] for module in MODULES}
+    assert differing(one_pass(model, dirty(model, pristine)), want) == ""
