@@ -1,6 +1,7 @@
 """Trains a list of runs to their end, one on each GPU at a time, and compares their losses in pairs.
 
     python -m benchmarks.series FILE --data SHARDS --out RESULTS.jsonl [--minutes M] [--gpus 0,1] [--seeds 0,1,2]
+                                [--arm NAME ...]
     python -m benchmarks.series FILE --out RESULTS.jsonl --report [--plot FILE.png]
 
 FILE is YAML: `config`, a configuration file; `options` of every run; `arms`, the options of each by its name;
@@ -28,7 +29,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.series_file import Series, check_options, gpu_numbers, numbers, read_series, require_gpus
+from benchmarks.series_file import Series, check_options, choose, gpu_numbers, read_series, require_gpus
 from benchmarks.series_report import plot as draw
 from benchmarks.series_report import report as table
 from benchmarks.series_results import differing_rows, prepare, read_results, rows_on_other_data
@@ -51,6 +52,7 @@ def compare(
     minutes: float = math.inf,
     gpus: str = "0",
     seeds: str | None = None,
+    arm: list[str] | None = None,
     report: bool = False,
     plot: Path | None = None,
 ) -> int:
@@ -70,6 +72,8 @@ def compare(
         Comma-separated numbers of the GPUs to use, of those that CUDA_VISIBLE_DEVICES leaves.
     seeds: str
         Comma-separated numbers of the seeds to train; by default all.
+    arm: list[str]
+        Name of an arm to train; may be given several times; by default all.
     report: bool
         Train nothing, print the table.
     plot: Path
@@ -78,7 +82,7 @@ def compare(
     commands.require_at_least(minutes=(minutes, 0))
     numbered = gpu_numbers(gpus)
     series = read_series(file)
-    chosen = None if seeds is None else numbers(seeds, series)
+    chosen = choose(series, seeds, arm)
     if plot and plot.suffix not in FORMATS:
         raise ConfigError(f"--plot: {plot} does not end in {', '.join(FORMATS)}; choose one of them")
     commands.require_directory("plot", plot)

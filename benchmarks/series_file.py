@@ -151,13 +151,18 @@ def check_options(series: Series) -> None:
         raise ConfigError("\n".join(f"{series.file}: arms.{arm}: {line}" for line, arm in wrong.items()))
 
 
-def numbers(text: str, series: Series) -> Sequence[int]:
-    """Return the seeds in a comma-separated list; ConfigError for one that no arm has."""
+def choose(series: Series, seeds: str | None, arms: Sequence[str] | None) -> list[Run]:
+    """Return the runs of these seeds, a comma-separated list, and arms; None: of all.  ConfigError for a seed or an arm
+    that the series does not have.
+    """
     last = max(run.seed for run in series.runs)
-    words = [word.strip() for word in text.split(",")]
+    names = list(dict.fromkeys(run.arm for run in series.runs))
+    words = [str(n) for n in range(last + 1)] if seeds is None else [word.strip() for word in seeds.split(",")]
     if wrong := [word for word in words if not (word.isdecimal() and int(word) <= last)]:
         raise ConfigError(f"--seeds: got {wrong[0]!r}, expected numbers from 0 to {last}, such as 0,{last}")
-    return [int(word) for word in words]
+    if unknown := [arm for arm in arms or [] if arm not in names]:
+        raise ConfigError(f"--arm: got {unknown[0]!r}, expected one of {', '.join(map(repr, names))}")
+    return [run for run in series.runs if run.seed in map(int, words) and run.arm in (arms or names)]
 
 
 def gpu_numbers(text: str) -> list[str]:

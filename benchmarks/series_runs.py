@@ -106,13 +106,13 @@ def result_of(series: Series, run: Run, run_dir: Path, data: str, seconds: float
 class Queue:
     """The runs that are left, and the file of results; threads of several GPUs share it."""
 
-    def __init__(self, series: Series, out: Path, minutes: float, seeds: Collection[int] | None = None):
-        """`seeds`: those to train; None for all."""
+    def __init__(self, series: Series, out: Path, minutes: float, chosen: Collection[Run] | None = None):
+        """`chosen`: the runs to make; None for all."""
         self.out, self.end, self._changed = out, time.monotonic() + 60 * minutes, threading.Condition()
         self._series, self._rows = series, read_results(out)
         done = {(row["arm"], row["seed"]) for row in self._rows}
-        chosen = [run for run in series.runs if seeds is None or run.seed in seeds]
-        self._left = [run for run in chosen if (run.arm, run.seed) not in done]
+        runs = series.runs if chosen is None else chosen
+        self._left = [run for run in runs if (run.arm, run.seed) not in done]
         self._minutes = {row["arm"]: row["seconds"] / 60 for row in self._rows}
         self._running, self._begin, self.failed, self._is_closed = 0, time.monotonic(), 0, False
 
@@ -262,13 +262,13 @@ def train(
     out: Path,
     minutes: float = math.inf,
     gpus: Sequence[str] = ("0",),
-    seeds: Collection[int] | None = None,
+    chosen: Collection[Run] | None = None,
 ) -> int:
     """Make the runs that RESULTS.jsonl lacks; return the number of runs that failed.
 
     StoppedError after SIGINT, SIGTERM or SIGHUP, when all processes have ended.
     """
-    queue, processes = Queue(series, out, minutes, seeds), Processes()
+    queue, processes = Queue(series, out, minutes, chosen), Processes()
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
     with Signals() as signals, tempfile.TemporaryDirectory(dir=shared, ignore_cleanup_errors=True) as folder:
         arguments = (series, queue, processes, data)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks import series, series_file, series_report, series_results, series_runs
-from benchmarks.series_file import Run, Series
+from benchmarks.series_file import Run, Series, choose
 from benchmarks.series_results import differing_rows, read_results
 from benchmarks.series_runs import Queue, StoppedError
 from gpt2_triton import device
@@ -137,6 +137,7 @@ def test_a_wrong_file_is_one_line_before_any_run(refused, old, new, message):
         (["--gpus", "0,a"], "--gpus: got 'a' in '0,a', expected different numbers, such as 0,1"),
         (["--gpus", "1,1"], "--gpus: got '1' in '1,1', expected different numbers, such as 0,1"),
         (["--seeds", "0,2"], "--seeds: got '2', expected numbers from 0 to 1, such as 0,1"),
+        (["--arm", "fp9"], "--arm: got 'fp9', expected one of '"),
     ],
 )
 def test_wrong_options_are_one_line_before_any_run(refused, words, message):
@@ -437,8 +438,15 @@ def test_results_of_a_trial_that_is_no_longer_the_best_are_refused(trials, tmp_p
 def test_seeds_are_chosen_and_their_trials_are_those_of_the_first(trials, tmp_path):
     out = tmp_path / "r.jsonl"
     out.write_text("".join(json.dumps(result(run, 2.0)) + "\n" for run in trials.runs[:2]))
-    queue = Queue(trials, out, math.inf, seeds=[1])
+    queue = Queue(trials, out, math.inf, choose(trials, "1", None))
     assert (queue.next().arm, queue.next()) == ("best a", None)
+
+
+def test_arms_are_chosen_by_their_names(trials):
+    every = list(trials.runs)
+    assert choose(trials, None, None) == every
+    assert choose(trials, None, ["b 1", "a 1"]) == [run for run in every if run.arm in ("a 1", "b 1")]
+    assert [(run.arm, run.seed) for run in choose(trials, "1", ["best a"])] == [("best a", 1)]
 
 
 # ---- processes ----
