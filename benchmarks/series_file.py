@@ -38,7 +38,7 @@ class Series(NamedTuple):
 
     def compared_with(self, arm: str) -> str:
         """Return the arm whose runs an arm's are paired with; empty for the baseline itself."""
-        named = next(run.against for run in self.runs if run.arm == arm)
+        named = next((run.against for run in self.runs if run.arm == arm), "")
         return named or (self.baseline if arm != self.baseline else "")
 
     def trials(self, run: Run) -> list[Run]:

@@ -61,9 +61,14 @@ def difference(rows: Sequence[Result], arm: str, baseline: str, key: str) -> Dif
     return Difference(n, statistics.fmean(found), half)
 
 
+def arms_of(series: Series, rows: Sequence[Result]) -> list[str]:
+    """Return the arms that have results: those of the series, then those of an earlier version of its file."""
+    found = [row["arm"] for row in rows]
+    return [arm for arm in dict.fromkeys([run.arm for run in series.runs] + found) if arm in found]
+
+
 def report(series: Series, rows: Sequence[Result]) -> str:
     """Return the table of a series: a line for each arm that has a result, with the difference of its pairs."""
-    arms = list(dict.fromkeys(run.arm for run in series.runs))
     head = (
         "arm",
         "runs",
@@ -77,10 +82,8 @@ def report(series: Series, rows: Sequence[Result]) -> str:
         "in validation",
     )
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for arm in arms:
+    for arm in arms_of(series, rows):
         mine = [row for row in rows if row["arm"] == arm]
-        if not mine:
-            continue
         cells = [arm, str(len(mine))]
         for key in ("train_loss", "val_loss"):
             values = [row[key] for row in mine if row[key] is not None]
@@ -104,10 +107,8 @@ def plot(series: Series, rows: Sequence[Result], out: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for arm, color in zip(dict.fromkeys(run.arm for run in series.runs), COLORS * 9):
+    for arm, color in zip(arms_of(series, rows), COLORS * 9):
         mine = [row for row in rows if row["arm"] == arm]
-        if not mine:
-            continue
         points = min(len(row["curve"]) for row in mine)
         means = [statistics.fmean(row["curve"][i] for row in mine) for i in range(points)]
         step = mine[0]["stride"] * statistics.median(row["ms"] for row in mine) / 60e3

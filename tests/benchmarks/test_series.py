@@ -278,6 +278,8 @@ def test_report_and_picture(tmp_path):
     turned = [run._replace(against="b" if run.arm == "a" else "") for run in runs]
     text = series_report.report(Series("c", turned, "a"), rows)
     assert "| -0.1000 +- 0.0000 (2) against b | +0.0500 +- 0.6353 (2) against b |" in text
+    earlier = series_report.report(Series("c", runs[::2], "a"), rows)  # b has results only
+    assert "| b | 2 | 2.2000 |" in earlier and "+0.1000 +- 0.0000 (2) | -0.0500 +- 0.6353 (2) |" in earlier
     series_report.plot(Series("c", runs, "a"), rows, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
 

@@ -10,7 +10,6 @@ run under it finds them in Triton's cache.
 """
 
 import dataclasses
-import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ import triton
 import gpt2_triton.kernels as kernels
 from gpt2_triton.kernels import contract
 from gpt2_triton.model.gpt2 import GPT2
+from tests.support.launchers import WrappedKernels
 from tests.support.models import calibrate, train_steps
 from tests.support.tiny import tiny_config
 
@@ -45,21 +45,11 @@ CASES = (
 MUON = {4, 8}  # numbers of CASES with optim.name muon
 
 
-class SeparateAllocations:
+class SeparateAllocations(WrappedKernels):
     """The kernels, each launch on copies of its tensors, of which the outputs are copied back."""
-
-    step_io = kernels.step_io
 
     def __init__(self) -> None:
         self.launched: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(kernels, name)
-        if name not in contract.LAUNCHERS:
-            return attribute
-        launch: Any = functools.partial(self._launch, name)
-        launch.outputs = contract.LAUNCHERS[name].outputs  # as statistics read them
-        return launch
 
     def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
         self.launched.add(name)

@@ -3,7 +3,7 @@
     python -m tests.gpu.shared_gpu [bf16|fp8 ...]
 
 alone        again, alone on the GPU
-dirty        after filling every buffer whose contents do not outlive a step with NaN
+dirty        with NaN, before the step, in every buffer whose contents do not outlive a step
 shared       while another process multiplies with PyTorch, or trains the same model, on the same GPU, PASSES times
 
 The model has two layers of GPT-2 1558M's shape and micro-batch, whose kernels take 0.1 to 4 ms.  Each condition is
@@ -30,6 +30,7 @@ from gpt2_triton.kernels import contract
 from gpt2_triton.model import state_io
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
+from tests.support.launchers import WrappedKernels
 from tests.support.models import batches, calibrate
 from tests.support.tiny import tiny_config
 
@@ -39,22 +40,14 @@ KEPT = ("window", "scale", "history", "amax", "step_out", "step_in", "step_key",
 Sums = list[tuple[str, list[int]]]  # of each launch: its launcher, and a sum of each output's bytes
 
 
-class Checksums:
+class Checksums(WrappedKernels):
     """The kernels, each launch followed by sums of its outputs on the device while `sums` is true."""
 
-    def __init__(self, K: Any) -> None:
-        self._K, self.sums, self.launches = K, True, list[tuple[str, list[Tensor]]]()
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._K, name)
-        if name not in contract.LAUNCHERS:
-            return attribute
-        launch: Any = functools.partial(self._launch, name)
-        launch.outputs = contract.LAUNCHERS[name].outputs
-        return launch
+    def __init__(self) -> None:
+        self.sums, self.launches = True, list[tuple[str, list[Tensor]]]()
 
     def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
-        getattr(self._K, name)(*args, **keywords)
+        getattr(kernels, name)(*args, **keywords)
         if self.sums:
             launcher: Any = contract.LAUNCHERS[name]
             written = list(zip(inspect.signature(launcher).parameters, args))[: launcher.outputs]
@@ -134,7 +127,7 @@ def prepare(precision: str, **sections: Any) -> tuple[GPT2, Tensor]:
     sections["train"] |= dict(precision=precision)
     config = tiny_config(log=dict(stats_every=0), sample=dict(every=0), **sections)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = GPT2(config, Checksums(kernels), device)
+    model = GPT2(config, Checksums(), device)
     model.eager = True
     model.arena.zero_()
     model.initialise(seed=1)
@@ -159,7 +152,7 @@ def large(precision: str) -> tuple[GPT2, Tensor]:
 
 
 @contextlib.contextmanager
-def another_process(command: list[str]) -> Iterator[None]:
+def another_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """Let a process run from its first line of output, "running", to the end of the block; RuntimeError if it ends
     before.
     """
@@ -167,7 +160,7 @@ def another_process(command: list[str]) -> Iterator[None]:
         try:
             if not process.stdout or process.stdout.readline() != "running\n":
                 raise RuntimeError(f"{' '.join(command)}: did not begin")
-            yield
+            yield process
             if process.poll() is not None:
                 raise RuntimeError(f"{' '.join(command)}: ended with code {process.returncode}")
         finally:

@@ -1,9 +1,9 @@
 """Forward products and dX of fp8 operands for Hopper: out = a[M, K] @ w[N, K].T / scales + b (+ res), in bf16.
 
-Tensor cores add fp8 products to 14 bits below the largest.  That loses small terms and biases long sums of one sign: by
-17% over 65,536 terms whose operands' means are half of their standard deviations.  So the sums of each 128 terms are
-added in fp32.  Each of two warpgroups has 64 x 256 of a tile, and registers for the product of half of that: while one
-adds, the other multiplies.
+Tensor cores add 32 fp8 products and the sum so far with 14 bits of the largest of them.  That loses small terms and
+biases long sums of one sign: by 17% over 65,536 terms whose operands' means are half of their standard deviations.  So
+the sums of each 128 terms are added in fp32.  Each of two warpgroups has 64 x 256 of a tile, and registers for the
+product of half of that: while one adds, the other multiplies.
 """
 
 import triton
@@ -22,6 +22,7 @@ from gpt2_triton.kernels.hopper.mainloop import load_partition
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
     BLOCK_N,
+    STAGES,
     TILE_M,
     TILE_N,
     Channel,
@@ -37,7 +38,6 @@ from gpt2_triton.kernels.tuning import programs
 
 TILE_K = 128
 BLOCK_K = gl.constexpr(TILE_K)
-STAGES = gl.constexpr(3)
 HALF = gl.constexpr(TILE_N // 2)
 ROWS_OF_GROUP = gl.constexpr(TILE_M // 2)
 HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF.value, 32]))  # of an accumulator

@@ -1,0 +1,22 @@
+"""The kernel package with something done at each launch."""
+
+import functools
+from typing import Any
+
+import gpt2_triton.kernels as kernels
+from gpt2_triton.kernels import contract
+
+
+class WrappedKernels:
+    """gpt2_triton.kernels, with `_launch(name, *arguments)` of a subclass in the place of each launcher."""
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(kernels, name)
+        if name not in contract.LAUNCHERS:
+            return attribute
+        launch: Any = functools.partial(self._launch, name)
+        launch.outputs = contract.LAUNCHERS[name].outputs  # as statistics read them
+        return launch
+
+    def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
+        raise NotImplementedError
