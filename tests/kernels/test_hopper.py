@@ -95,8 +95,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     }
 
 
-def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
-    """Compile a kernel, print ptxas' log and return the bytes of shared memory."""
+def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
+    """Compile a kernel; print ptxas' log, the bytes of shared memory, and how many barriers it leaves valid."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -138,7 +138,11 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> int:
     source = GluonASTSource(kernel, signature, constants, aligned)
     options = vars(module).get("OPTIONS", dict(num_warps=8) if module is transpose else pipeline.OPTIONS)
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(f"shared memory: {compiled.metadata.shared} bytes")
+    if "warp_specialize" not in compiled.asm["ttgir"]:  # partitions keep the barriers' memory to the end
+        left = compiled.asm["ptx"].count("mbarrier.init") - compiled.asm["ptx"].count("mbarrier.inval")
+        print(f"barriers left valid: {left}")
 
 
 NAMES = [*cases()]
@@ -148,7 +152,7 @@ NAMES = [*cases()]
 @pytest.mark.parametrize("names", [NAMES[i::5] for i in range(5)], ids=", ".join)
 def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
     """Compiled in another process: in this one the kernels may belong to the interpreter.  One process compiles several
-    kernels, as its imports take as long as a kernel.
+    kernels, as its imports take as long as a kernel.  A kernel without partitions invalidates its barriers.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent.parent
@@ -164,10 +168,13 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         assert spills and set(spills) == {"0"}, log
         programs = next((n for kernel, n in TOGETHER.items() if kernel in log), 1)
         assert int(re.findall(r"shared memory: (\d+) bytes", log)[0]) <= SHARED // programs - 1024, log
+        alone = any(word in log for word in ("attention", "transpose"))
+        assert re.findall(r"barriers left valid: (-?\d+)", log) == (["0"] if alone else []), log
         assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         print(f"kernel: {name}", flush=True)
-        print(f"shared memory: {compile_for_hopper(*cases()[name])} bytes", flush=True)
+        compile_for_hopper(*cases()[name])
+        sys.stdout.flush()

@@ -192,8 +192,9 @@ def test_attention_bwd_writes_fp8(rng, monkeypatch, transposed, recorded):
         dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
         dict(warpgroup_mma_wait=lambda pending, deps: mma_wait(pending + 1, deps)),
         dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))),
+        dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(invalidate=lambda barrier: None))),
     ],
-    ids=["no fence", "no wait for stores", "early release", "no wait for loads"],
+    ids=["no fence", "no wait for stores", "early release", "no wait for loads", "barriers left valid"],
 )
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
 def test_simulator_finds_a_missing_wait_or_fence(rng, monkeypatch, backwards, replaced):

@@ -15,7 +15,8 @@ result, which the test compares with float64.
 
 `Race` is raised for: a wait that never ends, an arrival too many, a read of shared memory that a load is still writing,
 a write to shared memory that a load or store still uses, a TMA store of data that was written without a fence, a
-partition that ends before its stores have, a load that nothing waits for, and an address outside a tensor.
+partition that ends before its stores have, a load that nothing waits for, an address outside a tensor, the use of an
+invalidated barrier, and a barrier that a kernel without partitions does not invalidate.
 
 What it does not check: registers, layouts, alignment, and speed.  test_hopper.py compiles the kernels for that.
 test_hopper_simulated.py removes each kind of wait and checks that the simulator finds it.
@@ -102,6 +103,7 @@ class Turns:
         self.back, self.over = threading.Semaphore(0), False
         self.workers: list[Worker] = []
         self.memories: list[Memory] = []
+        self.barriers: list[Barrier] = []
         self.loads: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []  # places, memory, completion
         self.stores: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []
 
@@ -265,6 +267,12 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.missing = self.bytes = self.phase = 0
+        self.valid = True
+
+    def used(self) -> "Barrier":
+        if not self.valid:
+            raise Race(f"{local.worker.name} uses a barrier that is invalidated")
+        return self
 
     def arrive(self, count: int = 1, nbytes: int = 0) -> None:
         self.missing -= count
@@ -313,21 +321,26 @@ def mma_wait(pending: int, deps: tuple[Any, ...]) -> Any:
 
 
 def _barrier_wait(barrier: Barrier, parity: int) -> None:
-    local.worker.wait(lambda: barrier.phase & 1 != parity)
+    local.worker.wait(lambda: barrier.used().phase & 1 != parity)
 
 
 def _expect(barrier: Barrier, nbytes: int, pred: bool = True) -> None:
     if pred:
-        barrier.arrive(nbytes=nbytes)
+        barrier.used().arrive(nbytes=nbytes)
 
 
 def _arrive(barrier: Barrier, count: int) -> None:
-    barrier.arrive(count)
+    barrier.used().arrive(count)
     local.worker.wait()
 
 
 def _init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.missing = count
+    local.worker.turns.barriers.append(barrier)
+
+
+def _invalidate(barrier: Barrier) -> None:
+    barrier.used().valid = False
 
 
 def _tma_load(desc: Descriptor, corner: list[int], barrier: Barrier, shared: Shared, pred: bool = True) -> None:
@@ -378,7 +391,7 @@ def _fence() -> None:
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
         bars = [Barrier() for _ in range(shape[0])]
-        return SimpleNamespace(index=lambda i: bars[i])
+        return SimpleNamespace(index=lambda i: bars[i], shape=(*shape,))
     memory = Memory(torch.Size(shape).numel(), dtype)
     local.worker.turns.memories.append(memory)
     return Shared.view(memory, shape)
@@ -461,7 +474,12 @@ NAMES: dict[str, Any] = dict(
     gl=SimpleNamespace(**LANGUAGE),
     tl=SimpleNamespace(**LANGUAGE),
     mbarrier=SimpleNamespace(
-        init=_init, wait=_barrier_wait, arrive=_arrive, expect=_expect, MBarrierLayout=lambda: None
+        init=_init,
+        wait=_barrier_wait,
+        arrive=_arrive,
+        expect=_expect,
+        invalidate=_invalidate,
+        MBarrierLayout=lambda: None,
     ),
     tma=SimpleNamespace(store_wait=_store_wait),
     tma_load=_tma_load,
@@ -526,6 +544,8 @@ class Kernel:
                 turns.run([("program", num_warps, whole, tuple(wrapped))])
                 if partitions := turns.workers[0].then:
                     turns.run(partitions)
+                elif any(barrier.valid for barrier in turns.barriers):
+                    raise Race(f"program {program}: a barrier is not invalidated")
 
         return launch
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gpt2_triton.kernels.device_math import LOG2E
 from gpt2_triton.kernels.e4m3 import paired_columns, quantise
-from gpt2_triton.kernels.hopper.pipeline import barriers, describe, tma_load, tma_store
+from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load, tma_store
 
 HEAD = 64  # columns of a head, and rows of a block
 
@@ -45,6 +45,13 @@ def ring_of(desc, n: gl.constexpr):
     x = gl.allocate_shared_memory(gl.bfloat16, [n, SIDE, SIDE], desc.layout)
     y = gl.allocate_shared_memory(gl.bfloat16, [n, SIDE, SIDE], desc.layout)
     return Ring(x, y, barriers(n), barriers(n))
+
+
+@gluon.jit
+def end_ring(ring):
+    """Invalidate the barriers of ring_of."""
+    invalidate(ring.x_full)
+    invalidate(ring.y_full)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from gpt2_triton.kernels.hopper.attention import (
     SIDE,
     STAGES,
     Gradient,
+    end_ring,
     load_pair,
     ring_of,
     stage_gradient,
@@ -122,6 +123,8 @@ def _attention_dkdv_kernel(
     staged_dv = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
     store_gradient(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
     store_gradient(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
+    end_ring(own)
+    end_ring(ring)
     tma.store_wait(0)
 
 

@@ -18,6 +18,7 @@ from gpt2_triton.kernels.hopper.attention import (
     SIDE,
     STAGES,
     Gradient,
+    end_ring,
     load_pair,
     ring_of,
     stage_gradient,
@@ -93,6 +94,8 @@ def _attention_dq_kernel(
     gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
     staged = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq)
     store_gradient(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)
+    end_ring(own)
+    end_ring(ring)
     tma.store_wait(0)
 
 

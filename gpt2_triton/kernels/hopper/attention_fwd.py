@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpt2_triton.kernels.e4m3 import quantise
-from gpt2_triton.kernels.hopper.attention import FACTOR, HEAD, LAYOUT, OPERAND, SIDE, load_block, ring_of
-from gpt2_triton.kernels.hopper.pipeline import barriers, describe, tma_store, wait_full
+from gpt2_triton.kernels.hopper.attention import FACTOR, HEAD, LAYOUT, OPERAND, SIDE, end_ring, load_block, ring_of
+from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_store, wait_full
 
 OPTIONS = dict(num_warps=4, maxnreg=96)
 
@@ -108,6 +108,8 @@ def _attention_fwd_kernel(out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv
     tma_store(out_desc, [row + first, h * SIDE], q)
     if out8_desc is not None:
         tma_store(out8_desc, [row + first, h * SIDE], rows8)
+    invalidate(q_full)
+    end_ring(ring)
     tma.store_wait(0)
 
 

@@ -90,6 +90,17 @@ def barriers(n: gl.constexpr, count: gl.constexpr = 1):
 
 
 @gluon.jit
+def invalidate(bars):
+    """End the use of barriers, at the end of a kernel without partitions.  Until then Triton keeps their memory apart;
+    otherwise it reuses that of a barrier after the last wait, which the PTX ISA forbids before mbarrier.inval: the
+    hardware may write the barrier once more, and does when processes share the GPU.
+    """
+    COUNT: gl.constexpr = bars.shape[0]
+    for i in gl.static_range(COUNT):
+        mbarrier.invalidate(bars.index(i))
+
+
+@gluon.jit
 def wait_empty(empty, step, STAGES: gl.constexpr):
     mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
 

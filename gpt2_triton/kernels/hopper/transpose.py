@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from gpt2_triton.kernels.hopper.pipeline import barriers, describe, tma_load, tma_store
+from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load, tma_store, wait_full
 
 SIDE = 128  # of a block
 BLOCK = gl.constexpr(SIDE)
@@ -31,15 +31,16 @@ def _transpose_kernel(out_desc, x_desc):
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     x_buf = gl.allocate_shared_memory(gl.float8e4nv, [BLOCK, BLOCK], x_desc.layout)
     out_buf = gl.allocate_shared_memory(gl.int16, [BLOCK, BLOCK // 2], out_desc.layout)
-    full = barriers(1).index(0)
+    full = barriers(1)
     r = gl.program_id(0) * BLOCK
     c = gl.program_id(1) * BLOCK
-    mbarrier.expect(full, x_desc.block_type.nbytes)
-    tma_load(x_desc, [r, c], full, x_buf)
-    mbarrier.wait(full, 0)
+    mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
+    tma_load(x_desc, [r, c], full.index(0), x_buf)
+    wait_full(full, 0, 1)
     out_buf.permute((1, 0)).store(pairs(x_buf.load(layout)))
     fence_async_shared()
     tma_store(out_desc, [c, r // 2], out_buf)
+    invalidate(full)
     tma.store_wait(0)
 
 
