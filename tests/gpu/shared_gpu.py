@@ -18,7 +18,7 @@ import functools
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -201,14 +201,16 @@ def passes_of(model: GPT2, arena: Tensor, control: Control, passes: int) -> tupl
     return launched, replayed, [control.sum() for _ in range(passes)]
 
 
-def compare(precision: str) -> int:
-    """Print a line for each condition and way; return how many passes of ours differ."""
+def compare(precision: str, others: Iterable[str] = ("torch", "bf16", "fp8")) -> int:
+    """Print a line for each condition and way; return how many passes of ours differ.  others: what the other process
+    does, in turn.
+    """
     model, pristine = large(precision)
     control, wrong = Control(), 0
     [want], [want_replayed], [want_control] = passes_of(model, pristine, control, 1)
     found = {"alone": passes_of(model, pristine, control, 1)}
     found["dirty"] = passes_of(model, dirty(model, pristine), control, 1)
-    for other in ("torch", "bf16", "fp8"):
+    for other in others:
         with another_process([sys.executable, "-m", "tests.gpu.shared_gpu", "--load", other]):
             found[f"shared with {other}"] = passes_of(model, pristine, control, PASSES)
     for condition, (launched, replayed, controls) in found.items():
@@ -219,8 +221,8 @@ def compare(precision: str) -> int:
             print(
                 f"{precision}, {condition}, {way}: {len(passes) - len(first)} of {len(passes)} equal{lines}", flush=True
             )
-        if others := sum(value != want_control for value in controls):
-            print(f"  PyTorch's product differs in {others} of {len(controls)}", flush=True)
+        if disturbed := sum(value != want_control for value in controls):
+            print(f"  PyTorch's product differs in {disturbed} of {len(controls)}", flush=True)
     return wrong
 
 

@@ -1,5 +1,6 @@
 """Tests that need a GPU: gradients at GPT-2's width, the plan against the memory in use, kernel names, equal bits of
-two runs and of graphs and launches, and gaps in the device's work.  Nothing else may use the GPU meanwhile.
+two runs, of graphs and launches and beside another process, and gaps in the device's work.  Nothing else may use the
+GPU meanwhile.
 """
 
 import collections
@@ -20,6 +21,7 @@ from gpt2_triton.inference.generate import fill_cache, generate
 from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
+from tests.gpu import shared_gpu
 from tests.support import reference
 from tests.support.helpers import error
 from tests.support.models import F64, batches, train_steps
@@ -196,6 +198,11 @@ def test_steps_leave_no_gap_on_the_device_and_one_wait_on_the_host():
     assert calls["cudaGraphLaunch"] == 2 * 4  # the trace saw the steps
     assert calls["cudaEventSynchronize"] == 4 and calls["cudaStreamSynchronize"] == 0 and calls["cudaMemcpy"] == 0
     assert calls["cudaDeviceSynchronize"] <= 1  # the profiler's own, as it ends
+
+
+def test_another_process_on_the_gpu_changes_no_bit():
+    """A step in bf16 at GPT-2 1558M's width; shared_gpu.py by itself has fp8 too, and runs of ours as other process."""
+    assert shared_gpu.compare("bf16", others=["torch"]) == 0
 
 
 def test_a_run_compiles_nothing_after_compile():
