@@ -7,7 +7,6 @@ START is time.time() when the process was started; PRECISION is train.precision,
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +14,7 @@ import torch
 
 import gpt2_triton.kernels as K
 from benchmarks.energy import Power
+from benchmarks.options import timed_arguments
 from benchmarks.sizes import config_of, tokens_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
@@ -75,4 +75,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])
+    main(*timed_arguments("our_gpt2", "RECOMPUTE [PRECISION [KEEP_BF16]]", 1))

@@ -11,7 +11,6 @@ START is time.time() when the process was started.
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -22,6 +21,7 @@ from torch.nn.attention import sdpa_kernel
 
 from benchmarks.energy import Power
 from benchmarks.floors import ATTENTION
+from benchmarks.options import timed_arguments
 from benchmarks.sizes import tokens_of
 from gpt2_triton.config.schema import ModelConfig
 
@@ -120,4 +120,4 @@ def main(size: str, batch: int, steps: int, start: float, float8: str | None = N
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])
+    main(*timed_arguments("torch_gpt2", "[FLOAT8]", 0))

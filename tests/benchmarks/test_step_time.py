@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -145,3 +146,12 @@ def test_compare_sizes_runs_processes_and_reports_a_failed_one(tmp_path, monkeyp
         ["d36", "32", "6", "gelu+ln", "bf16"],
     ]  # fmt: skip
     assert torchs == [["d12", "64", "6"], None, ["d36", "32", "6"]]
+
+
+@pytest.mark.parametrize("module", ["our_gpt2", "torch_gpt2"])
+@pytest.mark.parametrize("words", [[], ["d12", "64", "many", "0", "gelu"]], ids=["none", "no number"])
+def test_programs_print_their_usage(module, words):
+    run = subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *words], capture_output=True, text=True)
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr.startswith(f"usage: python -m benchmarks.{module} SIZE BATCH STEPS START ")
+    assert run.stderr.count("\n") == 1
