@@ -334,6 +334,21 @@ def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
     assert torch.equal(dbias, 2 * once)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's, in tanh
+def test_derivative_of_gelu_far_from_0_is_1_or_0(rng):
+    """Where 15 times the input is beyond fp16."""
+    M, N = 128, 256
+    a, w = product_operands(rng, M, N, C)
+    b, slope = torch.tensor([5000.0, -5000.0], dtype=BF16, device=DEVICE).repeat(N // 2), poisoned(M, N).to(torch.uint8)
+    K.matmul_gelu(operand(M, N, 1 / 16), slope, a, w, b)
+    dout, w2 = product_operands(rng, M, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
+    dpre = operand(M, N, 4.0)
+    K.matmul_dx_dgelu(dpre, poisoned(N), None, poisoned(M * N), dout, w2, slope, False)
+    product = dequantised(dout) @ dequantised(w2)
+    got = dequantised(dpre)
+    assert (got[:, 1::2] == 0).all() and error(got[:, ::2], product[:, ::2]) < 0.03  # e4m3's own 0.027
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weight_gradients_equal_float64(transposed, rng):
     dout, inp = (operand(R, n, s, transposed, value=rng(R, n)) for n, s in ((48, 8.0), (C, 32.0)))
