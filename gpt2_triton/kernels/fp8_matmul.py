@@ -28,6 +28,7 @@ from gpt2_triton.kernels.fp8 import Fp8, block, stored, transpose
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_dw
+from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tiles import TileSplit, describe, halves, split_item, tile_position
 from gpt2_triton.kernels.tuning import programs, tuned
@@ -144,14 +145,17 @@ def _fp8_classifier_target_kernel(
 def _launch(
     out: Tensor | Fp8, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None = None, *,
     epilogue: str = "", res: Tensor | None = None, slope: Tensor | None = None, part: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
+    """Launch a product; return the rows of tiles, and so of `part`."""
     (M, K), N = a.shape, w.shape[0]
     kernel = hopper.takes(f"matmul_{epilogue}" if epilogue else "matmul", M, N, "fp8")
     if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
         forms = out.rows, out.columns, out.scale, out.amax
-        return hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
+        hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
+        return triton.cdiv(M, TILE_M)
     if kernel == "fp8_matmul":
-        return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res)
+        hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res)
+        return triton.cdiv(M, TILE_M)
     row = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
@@ -163,6 +167,7 @@ def _launch(
     )  # fmt: skip
     if isinstance(out, Fp8):
         transpose(out.columns, out.rows, pairs=True)
+    return triton.cdiv(M, block_m)
 
 
 def matmul(out: Tensor, inp: Fp8, w: Fp8, b: Tensor | None, res: Tensor | None = None) -> None:
@@ -182,9 +187,8 @@ def matmul_dx(dinp: Tensor, dout: Fp8, w: Fp8) -> None:
 
 def matmul_dx_dgelu(dpre: Fp8, dbias: Tensor, scratch: Tensor, dout: Fp8, w: Fp8, slope: Tensor, acc: bool) -> None:
     """Write dpre = (dout @ w) * gelu'(pre) and dbias (+)= its column sums before rounding."""
-    _launch(dpre, dout.rows, dout.scale, w.columns, w.scale, epilogue="dgelu", slope=slope, part=scratch)
-    R = dout.shape[0]
-    column_sums(dbias, None, None, scratch, triton.cdiv(R, tuned("matmul", "fp8", BLOCK_M=R)["BLOCK_M"]), acc)
+    rows = _launch(dpre, dout.rows, dout.scale, w.columns, w.scale, epilogue="dgelu", slope=slope, part=scratch)
+    column_sums(dbias, None, None, scratch, rows, acc)
 
 
 def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:

@@ -33,6 +33,7 @@ from gpt2_triton.kernels.fp8 import Fp8, Operand
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tiles import (
     TileSplit,
@@ -168,16 +169,19 @@ def _add_dw_partials_kernel(
 def _launch(
     out: Tensor, a: Tensor, w: Tensor, b: Tensor | None = None, *, epilogue: str = "", w_is_nk: bool = True,
     res: Tensor | None = None, pre: Tensor | None = None, gelu_out: Tensor | None = None, part: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
+    """Launch a product; return the rows of tiles, and so of `part`."""
     (M, K), N = a.shape, out.shape[1]
     op = f"matmul_{epilogue}" if epilogue else "matmul"
     kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None
     if kernel == "matmul_wide":
-        return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
+        hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
+        return triton.cdiv(M, TILE_M)
     if kernel == "matmul":
-        return hopper_matmul.matmul(
+        hopper_matmul.matmul(
             out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part
         )
+        return triton.cdiv(M, TILE_M)
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     out_desc, res_desc, pre_desc, gelu_desc = (describe(t, block_m, block_n // 2) for t in (out, res, pre, gelu_out))
@@ -188,6 +192,7 @@ def _launch(
         out_desc, a_desc, w_desc, b, res_desc, pre_desc, gelu_desc, part, M, N, K,
         W_IS_NK=w_is_nk, EPILOGUE=epilogue, **row,
     )  # fmt: skip
+    return triton.cdiv(M, block_m)
 
 
 @contract("out[R,N] <- inp[R,K] w[N,K] b[N]?")
@@ -232,15 +237,13 @@ def matmul_dx_dgelu(
     """
     if isinstance(dout, Fp8):
         return fp8_matmul.matmul_dx_dgelu(dpre, dbias, scratch, dout, w, pre, acc)
-    _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
-    R = dout.shape[0]
-    blocks = triton.cdiv(R, tuned("matmul", dtype_name(dout), BLOCK_M=R)["BLOCK_M"])
-    column_sums(dbias, None, None, scratch, blocks, acc)
+    rows = _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
+    column_sums(dbias, None, None, scratch, rows, acc)
 
 
 def matmul_dx_dgelu_scratch(R: int, K: int, dtype: str) -> int:
     """Return the fp32 elements of scratch: one row of column sums per row of tiles."""
-    return K * triton.cdiv(R, tuned("matmul", dtype, BLOCK_M=R)["BLOCK_M"])
+    return K * triton.cdiv(R, min(TILE_M, tuned("matmul", dtype, BLOCK_M=R)["BLOCK_M"]))
 
 
 def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
