@@ -217,6 +217,26 @@ def test_simulator_finds_a_missing_wait_or_fence(rng, monkeypatch, backwards, re
     assert any(found(seed, replaced) for seed in range(5))
 
 
+@without_gpu
+def test_simulator_finds_barriers_that_are_invalidated_too_early(rng):
+    names = NAMES["mbarrier"]
+
+    def init(barrier, count):
+        names.init(barrier, count)
+        names.invalidate(barrier)
+
+    def expect(barrier, nbytes, pred=True):
+        names.expect(barrier, nbytes, pred)
+        names.invalidate(barrier)
+
+    qkv, _, _ = draw_forward(rng, 1, 1, 64)
+    early = {"uses a barrier that is invalidated": dict(init=init), "phase is not complete": dict(expect=expect)}
+    for message, replaced in early.items():
+        barriers = SimpleNamespace(**vars(names) | replaced)
+        with pytest.raises(Race, match=message):
+            forward(poisoned(64, HS, dtype=BF16), poisoned(1, 1, 64), qkv, 1, mbarrier=barriers)
+
+
 # T, HS, the forward pass's module and dQ's, dK's and dV's
 TAKES = [
     (64, 64, True, True),

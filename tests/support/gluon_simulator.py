@@ -267,7 +267,7 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.missing = self.bytes = self.phase = 0
-        self.valid = True
+        self.valid = False
 
     def used(self) -> "Barrier":
         if not self.valid:
@@ -321,7 +321,8 @@ def mma_wait(pending: int, deps: tuple[Any, ...]) -> Any:
 
 
 def _barrier_wait(barrier: Barrier, parity: int) -> None:
-    local.worker.wait(lambda: barrier.used().phase & 1 != parity)
+    barrier.used()
+    local.worker.wait(lambda: barrier.phase & 1 != parity)
 
 
 def _expect(barrier: Barrier, nbytes: int, pred: bool = True) -> None:
@@ -336,11 +337,14 @@ def _arrive(barrier: Barrier, count: int) -> None:
 
 def _init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.missing = count
+    barrier.valid = True
     local.worker.turns.barriers.append(barrier)
 
 
 def _invalidate(barrier: Barrier) -> None:
-    barrier.used().valid = False
+    if barrier.used().bytes or barrier.missing != barrier.count:
+        raise Race(f"{local.worker.name} invalidates a barrier whose phase is not complete")
+    barrier.valid = False
 
 
 def _tma_load(desc: Descriptor, corner: list[int], barrier: Barrier, shared: Shared, pred: bool = True) -> None:
@@ -349,6 +353,7 @@ def _tma_load(desc: Descriptor, corner: list[int], barrier: Barrier, shared: Sha
         return
     turns.check("loads into", shared.memory, shared.places, turns.loads, turns.stores)
     assert shared.shape == tuple(desc.block_type.shape)
+    barrier.used()
 
     def arrive() -> None:
         r, c, inside = desc.block(corner)

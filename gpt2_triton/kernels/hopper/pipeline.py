@@ -91,9 +91,9 @@ def barriers(n: gl.constexpr, count: gl.constexpr = 1):
 
 @gluon.jit
 def invalidate(bars):
-    """End the use of barriers, at the end of a kernel without partitions.  Until then Triton keeps their memory apart;
-    otherwise it reuses that of a barrier after the last wait, which the PTX ISA forbids before mbarrier.inval: the
-    hardware may write the barrier once more, and does when processes share the GPU.
+    """Invalidate barriers, at the end of a kernel without partitions.  Triton's allocator reuses a barrier's memory
+    after its last use, which the PTX ISA allows only after mbarrier.inval.  Without it, runs that shared a GPU had
+    wrong bytes there.
     """
     COUNT: gl.constexpr = bars.shape[0]
     for i in gl.static_range(COUNT):
