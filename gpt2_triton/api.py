@@ -79,7 +79,7 @@ class Run:
         from gpt2_triton.training.metrics import METRICS, read_metrics
 
         with silent():
-            return read_metrics(self.directory / METRICS)
+            return read_metrics(self.directory / METRICS) if (self.directory / METRICS).exists() else []
 
     @property
     def loss(self) -> float | None:
@@ -105,9 +105,15 @@ class Run:
     @property
     def best(self) -> Path | None:
         """The checkpoint of the lowest validation loss; None unless the run has checkpoint.best val_loss."""
-        from gpt2_triton.checkpoint.load import best_checkpoint
+        from gpt2_triton.checkpoint.load import attempts, best_checkpoint
 
-        return best_checkpoint(self.last) if self.last else None
+        for _ in attempts(self.directory):
+            newest = self.last
+            try:
+                return best_checkpoint(newest) if newest else None
+            except OSError:
+                continue  # deleted meanwhile by the run, which has a newer one
+        raise AssertionError
 
 
 def train(

@@ -16,6 +16,7 @@ import torch
 import gpt2_triton
 import gpt2_triton.kernels as K
 from gpt2_triton import api
+from gpt2_triton.checkpoint import load
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import tools
@@ -116,6 +117,26 @@ def test_run_reads_its_files(run):
     assert run.last.name == "step_00000004" and run.best.name == f"step_{best:08d}"
     assert repr(run).startswith(f"Run('{run.directory}': done, loss ")
     assert api.Run(str(run.directory)).metrics == run.metrics
+
+
+def test_run_that_has_only_begun_has_no_losses(tmp_path):
+    (tmp_path / "config.yaml").write_text(small_config().to_yaml())
+    run = api.Run(tmp_path)
+    assert run.metrics == [] and run.loss is run.val_loss is run.last is run.best is None and run.state == "stopped"
+    assert repr(run) == f"Run('{tmp_path}': stopped, loss None, val_loss None)"
+
+
+def test_best_step_is_found_although_the_newest_is_deleted_meanwhile(run, monkeypatch):
+    original, deleted = load.best_checkpoint, iter([True, True, False])
+
+    def read(newest):
+        if next(deleted):
+            raise FileNotFoundError(newest / "state.json")
+        return original(newest)
+
+    best = run.best
+    monkeypatch.setattr(load, "best_checkpoint", read)
+    assert run.best == best and next(deleted, None) is None
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
     Print a warning for each newer one, which is damaged.  Raise CheckpointError if all are damaged.
     """
-    for _ in _attempts(directory):
+    for _ in attempts(directory):
         steps, gone = list_steps(directory), False
         for _, path in reversed(steps):
             problems = verify(path)
@@ -154,7 +154,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return None
 
 
-def _attempts(path: Path) -> Iterator[int]:
+def attempts(path: Path) -> Iterator[int]:
     """Yield the numbers of attempts to read from a run that deletes a step meanwhile, which then has a newer one.
     CheckpointError at the end.
     """
@@ -191,7 +191,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def _find_best(path: Path) -> Path:
     run_dir, before = path.parent, None
-    for _ in _attempts(path):
+    for _ in attempts(path):
         newest = find_checkpoint(run_dir)
         try:
             found = best_checkpoint(newest)
@@ -224,7 +224,7 @@ def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]
     and deletes steps.
     """
     named = STEP_NAME.fullmatch(path.absolute().name)
-    for _ in _attempts(path):
+    for _ in attempts(path):
         found = find_checkpoint(path)
         try:
             return found, *load_checkpoint(found)
@@ -252,8 +252,9 @@ def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return state, shards[0]
     if covered_length(spans) is None or covered_length(of_tensor["v"]) is None:
         raise CheckpointError(f"{step_dir / STATE}: its shares do not cover the parameters; choose another step")
+    sharded = {name for shard in shards[1:] for name in shard}
     for rank, shard in enumerate(shards):
-        for name in shards[-1]:
+        for name in sorted(sharded):
             own = of_tensor.get(name, spans)[rank]
             if name not in shard or shard[name].shape != (sum(length for _, length in own),):
                 wrong = f"{step_dir / tensors_name(rank)}: {name} is not of the length of its shares in {STATE}"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gpt2_triton.checkpoint import load
 from gpt2_triton.checkpoint.format import FORMAT, MANIFEST, STATE, fingerprint, tensors_name
@@ -355,3 +356,20 @@ def test_state_of_another_shape_counts_as_damaged(tmp_path, capsys, key, value):
     assert f"skipping damaged {newest}: state.json: {key}" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=f"state.json: {key}"):
         find_checkpoint(newest)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_load_refuses_a_tensor_that_one_rank_lacks(tmp_path, rank):
+    """Of four ranks; rank 0 alone has `scale`, which is not shared out."""
+    step_dir = tmp_path / "step"
+    step_dir.mkdir()
+    for r in range(4):
+        shard = example(r, 5) | (dict(scale=torch.ones(3)) if r == 0 else {})
+        save_file({name: t for name, t in shard.items() if (r, name) != (rank, "m")}, step_dir / tensors_name(r))
+    shares = [[[5 * r, 5]] for r in range(4)]
+    (step_dir / STATE).write_text(json.dumps(dict(format=FORMAT, shares=shares)))
+    with pytest.raises(CheckpointError, match=rf"{tensors_name(rank)}: m is not of the length of its shares"):
+        load_checkpoint(step_dir)
+    save_file(example(rank, 5) | (dict(scale=torch.ones(3)) if rank == 0 else {}), step_dir / tensors_name(rank))
+    _, tensors = load_checkpoint(step_dir)
+    assert torch.equal(tensors["m"], torch.cat([example(r, 5)["m"] for r in range(4)])) and len(tensors["scale"]) == 3
