@@ -9,13 +9,15 @@ from gpt2_triton.errors import ConfigError
 NO_GPU = "needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU"
 
 
-def timed_arguments(module: str, others: str, required: int) -> tuple[str, int, int, float, *tuple[str, ...]]:
-    """Return size, batch, steps and start of a program that `benchmarks steps` starts, and the `others` as words, of
-    which so many are required; exit with code 2 and the usage if words are missing or no numbers.
+def timed_arguments(
+    module: str, others: str, least: int, most: int
+) -> tuple[str, int, int, float, *tuple[str, ...]]:  # fmt: skip
+    """Return size, batch, steps and start of a program that `benchmarks steps` starts, and from `least` to `most` other
+    words.  Exit with code 2 and the usage if words are missing, are too many or are not numbers.
     """
     try:
         size, batch, steps, start, *words = sys.argv[1:]
-        if len(words) >= required:
+        if least <= len(words) <= most:
             return size, int(batch), int(steps), float(start), *words
     except ValueError:
         pass

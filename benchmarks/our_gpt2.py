@@ -75,4 +75,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*timed_arguments("our_gpt2", "RECOMPUTE [PRECISION [KEEP_BF16]]", 1))
+    main(*timed_arguments("our_gpt2", "RECOMPUTE [PRECISION [KEEP_BF16]]", 1, 3))

@@ -120,4 +120,4 @@ def main(size: str, batch: int, steps: int, start: float, float8: str | None = N
 
 
 if __name__ == "__main__":
-    main(*timed_arguments("torch_gpt2", "[FLOAT8]", 0))
+    main(*timed_arguments("torch_gpt2", "[FLOAT8]", 0, 1))

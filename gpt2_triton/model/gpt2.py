@@ -260,6 +260,12 @@ class GPT2:
                     multiples of 16 or 32, and B*T selects among some kernels.
         """
         self.train_view.comm = Communicator()
+        try:
+            return self._compile(evaluated)
+        finally:
+            self.train_view.comm = self.comm
+
+    def _compile(self, evaluated: Iterable[tuple[int, int]]) -> Any:
         with Progress("compiling", None, "kernels") as progress, self.K.compiling(report=progress.show) as compiled:
             self.initialise(self.config.train.seed)
             for with_stats in (False, True) if self.stats_recorder else (False,):
@@ -275,7 +281,6 @@ class GPT2:
                 s = self.config.sample
                 self.prefill([0], slice(0, 1))
                 self._decode(s.temperature, s.top_k, 1.0)
-        self.train_view.comm = self.comm
         return compiled
 
     def compile_decoding(self, temperature: float, top_k: int, top_p: float) -> Any:

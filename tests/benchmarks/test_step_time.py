@@ -149,7 +149,11 @@ def test_compare_sizes_runs_processes_and_reports_a_failed_one(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("module", ["our_gpt2", "torch_gpt2"])
-@pytest.mark.parametrize("words", [[], ["d12", "64", "many", "0", "gelu"]], ids=["none", "no number"])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["d12", "64", "many", "0", "gelu"], ["d12", "64", "9", "0", *"abcd"]],
+    ids=["none", "no number", "many"],
+)
 def test_programs_print_their_usage(module, words):
     run = subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *words], capture_output=True, text=True)
     assert run.returncode == 2 and run.stdout == ""
