@@ -156,7 +156,7 @@ def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape | Non
 
 def free_bytes(device: str) -> int:
     """Return the bytes that a plan may use on this GPU, or for "cpu" on this machine."""
-    return free_and_total_bytes(device)[0] - MODULE_BYTES
+    return max(0, free_and_total_bytes(device)[0] - MODULE_BYTES)
 
 
 def used_bytes(device: str) -> int:
@@ -251,8 +251,8 @@ def _zero_table(config: Config, K: Any, shape: StepShape) -> list[str]:
 def require_fits(
     plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool = True, sequences: int = 0
 ) -> None:
-    """Raise OutOfMemoryError, with what would fit, if the plan exceeds the free memory."""
-    if plan.total > free_and_total_bytes(device)[0]:
+    """Raise OutOfMemoryError, with what would fit, if the plan exceeds `free_bytes`."""
+    if plan.total > free_bytes(device):
         raise out_of_memory(plan, config, K, shape, device, training, sequences)
 
 
@@ -260,9 +260,12 @@ def out_of_memory(
     plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool, sequences: int
 ) -> OutOfMemoryError:
     """Return the error for a plan that the device has no room for: what it has, and what would fit."""
-    free, total = free_and_total_bytes(device)
+    free, (unused, total) = free_bytes(device), free_and_total_bytes(device)
     owner = "machine" if device == "cpu" else "GPU"
-    has = f"{format_bytes(plan.total)}, the {owner} has {format_bytes(free)} of {format_bytes(total)} free"
+    has = (
+        f"{format_bytes(plan.total)}, the {owner} has {format_bytes(unused)} of {format_bytes(total)} free, "
+        f"{format_bytes(MODULE_BYTES)} of it for kernels and graphs"
+    )
     if training:
         now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
         return OutOfMemoryError(
