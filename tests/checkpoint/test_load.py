@@ -360,7 +360,7 @@ def test_state_of_another_shape_counts_as_damaged(tmp_path, capsys, key, value):
 
 @pytest.mark.parametrize("rank", range(4))
 def test_load_refuses_a_tensor_that_one_rank_lacks(tmp_path, rank):
-    """Of four ranks; rank 0 alone has `scale`, which is not shared out."""
+    """The checkpoint is of four ranks; rank 0 alone has `scale`, which is not shared out."""
     step_dir = tmp_path / "step"
     step_dir.mkdir()
     for r in range(4):

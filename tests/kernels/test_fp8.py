@@ -336,7 +336,7 @@ def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's, in tanh
 def test_derivative_of_gelu_far_from_0_is_1_or_0(rng):
-    """Where 15 times the input is beyond fp16."""
+    """Inputs are so large that 15 times their value is beyond fp16."""
     M, N = 128, 256
     a, w = product_operands(rng, M, N, C)
     b, slope = torch.tensor([5000.0, -5000.0], dtype=BF16, device=DEVICE).repeat(N // 2), poisoned(M, N).to(torch.uint8)
