@@ -49,7 +49,7 @@ def test_recipe_first_line_matches_its_keys(name):
     config, line = load_config(path, {}), path.read_text().split("\n", 1)[0]
     found = re.fullmatch(
         r"# .* \((?:llm\.c's run_(\w+)M\.sh|of gpt2_124m)\): ([\d.]+)B tokens, ([\d,]+) steps to .*; "
-        r"([\d.]+) (\w+) and \$(\d+) on 8 H200s, ([\d.]+) (\w+) on one at ([\d.]+)k tokens/s"
+        r"by calculation ([\d.]+) (\w+) and \$(\d+) on 8 H200s, ([\d.]+) (\w+) on one at ([\d.]+)k tokens/s"
         r"( \(measured [\d-]{10}, commit [0-9a-f]{7}\))?\.",
         line,
     )
