@@ -29,6 +29,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 TASK_TITLES = {"lambada": "LAMBADA", "arc_easy": "ARC-Easy", "piqa": "PIQA", "winogrande": "WinoGrande"}
 
 CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").glob("*.json"))}  # for --beside
+NOT_COMPARABLE = "not comparable: the run's validation data is not FineWeb in GPT-2's tokens"
 
 # OpenAI's checkpoints: loss on FineWeb's validation shard of llm.c, HellaSwag (acc_norm), from llm.c's vislog
 OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0.4320), "1558M": (2.8313, 0.4889)}
@@ -62,7 +63,7 @@ class Reference(NamedTuple):
 
 def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()) -> list[str]:
     """Draw all runs over tokens, or over steps if the tokens of a run are unknown; return lines that compare them with
-    the curves `beside`, names of CURVES, which are drawn as far as the runs have come.
+    the curves `beside`, names of CURVES, which are drawn as far as the runs have come, or with OpenAI's.
 
     `openai` adds OpenAI's GPT-2 as horizontal lines.  Without it, those near the curves are drawn if the validation
     data of every run is FineWeb in GPT-2's tokens.
@@ -107,7 +108,10 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
             figure.savefig(out, dpi=150, metadata=FORMATS[out.suffix])
     except OSError as error:
         raise ConfigError(f"plot: cannot write {out}: {error.strerror}; choose another -o") from error
-    return [compare(run, reference) for reference in references for run in runs]
+    lines = [compare(run, reference) for reference in references for run in runs]
+    if openai:
+        lines += [f"{run.name} and OpenAI's GPT-2: {NOT_COMPARABLE}" for run in runs if not run.on_fineweb()]
+    return lines
 
 
 def read_reference(name: str) -> Reference:
@@ -131,7 +135,7 @@ def compare(run: Run, reference: Reference) -> str:
         there = f"ended at {reference.points[-1, 1]:.4f} after {_short(reference.points[-1, 0])}"
     else:
         there = f"has {np.interp(tokens, *reference.points.T):.4f} there"
-    other = "" if run.on_fineweb() else "; not comparable: the run's validation data is not FineWeb in GPT-2's tokens"
+    other = "" if run.on_fineweb() else f"; {NOT_COMPARABLE}"
     return f"{run.name}: val loss {loss:.4f} at {_short(tokens)} tokens; {reference.name} {there}{other}"
 
 

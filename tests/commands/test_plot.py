@@ -10,7 +10,7 @@ import pytest
 
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
-from gpt2_triton.commands.plot import COLORS, CURVES, OPENAI, smoothed
+from gpt2_triton.commands.plot import COLORS, CURVES, NOT_COMPARABLE, OPENAI, smoothed
 from gpt2_triton.commands.plot import draw_runs as plot
 from gpt2_triton.commands.plot import plot as plot_command
 from gpt2_triton.errors import ConfigError
@@ -80,6 +80,8 @@ def test_openai_levels_are_drawn_near_fineweb_curves_or_on_request(panels, tmp_p
     other = write_run(tmp_path / "other", 20, last=3.2, val="data/mytext/val_*.bin")
     assert levels(panels(other, near)["loss, nats per token"]) == []
     assert levels(panels(other, openai=True)["loss, nats per token"]) == [loss for loss, _ in OPENAI.values()]
+    lines = plot([other, near], tmp_path / "a.svg", openai=True)
+    assert lines == [f"other and OpenAI's GPT-2: {NOT_COMPARABLE}"]
 
 
 def test_hellaswag_has_a_panel_when_it_was_measured(panels, tmp_path):
