@@ -51,11 +51,13 @@ def settings(
     gpu: str | None = None,
     run_dir: Path | None = None,
     prepare: bool = False,
+    summary: bool = False,
 ) -> Config:
     """Return the configuration of a run on the text in `data`, on this machine or on GPUs of the name `gpu`.
 
     run_dir     a run to resume: its configuration instead of the recipe's, so that nothing is picked again
-    prepare     make the shards, unless they are there, and print what was picked
+    prepare     print what was picked, and make the shards unless they are there
+    summary     print what was picked
     """
     from gpt2_triton import device
     from gpt2_triton.data.prepare import text
@@ -77,11 +79,12 @@ def settings(
     shards = Path("data") / f"{_name(data)}_{tokenizer}_{measured.digest[:8]}"
     picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
     config = load_config(recipe, picked | dict(given), gpus)
-    if prepare:
-        log = print_line if rank == 0 else lambda line: None
+    log = print_line if rank == 0 else lambda line: None
+    if prepare or summary:
         where = "a GPU" if gpu_gib else "the CPU"
         for line in own_text.summary(config, measured.characters, where):
             log(line)
+    if prepare:
         text.prepare_measured(measured, shards, tokenizer, own_text.VAL_FRACTION, workers, log=log)
     return config
 

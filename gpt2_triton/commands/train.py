@@ -88,7 +88,7 @@ def train(
         return _start(config, overrides, run_dir, resume, data)
     gpu = _known_gpu(gpu)
     if data:
-        settings = own.settings(config, data, overrides, gpus or 1, gpu, run_dir if resume else None)
+        settings = own.settings(config, data, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
     else:
         settings = load_config(config, overrides, gpus or 1)
     if plan:
@@ -183,4 +183,8 @@ def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
     import gpt2_triton.kernels as kernels
     from gpt2_triton.model.memory_plan import plan_report
 
-    return plan_report(config, kernels, device.memory_bytes(gpu), shape)
+    if gpu:
+        name = f"a GPU {gpu}"
+    else:
+        name = "this GPU" if device.present() else "a GPU h200 (--gpu names another)"
+    return plan_report(config, kernels, device.memory_bytes(gpu), shape, name)

@@ -156,11 +156,12 @@ def _power_of_2(n: int) -> int:
 def summary(config: Any, characters: int, machine: str) -> list[str]:
     """Return lines that tell what was picked."""
     m, t, o = config.model, config.train, config.optim
+    every = dict(validation=config.eval.every, checkpoint=config.checkpoint.every, sample=config.sample.every)
+    periods = [f"a {what} every {n} steps" if n else f"no {what}" for what, n in every.items()]
     return [
         f"own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}",
         f"  model: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, {config.n_params:,} parameters",
         f"  steps: {t.steps:,} of {config.total_batch_tokens:,} tokens, sequences of {t.seq_len:,}, "
         f"batch {t.batch_size}, learning rate {o.lr:g}, warmup {o.warmup}",
-        f"  every {config.eval.every} steps a validation, every {config.checkpoint.every} a checkpoint, every "
-        f"{config.sample.every} a sample; any key can be given, as in --train.steps {2 * t.steps}",
+        f"  {', '.join(periods)}; any key can be given, as in --train.steps {2 * t.steps}",
     ]

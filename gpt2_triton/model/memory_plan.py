@@ -177,9 +177,9 @@ def memory_in_use_report(plan: MemoryPlan, before: int) -> str:
     return f"memory: {use}, before the run {format_bytes(before)} (CUDA context, other processes)"
 
 
-def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> str:
-    """Return as text whether the run fits a GPU of this size, its step, the bytes of each recompute level with the
-    largest micro-batch that fits, and the plan; needs no GPU.
+def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU") -> str:
+    """Return as text whether the run fits a GPU of this size, which the text calls `gpu`, its step, the bytes of each
+    recompute level with the largest micro-batch that fits, and the plan; needs no GPU.
     """
     budget = gpu_bytes - CONTEXT_BYTES - MODULE_BYTES
     chosen = choose_recompute(config, K, budget, shape)
@@ -190,7 +190,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> str
     gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
     return "\n".join(
         [
-            f"memory {format_bytes(plan.total)}, {rest}: {fits} a GPU of {format_bytes(gpu_bytes)}",
+            f"memory {format_bytes(plan.total)}, {rest}: {fits} {gpu} of {format_bytes(gpu_bytes)}",
             f"tokens of a step {config.total_batch_tokens:,}: {gpus}{shape.accumulation} x "
             f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
             f"largest train.batch_size that fits {at_levels[chosen.memory.recompute][1]:,}",

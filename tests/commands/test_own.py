@@ -107,6 +107,15 @@ def test_first_start_prepares_the_text_and_prints_what_it_picked(here, trained, 
     assert [path.name.partition("-")[0] for path in (here / "runs").iterdir()] == ["own"]
 
 
+def test_plan_says_what_was_picked_and_for_which_gpu(here, trained, capsys):
+    assert main(app, ["own", "--data", "my.txt", "--plan", "--gpu", "4090"]) == 0
+    picked, *_, fits = capsys.readouterr().out.partition("\nmemory ")
+    assert picked.startswith("own text: 10,750 characters, on a GPU; tokenizer bytes\n  model: ")
+    assert " fits a GPU 4090 of 23.50 GiB\n" in fits
+    assert main(app, ["own", "--data", "my.txt", "--print_config"]) == 0
+    assert capsys.readouterr().out.startswith("model:") and not trained and not (here / "data").exists()
+
+
 def test_second_start_uses_the_same_shards_and_changed_text_new_ones(here, trained, capsys):
     for _ in range(2):
         assert main(app, ["own", "--data", "my.txt"]) == 0

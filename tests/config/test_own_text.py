@@ -120,5 +120,8 @@ def test_summary_tells_what_was_picked():
         "tokenizer bytes",
         "2 layers, 2 heads, 128 channels",
         "100 of 1,024",
+        "a validation every 25 steps, a checkpoint every 25 steps, a sample every 50 steps; any key can be given",
     ):
         assert part in text
+    never = config_for(1_000_000).replace(sample={"every": 0})
+    assert "every 25 steps, no sample; " in summary(never, 1_000_000, "the CPU")[-1]
