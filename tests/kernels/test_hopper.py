@@ -96,7 +96,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
 
 
 def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
-    """Compile a kernel; print ptxas' log, the bytes of shared memory and, without partitions, the barriers."""
+    """Compile a kernel; print ptxas' log, the bytes of shared memory and the barriers."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -140,9 +140,10 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(f"shared memory: {compiled.metadata.shared} bytes")
-    if "warp_specialize" not in compiled.asm["ttgir"]:  # partitions keep the barriers' memory to the end
-        made, ended = (compiled.asm["ptx"].count(f"mbarrier.{name}") for name in ("init", "inval"))
-        print(f"barriers: {made} made, {ended} invalidated")
+    ptx = compiled.asm["ptx"]
+    places = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    made = [places[register] for register in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
+    print(f"barriers: {len(made)} made in {len({*made})} places, {ptx.count('mbarrier.inval')} invalidated")
 
 
 NAMES = [*cases()]
@@ -168,12 +169,9 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         assert spills and set(spills) == {"0"}, log
         programs = next((n for kernel, n in TOGETHER.items() if kernel in log), 1)
         assert int(re.findall(r"shared memory: (\d+) bytes", log)[0]) <= SHARED // programs - 1024, log
-        barriers = re.findall(r"barriers: (\d+) made, (\d+) invalidated", log)
-        if any(word in log.splitlines()[0] for word in ("attention", "transpose")):  # without partitions
-            [(made, ended)] = barriers
-            assert made == ended != "0", log
-        else:
-            assert not barriers, log
+        [(made, places, ended)] = re.findall(r"barriers: (\d+) made in (\d+) places, (\d+) invalidated", log)
+        alone = any(word in log.splitlines()[0] for word in ("attention", "transpose"))  # without partitions
+        assert made == places != "0" and ended == (made if alone else "0"), log
         assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma
 
 

@@ -16,7 +16,7 @@ result, which the test compares with float64.
 `Race` is raised for: a wait that never ends, an arrival too many, a read of shared memory that a load is still writing,
 a write to shared memory that a load or store still uses, a TMA store of data that was written without a fence, a
 partition that ends before its stores have, a load that nothing waits for, an address outside a tensor, the use of an
-invalidated barrier, and a barrier that a kernel without partitions does not invalidate.
+invalidated barrier, a barrier that a kernel without partitions does not invalidate, and barriers that nothing uses.
 
 What it does not check: registers, layouts, alignment, and speed.  test_hopper.py compiles the kernels for that.
 test_hopper_simulated.py removes each kind of wait and checks that the simulator finds it.
@@ -103,7 +103,7 @@ class Turns:
         self.back, self.over = threading.Semaphore(0), False
         self.workers: list[Worker] = []
         self.memories: list[Memory] = []
-        self.barriers: list[Barrier] = []
+        self.barriers: list[list[Barrier]] = []  # by allocation
         self.loads: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []  # places, memory, completion
         self.stores: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []
 
@@ -267,11 +267,12 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.missing = self.bytes = self.phase = 0
-        self.valid = False
+        self.valid = self.was_used = False
 
     def used(self) -> "Barrier":
         if not self.valid:
             raise Race(f"{local.worker.name} uses a barrier that is invalidated")
+        self.was_used = True
         return self
 
     def arrive(self, count: int = 1, nbytes: int = 0) -> None:
@@ -338,7 +339,6 @@ def _arrive(barrier: Barrier, count: int) -> None:
 def _init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.missing = count
     barrier.valid = True
-    local.worker.turns.barriers.append(barrier)
 
 
 def _invalidate(barrier: Barrier) -> None:
@@ -396,6 +396,7 @@ def _fence() -> None:
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
         bars = [Barrier() for _ in range(shape[0])]
+        local.worker.turns.barriers.append(bars)
         return SimpleNamespace(index=lambda i: bars[i], shape=(*shape,))
     memory = Memory(torch.Size(shape).numel(), dtype)
     local.worker.turns.memories.append(memory)
@@ -549,8 +550,10 @@ class Kernel:
                 turns.run([("program", num_warps, whole, tuple(wrapped))])
                 if partitions := turns.workers[0].then:
                     turns.run(partitions)
-                elif any(barrier.valid for barrier in turns.barriers):
+                elif any(barrier.valid for made in turns.barriers for barrier in made):
                     raise Race(f"program {program}: a barrier is not invalidated")
+                if not all(any(barrier.was_used for barrier in made) for made in turns.barriers):
+                    raise Race(f"program {program}: nothing uses a barrier")
 
         return launch
 

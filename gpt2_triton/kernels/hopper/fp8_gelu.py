@@ -37,7 +37,9 @@ from gpt2_triton.kernels.hopper.pipeline import (
     TILE_N,
     Channel,
     Operands,
+    Own,
     barriers,
+    channel,
     corner,
     describe,
     tiles,
@@ -253,9 +255,9 @@ def _fp8_gelu_kernel(
     r_bufs = gl.allocate_shared_memory(gl.float8e4nv, [2, SIDE, SIDE], rows_desc.layout)
     t_bufs = gl.allocate_shared_memory(gl.int16, [2, SIDE, SIDE // 2], columns_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
-    c = Channel(c_halves, barriers(1).index(0), barriers(1).index(0))
+    c = channel(c_halves, True)
     slope_bufs = gl.allocate_shared_memory(gl.uint8, [RING if DGELU else 2, 32, 128], slope_desc.layout)
-    slopes = Channel(slope_bufs, barriers(RING), barriers(RING))
+    slopes = Channel(slope_bufs, barriers(RING), barriers(RING)) if DGELU else Own(slope_bufs)
     # fmt: off
     if DGELU:
         gl.warp_specialize([

@@ -25,9 +25,9 @@ from gpt2_triton.kernels.hopper.pipeline import (
     STAGES,
     TILE_M,
     TILE_N,
-    Channel,
     Operands,
     barriers,
+    channel,
     corner,
     describe,
     tiles,
@@ -114,7 +114,7 @@ def _fp8_kernel(out_desc, a_desc, w_desc, b_ptr, res_desc, a_scale_ptr, w_scale_
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     c_bufs = gl.allocate_shared_memory(gl.bfloat16, [4, ROWS_OF_GROUP, HALF], out_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES, 2))
-    c = Channel(c_bufs, barriers(1).index(0), barriers(1, 2).index(0))
+    c = channel(c_bufs, res_desc is not None, 2)
     # fmt: off
     gl.warp_specialize([
         (fp8_partition, (out_desc, b_ptr, res_desc is not None, a_scale_ptr, w_scale_ptr, ring, c, M, N, K, 0)),

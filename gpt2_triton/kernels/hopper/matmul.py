@@ -37,6 +37,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     Channel,
     Operands,
     barriers,
+    channel,
     describe,
 )
 from gpt2_triton.kernels.tuning import programs
@@ -53,7 +54,7 @@ def _matmul_kernel(
     c_slices = gl.allocate_shared_memory(gl.bfloat16, [SLICES, SLICE_M, SLICE_N], out_desc.layout)
     c_buf = c_slices.reinterpret(gl.bfloat16, [BLOCK_M, BLOCK_N], out_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
-    c = Channel(c_buf, barriers(1).index(0), barriers(1).index(0))
+    c = channel(c_buf, res_desc is not None or EPILOGUE != "")
     # fmt: off
     if EPILOGUE == "dgelu":
         pre_bufs = gl.allocate_shared_memory(gl.bfloat16, [RING, SLICE_M, SLICE_N], pre_desc.layout)

@@ -22,9 +22,9 @@ from gpt2_triton.kernels.hopper.pipeline import (
     TILE_M,
     TILE_N,
     WIDE_N,
-    Channel,
     Operands,
     barriers,
+    channel,
     corner,
     describe,
     issue_mma,
@@ -101,7 +101,7 @@ def _wide_kernel(
     w_strip_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w_strip_desc.block_type.shape, w_strip_desc.layout)
     c_strips = gl.allocate_shared_memory(gl.bfloat16, [STRIPS, BLOCK_M, STRIP], out_desc.layout)
     ring = Operands(a_bufs, (w_bufs, w_strip_bufs), barriers(STAGES), barriers(STAGES))
-    c = Channel(c_strips, barriers(1).index(0), barriers(1).index(0))
+    c = channel(c_strips, res_desc is not None)
     # fmt: off
     gl.warp_specialize([
         (wide_partition, (out_desc, b_ptr, res_desc is not None, (rs_ptr, ks_ptr, targets_ptr, wte_ptr), ring, c,

@@ -68,6 +68,12 @@ class Channel(NamedTuple):
     empty: Any
 
 
+class Own(NamedTuple):
+    """Shared memory of one partition, in the place of a channel."""
+
+    buf: Any
+
+
 @gluon.jit
 def tiles(M, N, WIDTH: gl.constexpr):
     """Return the number of tiles of BLOCK_M x WIDTH."""
@@ -90,10 +96,21 @@ def barriers(n: gl.constexpr, count: gl.constexpr = 1):
 
 
 @gluon.jit
+def channel(buf, IS_SHARED: gl.constexpr, emptied: gl.constexpr = 1):
+    """Return a channel that `emptied` arrivals make empty; without barriers if it is not shared, because a barrier that
+    nothing uses would lose its memory: see `invalidate`.
+    """
+    if IS_SHARED:
+        return Channel(buf, barriers(1).index(0), barriers(1, emptied).index(0))
+    else:
+        return Own(buf)
+
+
+@gluon.jit
 def invalidate(bars):
     """Invalidate barriers, at the end of a kernel without partitions.  Triton's allocator reuses a barrier's memory
     after its last use, which the PTX ISA allows only after mbarrier.inval.  Without it, runs that shared a GPU had
-    wrong bytes there.
+    wrong bytes there.  In a kernel with partitions the barriers that they use keep their memory to the end.
     """
     COUNT: gl.constexpr = bars.shape[0]
     for i in gl.static_range(COUNT):
