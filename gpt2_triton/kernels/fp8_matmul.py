@@ -28,7 +28,6 @@ from gpt2_triton.kernels.fp8 import Fp8, block, stored, transpose
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_dw
-from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tiles import TileSplit, describe, halves, split_item, tile_position
 from gpt2_triton.kernels.tuning import programs, tuned
@@ -151,11 +150,9 @@ def _launch(
     kernel = hopper.takes(f"matmul_{epilogue}" if epilogue else "matmul", M, N, "fp8")
     if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
         forms = out.rows, out.columns, out.scale, out.amax
-        hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
-        return triton.cdiv(M, TILE_M)
+        return hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
     if kernel == "fp8_matmul":
-        hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res)
-        return triton.cdiv(M, TILE_M)
+        return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res)
     row = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))

@@ -175,13 +175,11 @@ def _launch(
     op = f"matmul_{epilogue}" if epilogue else "matmul"
     kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None
     if kernel == "matmul_wide":
-        hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
-        return triton.cdiv(M, TILE_M)
+        return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
     if kernel == "matmul":
-        hopper_matmul.matmul(
+        return hopper_matmul.matmul(
             out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part
         )
-        return triton.cdiv(M, TILE_M)
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     out_desc, res_desc, pre_desc, gelu_desc = (describe(t, block_m, block_n // 2) for t in (out, res, pre, gelu_out))

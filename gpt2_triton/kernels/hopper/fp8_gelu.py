@@ -280,11 +280,11 @@ def _fp8_gelu_kernel(
 def matmul(
     rows: Tensor, columns: Tensor, scale: Tensor, amax: Tensor | None, a: Tensor, a_scale: Tensor, w: Tensor,
     w_scale: Tensor, b: Tensor | None, slope: Tensor, part: Tensor | None,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Write gelu(a[M, K] @ w[N, K].T / scales + b) in e4m3, rows [M, N] and columns [N, M], and bytes of gelu' to
     slope; or with `part`, the product times gelu' from slope, and to part[M / 128, N] the sums of its columns.
 
-    M is a multiple of 128, N of 256.
+    M is a multiple of 128, N of 256.  Returns M / 128.
     """
     (M, K), N, side, k = a.shape, w.shape[0], SIDE.value, BLOCK_K.value
     _fp8_gelu_kernel[(programs(M // TILE_M * (N // TILE_N)),)](
@@ -293,3 +293,4 @@ def matmul(
         describe(slope.view(-1, 128), 32, 128), b, part, a_scale, w_scale, scale, amax, M, N, K,
         DGELU=part is not None, **OPTIONS,
     )  # fmt: skip
+    return M // TILE_M

@@ -126,11 +126,12 @@ def _fp8_kernel(out_desc, a_desc, w_desc, b_ptr, res_desc, a_scale_ptr, w_scale_
 
 def matmul(
     out: Tensor, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None, res: Tensor | None
-) -> None:
-    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res)."""
+) -> int:
+    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res); return the rows of tiles."""
     (M, K), N, rows, columns = a.shape, w.shape[0], ROWS_OF_GROUP.value, HALF.value
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _fp8_kernel[(programs(tiles),)](
         describe(out, rows, columns), describe(a, TILE_M, TILE_K), describe(w, TILE_N, TILE_K), b,
         describe(res, rows, columns), a_scale, w_scale, M, N, K, **OPTIONS,
     )  # fmt: skip
+    return triton.cdiv(M, TILE_M)

@@ -82,8 +82,10 @@ def _matmul_kernel(
 def matmul(
     out: Tensor, a: Tensor, w: Tensor, b: Tensor | None, *, w_is_nk: bool, epilogue: str,
     res: Tensor | None, pre: Tensor | None, gelu_out: Tensor | None, part: Tensor | None,
-) -> None:  # fmt: skip
-    """Write out[M, N] = epilogue(a[M, K] @ w), as the kernel of kernels/matmul.py does, with its arguments."""
+) -> int:  # fmt: skip
+    """Write out[M, N] = epilogue(a[M, K] @ w), as the kernel of kernels/matmul.py does, with its arguments; return the
+    rows of tiles, and so of `part`.
+    """
     (M, K), N = a.shape, out.shape[1]
     w_desc = describe(w, TILE_N, TILE_K) if w_is_nk else describe(w, TILE_K, TILE_N)
     pre_block = (SLICE_M.value, SLICE_N.value) if epilogue == "dgelu" else (TILE_M, TILE_N)
@@ -92,3 +94,4 @@ def matmul(
         out, describe(out, TILE_M, TILE_N), describe(a, TILE_M, TILE_K), w_desc, b, describe(res, TILE_M, TILE_N),
         describe(pre, *pre_block), gelu_out, part, M, N, K, W_T=w_is_nk, EPILOGUE=epilogue, **OPTIONS,
     )  # fmt: skip
+    return triton.cdiv(M, TILE_M)
