@@ -252,11 +252,15 @@ def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return state, shards[0]
     if covered_length(spans) is None or covered_length(of_tensor["v"]) is None:
         raise CheckpointError(f"{step_dir / STATE}: its shares do not cover the parameters; choose another step")
+
+    def share(name: str, rank: int) -> tuple[int]:
+        return (sum(length for _, length in of_tensor.get(name, spans)[rank]),)
+
     sharded = {name for shard in shards[1:] for name in shard}
+    sharded |= {name for name, tensor in shards[0].items() if tensor.shape == share(name, 0)}
     for rank, shard in enumerate(shards):
         for name in sorted(sharded):
-            own = of_tensor.get(name, spans)[rank]
-            if name not in shard or shard[name].shape != (sum(length for _, length in own),):
+            if name not in shard or shard[name].shape != share(name, rank):
                 wrong = f"{step_dir / tensors_name(rank)}: {name} is not of the length of its shares in {STATE}"
                 raise CheckpointError(f"{wrong}; choose another step")
     return state, merge_shards(shards, spans, of_tensor)
