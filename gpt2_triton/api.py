@@ -16,7 +16,7 @@ import numpy as np
 
 from gpt2_triton.config.config import Config as Config
 from gpt2_triton.console import silent
-from gpt2_triton.errors import ConfigError, bad_data, require_at_least
+from gpt2_triton.errors import CheckpointError, ConfigError, bad_data, require_at_least
 from gpt2_triton.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -111,8 +111,10 @@ class Run:
             newest = self.last
             try:
                 return best_checkpoint(newest) if newest else None
-            except OSError:
-                continue  # deleted meanwhile by the run, which has a newer one
+            except OSError as error:
+                if newest and newest.exists():
+                    raise CheckpointError(f"{error.filename}: {error.strerror}; choose another step") from None
+                # else deleted meanwhile by the run, which has a newer one
         raise AssertionError
 
 

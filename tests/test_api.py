@@ -1,5 +1,6 @@
 """The Python API: what it promises about results, files, output, imports, threads, signals, memory and errors."""
 
+import errno
 import json
 import os
 import signal
@@ -127,15 +128,17 @@ def test_run_that_has_only_begun_has_no_losses(tmp_path):
 
 
 def test_best_step_is_found_although_the_newest_is_deleted_meanwhile(run, monkeypatch):
-    original, deleted = load.best_checkpoint, iter([True, True, False])
+    best, newest, deleted = run.best, run.last, iter([True, True, False])
 
-    def read(newest):
+    def read(step):
         if next(deleted):
-            raise FileNotFoundError(newest / "state.json")
-        return original(newest)
+            raise FileNotFoundError(errno.ENOENT, "No such file", str(step / "state.json"))
+        return best
 
-    best = run.best
     monkeypatch.setattr(load, "best_checkpoint", read)
+    with pytest.raises(CheckpointError, match="state.json: No such file; choose another step"):
+        assert run.best
+    monkeypatch.setattr(api.Run, "last", newest.with_name("step_00000003"))
     assert run.best == best and next(deleted, None) is None
 
 
