@@ -6,7 +6,9 @@ expected, the fix.
 """
 
 import difflib
+import os
 import reprlib
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -150,8 +152,9 @@ def read_yaml(
         tree = {} if root is None else loader.construct_document(root)
     except OSError as error:
         hint = _files_near(path) if isinstance(error, FileNotFoundError) else ""
-        if (path / "config.yaml").is_file():
-            hint = f"; it is a run: continue it with {path / 'config.yaml'} --run_dir {path} --resume"
+        if isinstance(error, IsADirectoryError) and os.path.isfile(path / "config.yaml"):
+            config, run_dir = (shlex.quote(str(p)) for p in (path / "config.yaml", path))
+            hint = f"; it is a run: continue it with {config} --run_dir {run_dir} --resume"
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file: byte {error.start} is not UTF-8; expected YAML") from None

@@ -4,6 +4,7 @@
 """
 
 import difflib
+import os
 from pathlib import Path
 
 from gpt2_triton.errors import ConfigError
@@ -29,13 +30,13 @@ def find(given: str | Path) -> Path:
     unknown name, and for a missing file that is called like a recipe.
     """
     path, known = Path(given), names()
-    if path.is_file():
+    if os.path.isfile(path):  # not Path.is_file, which raises for a name that is too long
         return path
     if path.name == str(path) and path.suffix not in (".yaml", ".yml"):
         if path.name in known:
             return directory() / f"{path}.yaml"
         raise ConfigError(f"{path}: neither a file nor a recipe; {known_recipes(path.name)}")
-    if path.stem in known and not path.exists():
+    if path.stem in known and not os.path.exists(path):
         raise ConfigError(f"{path}: no such file; the recipe is called {path.stem}, without directory and ending")
     return path
 

@@ -119,6 +119,8 @@ def test_load_names_an_unreadable_file(tmp_path):
     hint = f"it is a run: continue it with {run}/config.yaml --run_dir {run} --resume"
     with pytest.raises(ConfigError, match=re.escape(f"Is a directory; {hint}")):
         load_config(run)
+    with pytest.raises(ConfigError, match="File name too long$"):
+        load_config(tmp_path / f"{'a' * 300}.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"sample: {prompt: \xe9}")
     with pytest.raises(ConfigError, match="byte 17 is not UTF-8"):
         load_config(tmp_path / "latin.yaml")
