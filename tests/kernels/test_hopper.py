@@ -17,6 +17,8 @@ SHARED = 228 * 1024  # bytes of a multiprocessor, of which 1 KB of each program 
 # programs that share one; those of other kernels do not
 TOGETHER = {"attention_fwd": 5, "attention_dq": 4, "attention_dkdv": 3}
 
+UNSIMULATED = {"fp8 matmul_gelu": "12", "fp8 matmul_gelu, evaluation": "12", "fp8 matmul_dx_dgelu": "20"}  # barriers
+
 
 def cases() -> dict[str, tuple[str, dict[str, object]]]:
     """Return each launched form: name -> (kernel, argument -> type, (rows, columns) of a descriptor in bf16 or in a
@@ -142,7 +144,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
     print(f"shared memory: {compiled.metadata.shared} bytes")
     ptx = compiled.asm["ptx"]
     places = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
-    made = [places[register] for register in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
+    made = [places.get(register) for register in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
     print(f"barriers: {len(made)} made in {len({*made})} places, {ptx.count('mbarrier.inval')} invalidated")
 
 
@@ -172,6 +174,7 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         [(made, places, ended)] = re.findall(r"barriers: (\d+) made in (\d+) places, (\d+) invalidated", log)
         alone = any(word in log.splitlines()[0] for word in ("attention", "transpose"))  # without partitions
         assert made == places != "0" and ended == (made if alone else "0"), log
+        assert made == UNSIMULATED.get(log.splitlines()[0], made), log
         assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma
 
 

@@ -8,7 +8,7 @@ import torch
 
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
-from gpt2_triton.kernels.hopper import fp8_matmul, fp8_matmul_dw
+from gpt2_triton.kernels.hopper import fp8_matmul, fp8_matmul_dw, pipeline
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
@@ -262,6 +262,20 @@ def test_simulator_finds_a_missing_wait_with_two_accumulators(rng, replaced):
 
     assert not found(1)
     assert any(found(seed, **replaced) for seed in range(5))
+
+
+def test_simulator_finds_barriers_that_nothing_uses(rng):
+    a, w, _ = product(rng, 128, 256, 64, w_is_nk=True)
+    with simulated(hopper_matmul, 1):
+        launch(poisoned(128, 256, dtype=BF16), a, w)
+
+    def channel(buf, is_shared, emptied=1):
+        barrier = NAMES["gl"].allocate_shared_memory(torch.int64, [1], None).index(0)
+        NAMES["mbarrier"].init(barrier, 1)
+        return pipeline.Own(buf)
+
+    with pytest.raises(Race, match="nothing uses a barrier"), simulated(hopper_matmul, 1, channel=channel):
+        launch(poisoned(128, 256, dtype=BF16), a, w)
 
 
 def test_simulator_finds_an_address_outside_a_tensor(rng):

@@ -342,7 +342,7 @@ def _init(barrier: Barrier, count: int) -> None:
 
 
 def _invalidate(barrier: Barrier) -> None:
-    if barrier.used().bytes or barrier.missing != barrier.count:
+    if barrier.bytes or barrier.missing != barrier.count:
         raise Race(f"{local.worker.name} invalidates a barrier whose phase is not complete")
     barrier.valid = False
 

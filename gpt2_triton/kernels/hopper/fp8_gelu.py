@@ -75,7 +75,7 @@ OPTIONS = dict(num_warps=8, maxnreg=128)
 
 # four fp16 numbers x in $2, $3 -> e4m3 of gelu(x) times the scale in $4, and bytes of gelu'(x).  With y = min(x^2, 64):
 # u = x (0.79785 + 0.035677 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (1.5957 + 0.21406 y) (x (s - s^2)), in
-# that order for a large x, where s - s^2 is 0;  then 202.25 gelu' + 1050 has the byte below its exponent
+# that order for a large finite x, where s - s^2 is 0;  then 202.25 gelu' + 1050 has the byte below its exponent
 _GELU = """
 mul.f16x2 y, {x}, {x}; min.f16x2 y, y, top; fma.rn.f16x2 u, y, c1, c2; mul.f16x2 u, u, {x}; tanh.approx.f16x2 t, u;
 fma.rn.f16x2 s, t, half, half; mul.f16x2 g, {x}, s; mul.f16x2 g, g, sc; cvt.rn.satfinite.e4m3x2.f16x2 {e}, g;
@@ -177,8 +177,8 @@ def fp8_activation_partition(
     DGELU: gl.constexpr,
 ):  # fmt: skip
     """Store each tile's gelu and bytes of gelu', or its product with gelu' and the sums of that product's columns to
-    part[tile_m]; at the end, record the largest absolute value, without NaN and at most fp16's largest number.  The
-    gradients' norm has both, and the step is skipped.
+    part[tile_m]; at the end, record the largest absolute value.  That of the product leaves out NaN and is at most
+    fp16's largest number; the sums have both, and the step is skipped.
     """
     cols = gl.arange(0, SIDE, layout=gl.SliceLayout(0, SLICE_LAYOUT))
     scale = gl.load(scale_ptr)
