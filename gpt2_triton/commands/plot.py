@@ -63,7 +63,7 @@ class Reference(NamedTuple):
 
 def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()) -> list[str]:
     """Draw all runs over tokens, or over steps if the tokens of a run are unknown; return lines that compare them with
-    the curves `beside`, names of CURVES, which are drawn as far as the runs have come, or with OpenAI's.
+    the curves `beside`, names of CURVES, which are drawn as far as the runs have come, and warnings.
 
     `openai` adds OpenAI's GPT-2 as horizontal lines.  Without it, those near the curves are drawn if the validation
     data of every run is FineWeb in GPT-2's tokens.
@@ -110,7 +110,8 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
         raise ConfigError(f"plot: cannot write {out}: {error.strerror}; choose another -o") from error
     lines = [compare(run, reference) for reference in references for run in runs]
     if openai:
-        lines += [f"{run.name} and OpenAI's GPT-2: {NOT_COMPARABLE}" for run in runs if not run.on_fineweb()]
+        others = [run.name for run in runs if not run.on_fineweb()]
+        lines += [f"{name}: its losses and those of OpenAI's GPT-2 are {NOT_COMPARABLE}" for name in others]
     return lines
 
 

@@ -92,7 +92,7 @@ def train(
     else:
         settings = load_config(config, overrides, gpus or 1)
     if plan:
-        print(_plan(settings, StepShape.of(settings, gpus), gpu))
+        print(_plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(data)))
     else:
         print(settings.to_yaml().rstrip())
     return 0
@@ -174,7 +174,10 @@ def _known_gpu(gpu: str | None) -> str | None:
     return gpu.lower()
 
 
-def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
+def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> str:
+    """Return the plan for a GPU of this name, else for this one; without a GPU for an h200, or for this machine if the
+    keys were `picked` for it.
+    """
     from gpt2_triton import device
 
     device.require_triton()
@@ -184,7 +187,11 @@ def _plan(config: Config, shape: StepShape, gpu: str | None) -> str:
     from gpt2_triton.model.memory_plan import plan_report
 
     if gpu:
-        name = f"a GPU {gpu}"
+        name = f"the GPU {gpu}"
+    elif device.present():
+        name = "this GPU"
+    elif picked:
+        return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")
     else:
-        name = "this GPU" if device.present() else "a GPU h200 (--gpu names another)"
+        name = "the GPU h200 (--gpu names another)"
     return plan_report(config, kernels, device.memory_bytes(gpu), shape, name)

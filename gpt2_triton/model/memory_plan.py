@@ -261,10 +261,10 @@ def out_of_memory(
 ) -> OutOfMemoryError:
     """Return the error for a plan that the device has no room for: what it has, and what would fit."""
     free, (unused, total) = free_bytes(device), free_and_total_bytes(device)
-    owner = "machine" if device == "cpu" else "GPU"
+    owner, rest = ("machine", "the interpreter") if device == "cpu" else ("GPU", "kernels and graphs")
     has = (
-        f"{format_bytes(plan.total)}, the {owner} has {format_bytes(unused)} of {format_bytes(total)} free, "
-        f"{format_bytes(MODULE_BYTES)} of it for kernels and graphs"
+        f"{format_bytes(plan.total)} and {format_bytes(MODULE_BYTES)} for {rest}, the {owner} has "
+        f"{format_bytes(unused)} of {format_bytes(total)} free"
     )
     if training:
         now = f"now batch {shape.micro_batch}, {config.memory.recompute}"

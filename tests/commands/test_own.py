@@ -111,7 +111,10 @@ def test_plan_says_what_was_picked_and_for_which_gpu(here, trained, capsys):
     assert main(app, ["own", "--data", "my.txt", "--plan", "--gpu", "4090"]) == 0
     picked, *_, fits = capsys.readouterr().out.partition("\nmemory ")
     assert picked.startswith("own text: 10,750 characters, on a GPU; tokenizer bytes\n  model: ")
-    assert " fits a GPU 4090 of 23.50 GiB\n" in fits
+    assert " fits the GPU 4090 of 23.50 GiB\n" in fits
+    assert main(app, ["own", "--data", "my.txt", "--plan"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("own text: 10,750 characters, on the CPU; ") and " fits this machine of " in out
     assert main(app, ["own", "--data", "my.txt", "--print_config"]) == 0
     assert capsys.readouterr().out.startswith("model:") and not trained and not (here / "data").exists()
 

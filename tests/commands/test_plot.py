@@ -81,7 +81,7 @@ def test_openai_levels_are_drawn_near_fineweb_curves_or_on_request(panels, tmp_p
     assert levels(panels(other, near)["loss, nats per token"]) == []
     assert levels(panels(other, openai=True)["loss, nats per token"]) == [loss for loss, _ in OPENAI.values()]
     lines = plot([other, near], tmp_path / "a.svg", openai=True)
-    assert lines == [f"other and OpenAI's GPT-2: {NOT_COMPARABLE}"]
+    assert lines == [f"other: its losses and those of OpenAI's GPT-2 are {NOT_COMPARABLE}"]
 
 
 def test_hellaswag_has_a_panel_when_it_was_measured(panels, tmp_path):

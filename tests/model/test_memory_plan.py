@@ -69,7 +69,7 @@ def test_require_fits_names_the_largest_batch_that_would_fit(monkeypatch):
         GPT2(config, reference, "cuda")
     monkeypatch.setattr(device, "_host_memory", lambda: (total + MODULE_BYTES, 2 * GIB))
     with pytest.raises(
-        OutOfMemoryError, match=r"needs .* MiB, the machine has .* free, .* graphs: set train.batch_size to 1 and "
+        OutOfMemoryError, match=r"needs .* MiB and .*, the machine has .* free: set train.batch_size to 1 and "
     ):
         GPT2(config, reference, "cpu")
 
@@ -81,7 +81,7 @@ def test_require_fits_of_a_forward_only_model_names_what_would_fit(monkeypatch, 
     monkeypatch.setattr(device, "_host_memory", lambda: (1 << 20, 1 << 21))
     with pytest.raises(
         OutOfMemoryError,
-        match="the machine has 1.0 MiB of 2.0 MiB free, 256.0 MiB of it .*: free some",
+        match="256.0 MiB for the interpreter, the machine has 1.0 MiB of 2.0 MiB free: free",
     ):
         GPT2(config, reference, "cpu", batch=10_000, training=False)
     free = plan_of(config, 57, training=False, sequences=40).total
@@ -104,7 +104,7 @@ def test_out_of_memory_names_a_deeper_level_where_no_batch_fits_and_then_a_small
     deepest = plan_of(config.replace(memory={"recompute": "block"}), 1).total
     assert deepest < plan_of(config, 1).total
     step = "train.batch_size to 1 and train.total_batch_tokens to 32"
-    assert f"graphs: set memory.recompute to block, {step} (now batch 2, gelu)" in advice(config, deepest)
+    assert f"free: set memory.recompute to block, {step} (now batch 2, gelu)" in advice(config, deepest)
     large = tiny_config(model=dict(n_layer=24, n_embd=1024, n_head=16))
     d6 = large.replace(model=dict(n_layer=6, n_embd=384, n_head=6), memory={"recompute": "block"})
     free = plan_of(d6, 1).total
@@ -116,7 +116,7 @@ def test_out_of_memory_names_a_deeper_level_where_no_batch_fits_and_then_a_small
 def test_memory_that_the_system_refuses_is_reported_like_memory_that_is_missing(monkeypatch):
     """A limit of the process (ulimit -v) shows when memory is asked for, 4 PB of it here."""
     monkeypatch.setattr(device, "_host_memory", lambda: (1 << 60, 1 << 60))
-    with pytest.raises(OutOfMemoryError, match="the model needs .* GiB, the machine has"):
+    with pytest.raises(OutOfMemoryError, match="the model needs .* GiB and .*, the machine has"):
         GPT2(tiny_config(model=dict(n_embd=1024, n_head=16)), reference, "cpu", batch=1 << 33, training=False)
 
 
