@@ -104,7 +104,10 @@ class Run:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint of the lowest validation loss; None unless the run has checkpoint.best val_loss."""
+        """The checkpoint of the lowest validation loss; None unless the run has checkpoint.best val_loss.
+
+        CheckpointError if the state of the newest checkpoint cannot be read.
+        """
         from gpt2_triton.checkpoint.load import attempts, best_checkpoint
 
         for _ in attempts(self.directory):

@@ -64,7 +64,8 @@ def train(
     plan: bool
         Print the memory that the run needs and the largest batch that fits a GPU, and stop.
     gpu: str
-        GPU of --plan, such as 4090, h100 or mi300x; an unknown name lists them. By default the present one, or h200.
+        GPU of --plan, such as 4090, h100 or mi300x; an unknown name lists them. By default the present one, else
+        h200, or for the recipe own this machine.
     gpus: int
         Number of GPUs of --plan; by default parallel.gpus, or 1.
     print_config: bool

@@ -272,7 +272,7 @@ def test_simulator_finds_barriers_that_nothing_uses(rng):
     def channel(buf, is_shared, emptied=1):
         barrier = NAMES["gl"].allocate_shared_memory(torch.int64, [1], None).index(0)
         NAMES["mbarrier"].init(barrier, 1)
-        return pipeline.Own(buf)
+        return pipeline.Buffer(buf)
 
     with pytest.raises(Race, match="nothing uses a barrier"), simulated(hopper_matmul, 1, channel=channel):
         launch(poisoned(128, 256, dtype=BF16), a, w)

@@ -35,9 +35,9 @@ from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_N,
     TILE_M,
     TILE_N,
+    Buffer,
     Channel,
     Operands,
-    Own,
     barriers,
     channel,
     corner,
@@ -178,7 +178,7 @@ def fp8_activation_partition(
 ):  # fmt: skip
     """Store each tile's gelu and bytes of gelu', or its product with gelu' and the sums of that product's columns to
     part[tile_m]; at the end, record the largest absolute value.  That of the product leaves out NaN and is at most
-    fp16's largest number; the sums have both, and the step is skipped.
+    fp16's largest number; the sums are then not finite, so that the step is skipped.
     """
     cols = gl.arange(0, SIDE, layout=gl.SliceLayout(0, SLICE_LAYOUT))
     scale = gl.load(scale_ptr)
@@ -257,7 +257,7 @@ def _fp8_gelu_kernel(
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
     c = channel(c_halves, True)
     slope_bufs = gl.allocate_shared_memory(gl.uint8, [RING if DGELU else 2, 32, 128], slope_desc.layout)
-    slopes = Channel(slope_bufs, barriers(RING), barriers(RING)) if DGELU else Own(slope_bufs)
+    slopes = Channel(slope_bufs, barriers(RING), barriers(RING)) if DGELU else Buffer(slope_bufs)
     # fmt: off
     if DGELU:
         gl.warp_specialize([

@@ -68,7 +68,7 @@ class Channel(NamedTuple):
     empty: Any
 
 
-class Own(NamedTuple):
+class Buffer(NamedTuple):
     """Shared memory of one partition, in the place of a channel."""
 
     buf: Any
@@ -103,7 +103,7 @@ def channel(buf, IS_SHARED: gl.constexpr, emptied: gl.constexpr = 1):
     if IS_SHARED:
         return Channel(buf, barriers(1).index(0), barriers(1, emptied).index(0))
     else:
-        return Own(buf)
+        return Buffer(buf)
 
 
 @gluon.jit
