@@ -2,11 +2,13 @@
 for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,10 +73,34 @@ def select_interpreter() -> bool:
             "first call of gpt2_triton, or set TRITON_INTERPRET=1 before"
         )
     os.environ["TRITON_INTERPRET"] = "1"
-    from gpt2_triton import fast_interpreter
-
-    fast_interpreter.install()
+    patch_language_once()
     return True
+
+
+def patch_language_once() -> None:
+    """Make Triton's interpreter patch triton.language once per process, in a Triton whose interpreter patches it.
+
+    The interpreter replaces about 200 functions of triton.language before each launch and before each call of a device
+    function inside it, and restores them after the launch.  That was half of the function calls of a small model's
+    step.  Where there is no GPU no kernel is compiled, so nothing needs the originals.
+    """
+    from triton.runtime import interpreter
+
+    original = getattr(interpreter, "_patch_lang", None)
+    if original is None or original.__module__ == __name__:
+        return
+    nothing_to_restore = SimpleNamespace(restore=lambda: None)
+
+    @functools.cache
+    def patch_all() -> None:
+        languages = {"tl": interpreter.tl, "core": interpreter.tl.core}  # all that the interpreter looks for
+        original(SimpleNamespace(__globals__=languages))
+
+    def patch_lang(fn: Any) -> Any:
+        patch_all()
+        return nothing_to_restore
+
+    interpreter._patch_lang = patch_lang
 
 
 def require_triton() -> str:

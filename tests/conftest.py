@@ -10,9 +10,9 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is decorated
 
-    from gpt2_triton import fast_interpreter
+    from gpt2_triton import device
 
-    fast_interpreter.install()
+    device.patch_language_once()
 
 import pytest  # noqa: E402
 

@@ -20,8 +20,7 @@ GROUND = "errors console device files version"
 ROOMS = {
     "errors": "",
     "console": "errors files",
-    "device": "errors fast_interpreter version",
-    "fast_interpreter": "",
+    "device": "errors version",
     "files": "errors",
     "version": "__init__",
     "kernels": "kernels",
