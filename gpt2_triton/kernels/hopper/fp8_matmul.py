@@ -50,26 +50,40 @@ def unscale_of(a_scale_ptr, w_scale_ptr):
 
 
 @gluon.jit
-def multiply_in_parts(ring, step, count, GROUP: gl.constexpr):
+def multiply(ring, stage, GROUP: gl.constexpr, FIRST: gl.constexpr):
+    """Return the product, fp32 [64, 128], of the rows 64 * GROUP ... of a and the rows FIRST ... of w."""
+    a = ring.a.index(stage).slice(ROWS_OF_GROUP * GROUP, ROWS_OF_GROUP, 0)
+    w = ring.w[0].index(stage).slice(FIRST, HALF, 0).permute((1, 0))
+    zero = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
+    product = warpgroup_mma(a, w, zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(product,))
+
+
+@gluon.jit
+def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr):
     """Multiply `count` steps of 128 columns of a and w, and free their stages.
 
     Returns the left and the right half, fp32 [64, 128] each, of the rows 64 * GROUP ... of a tile, and the next step.
+    The right half of a tile that is not `whole` lies outside of the matrix: it is 0, and not multiplied.
     """
     STAGES: gl.constexpr = ring.a.shape[0]
     left = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
     right = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
-    zero = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
-    for _ in range(0, count):
+    whole_steps = count if whole else 0
+    for _ in range(0, whole_steps):
         wait_full(ring.full, step, STAGES)
         stage = step % STAGES
-        a = ring.a.index(stage).slice(ROWS_OF_GROUP * GROUP, ROWS_OF_GROUP, 0)
-        w = ring.w[0].index(stage)
-        part = warpgroup_mma(a, w.slice(0, HALF, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        left += warpgroup_mma_wait(0, deps=(part,))
-        part = warpgroup_mma(a, w.slice(HALF, HALF, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        part = warpgroup_mma_wait(0, deps=(part,))
+        left += multiply(ring, stage, GROUP, 0)
+        part = multiply(ring, stage, GROUP, HALF)
         mbarrier.arrive(ring.empty.index(stage), count=1)
         right += part
+        step += 1
+    for _ in range(whole_steps, count):
+        wait_full(ring.full, step, STAGES)
+        stage = step % STAGES
+        part = multiply(ring, stage, GROUP, 0)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        left += part
         step += 1
     return left, right, step
 
@@ -87,7 +101,7 @@ def fp8_partition(
         if ADD:
             tma.store_wait(0)
             mbarrier.arrive(c.empty, count=1)
-        left, right, step = multiply_in_parts(ring, step, gl.cdiv(K, BLOCK_K), GROUP)
+        left, right, step = multiply_in_parts(ring, step, gl.cdiv(K, BLOCK_K), n + HALF < N, GROUP)
         if ADD:
             mbarrier.wait(c.full, turn & 1)
         else:

@@ -7,7 +7,15 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gpt2_triton.kernels.hopper.fp8_matmul import BLOCK_K, OPTIONS, ROWS_OF_GROUP, TILE_K, multiply_in_parts, unscale_of
+from gpt2_triton.kernels.hopper.fp8_matmul import (
+    BLOCK_K,
+    HALF,
+    OPTIONS,
+    ROWS_OF_GROUP,
+    TILE_K,
+    multiply_in_parts,
+    unscale_of,
+)
 from gpt2_triton.kernels.hopper.matmul_dw import STAGES, store_quarter
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
@@ -52,7 +60,8 @@ def fp8_dw_partition(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile, _, count, slot = split_item(item, whole_tiles, split_tiles, steps, part_steps)
         n, k = tile_corner(tile, N, K, ROWS, COLUMNS, GROUP_M)
-        left, right, step = multiply_in_parts(ring, step, count, GROUP)
+        whole = n + HALF < N if TURNED else k + HALF < K
+        left, right, step = multiply_in_parts(ring, step, count, whole, GROUP)
         ptr = out_ptr + (n.to(gl.int64) * K + k)
         stride = K
         height = N - n
