@@ -335,11 +335,12 @@ def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's, in tanh
-def test_derivative_of_gelu_far_from_0_is_1_or_0(rng):
-    """Inputs are so large that 15 times their value is beyond fp16."""
+@pytest.mark.parametrize("far", [5e3, 1e6])
+def test_derivative_of_gelu_far_from_0_is_1_or_0(far, rng):
+    """Inputs are so large that 15 times their value, or they themselves, are beyond fp16."""
     M, N = 128, 256
     a, w = product_operands(rng, M, N, C)
-    b, slope = torch.tensor([5000.0, -5000.0], dtype=BF16, device=DEVICE).repeat(N // 2), poisoned(M, N).to(torch.uint8)
+    b, slope = torch.tensor([far, -far], dtype=BF16, device=DEVICE).repeat(N // 2), poisoned(M, N).to(torch.uint8)
     K.matmul_gelu(operand(M, N, 1 / 16), slope, a, w, b)
     dout, w2 = product_operands(rng, M, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
     dpre = operand(M, N, 4.0)

@@ -10,8 +10,8 @@ Products are summed in the tensor cores' 14 bits over all of K: adding parts in 
 
 The arithmetic of a slice is in fp16 pairs, whose error is far below e4m3's.  gelu' is a byte, round(202.25 gelu') + 26:
 one fp16 addition of 1050 to the product writes it, and a permutation of bytes and a subtraction read it.  The tile is
-passed on in units of what is written, so that fp16's range is enough.  The bytes lie as the threads hold them, 16 in a
-row, slice after slice.
+passed on in units of what is written, so that fp16's range is enough; pre beyond it becomes fp16's largest number.  The
+bytes lie as the threads hold them, 16 in a row, slice after slice.
 """
 
 import torch
@@ -118,6 +118,17 @@ def sums_of_thread(x):
 
 
 @gluon.jit
+def to_fp16(x, SATURATE: gl.constexpr):
+    """Round to fp16; with SATURATE, numbers beyond its range to the largest, and NaN stays NaN."""
+    if SATURATE:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    else:
+        return x.to(gl.float16)
+
+
+@gluon.jit
 def fp8_multiply_partition(
     b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, DGELU: gl.constexpr
 ):  # fmt: skip
@@ -151,8 +162,8 @@ def fp8_multiply_partition(
             left += gl.load(b_ptr + cols).to(gl.float32)[None, :]
             right += gl.load(b_ptr + HALF + cols).to(gl.float32)[None, :]
         mbarrier.wait(c.empty, (turn & 1) ^ 1)
-        c.buf.index(0).store(left.to(gl.float16))
-        c.buf.index(1).store(right.to(gl.float16))
+        c.buf.index(0).store(to_fp16(left, not DGELU))
+        c.buf.index(1).store(to_fp16(right, not DGELU))
         fence_async_shared()
         mbarrier.arrive(c.full, count=1)
         turn += 1
