@@ -1,5 +1,6 @@
 """File writes that a crash cannot leave half done, and what goes with them: fsync, sha256, free space."""
 
+import ctypes
 import errno
 import glob
 import hashlib
@@ -96,6 +97,15 @@ def new_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
     fsync(path.absolute().parent)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names at once, so that a kill leaves both as they were or exchanged; return False, with nothing
+    done, where the kernel or the file system cannot (NFS, for one).
+    """
+    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
 
 
 def process_mark(pid: int | None = None) -> str:

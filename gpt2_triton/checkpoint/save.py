@@ -1,7 +1,7 @@
 """Write and prune checkpoints.
 
 All files are written to a hidden directory and synced; then one rename publishes the checkpoint, so that a crash leaves
-a complete checkpoint or none.  Older checkpoints are deleted only after that.
+a complete checkpoint or none.  Older checkpoints, and one that is replaced, are deleted only after that.
 """
 
 import errno
@@ -33,7 +33,7 @@ from gpt2_triton.checkpoint.tensor_file import Progress, write_tensors
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import MARK, fsync, process_mark, remove, remove_abandoned
+from gpt2_triton.files import MARK, exchange, fsync, process_mark, remove, remove_abandoned
 
 WAITING = "waiting for the files of other ranks"
 FILES_BYTES = 1 << 20  # more than state, manifest and the header of the tensors take
@@ -82,12 +82,12 @@ def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], state: dic
 
 
 def _has_state(target: Path, state: dict[str, Any]) -> bool:
-    """Return whether a checkpoint that verifies has this state.  The number of ranks and free keys of the configuration
-    may be others: the tensors do not depend on them.
+    """Return whether a checkpoint that verifies has this state.  The tensors do not depend on the number of ranks, free
+    keys of the configuration and the times of the data's files, which may be others.
     """
     saved, now = json.loads((target / STATE).read_text(encoding="utf-8")), json.loads(json.dumps(state))
     same_run = not config_differences(saved.get("config", {}), now.get("config", {}))[0]
-    varying = dict.fromkeys((SHARES, SECOND_SHARES, "config"))
+    varying = dict.fromkeys((SHARES, SECOND_SHARES, "config", "data_times"))
     return same_run and saved | varying == now | varying
 
 
@@ -131,12 +131,18 @@ def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
         fsync(path)
-    if target.exists():
+    replaced = temporary
+    if not target.exists():
+        os.rename(temporary, target)
+    else:
         print_line(f"warning: {target}: damaged, or not this step of this run: it is replaced", error=True)
-        _discard(target)
-    os.rename(temporary, target)
+        if not exchange(temporary, target):
+            replaced = _hidden(target, "old")
+            os.rename(target, replaced)
+            os.rename(temporary, target)
     fsync(target.parent)
     fsync(target.parent.parent)  # the first save of a run creates target.parent
+    remove(replaced)  # the next save removes what a kill leaves
 
 
 def _hidden(step_dir: Path, kind: Literal["tmp", "old"]) -> Path:

@@ -51,6 +51,12 @@ def test_step_is_replaced_if_its_configuration_could_not_resume(tmp_path, key, r
     assert load.load_checkpoint(tmp_path / STEP_20)[0]["config"][section][name] == (2 if replaced else 1)
 
 
+def test_step_is_kept_if_only_the_times_of_its_data_changed(tmp_path):
+    for time in (1, 2):
+        save.save_checkpoint(tmp_path, 20, example(20), state(20, data_times={"data": [time]}), 0)
+    assert load.load_checkpoint(tmp_path / STEP_20)[0]["data_times"] == {"data": [1]}
+
+
 def test_step_of_another_run_is_replaced(newest, capsys):
     """It has the right name and verifies, but another state."""
     save.save_checkpoint(newest.parent, 20, example(21), {"step": 20, "data": "other"}, 0)
@@ -115,8 +121,8 @@ def test_save_syncs_files_before_the_rename_and_directories_after_it(tmp_path, m
 TRACED = {module.__file__ for module in (save, load, format, tensor_file, shutil)}
 
 
-def killed_at_line(n, directory):
-    """Save step 30 in a child that kill -9 ends at the n-th line, rmtree's included; False if there are fewer lines."""
+def killed_at_line(n, save_step):
+    """Save in a child that kill -9 ends at the n-th line, rmtree's included; False if there are fewer lines."""
     child = os.fork()
     if child == 0:
         lines = 0
@@ -131,7 +137,7 @@ def killed_at_line(n, directory):
             return trace
 
         sys.settrace(trace)
-        write(directory, 30, keep=1)
+        save_step()
         os._exit(0)
     return os.waitpid(child, 0)[1] == signal.SIGKILL
 
@@ -141,7 +147,7 @@ def kill_at_every_line(directory):
     n, found = 1, None
     write(directory, 10)
     write(directory, 20)
-    while killed_at_line(n, directory):
+    while killed_at_line(n, lambda: write(directory, 30, keep=1)):
         assert all(verify(path) == [] for path in directory.glob("step_*")), n
         found = find_checkpoint(directory)
         print(found.name)
@@ -152,16 +158,45 @@ def kill_at_every_line(directory):
         n += 1
 
 
-def test_save_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
-    """In a separate process: it forks, and this process may have threads."""
-    code = "import sys, pathlib, tests.checkpoint.test_save as t; t.kill_at_every_line(pathlib.Path(sys.argv[1]))"
+def kill_at_every_line_of_a_replacement(directory):
+    """Save step 30 in place of a step 30 with another state, killed at each line in turn; print the state found."""
+    n = 1
+    write(directory, 30)
+    while killed_at_line(n, lambda: save.save_checkpoint(directory, 30, example(31), state(30, wandb_id="new"), 0)):
+        assert verify(found := find_checkpoint(directory)) == [], n
+        print(name := load.load_checkpoint(found)[0]["wandb_id"] or "old")
+        if name == "new":
+            save._discard(found)
+            write(directory, 30)
+        n += 1
+
+
+def outcomes(function, directory):
+    """Call a function of this file in a separate process, as it forks, and this one may have threads."""
+    code = f"import sys, pathlib, tests.checkpoint.test_save as t; t.{function.__name__}(pathlib.Path(sys.argv[1]))"
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=root)
+    done = subprocess.run([sys.executable, "-c", code, directory], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    found = done.stdout.split()
+    write(directory, 40)
+    assert not [name for name in os.listdir(directory) if name.startswith(".")]  # nothing of the killed saves remains
+    return done.stdout.split()
+
+
+def test_save_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
+    found = outcomes(kill_at_every_line, tmp_path)
     assert found == sorted(found) and set(found) == {STEP_20, STEP_30} and len(found) > 50
-    write(tmp_path, 40)
-    assert not [name for name in names(tmp_path) if name.startswith(".")]  # nothing of the killed saves remains
+
+
+def test_replacement_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
+    found = outcomes(kill_at_every_line_of_a_replacement, tmp_path)
+    assert found == sorted(found, reverse=True) and set(found) == {"old", "new"} and len(found) > 50
+
+
+def test_step_is_replaced_where_names_cannot_be_exchanged(newest, monkeypatch):
+    monkeypatch.setattr(save, "exchange", lambda one, other: False)
+    save.save_checkpoint(newest.parent, 20, example(21), state(20, wandb_id="new"), 0)
+    assert load.load_checkpoint(newest)[0]["wandb_id"] == "new" and verify(newest) == []
+    assert sorted(os.listdir(newest.parent)) == [STEP_10, STEP_20]
 
 
 def test_save_removes_hidden_directories_of_dead_processes_only(newest):
