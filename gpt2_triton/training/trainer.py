@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+from torch import Tensor
+
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher
@@ -232,8 +234,18 @@ class Trainer:
     def _first_non_finite(self) -> str:
         """Compute the gradients of the step at state.sample again; return the first tensor that is not finite."""
         with self.watchdog.phase("searching for non-finite numbers"):
-            batches = self.batches.step(self.state.sample)
-            return self.model.first_non_finite(batches, self.control) or "nothing when computed again"
+            return self.model.first_non_finite(self._batches_of_step(), self.control) or "nothing when computed again"
+
+    def _batches_of_step(self) -> list[Tensor]:
+        """Return this rank's micro-batches of the step at state.sample; DataError on every rank if one cannot read."""
+        batches, unread = [], ""
+        try:
+            batches = list(self.batches.step(self.state.sample))
+        except DataError as error:
+            unread = str(error)
+        if errors := [text for text in self.control.all_gather(unread) if text]:
+            raise DataError(errors[0])
+        return batches
 
     def _find_non_finite_losses(self) -> str:
         """Return which losses of the last finished step are not finite when computed again, in words."""
@@ -274,8 +286,9 @@ class Trainer:
         """Give a run in fp8 its first scales, unless its checkpoint had some."""
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
-                inputs = step_inputs(self.state.step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-                self.model.calibrate(list(self.batches.step(self.state.sample)), inputs)
+                step = min(self.state.step, self.config.train.steps - 1)  # a finished run has scales too, to validate
+                inputs = step_inputs(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
+                self.model.calibrate(self._batches_of_step(), inputs)
             self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")
 
     # ---- between steps ----

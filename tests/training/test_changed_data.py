@@ -186,6 +186,16 @@ def test_all_ranks_save_and_end_where_one_cannot_read(data, tmp_path, zero, read
 
 @pytest.mark.slow
 @needs_fork
+def test_all_ranks_end_where_one_cannot_read_for_calibration(data, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    config = run_config(data, train=dict(total_batch_tokens=128, dtype="bf16", precision="fp8"))
+    assert ranks.exit_codes(2, tmp_path / "stderr", job, config, run, 0) == [3, 3]
+    assert (tmp_path / "stderr").read_text().count("cut off") == 2 and not (run / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@needs_fork
 def test_all_ranks_save_and_end_where_one_cannot_validate(data, tmp_path):
     config, run = run_config(data, eval=dict(every=3, tokens=160)), tmp_path / "run"
     run.mkdir()

@@ -141,6 +141,14 @@ def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim):
     assert final_bytes(broken) == final_bytes(whole)
 
 
+def test_finished_run_resumes_in_another_precision(tmp_path, capsys):
+    """It has no scales, and no step is left whose learning rate a calibration could take."""
+    for precision in ("bf16", "fp8"):
+        config = run_config(train=dict(dtype="bf16", precision=precision, steps=1), eval=dict(every=0))
+        assert train(config, tmp_path, resume=precision == "fp8") == 0
+    assert "all 1 steps are done; raise train.steps to continue" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
     """Resumed, it gives the bytes of the unbroken run.  Continued in bf16 it drops its scales, and finds new ones when
