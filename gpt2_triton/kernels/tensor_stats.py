@@ -2,10 +2,10 @@
 
 tensor_stats     sum of x^2, largest |x|, non-finite elements                                of an activation
 fp8_stats        elements at the largest number and at 0                                      of an fp8 operand
-parameter_stats  the same of a gradient, sum of w^2, sum of (the update AdamW is about to make)^2
+parameter_stats  tensor_stats of a gradient, sum of w^2, sum of (the update AdamW is about to make)^2
 muon_stats       the same before an update by Muon
 
-Sums and maxima are over the finite elements.  Both kernels read each tensor once and take the time of that.
+Sums and maxima are over the finite elements.  Each kernel reads its tensors once and takes the time of that.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
+from gpt2_triton.kernels.device_math import adamw_moments, adamw_update, decayed_update
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
@@ -57,7 +57,9 @@ def _parameter_stats_kernel(
     bad = tl.zeros((BLOCK,), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     updates = tl.zeros((BLOCK,), tl.float32)
-    lr = tl.load(step_in_ptr + LR) * lr_factor * tl.load(step_out_ptr + APPLY)  # no update in a step that is skipped
+    applied = tl.load(step_out_ptr + APPLY)  # 0: the step is skipped, and there is neither an update nor an x
+    written = tl.where(applied == 1.0, n, 0)  # elements of x
+    lr = tl.load(step_in_ptr + LR) * lr_factor * applied
     factor = tl.load(step_out_ptr + CLIP_FACTOR)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -70,7 +72,8 @@ def _parameter_stats_kernel(
         bad += tl.where(finite, 0.0, 1.0)
         w = tl.load(w_ptr + i, mask=mask, other=0.0).to(tl.float32)
         if x_ptr is not None:
-            update = lr * (scale * tl.load(x_ptr + i, mask=mask, other=0.0).to(tl.float32) + decay * w)
+            x = tl.load(x_ptr + i, mask=i < written, other=0.0).to(tl.float32)
+            update = decayed_update(w, scale * x, lr, decay)
         else:
             m = tl.load(m_ptr + i, mask=mask, other=0.0)
             v = tl.load(v_ptr + i, mask=mask, other=0.0).to(tl.float32)
@@ -159,7 +162,7 @@ def muon_stats(
 
 
 def stats_parts() -> int:
-    """Return the programs, and so the partial results, of either launcher: eight per multiprocessor of an H200."""
+    """Return the programs, and so the partial results, of each launcher: eight per multiprocessor of an H200."""
     return 2 if INTERPRET else 1056
 
 

@@ -73,10 +73,14 @@ def test_parameter_stats_give_the_update_of_adamw(rng, applied):
     assert out[4].sum().item() == pytest.approx((w.double() - before).square().sum().item(), rel=1e-4)
 
 
-def test_muon_stats_give_the_update_of_muon(rng):
+@pytest.mark.parametrize("applied", [1.0, 0.0])
+def test_muon_stats_give_the_update_of_muon(applied, rng):
+    """A skipped step has no x: what is there is of another buffer."""
     n, scaling, out = 5000, (0.1, 3.0), poisoned(5, stats_parts())  # decay and scale
     w, x, g = rng(1, n), rng(1, n) / 50, rng(1, n)
-    stats = torch.tensor([0.0, 0.0, 0.5, 1.0], device=DEVICE)
+    if not applied:
+        x[:, ::3] = float("nan")
+    stats = torch.tensor([0.0, 0.0, 0.5, applied], device=DEVICE)
     step_in, key = torch.tensor([1e-2] + [0.0] * 7, device=DEVICE), torch.zeros(4, dtype=torch.int32, device=DEVICE)
     muon_stats(out, w[0], x[0], g[0], stats, step_in, *scaling)
     before = w.double()
