@@ -35,6 +35,7 @@ WRITERS = {  # launcher: the output, by position in its contract, that it writes
     "layernorm_bwd": (0, "dx"),
 }
 FORWARD = ("x", "qkv", "att", "fch")
+WEIGHTS = {field.name for field in dataclasses.fields(Params)}
 MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]
 ACTIVATION = ("rms", "absmax", "nonfinite")
 FP8 = ("saturated", "zero")
@@ -99,7 +100,8 @@ class StatsRecorder:
 
     def _fp8(self, operand: Any) -> None:
         slot = (operand.scale.data_ptr() - self._scale.data_ptr()) // operand.scale.itemsize
-        if slot not in self._fp8_seen:
+        counted = self._acc and self._fp8_names[slot] in WEIGHTS  # in the first micro-step, if it is cast in each
+        if slot not in self._fp8_seen and not counted:
             self._K.fp8_stats(self.buffers[2][slot], operand, self._acc)
             self._fp8_elements[slot] = operand.rows.numel()
             self._fp8_seen.add(slot)
@@ -141,8 +143,8 @@ class StatsRecorder:
             _append(record["parameters"], [e.name for e in self._entries], dict(zip(PARAMETER, columns, strict=True)))
         if len(partials) > 2:
             counts = np.sum([parts[2] for parts in found], axis=0)
-            names, weights = self._fp8_names, {field.name for field in dataclasses.fields(Params)}
-            passes = [1 if name in weights else micro_steps for name in names]  # weights are cast once a step
+            names = self._fp8_names
+            passes = [1 if name in WEIGHTS else micro_steps for name in names]
             elements = np.array(self._fp8_elements) * passes * len(found)
             shares = (counts / np.maximum(elements, 1)[:, None]).T
             _append(record.setdefault("fp8", {}), names, dict(zip(FP8, shares, strict=True)))

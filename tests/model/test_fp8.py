@@ -7,6 +7,7 @@ import torch
 
 import gpt2_triton.kernels as K
 from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.model import fp8
 from gpt2_triton.model.buffers import State
 from gpt2_triton.model.fp8 import Fp8Buffers
@@ -21,20 +22,20 @@ from tests.support.tiny import tiny_config
 NOT_SCALE = State.__dataclass_fields__.keys() - {"scale"}
 
 
-def fp8_config(level="none", keep="", precision="fp8", **train):
+def fp8_config(level="none", keep="", precision="fp8", stats_every=0, **train):
     """Return a configuration of 2 layers, in two micro-steps."""
     train = dict(dtype="bf16", precision=precision, total_batch_tokens=64) | train
     sections = dict(train=train, memory=dict(recompute=level, head_rows=20), fp8=dict(keep_bf16=keep))
-    return tiny_config(model=dict(vocab_size=300), sample=dict(every=1), **sections)
+    return tiny_config(model=dict(vocab_size=300), sample=dict(every=1), log=dict(stats_every=stats_every), **sections)
 
 
 def plan_of(config):
     return plan_memory(config, K, 2, config.train.seq_len)[0]
 
 
-def fp8_model(level="none", keep="", precision="fp8", **train):
+def fp8_model(level="none", keep="", precision="fp8", **changes):
     """Return a model of fp8_config with initial weights, and its scales calibrated."""
-    config = fp8_config(level, keep, precision, **train)
+    config = fp8_config(level, keep, precision, **changes)
     model = GPT2(config, K, DEVICE)
     model.initialise(seed=1)
     model.eager = True
@@ -96,7 +97,7 @@ def test_gradients_are_those_of_bf16_but_for_rounding(keep, most):
 
 
 def test_every_tensor_has_a_scale_that_fits_it():
-    """After calibration the maxima recorded by a step times the scales are between 448 / 8 and 448."""
+    """After calibration the maxima recorded by a step times the scales are between 448 / 16 and 448."""
     model = fp8_model()
     scale = model.state.scale.clone()
     assert torch.equal(scale.log2(), scale.log2().round())
@@ -104,8 +105,25 @@ def test_every_tensor_has_a_scale_that_fits_it():
     amax = model.state.history[:, 0]
     assert len(amax) == 2 * 12 + 2
     assert (amax > 0).all() and not model.state.amax.any()
-    # the batch differs from that of the calibration; a scale leaves a factor of 2 to 4
+    # a scale leaves a factor of 2 to 4, and the step has another batch too, whose maxima differ by a factor of up to 4
     assert (amax * scale < 448).all() and (amax * scale > 448 / 16).all()
+
+
+def test_levels_that_cast_weights_in_each_micro_step_count_them_once():
+    """The statistics of two micro-steps, with weights far beyond their scales: a share of 1 is all of a tensor."""
+    shares = []
+    for level in ("none", "gelu+ln"):
+        model = fp8_model(level, stats_every=1)
+        model.train_view.w.qkvw[0].value.mul_(1e3)
+        config = model.config
+        model.begin_step(step_inputs(0, config, 1 / 64), 0, 1, with_stats=True)
+        for micro, (ids, targets) in enumerate(batches(config, 2)):
+            model.micro_step(pack_batch(None, ids.numpy(), targets.numpy(), 300), first=micro == 0)
+        step = model.end_step()
+        step.result()
+        shares.append(model.stats_recorder.read(step.stats, 2, SINGLE_PROCESS)["fp8"])
+    assert shares[0] == shares[1]
+    assert 0.9 < shares[0]["qkvw"]["saturated"][0] <= 1
 
 
 def test_a_skipped_step_changes_no_scale():
