@@ -29,8 +29,6 @@ from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 HISTORY = 16  # steps
 
-MARGIN = tl.constexpr(2.0)  # by which a tensor may grow from one step to the next
-
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
@@ -107,7 +105,7 @@ def _roll_scales_kernel(scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: t
         history = tl.where(s == 0, top, history)
         tl.store(history_ptr + slot * STEPS + s, history)
         most = tl.max(history, 0)
-        # 2^floor(log2(448 / 2 / most)) from the exponents: 448 / 2 is 1.75 * 2^7
+        # a tensor may grow by 2 in a step: 2^floor(log2(448 / 2 / most)), from the exponents; 448 / 2 is 1.75 * 2^7
         bits = most.to(tl.uint32, bitcast=True)
         above = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
         exponent = tl.minimum(7 - ((bits >> 23).to(tl.int32) - 127) - above, 100)

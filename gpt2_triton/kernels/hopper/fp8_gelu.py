@@ -239,7 +239,7 @@ def fp8_activation_partition(
                 if s % DOWN == DOWN - 1:
                     total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), gl.SliceLayout(0, SLICE_LAYOUT))
                     gl.store(part_ptr + m // BLOCK_M * N + col + cols, total / scale)
-                    sums = sums * 0.0
+                    sums = gl.zeros_like(sums)
             step += 1
         mbarrier.arrive(c.empty, count=1)
         turn += 1
