@@ -104,9 +104,7 @@ def test_the_afternoon_path_is_short_and_its_files_exist():
     missing = [file for file in listed if not (ROOT / file).is_file()]
     assert not missing, f"docs/engineering/walkthrough.md lists files that do not exist: {missing}"
     lines = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in listed}
-    total, told = sum(lines.values()), sum(listed.values())
-    assert total < AFTERNOON_LINES, lines
-    assert abs(total - told) < 0.05 * total, (
-        f"docs/engineering/walkthrough.md adds up to {told} lines, the files to {total}: {lines}"
-    )
+    assert sum(lines.values()) < AFTERNOON_LINES, lines
+    wrong = {file: (told, lines[file]) for file, told in listed.items() if abs(lines[file] - told) > 0.05 * told}
+    assert not wrong, f"docs/engineering/walkthrough.md has other numbers of lines than these files: {wrong}"
     assert {"train.py", "gpt2_triton/model/schedule.py"} <= lines.keys()

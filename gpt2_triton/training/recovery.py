@@ -1,4 +1,5 @@
-"""Returns a model to an earlier checkpoint (a rewind), and finds the data of a step that was not finite.
+"""Returns a model to an earlier checkpoint (a rewind), and reads the data of a step again: to calibrate scales, or to
+find what was not finite.
 
 run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
@@ -45,6 +47,20 @@ def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer
         row = model.state_buffers()[name]
         row.copy_(torch.from_numpy(np.array(control.from_rank0(row.tolist), np.float32)))
     return True
+
+
+def batches_of_step(batches: Prefetcher, first_sample: int, control: ControlGroup) -> list[Tensor]:
+    """Return this rank's packed micro-batches of the step that begins with this sample.  All ranks call it; if one
+    cannot read its data, all raise DataError.
+    """
+    found, unread = [], ""
+    try:
+        found = list(batches.step(first_sample))
+    except DataError as error:
+        unread = str(error)
+    if messages := [message for message in control.all_gather(unread) if message]:
+        raise DataError(messages[0])
+    return found
 
 
 def find_non_finite_losses(

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from torch import Tensor
-
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher
@@ -234,18 +232,8 @@ class Trainer:
     def _first_non_finite(self) -> str:
         """Compute the gradients of the step at state.sample again; return the first tensor that is not finite."""
         with self.watchdog.phase("searching for non-finite numbers"):
-            return self.model.first_non_finite(self._batches_of_step(), self.control) or "nothing when computed again"
-
-    def _batches_of_step(self) -> list[Tensor]:
-        """Return this rank's micro-batches of the step at state.sample; DataError on every rank if one cannot read."""
-        batches, unread = [], ""
-        try:
-            batches = list(self.batches.step(self.state.sample))
-        except DataError as error:
-            unread = str(error)
-        if errors := [text for text in self.control.all_gather(unread) if text]:
-            raise DataError(errors[0])
-        return batches
+            batches = recovery.batches_of_step(self.batches, self.state.sample, self.control)
+            return self.model.first_non_finite(batches, self.control) or "nothing when computed again"
 
     def _find_non_finite_losses(self) -> str:
         """Return which losses of the last finished step are not finite when computed again, in words."""
@@ -283,12 +271,11 @@ class Trainer:
         return target
 
     def _calibrate(self) -> None:
-        """Give a run in fp8 its first scales, unless its checkpoint had some."""
+        """Give a run in fp8 its first scales, unless its checkpoint had some; the step's number does not matter."""
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
-                step = min(self.state.step, self.config.train.steps - 1)  # a finished run has scales too, to validate
-                inputs = step_inputs(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-                self.model.calibrate(self._batches_of_step(), inputs)
+                inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
+                self.model.calibrate(recovery.batches_of_step(self.batches, self.state.sample, self.control), inputs)
             self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")
 
     # ---- between steps ----
