@@ -16,7 +16,7 @@ from gpt2_triton.kernels.hopper.fp8_matmul import (
     multiply_in_parts,
     unscale_of,
 )
-from gpt2_triton.kernels.hopper.matmul_dw import STAGES, store_quarter
+from gpt2_triton.kernels.hopper.matmul_dw import STAGES, destination, dw_load_partition, store_quarter
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
     BLOCK_N,
@@ -26,25 +26,9 @@ from gpt2_triton.kernels.hopper.pipeline import (
     Operands,
     barriers,
     describe,
-    load_blocks,
 )
 from gpt2_triton.kernels.tiles import TileSplit, quarters, split_item, tile_corner
 from gpt2_triton.kernels.tuning import programs
-
-
-@gluon.jit
-def fp8_dw_load_partition(a_desc, w_desc, ring, N, K, work, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Load blocks of a and w, item after item: dout and inp, or where the tile is turned, inp and dout."""
-    whole_tiles, split_tiles, items, steps, part_steps = work
-    step = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, first, count, _ = split_item(item, whole_tiles, split_tiles, steps, part_steps)
-        n, k = tile_corner(tile, N, K, ROWS, COLUMNS, GROUP_M)
-        a = n if ROWS == BLOCK_M else k
-        w = k if ROWS == BLOCK_M else n
-        for s in range(first, first + count):
-            load_blocks(a_desc, (w_desc,), ring, step, a, w, s * BLOCK_K, False, True)
-            step += 1
 
 
 @gluon.jit
@@ -62,15 +46,7 @@ def fp8_dw_partition(
         n, k = tile_corner(tile, N, K, ROWS, COLUMNS, GROUP_M)
         whole = n + HALF < N if TURNED else k + HALF < K
         left, right, step = multiply_in_parts(ring, step, count, whole, GROUP)
-        ptr = out_ptr + (n.to(gl.int64) * K + k)
-        stride = K
-        height = N - n
-        width = K - k
-        if slot >= 0:  # a partial sum is a matrix of ROWS x COLUMNS
-            ptr = part_ptr + slot.to(gl.int64) * (ROWS * COLUMNS)
-            stride = COLUMNS
-            height = ROWS
-            width = COLUMNS
+        ptr, stride, height, width = destination(out_ptr, part_ptr, n, k, N, K, slot, ROWS, COLUMNS)
         if TURNED:
             ptr += ROWS_OF_GROUP * GROUP
             width -= ROWS_OF_GROUP * GROUP
@@ -99,8 +75,8 @@ def _fp8_dw_kernel(
                             (whole_tiles, split_tiles, items, steps, part_steps), 0, ROWS, COLUMNS, ACC)),
         (fp8_dw_partition, (out_ptr, part_ptr, dout_scale_ptr, inp_scale_ptr, ring, N, K,
                             (whole_tiles, split_tiles, items, steps, part_steps), 1, ROWS, COLUMNS, ACC)),
-        (fp8_dw_load_partition, (a_desc, w_desc, ring, N, K, (whole_tiles, split_tiles, items, steps, part_steps),
-                                 ROWS, COLUMNS)),
+        (dw_load_partition, (a_desc, w_desc, ring, N, K, (whole_tiles, split_tiles, items, steps, part_steps),
+                             ROWS, COLUMNS, True)),
     ], [4, 1], [240, 24])
     # fmt: on
 

@@ -32,8 +32,13 @@ STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in s
 
 
 @gluon.jit
-def dw_load_partition(a_desc, w_desc, ring, N, K, work, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Load blocks of a and w, item after item: dout and inp, or where the tile is turned, inp and dout."""
+def dw_load_partition(
+    a_desc, w_desc, ring, N, K, work, ROWS: gl.constexpr, COLUMNS: gl.constexpr, K_MAJOR: gl.constexpr
+):  # fmt: skip
+    """Load blocks of a and w, item after item: dout and inp, or where the tile is turned, inp and dout.  K_MAJOR: they
+    are stored transposed, contiguous along the rows that are summed over.
+    """
+    DEPTH: gl.constexpr = a_desc.block_type.shape[1 if K_MAJOR else 0]
     whole_tiles, split_tiles, items, steps, part_steps = work
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -42,8 +47,25 @@ def dw_load_partition(a_desc, w_desc, ring, N, K, work, ROWS: gl.constexpr, COLU
         a = n if ROWS == BLOCK_M else k
         w = k if ROWS == BLOCK_M else n
         for s in range(first, first + count):
-            load_blocks(a_desc, (w_desc,), ring, step, a, w, s * BLOCK_K, True, False)
+            load_blocks(a_desc, (w_desc,), ring, step, a, w, s * DEPTH, not K_MAJOR, K_MAJOR)
             step += 1
+
+
+@gluon.jit
+def destination(out_ptr, part_ptr, n, k, N, K, slot, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return the address, stride, height and width of a tile's place: in out, or of a partial sum in its slot, where it
+    is a matrix of ROWS x COLUMNS.
+    """
+    ptr = out_ptr + (n.to(gl.int64) * K + k)
+    stride = K
+    height = N - n
+    width = K - k
+    if slot >= 0:
+        ptr = part_ptr + slot.to(gl.int64) * (ROWS * COLUMNS)
+        stride = COLUMNS
+        height = ROWS
+        width = COLUMNS
+    return ptr, stride, height, width
 
 
 @gluon.jit
@@ -76,15 +98,7 @@ def dw_partition(
         accs = (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT),)
         accs = issue_mma(accs, ring, step, False, True, False)
         acc, step = mma_loop(accs, ring, step + 1, count, True, False)
-        ptr = out_ptr + (n.to(gl.int64) * K + k)
-        stride = K
-        height = N - n
-        width = K - k
-        if slot >= 0:  # a partial sum is a matrix of ROWS x COLUMNS
-            ptr = part_ptr + slot.to(gl.int64) * (ROWS * COLUMNS)
-            stride = COLUMNS
-            height = ROWS
-            width = COLUMNS
+        ptr, stride, height, width = destination(out_ptr, part_ptr, n, k, N, K, slot, ROWS, COLUMNS)
         parts = quarters(acc)
         for q in gl.static_range(4):
             store_quarter(
@@ -105,7 +119,7 @@ def _dw_kernel(
         (dw_partition, (out_ptr, part_ptr, ring, N, K, (whole_tiles, split_tiles, items, steps, part_steps),
                         ROWS, COLUMNS, ACC)),
         (dw_load_partition, (a_desc, w_desc, ring, N, K, (whole_tiles, split_tiles, items, steps, part_steps),
-                             ROWS, COLUMNS)),
+                             ROWS, COLUMNS, False)),
     ], [1], [24])
     # fmt: on
 
