@@ -14,8 +14,8 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 _WIDEN = tl.constexpr(INTERPRET)
 _MAX_EXPONENT = tl.constexpr(108.0)  # 2^108 * 50304 columns * wte still fits fp32 and bf16
-_SLOPE = tl.constexpr(0.7978845608028654)  # u = x * (_SLOPE + _CURVE * x^2)
-_CURVE = tl.constexpr(0.035677408136300125)
+SLOPE = tl.constexpr(0.7978845608028654)  # u = x * (SLOPE + CURVE * x^2)
+CURVE = tl.constexpr(0.035677408136300125)
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def exp_relative(z, factor, zt, counted):
 @triton.jit
 def gelu_u(x, xx):
     """Return u; xx is x^2."""
-    return x * (xx * _CURVE + _SLOPE)
+    return x * (xx * CURVE + SLOPE)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def dgelu(x):
 @triton.jit
 def dgelu_of(x, xx, s):
     """Return the derivative of gelu at x; xx is x^2, and s is sigmoid(2u)."""
-    return s + x * (xx * (6.0 * _CURVE) + 2.0 * _SLOPE) * (s - s * s)
+    return s + x * (xx * (6.0 * CURVE) + 2.0 * SLOPE) * (s - s * s)
 
 
 # An fp32 master weight is stored as the bf16 weight and 16 more bits, so that a parameter costs 4 bytes instead of 6.

@@ -1,4 +1,5 @@
-"""Device functions of e4m3: rounding, the largest |x| of a tensor, and columns with their tokens in pairs.
+"""Device functions of e4m3: rounding, the largest |x| of a tensor, and columns with their tokens in pairs; and the scale
+of the bytes that keep gelu' beside it.
 
 fp8.py states what an operand in fp8 is.
 """
@@ -10,6 +11,10 @@ from triton.language.target_info import is_hip
 from gpt2_triton.kernels.tuning import INTERPRET
 
 AMAX_CELLS = 32  # of a tensor, so that programs seldom wait for each other
+
+# gelu', -0.13 to 1.13, as a byte: round(STEPS * gelu') + ZERO
+STEPS = tl.constexpr(202.25)
+ZERO = tl.constexpr(26.0)
 
 _EXACT = tl.constexpr(INTERPRET)
 _CELLS = tl.constexpr(AMAX_CELLS)

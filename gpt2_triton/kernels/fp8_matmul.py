@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
-from gpt2_triton.kernels.e4m3 import quantise
+from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise
 from gpt2_triton.kernels.fp8 import Fp8, block, stored, transpose
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
@@ -31,10 +31,6 @@ from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_dw
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tiles import TileSplit, describe, halves, split_item, tile_position
 from gpt2_triton.kernels.tuning import programs, tuned
-
-STEPS = tl.constexpr(202.25)
-ZERO = tl.constexpr(26.0)
-
 
 @triton.jit
 def _finish(

@@ -14,6 +14,7 @@ passed on in units of what is written, so that fp16's range is enough; pre beyon
 bytes lie as the threads hold them, 16 in a row, slice after slice.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpt2_triton.kernels.device_math import gelu
+from gpt2_triton.kernels.device_math import CURVE, SLOPE, gelu
+from gpt2_triton.kernels.e4m3 import AMAX_CELLS, STEPS, ZERO
 from gpt2_triton.kernels.hopper.fp8_matmul import unscale_of
 from gpt2_triton.kernels.hopper.mainloop import load_partition
 from gpt2_triton.kernels.hopper.pipeline import (
@@ -68,10 +70,23 @@ BYTES_LAYOUT = gl.constexpr(  # of a slice's bytes as [32, 128]
         [32, 128],
     )
 )  # fmt: skip
-STEPS = gl.constexpr(202.25)
+CELLS = gl.constexpr(AMAX_CELLS)
 LOWEST = gl.constexpr(0.17)  # the largest |gelu| of a negative number
 FP16_MAX = gl.constexpr(65504.0)
 OPTIONS = dict(num_warps=8, maxnreg=128)
+
+
+def fp16_pair(x: float) -> str:
+    """Return a pair of equal fp16 numbers as a constant of PTX."""
+    bits = int(np.float16(x).view(np.uint16))
+    return f"0x{bits:04X}{bits:04X}"
+
+
+BYTE_AT = 1024.0  # added, it leaves a number below 256 in the low byte of fp16
+CONSTANTS = dict(
+    c1=CURVE.value, c2=SLOPE.value, c3=6 * CURVE.value, c4=2 * SLOPE.value, half=0.5, top=64.0,
+    m1=STEPS.value, m2=BYTE_AT + ZERO.value,
+)  # fmt: skip
 
 # four fp16 numbers x in $2, $3 -> e4m3 of gelu(x) times the scale in $4, and bytes of gelu'(x).  With y = min(x^2, 64):
 # u = x (0.79785 + 0.035677 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (1.5957 + 0.21406 y) (x (s - s^2)), in
@@ -82,9 +97,8 @@ fma.rn.f16x2 s, t, half, half; mul.f16x2 g, {x}, s; mul.f16x2 g, g, sc; cvt.rn.s
 fma.rn.f16x2 y, y, c3, c4; neg.f16x2 t, s; fma.rn.f16x2 t, t, s, s; mul.f16x2 t, t, {x}; fma.rn.f16x2 d, y, t, s;
 fma.rn.f16x2 {d}, d, m1, m2;"""
 GELU_ASM = gl.constexpr(
-    "{ .reg .b32 y, u, t, s, g, d, c1, c2, c3, c4, half, m1, m2, sc, top, d0, d1; .reg .b16 e0, e1;"
-    "mov.b32 c1, 0x28912891; mov.b32 c2, 0x3A623A62; mov.b32 half, 0x38003800; mov.b32 c3, 0x32D832D8;"
-    "mov.b32 c4, 0x3E623E62; mov.b32 m1, 0x5A525A52; mov.b32 m2, 0x641A641A; mov.b32 sc, $4; mov.b32 top, 0x54005400;"
+    "{ .reg .b32 y, u, t, s, g, d, c1, c2, c3, c4, half, m1, m2, sc, top, d0, d1; .reg .b16 e0, e1; mov.b32 sc, $4;"
+    + "".join(f"mov.b32 {name}, {fp16_pair(value)};" for name, value in CONSTANTS.items())
     + _GELU.format(x="$2", e="e0", d="d0")
     + _GELU.format(x="$3", e="e1", d="d1")
     + "mov.b32 $0, {e0, e1}; prmt.b32 $1, d0, d1, 0x6420; }"
@@ -92,7 +106,7 @@ GELU_ASM = gl.constexpr(
 
 # fp16 $3, $4 times the derivatives of the bytes $5: the products in $1, $2 and in e4m3 in $0
 DGELU_ASM = gl.constexpr(
-    "{ .reg .b32 a, b, o; .reg .b16 e0, e1; mov.b32 o, 0xE41AE41A;"
+    f"{{ .reg .b32 a, b, o; .reg .b16 e0, e1; mov.b32 o, {fp16_pair(-BYTE_AT - ZERO.value)};"
     "prmt.b32 a, $5, 0x64646464, 0x4140; prmt.b32 b, $5, 0x64646464, 0x4342;"
     "add.rn.f16x2 a, a, o; add.rn.f16x2 b, b, o; mul.f16x2 $1, a, $3; mul.f16x2 $2, b, $4;"
     "cvt.rn.satfinite.e4m3x2.f16x2 e0, $1; cvt.rn.satfinite.e4m3x2.f16x2 e1, $2; mov.b32 $0, {e0, e1}; }"
@@ -249,7 +263,7 @@ def fp8_activation_partition(
             largest = gl.minimum(largest, FP16_MAX) / scale
         else:
             largest = gl.maximum(gelu(largest), LOWEST)  # gelu grows with x where it is above that
-        gl.atomic_max(amax_ptr + gl.program_id(0) % 32, largest.to(gl.int32, bitcast=True), sem="relaxed")
+        gl.atomic_max(amax_ptr + gl.program_id(0) % CELLS, largest.to(gl.int32, bitcast=True), sem="relaxed")
     tma.store_wait(0)
 
 
