@@ -32,6 +32,7 @@ from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tiles import TileSplit, describe, halves, split_item, tile_position
 from gpt2_triton.kernels.tuning import programs, tuned
 
+
 @triton.jit
 def _finish(
     acc, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr,
