@@ -1,5 +1,5 @@
-"""Device functions of e4m3: rounding, the largest |x| of a tensor, and columns with their tokens in pairs; and the scale
-of the bytes that keep gelu' beside it.
+"""Device functions of e4m3: rounding, the largest |x| of a tensor, and columns with their tokens in pairs; and the
+scale of the bytes that keep gelu'.
 
 fp8.py states what an operand in fp8 is.
 """

@@ -308,7 +308,10 @@ def test_long_sums_of_one_sign_are_not_biased(depth, rng):
         assert abs((out.double() * want).sum() / (want * want).sum() - 1) < 2e-3
 
 
-@pytest.mark.parametrize("R, N", [(96, 112), pytest.param(384, 512, marks=pytest.mark.gpu)])
+GPU_SIZES = [(384, 512), (2176, 2304)]  # whole tiles: six; 153, so that some of 132 programs have a second one
+
+
+@pytest.mark.parametrize("R, N", [(96, 112), *(pytest.param(*size, marks=pytest.mark.gpu) for size in GPU_SIZES)])
 def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
     """In the portable kernels, and on Hopper, where M and N fill whole tiles, in those of kernels/hopper."""
     a, w = product_operands(rng, R, N, C)

@@ -17,8 +17,6 @@ SHARED = 228 * 1024  # bytes of a multiprocessor, of which 1 KB of each program 
 # programs that share one; those of other kernels do not
 TOGETHER = {"attention_fwd": 5, "attention_dq": 4, "attention_dkdv": 3}
 
-UNSIMULATED = {"fp8 matmul_gelu": "12", "fp8 matmul_gelu, evaluation": "12", "fp8 matmul_dx_dgelu": "20"}  # barriers
-
 
 def cases() -> dict[str, tuple[str, dict[str, object]]]:
     """Return each launched form: name -> (kernel, argument -> type, (rows, columns) of a descriptor in bf16 or in a
@@ -174,7 +172,6 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         [(made, places, ended)] = re.findall(r"barriers: (\d+) made in (\d+) places, (\d+) invalidated", log)
         alone = any(word in log.splitlines()[0] for word in ("attention", "transpose"))  # without partitions
         assert made == places != "0" and ended == (made if alone else "0"), log
-        assert made == UNSIMULATED.get(log.splitlines()[0], made), log
         assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma
 
 

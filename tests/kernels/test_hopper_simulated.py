@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
-from gpt2_triton.kernels.hopper import fp8_matmul, fp8_matmul_dw, pipeline
+from gpt2_triton.kernels.hopper import fp8_gelu, fp8_matmul, fp8_matmul_dw, pipeline, transpose
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
@@ -19,7 +20,7 @@ from tests.support.gluon_simulator import NAMES, Race, mma_wait, simulated
 from tests.support.helpers import EPS, error, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ROUNDINGS = 2**0.5 * EPS[BF16]  # of the output, and of the product that is multiplied with GELU's derivative
 
 # M, N, K: several tiles per program, ragged; one tile and one step; one row of slices, less than a step
@@ -93,6 +94,84 @@ def test_fp8_matmul_dw_matches_float64(rng, N, K, R, wave, seed):
                 BLOCK_M=split.rows, BLOCK_N=split.columns, GROUP_M=8, ROWS=8,
             )  # fmt: skip
         assert error(dw, want * (1 + acc)) < 1e-6
+
+
+def gelu_and_byte(rng, M, N, K, seed, **replaced):
+    """Run fc with GELU in fp8; return rows and columns of the output, gelu' as bytes, cells of amax, pre in float64."""
+    (a, a_scale), (w, w_scale) = fp8(rng(M, K), 32.0), fp8(rng(N, K) * K**-0.5, 64.0)
+    b, scale = rng(N, dtype=BF16), torch.tensor([16.0])
+    rows, columns = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3)
+    slope, amax = torch.zeros(M, N, dtype=torch.uint8), torch.zeros(AMAX_CELLS, dtype=torch.int32)
+    with simulated(fp8_gelu, seed, **replaced):
+        fp8_gelu.matmul(rows, columns, scale, amax, a, a_scale, w, w_scale, b, slope, None)
+    pre = (a.double() / a_scale.double()) @ (w.double() / w_scale.double()).T + b.double()
+    return rows, columns, slope, amax, pre
+
+
+def in_pairs(rows):
+    """Return rows [R, C] transposed, with position 2g + h of each 16 rows holding row g + 8h."""
+    R, C = rows.shape
+    return rows.view(torch.uint8).view(R // 16, 2, 8, C).transpose(1, 2).reshape(R, C).T
+
+
+def is_right(rows, columns, want, scale):
+    """Return whether rows are want * scale in e4m3, and columns their transposition."""
+    same = torch.equal(columns.view(torch.uint8), in_pairs(rows))
+    return same and error(rows.double() / scale, want) < 0.03  # e4m3's own error is 0.027
+
+
+@seeds
+@pytest.mark.parametrize("M,N,K", [(256, 512, 200), (128, 256, 64)], ids=lambda size: str(size))
+def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
+    """Four tiles, of which one of three programs has two, and one tile."""
+    rows, columns, slope, amax, pre = gelu_and_byte(rng, M, N, K, seed)
+    want = reference.gelu(pre)
+    assert is_right(rows, columns, want, 16)
+    assert abs(amax.max().view(torch.float32).item() / want.max().item() - 1) < 1e-3  # fp16
+
+    (dout, dout_scale), (w, w_scale) = fp8(rng(M, 80), 32.0), fp8(rng(N, 80), 64.0)
+    product = (dout.double() / dout_scale.double()) @ (w.double() / w_scale.double()).T
+    drows, dcolumns, part = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3), poisoned(M // 128, N)
+    damax, scale = torch.zeros(AMAX_CELLS, dtype=torch.int32), torch.tensor([4.0])
+    with simulated(fp8_gelu, seed):
+        fp8_gelu.matmul(drows, dcolumns, scale, damax, dout, dout_scale, w, w_scale, None, slope, part)
+    want = product * reference.dgelu(pre)
+    assert is_right(drows, dcolumns, want, 4)
+    assert abs(damax.max().view(torch.float32).item() / want.abs().max().item() - 1) < 0.01  # half a step of the byte
+    assert error(part, want.view(-1, 128, N).sum(1)) < 0.01  # the same in each of 128 terms
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        dict(wait_empty=lambda *_: None),
+        dict(fence_async_shared=lambda: None),
+        dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
+        dict(tma=SimpleNamespace(store_wait=lambda pending: NAMES["tma"].store_wait(pending + 1))),
+        dict(warpgroup_mma_wait=lambda pending, deps: deps if pending else mma_wait(0, deps)),
+        dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))),
+    ],
+    ids=["early load", "no fence", "no wait for stores", "too short a wait", "early release", "no wait for loads"],
+)
+def test_simulator_finds_a_missing_wait_or_fence_of_fp8_gelu(rng, replaced):
+    def found(seed, **replaced):
+        try:
+            rows, columns, _, _, pre = gelu_and_byte(rng, 256, 512, 400, seed, **replaced)
+        except Race:
+            return True
+        return not is_right(rows, columns, reference.gelu(pre), 16)
+
+    assert not found(1)
+    assert any(found(seed, **replaced) for seed in range(5))
+
+
+@seeds
+def test_fp8_transpose_is_exact(rng, seed):
+    x, _ = fp8(rng(272, 144), 16.0)
+    out = poisoned(144, 272).to(E4M3)
+    with simulated(transpose, seed):
+        transpose.transpose(out, x)
+    assert torch.equal(out.view(torch.uint8), in_pairs(x))
 
 
 @seeds

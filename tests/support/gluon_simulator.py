@@ -9,9 +9,9 @@ thread, as is each of its partitions, and one thread runs at a time.  At every b
 numbers choose which partition continues and which TMA transfer completes.
 
 Asynchronous operations take effect as late as the hardware allows: wgmma reads its operands when it is waited for (in
-the order of issue, so that a wait for all but the last n finishes those before them), a
-TMA store reads shared memory at any time before its wait.  A buffer that is released too early therefore spoils the
-result, which the test compares with float64.
+the order of issue, so that a wait for all but the last n finishes those before them), a TMA store reads shared memory
+at any time before its wait.  A buffer that is released too early therefore spoils the result, which the test compares
+with float64.  Instructions in PTX have Python functions in INSTRUCTIONS.
 
 `Race` is raised for: a wait that never ends, an arrival too many, a read of shared memory that a load is still writing,
 a write to shared memory that a load or store still uses, a TMA store of data that was written without a fence, a
@@ -24,6 +24,7 @@ test_hopper_simulated.py removes each kind of wait and checks that the simulator
 
 import contextlib
 import functools
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -34,25 +35,27 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import device_math, tiles, tuning
+from gpt2_triton.kernels import device_math, e4m3, tiles, tuning
 from gpt2_triton.kernels.hopper import (
     activation,
     attention,
     attention_dkdv,
     attention_dq,
     attention_fwd,
+    fp8_gelu,
     fp8_matmul,
     fp8_matmul_dw,
     mainloop,
     pipeline,
+    transpose,
 )
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 
-KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier, fp8_matmul, fp8_matmul_dw)
-KERNELS += attention_fwd, attention_dq, attention_dkdv
+KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier, fp8_matmul, fp8_matmul_dw, fp8_gelu)
+KERNELS += transpose, attention_fwd, attention_dq, attention_dkdv
 MODULES = (tiles, device_math, pipeline, mainloop, activation, attention, *KERNELS)
 local = threading.local()  # .worker: the partition of this thread
 
@@ -68,7 +71,8 @@ class Worker:
     """A partition: runs until it waits for a condition or yields."""
 
     def __init__(self, turns: "Turns", name: str, warps: int, function: Callable[..., Any], arguments: tuple[Any, ...]):
-        self.turns, self.name, self.warps, self.stores = turns, name, warps, 0
+        self.turns, self.name, self.warps, self.issued = turns, name, warps, 0
+        self.stores: set[int] = set()  # the numbers of those issued stores that still read shared memory
         self.ready: Callable[[], bool] = lambda: True
         self.products: list[Product] = []  # issued and not finished
         self.then: list[tuple[str, int, Callable[..., Any], tuple[Any, ...]]] = []  # partitions that follow
@@ -97,8 +101,8 @@ class Worker:
 class Turns:
     """One program: its partitions, and the transfers in flight."""
 
-    def __init__(self, draws: random.Random, program: int, programs: int):
-        self.draws, self.program, self.programs = draws, program, programs
+    def __init__(self, draws: random.Random, program: tuple[int, ...], programs: tuple[int, ...], most_warps: int):
+        self.draws, self.program, self.programs, self.most_warps = draws, program, programs, most_warps
         self.haste = draws.choice((0.02, 0.2, 0.8))  # the probability that a transfer completes next
         self.back, self.over = threading.Semaphore(0), False
         self.workers: list[Worker] = []
@@ -172,6 +176,10 @@ class Value(torch.Tensor):
     """A tensor in registers."""
 
     type = SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Value":
+        x = self.as_subclass(torch.Tensor)
+        return value(x.view(dtype) if bitcast else x.to(dtype))
 
 
 def value(tensor: torch.Tensor) -> Value:
@@ -331,9 +339,10 @@ def _expect(barrier: Barrier, nbytes: int, pred: bool = True) -> None:
         barrier.used().arrive(nbytes=nbytes)
 
 
-def _arrive(barrier: Barrier, count: int) -> None:
-    barrier.used().arrive(count)
-    local.worker.wait()
+def _arrive(barrier: Barrier, count: int, pred: bool = True) -> None:
+    if pred:
+        barrier.used().arrive(count)
+        local.worker.wait()
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -370,13 +379,15 @@ def _tma_store(desc: Descriptor, corner: list[int], shared: Shared) -> None:
     if any(bool(torch.isin(places, shared.places).any()) for _, places in shared.memory.unfenced):
         raise Race(f"{worker.name} stores shared memory that was written without a fence")
     worker.turns.check("stores", shared.memory, shared.places, worker.turns.loads)
-    worker.stores += 1
+    number = worker.issued
+    worker.issued += 1
+    worker.stores.add(number)
 
     def leave() -> None:
         r, c, inside = desc.block(corner)
         r, c = torch.broadcast_tensors(r, c)
         desc.tensor[r[inside], c[inside]] = shared.memory.data[shared.places][inside]
-        worker.stores -= 1
+        worker.stores.remove(number)
 
     worker.turns.stores.append((shared.places, shared.memory, leave))
     worker.wait()
@@ -384,7 +395,7 @@ def _tma_store(desc: Descriptor, corner: list[int], shared: Shared) -> None:
 
 def _store_wait(pending: int) -> None:
     worker = local.worker
-    worker.wait(lambda: worker.stores <= pending)
+    worker.wait(lambda: all(number >= worker.issued - pending for number in worker.stores))
 
 
 def _fence() -> None:
@@ -414,8 +425,8 @@ def _store(pointer: Pointer, x: torch.Tensor, mask: Any = None) -> None:
 
 
 def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    default = local.worker.warps
-    assert default + sum(warps) <= 12, "twelve warps"
+    default, most = local.worker.warps, local.worker.turns.most_warps
+    assert default + sum(warps) <= most, f"registers for {most} warps"
     todo = [
         (function.__name__, n, function, arguments)
         for (function, arguments), n in zip(partitions, (default, *warps), strict=True)
@@ -429,9 +440,44 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
 
 def _quantise(x: Value, scale: Pointer, amax: Pointer | None) -> torch.Tensor:
     if amax is not None:
-        cell = local.worker.turns.program % amax.flat.numel()
+        cell = local.worker.turns.program[0] % amax.flat.numel()
         amax.flat[cell] = torch.maximum(amax.flat[cell], x.abs().max().view(torch.int32))
     return _e4m3(x * scale.flat)
+
+
+def _atomic_max(pointer: Pointer, x: Value, sem: str) -> None:
+    at, _ = pointer.places(None)
+    pointer.flat[at] = torch.maximum(pointer.flat[at], x.as_subclass(torch.Tensor))
+
+
+def _to_fp16(x: Value) -> Value:
+    return x.clamp(-65504, 65504).to(torch.float16)
+
+
+def _gelu_and_byte(x: Value, scale: Value) -> tuple[Value, Value]:
+    wide = x.float().requires_grad_()
+    y = torch.nn.functional.gelu(wide, approximate="tanh")
+    (slope,) = torch.autograd.grad(y.sum(), wide)
+    byte = (slope * e4m3.STEPS.value + e4m3.ZERO.value).round().to(torch.uint8)
+    return value(_e4m3(y.detach() * scale.float())), value(byte)
+
+
+def _times_byte(x: Value, byte: Value) -> tuple[Value, Value]:
+    product = ((byte.float() - e4m3.ZERO.value) * x.float()).to(torch.float16)
+    return value(_e4m3(product.float())), value(product)
+
+
+INSTRUCTIONS = {  # of PTX: the beginning of their text
+    "tanh.approx": torch.tanh,
+    "cvt.rn.satfinite.f16x2": _to_fp16,
+    fp8_gelu.GELU_ASM.value: _gelu_and_byte,
+    fp8_gelu.DGELU_ASM.value: _times_byte,
+}
+
+
+def _inline_asm(asm: str, constraints: str, arguments: list[Value], **_: Any) -> Any:
+    [function] = [function for text, function in INSTRUCTIONS.items() if asm.startswith(text)]
+    return function(*arguments)
 
 
 def _paired_columns(x: Value) -> torch.Tensor:
@@ -441,36 +487,44 @@ def _paired_columns(x: Value) -> torch.Tensor:
 
 
 LANGUAGE = dict(
-    program_id=lambda axis: Int(local.worker.turns.program),
-    num_programs=lambda axis: Int(local.worker.turns.programs),
+    program_id=lambda axis: Int(local.worker.turns.program[axis]),
+    num_programs=lambda axis: Int(local.worker.turns.programs[axis]),
     num_warps=lambda: local.worker.warps,
     cdiv=lambda a, b: Int(-(-a // b)),
     arange=lambda start, end, layout=None: value(torch.arange(start, end)),
     zeros=lambda shape, dtype, layout=None: value(torch.zeros(shape, dtype=dtype)),
     full=lambda shape, number, dtype, layout=None: value(torch.full(shape, number, dtype=dtype)),
+    zeros_like=torch.zeros_like,
     sum=lambda x, axis: x.sum(axis),
     max=torch.amax,
     reshape=lambda x, shape: x.reshape(shape),
     permute=lambda x, order: x.permute(*order),
     split=lambda x: x.unbind(-1),
-    convert_layout=lambda x, layout: x,
+    convert_layout=lambda x, layout, assert_trivial=False: x,
     static_range=lambda *bounds: map(Int, range(*bounds)),
     load=_load,
     store=_store,
+    atomic_max=_atomic_max,
     allocate_shared_memory=_allocate,
     warp_specialize=_specialize,
     SliceLayout=lambda *_: None,
     BlockedLayout=lambda *_: None,
+    NVMMADistributedLayout=lambda *_: None,
     constexpr=None,
     float32=torch.float32,
     bfloat16=torch.bfloat16,
+    float16=torch.float16,
     float8e4nv=torch.float8_e4m3fn,
     int64=torch.int64,
+    int32=torch.int32,
+    int16=torch.int16,
+    uint8=torch.uint8,
     # of triton.language, in device functions
-    inline_asm_elementwise=lambda asm, constraints, arguments, **_: torch.tanh(*arguments),
+    inline_asm_elementwise=_inline_asm,
+    sigmoid=torch.sigmoid,
     exp2=torch.exp2,
     log2=torch.log2,
-    maximum=torch.maximum,
+    maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)),
     fma=lambda a, b, c: a * b + c,
     where=lambda mask, a, b: torch.where(mask, a, torch.tensor(b)),
     minimum=lambda a, b, propagate_nan=None: torch.clamp(a, max=b),
@@ -541,12 +595,12 @@ class Kernel:
     def __init__(self, function: FunctionType, draws: random.Random):
         self.function, self.draws = function, draws
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, maxnreg: int = 255, **constants: Any) -> None:
             wrapped = [_argument(x) for x in arguments]
             whole = functools.partial(self.function, **constants)
-            for program in range(*grid):
-                turns = Turns(self.draws, program, *grid)
+            for program in itertools.product(*map(range, grid)):
+                turns = Turns(self.draws, program, grid, 65536 // (32 * maxnreg))
                 turns.run([("program", num_warps, whole, tuple(wrapped))])
                 if partitions := turns.workers[0].then:
                     turns.run(partitions)
