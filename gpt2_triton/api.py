@@ -145,6 +145,8 @@ def train(
     from gpt2_triton.training.preemption import BorrowedSignals
     from gpt2_triton.training.start import starting
 
+    if resume not in (False, True, "must"):
+        raise ConfigError(f'resume: expected False, True or "must", got {resume!r}')
     settings, directory = config if isinstance(config, Config) else Config.load(config), Path(run_dir)
     set_env_from_slurm()
     rank, ranks = rank_and_size()
@@ -245,8 +247,13 @@ class Model:
         return np.asarray(self._tokenizer().encode(text), np.int32)
 
     def decode(self, tokens: Any) -> str:
-        """Return the text of tokens [n]; bytes that are not UTF-8 become replacement characters."""
-        return self._tokenizer().decode(np.asarray(tokens).reshape(-1).tolist())
+        """Return the text of tokens [n]; bytes that are not UTF-8 become replacement characters.
+
+        Raise DataError for other arrays and for unknown tokens.
+        """
+        if not np.size(tokens):
+            return ""
+        return self._tokenizer().decode(self._sequences(tokens, 1).reshape(-1).tolist())
 
     def generate(
         self,

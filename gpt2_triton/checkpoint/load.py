@@ -150,7 +150,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
         if not gone:
             break
     if steps:  # None would start a new run over checkpoints that can perhaps be restored
-        raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another --run_dir")
+        raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another run")
     return None
 
 
@@ -172,7 +172,7 @@ def find_checkpoint(path: Path) -> Path:
         return _find_best(path)
     if STEP_NAME.fullmatch(path.absolute().name):
         if problems := verify(path):
-            others = [other.name for _, other in list_steps(path.absolute().parent) if other.name != path.name]
+            others = [o.name for _, o in list_steps(path.absolute().parent) if o.name != path.name and not verify(o)]
             hint = f", such as {', '.join(others)}" if others else ""
             raise CheckpointError(f"{path}: {problems[0]}; choose another step{hint}")
         return path

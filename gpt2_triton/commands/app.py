@@ -32,6 +32,9 @@ def make_app(name: str, help: str | None = None, kind: type[App] = App) -> App:
     return kind(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
 
 
+PATHS = ("run_dir", "data", "out", "o", "json")  # options
+
+
 def usage_line(command: str, arguments: str) -> str:
     """Return the first line of a command's help."""
     return f"Usage: {command_line(command)} {arguments}"
@@ -44,7 +47,7 @@ def main(app: App, argv: list[str]) -> int:
         if not argv or argv[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
-        code = call(app, _spelled_out(argv))
+        code = call(app, _require_paths(_spelled_out(argv)))
         sys.stdout.flush()  # while errors are still caught
         return code
     except CycloptsError as error:
@@ -106,6 +109,17 @@ def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
     return code
 
 
+def _require_paths(words: list[str]) -> list[str]:
+    """Return the words; ConfigError for an empty path, which would stand for the present directory."""
+    for before, word in zip(["", *words], words):
+        option, equals, value = word.partition("=")
+        name = option if equals else before if before.startswith("-") else ""
+        is_path = name.lstrip("-") in PATHS
+        if is_path and equals and not value or not word and (is_path or not name):
+            raise ConfigError(f"{name or 'an argument'}: empty, as a variable that is not set; expected a path")
+    return words
+
+
 def _spelled_out(argv: Iterable[str]) -> list[str]:
     """Replace hyphens in option names by underscores: --run-dir becomes --run_dir.  And write --resume with its value,
     since cyclopts takes any word after a flag that can have one: --resume=must, else --resume=true.
@@ -118,22 +132,26 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
     return words
 
 
-def select_device() -> None:
-    """Select Triton's interpreter, and print that, if there is no GPU.  Must run before a kernel is imported."""
+def select_device(silent: bool = False) -> None:
+    """Select Triton's interpreter, and unless `silent` print that, if there is no GPU.  Must run before a kernel is
+    imported.
+    """
     # torch and numpy read it when they are imported.  The interpreter's arrays are small: a quickstart step took 4.4 s
     # with two threads, 1.5 s with one
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
     from gpt2_triton import device
 
-    if device.select_interpreter():
+    if device.select_interpreter() and not silent:
         print_line("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU")
 
 
 def require_directory(option: str, file: Path | None) -> None:
-    """Refuse a file whose directory does not exist."""
+    """Refuse a file whose directory does not exist, and a directory in its place."""
     if file and not file.parent.is_dir():
         raise ConfigError(f"--{option}: {file.parent} is not a directory; make it, or choose another")
+    if file and file.is_dir():
+        raise ConfigError(f"--{option}: {file} is a directory; name a file in it")
 
 
 def require_at_least(**options: tuple[float, float]) -> None:

@@ -53,15 +53,15 @@ def sample(
         prompt.encode()
     except UnicodeEncodeError:
         raise ConfigError("--prompt: not UTF-8; give it in the encoding of the terminal's locale") from None
-    select_device()
+    select_device(silent=True)  # stdout is the text
     print_texts(checkpoint, prompt, tokens, how, seed, num, batch)
 
 
 def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int, num: int, batch: int) -> None:
     """Print `num` continuations of `prompt` by the weights at `source`, up to `batch` decoded at once.
 
-    A single text is printed while it is decoded.  The rate goes to stderr.  Control characters are escaped on a
-    terminal only: a file or a pipe gets the text as it is.
+    A single text is printed while it is decoded.  The rate goes to stderr.  On a terminal only, control characters are
+    escaped and lines of --- separate texts: a file or a pipe gets the text as it is.
     """
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.tokenizer import get_tokenizer
@@ -80,7 +80,9 @@ def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int
             print(shown(piece), end="", flush=True)
         print(flush=True)
     else:
-        for text in continuations(model, tokenizer, prompt, tokens, how, seed, num):
-            print(shown(text), flush=True)
+        for n, text in enumerate(continuations(model, tokenizer, prompt, tokens, how, seed, num)):
+            print("---\n" * (n > 0 and shown is printable) + shown(text), flush=True)
     seconds = time.perf_counter() - start
-    print(f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} per second", file=sys.stderr)
+    rate = f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} per second"
+    slow = " (no CUDA GPU found: in Triton's interpreter)" if model.arena.device.type == "cpu" else ""
+    print(rate + slow, file=sys.stderr)

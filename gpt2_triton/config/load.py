@@ -52,6 +52,10 @@ def load_config(
         path = recipes.find(path)
         tree, lines = read_yaml(path)
     given = dict(overrides or {})
+    for key, value in given.items():
+        if "." not in key and isinstance(value, Mapping):  # it would replace the section
+            dotted = f"{key}.{next(iter(value), 'key')}"
+            raise ConfigError(f"{key}: expected one value for each dotted key, such as {dotted}, got a dictionary")
     if "model.size" in given and isinstance(tree.get("model"), dict):
         tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}
     for key, value in given.items():

@@ -4,14 +4,20 @@ import shlex
 from pathlib import Path
 
 from gpt2_triton.checkpoint.format import step_path
+from gpt2_triton.config.config import Config
 from gpt2_triton.console import command_line
 from gpt2_triton.training.preemption import how_to_continue
 
 
-def after_training(run_dir: Path, step: int, best: tuple[int, float] | None) -> list[str]:
-    """Return the lines for a run that has done all its steps; `best` is (step, validation loss), if it is kept."""
-    run = shlex.quote(str(run_dir))
-    kept = f"; RUN/best is step {best[0]}, validation loss {best[1]:.4f}".replace("RUN", str(run_dir)) if best else ""
+def after_training(config: Config, run_dir: Path, step: int, best: tuple[int, float] | None) -> list[str]:
+    """Return the lines for a run that has done all its steps; `best` is (step, validation loss), which an earlier part
+    of the run may have kept without this one.
+    """
+    run, kept = shlex.quote(str(run_dir)), ""
+    if config.checkpoint.best == "none":
+        best = None
+    if best:
+        kept = f"; {run_dir}/best is step {best[0]}, validation loss {best[1]:.4f}"
     return [
         f"checkpoint {step_path(run_dir / 'checkpoints', step)}{kept}",
         f"  sample   {command_line('sample')} {f'{run}/best' if best else run}",

@@ -191,7 +191,7 @@ class Trainer:
             self.checkpointer.wait(raise_errors=True)
         done = not stopping or step >= self.config.train.steps
         if done and trained:
-            self.log.info("\n".join(after_training(self.run_dir, step, self.state.best)))
+            self.log.info("\n".join(after_training(self.config, self.run_dir, step, self.state.best)))
         if done:
             return 0
         received = max(self.control.all_gather(self.signals.received))

@@ -129,7 +129,7 @@ def test_a_wrong_file_is_one_line_before_any_run(refused, old, new, message):
         (["--data", "none"], "--data: none is not a directory; expected the directory of train_*.bin and val_*.bin"),
         (["--data", "docs"], "--data: docs has no train_*.bin and no val_*.bin; expected the directory of train_*.bin"),
         (["--out", "none/r.jsonl"], "--out: none is not a directory; make it, or choose another"),
-        (["--out", "docs"], "--out: cannot read docs: Is a directory; choose another"),
+        (["--out", "docs"], "--out: docs is a directory; name a file in it"),
         (["--out", "/proc/version"], "/proc/version:1: got 'Linux version"),
         (["--report"], "--out: there is no file r.jsonl; expected results to report"),
         (["--minutes", "nan"], "--minutes: must be at least 0, got nan"),

@@ -519,3 +519,21 @@ def test_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, command)
     words = [sys.executable, *command, "configs/quickstart.yaml"]
     run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 130 and "Traceback" not in run.stderr and "cyclopts" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["train", "quickstart", "--run-dir", ""], "--run_dir"),
+        (["train", "quickstart", "--run_dir="], "--run_dir"),
+        (["train", "own", "--data", "", "--run_dir", "x"], "--data"),
+        (["prepare", "text", ""], "an argument"),
+        (["sample", ""], "an argument"),
+    ],
+)
+def test_empty_path_is_refused(words, name, tmp_path, monkeypatch, capsys):
+    """It would stand for the present directory: `--run_dir "$RUN"` without RUN."""
+    monkeypatch.chdir(tmp_path)
+    assert main(tools_app, words) == 2
+    assert capsys.readouterr().err == f"error: {name}: empty, as a variable that is not set; expected a path\n"
+    assert list(tmp_path.iterdir()) == []

@@ -41,6 +41,12 @@ def test_script_prints_and_writes_what_the_command_does(tmp_path, monkeypatch, c
     assert (tmp_path / "script.json").read_bytes() == (tmp_path / "command.json").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["hellaswag", "perplexity", "evaluate"])
+def test_directory_in_the_place_of_a_file_is_refused_before_the_work(tmp_path, capsys, name):
+    assert main(tools, [name, str(FIXTURES / "run"), "--json", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: --json: {tmp_path} is a directory; name a file in it\n"
+
+
 @pytest.mark.parametrize("name", ["hellaswag", "perplexity"])
 def test_script_reports_a_mistake_in_one_line_and_names_itself_in_its_help(tmp_path, name):
     ran = run(f"{name}.py", cwd=tmp_path)

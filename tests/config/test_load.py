@@ -15,6 +15,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("modle: {n_layer: 6}", {}, "x.yaml:1: modle: unknown key"),
     ("weight_decay: 0.1", {}, "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?"),
     ("optim.lr: 0.1", {}, "x.yaml:1: optim.lr: unknown key; keys are nested: write lr under optim"),
+    ("", {"optim": {"lr": 1}}, "optim: expected one value for each dotted key, such as optim.lr, got a dictionary"),
     ("", {"optim.lrr": "1"}, "--optim.lrr: unknown key; did you mean optim.lr?"),
     ("", {"model.n_layer.x": "1"}, "--model.n_layer.x: unknown key"),
     ("model: {n_layer: six}", {}, "x.yaml:1: model.n_layer: must be a valid integer"),

@@ -4,6 +4,7 @@ Documents are streamed in their order, each after an end-of-text token, and the 
 of llm.c's fineweb.py.  A row holds text, or a list of the tokenizer's tokens, as nvidia/ClimbMix does.
 """
 
+import hashlib
 import itertools
 import re
 import textwrap
@@ -26,6 +27,7 @@ from gpt2_triton.errors import bad_data
 
 AGAIN = "run the same command again: it resumes after the last finished shard"
 SOURCE = "a folder here, or a dataset of the Hugging Face Hub as owner/name"
+FILES = "correct that file, or leave it out: the folder's files are parquet, JSON lines or text, in UTF-8"
 OFFLINE = "check the name in --source and the network, or give a folder of its files, or use `prepare text`"
 
 
@@ -61,6 +63,8 @@ def prepare_dataset(
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
     sizes = dict(tokens=tokens, shard_tokens=shard_tokens, val_tokens=min(shard_tokens, (tokens or 1 << 62) // 10))
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, **sizes, source=dataset._asdict())
+    if Path(dataset.name).is_dir():
+        recipe["folder"] = _files_of(Path(dataset.name))
     source, begun = _Documents(dataset, sizes, tokenizer, nominal, other_field, kind), time.monotonic()
     with shard_writer.disk_errors_as(out_dir), pipeline.locked(out_dir, log):
         if shard_writer.is_done(out_dir, recipe):
@@ -79,6 +83,14 @@ def prepare_dataset(
     shards, took = preparation.shards, timedelta(seconds=round(time.monotonic() - begun))
     log(f"prepared {out_dir}: {len(shards)} shards, {preparation.tokens:,} tokens, in {took}")
     return out_dir
+
+
+def _files_of(folder: Path) -> str:
+    """Return the number of files of a folder, with its folders, and a digest of their names, sizes and times."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    stats = ((path.relative_to(folder), path.stat()) for path in files)
+    rows = "".join(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n" for name, stat in stats)
+    return f"{len(files)} files, {hashlib.sha256(rows.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
 
 
 def _commit(dataset: Dataset, out_dir: Path) -> str | None:
@@ -110,6 +122,7 @@ class _Documents:
     ):
         self._other_field, self._kind = other_field, kind
         self.name, self._dataset, self._sizes, self._tokenizer = dataset.name, dataset, sizes, tokenizer
+        self._todo = FILES if Path(dataset.name).is_dir() else AGAIN
         self.size = sizes["tokens"] or nominal or _nominal_tokens(dataset.version)
 
     def done(self, state: Any, tokens: int) -> int:
@@ -154,13 +167,13 @@ class _Documents:
     def _texts(self, dataset: Any) -> Iterator[str | np.ndarray]:
         rows, field = iter(dataset), self._dataset.field
         while True:
-            with hub_errors_as(self.name, "its next document", AGAIN):
+            with hub_errors_as(self.name, "its next document", self._todo):
                 row = next(rows, None)
             if row is None:
                 return
             if not isinstance(row[field], self._kind):
                 what, expected = ("tokens", "a list of tokens") if self._kind is list else ("text", "a string")
-                got, todo = type(row[field]).__name__, self._other_field
+                got, todo = type(row[field]).__name__, f"correct or remove such rows, or {self._other_field}"
                 raise bad_data(self.name, f"no {what} in field {field!r}", got, expected, todo)
             yield self._checked_tokens(row[field]) if self._kind is list else row[field]
 

@@ -1,8 +1,10 @@
 """Text on disk as documents: .txt holds one, .jsonl one per line, in its field "text"; each may be compressed as .gz.
+A byte order mark at the start of a file is left out.
 
 Files are read in parts, so memory grows with the longest line and not with the file.
 """
 
+import codecs
 import glob
 import gzip
 import json
@@ -83,6 +85,8 @@ def read(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else open(path, "rb") as file:
             while lines := file.readlines(READ_BYTES):
+                if line == 1:
+                    lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
                 if json_lines:
                     documents = ((n, _json_text(path, n, data)) for n, data in enumerate(lines, line))
                     yield from ((n, text) for n, text in documents if text)

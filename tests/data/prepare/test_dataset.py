@@ -403,10 +403,24 @@ def test_dataset_refuses_a_directory_with_shards_but_not_with_other_files(folder
 def test_dataset_changed_before_a_resume_is_refused(folder, tmp_path, monkeypatch):
     copy = SimpleNamespace(source=Dataset(str(tmp_path / "copy")))
     shutil.copytree(folder.path, tmp_path / "copy")
+    before = dataset._files_of(tmp_path / "copy")
     _stop_after(copy, tmp_path / "out", 5, monkeypatch)
     for name in ("0", "1", "2"):
         shutil.copy(folder.path / f"{2 - int(name)}.parquet", tmp_path / "copy" / f"{name}.parquet")
+    with pytest.raises(DataError, match="begun with another folder: got 3 files, .* choose another --out"):
+        prepare(copy, tmp_path / "out")
+    monkeypatch.setattr(dataset, "_files_of", lambda folder: before)  # as of a dataset of the Hub
     with pytest.raises(DataError, match="copy: it changed meanwhile: .* prepare it again in another directory"):
+        prepare(copy, tmp_path / "out")
+
+
+def test_folder_that_has_another_file_is_not_prepared_already(folder, tmp_path):
+    copy = SimpleNamespace(source=Dataset(str(tmp_path / "copy")))
+    shutil.copytree(folder.path, tmp_path / "copy")
+    prepare(copy, tmp_path / "out")
+    prepare(copy, tmp_path / "out")
+    shutil.copy(folder.path / "0.parquet", tmp_path / "copy" / "00.parquet")
+    with pytest.raises(DataError, match="out: in use: .* choose another directory"):
         prepare(copy, tmp_path / "out")
 
 
@@ -423,7 +437,11 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     here = ["prepare", "fineweb", "--out", "out", "--tokenizer", "bytes", "--workers", "1", "--source"]
     for words, code, message in (
-        (["numbers"], 3, "numbers: no text in field 'text': got int, expected a string; name the"),
+        (
+            ["numbers"],
+            3,
+            "numbers: no text in field 'text': got int, expected a string; correct or remove such rows, or name the",
+        ),
         (["empty"], 3, "empty: cannot be had"),
         ([str(folder.path), "--version", "x"], 3, "BuilderConfig 'x' not found"),
         ([str(folder.path), "--field", "body"], 3, "body"),

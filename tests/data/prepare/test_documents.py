@@ -52,6 +52,13 @@ def test_read_yields_a_large_file_in_parts(tmp_path):
     assert len(parts) == 4 and max(map(len, parts)) < (1 << 20) + 11 and all(part[-1] == "\n" for part in parts)
 
 
+def test_byte_order_mark_is_left_out(tmp_path):
+    for name, content in (("x.txt", "text"), ("x.jsonl", '{"text": "text"}\n{"text": "\ufeffmore"}\n')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(read(tmp_path / "x.txt")) == [(1, "text")]
+    assert list(read(tmp_path / "x.jsonl")) == [(1, "text"), (2, "\ufeffmore")]
+
+
 ENGLISH = "It was the best of times \N{EN DASH} \N{LEFT DOUBLE QUOTATION MARK}it was the worst\N{HORIZONTAL ELLIPSIS}\n"
 FRENCH = "Les \xe9l\xe8ves fran\xe7ais \xe9taient tr\xe8s contents de leur \xe9t\xe9 \xe0 la plage.\n"
 GERMAN = "Gr\xf6\xdfere \xdcbungen f\xfcr alle M\xe4nner.\n"
