@@ -79,7 +79,7 @@ def _download(target: Path, todo: str = IN_COMMAND) -> None:
     if target.is_file() and sha256(target) == SHA256:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    todo = f"try again, or on another machine {todo}"
+    todo = f"try again; else {todo}"
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             data = response.read()

@@ -38,7 +38,7 @@ from gpt2_triton.data.questions import (
 from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import bad_data
 
-IN_COMMAND = "check the network, or give a file of its rows as --data FILE"
+IN_COMMAND = "check the network, or give its rows as --data: a file, for several tasks a folder of TASK.jsonl"
 IN_FILE = "correct that file, or leave its task out of --tasks"  # where --data has named it
 IN_TRAINING = "set eval.tasks_data to a folder of TASK.jsonl, or leave it out of eval.tasks"
 

@@ -63,7 +63,7 @@ def test_download_happens_once(server, target):
 @pytest.mark.parametrize("sent", [0, 4000])
 def test_download_cut_short_leaves_no_file(server, target, sent):
     server.sent = sent
-    with pytest.raises(DataError, match=rf"/file: cannot download: got .*{sent} bytes.*; try again, or on another"):
+    with pytest.raises(DataError, match=rf"/file: cannot download: got .*{sent} bytes.*; try again; else get it with"):
         hellaswag._download(target)
     assert names(target) == []
 
@@ -71,7 +71,9 @@ def test_download_cut_short_leaves_no_file(server, target, sent):
 def test_download_with_wrong_sha256_leaves_no_file(server, target):
     server.content = CONTENT[::-1]
     found, expected = hashlib.sha256(server.content).hexdigest(), hellaswag.SHA256
-    with pytest.raises(DataError, match=f"/file: wrong sha256: got {found}, expected {expected}; try again, or on"):
+    with pytest.raises(
+        DataError, match=f"/file: wrong sha256: got {found}, expected {expected}; try again; else get it with"
+    ):
         hellaswag._download(target)
     assert names(target) == []
 
