@@ -172,8 +172,9 @@ def find_checkpoint(path: Path) -> Path:
         return _find_best(path)
     if STEP_NAME.fullmatch(path.absolute().name):
         if problems := verify(path):
-            others = [o.name for _, o in list_steps(path.absolute().parent) if o.name != path.name and not verify(o)]
-            hint = f", such as {', '.join(others)}" if others else ""
+            others = (other for _, other in reversed(list_steps(path.absolute().parent)) if other.name != path.name)
+            intact = next((other.name for other in others if not verify(other)), "")
+            hint = f", such as {intact}" if intact else ""
             raise CheckpointError(f"{path}: {problems[0]}; choose another step{hint}")
         return path
     inner = path / "checkpoints"

@@ -64,7 +64,7 @@ def prepare_dataset(
     sizes = dict(tokens=tokens, shard_tokens=shard_tokens, val_tokens=min(shard_tokens, (tokens or 1 << 62) // 10))
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, **sizes, source=dataset._asdict())
     if Path(dataset.name).is_dir():
-        recipe["folder"] = _files_of(Path(dataset.name))
+        recipe["folder"] = _files_of(Path(dataset.name), out_dir)
     source, begun = _Documents(dataset, sizes, tokenizer, nominal, other_field, kind), time.monotonic()
     with shard_writer.disk_errors_as(out_dir), pipeline.locked(out_dir, log):
         if shard_writer.is_done(out_dir, recipe):
@@ -85,9 +85,10 @@ def prepare_dataset(
     return out_dir
 
 
-def _files_of(folder: Path) -> str:
-    """Return the number of files of a folder, with its folders, and a digest of their names, sizes and times."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def _files_of(folder: Path, out_dir: Path) -> str:
+    """Return the number of files of a folder and its folders but out_dir, and a digest of their names, sizes, times."""
+    found = (path for path in folder.rglob("*") if out_dir.resolve() not in path.resolve().parents)
+    files = sorted(path for path in found if path.is_file())
     stats = ((path.relative_to(folder), path.stat()) for path in files)
     rows = "".join(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n" for name, stat in stats)
     return f"{len(files)} files, {hashlib.sha256(rows.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"

@@ -403,13 +403,13 @@ def test_dataset_refuses_a_directory_with_shards_but_not_with_other_files(folder
 def test_dataset_changed_before_a_resume_is_refused(folder, tmp_path, monkeypatch):
     copy = SimpleNamespace(source=Dataset(str(tmp_path / "copy")))
     shutil.copytree(folder.path, tmp_path / "copy")
-    before = dataset._files_of(tmp_path / "copy")
+    before = dataset._files_of(tmp_path / "copy", tmp_path / "out")
     _stop_after(copy, tmp_path / "out", 5, monkeypatch)
     for name in ("0", "1", "2"):
         shutil.copy(folder.path / f"{2 - int(name)}.parquet", tmp_path / "copy" / f"{name}.parquet")
     with pytest.raises(DataError, match="begun with another folder: got 3 files, .* choose another --out"):
         prepare(copy, tmp_path / "out")
-    monkeypatch.setattr(dataset, "_files_of", lambda folder: before)  # as of a dataset of the Hub
+    monkeypatch.setattr(dataset, "_files_of", lambda folder, out_dir: before)  # as of a dataset of the Hub
     with pytest.raises(DataError, match="copy: it changed meanwhile: .* prepare it again in another directory"):
         prepare(copy, tmp_path / "out")
 
