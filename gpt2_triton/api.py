@@ -251,7 +251,7 @@ class Model:
 
         Raise DataError for other arrays and for unknown tokens.
         """
-        if not np.size(tokens):
+        if np.array_equal(tokens, []):
             return ""
         return self._tokenizer().decode(self._sequences(tokens, 1).reshape(-1).tolist())
 

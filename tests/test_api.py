@@ -355,6 +355,7 @@ def test_export_writes_the_files_of_the_command(run, model, tmp_path):
         (lambda m: m.logits([1] * 17), DataError, "got 17, expected at most 16, the context"),
         (lambda m: m.logits([1], "first"), ConfigError, "positions: expected last or all, got 'first'"),
         (lambda m: m.decode([65, 999]), DataError, "not in the vocabulary: got 65 to 999, expected 0 to 255"),
+        (lambda m: m.decode([[1], [2, 3]]), DataError, "got rows of unequal lengths"),
         (lambda m: m.decode([1.5]), DataError, "got float64 [1]"),
         (lambda m: m.generate("a", 0), ConfigError, "tokens: must be at least 1, got 0"),
         (lambda m: m.stream("a", temperature=-1), ConfigError, "temperature: must be at least 0, got -1"),

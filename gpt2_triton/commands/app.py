@@ -22,6 +22,8 @@ from gpt2_triton.console import command_line, discard_unwritten, prepare_streams
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
+PATHS = ("run_dir", "data", "source", "out", "o", "json")  # options that take a path
+
 
 def make_app(name: str, help: str | None = None, kind: type[App] = App) -> App:
     """Return an app whose options are spelled with underscores and whose flags have no --no-... variant.
@@ -30,9 +32,6 @@ def make_app(name: str, help: str | None = None, kind: type[App] = App) -> App:
     """
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
     return kind(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
-
-
-PATHS = ("run_dir", "data", "out", "o", "json")  # options
 
 
 def usage_line(command: str, arguments: str) -> str:

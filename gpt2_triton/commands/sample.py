@@ -72,7 +72,8 @@ def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int
     model, tokenizer = load_for_decoding(config, tensors, min(num, batch)), get_tokenizer(config.data.tokenizer)
     if model.arena.device.type == "cuda":
         model.compile_decoding(*how)
-    shown = printable if is_terminal(sys.stdout) else str
+    on_terminal = is_terminal(sys.stdout)
+    shown = printable if on_terminal else str
     start = time.perf_counter()
     if num == 1:
         print(shown(prompt), end="", flush=True)
@@ -81,7 +82,9 @@ def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int
         print(flush=True)
     else:
         for n, text in enumerate(continuations(model, tokenizer, prompt, tokens, how, seed, num)):
-            print("---\n" * (n > 0 and shown is printable) + shown(text), flush=True)
+            if n and on_terminal:
+                print("---")
+            print(shown(text), flush=True)
     seconds = time.perf_counter() - start
     rate = f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} per second"
     slow = " (no CUDA GPU found: in Triton's interpreter)" if model.arena.device.type == "cpu" else ""

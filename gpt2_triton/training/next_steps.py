@@ -13,14 +13,13 @@ def after_training(config: Config, run_dir: Path, step: int, best: tuple[int, fl
     """Return the lines for a run that has done all its steps; `best` is (step, validation loss), which an earlier part
     of the run may have kept without this one.
     """
-    run, kept = shlex.quote(str(run_dir)), ""
-    if config.checkpoint.best == "none":
-        best = None
-    if best:
-        kept = f"; {run_dir}/best is step {best[0]}, validation loss {best[1]:.4f}"
+    run = weights = shlex.quote(str(run_dir))
+    kept = ""
+    if best and config.checkpoint.best == "val_loss":
+        kept, weights = f"; {run_dir}/best is step {best[0]}, validation loss {best[1]:.4f}", f"{run}/best"
     return [
         f"checkpoint {step_path(run_dir / 'checkpoints', step)}{kept}",
-        f"  sample   {command_line('sample')} {f'{run}/best' if best else run}",
+        f"  sample   {command_line('sample')} {weights}",
         f"  plot     {command_line('plot')} {run}",
         f"  resume   the same command with more --train.steps, --run_dir {run} --resume",
     ]

@@ -92,7 +92,7 @@ class RunState:
         if self.needs_rewind(config) and self.rewinds >= MAX_REWINDS:
             raise NonFiniteError(
                 f"step {self.step}: skipped {train.rewind_after} steps in a row again, after {MAX_REWINDS} rewinds to "
-                f"step {self.rewind_target(config)}; lower optim.lr, or move newer checkpoints away and resume"
+                f"step {self.rewind_target(config)}; lower optim.lr, or move the newest checkpoints away and resume"
             )
         if not self.needs_rewind(config) and 0 < train.skip_limit <= self.skipped_in_a_row:
             rewind = ", with no checkpoint before them to rewind to" if train.rewind_after else ""
@@ -100,7 +100,7 @@ class RunState:
                 f"step {self.step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row"
                 f"{rewind} (samples up to {self.sample:,}); of the last, {find_losses()}; "
                 f"the last update was step {self.step - self.without_update}: "
-                "lower optim.lr, or move newer checkpoints away and resume"
+                "lower optim.lr, or move the newest checkpoints away and resume"
             )
 
     def rewind_to(self, step: int) -> None:

@@ -271,7 +271,7 @@ class Trainer:
         return target
 
     def _calibrate(self) -> None:
-        """Give a run in fp8 its first scales, unless its checkpoint had some; the step's number does not matter."""
+        """Give a run in fp8 its first scales, unless its checkpoint had some; they depend on no step's number."""
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
                 inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.total_batch_tokens)

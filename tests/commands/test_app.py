@@ -527,6 +527,7 @@ def test_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, command)
         (["train", "quickstart", "--run-dir", ""], "--run_dir"),
         (["train", "quickstart", "--run_dir="], "--run_dir"),
         (["train", "own", "--data", "", "--run_dir", "x"], "--data"),
+        (["prepare", "fineweb", "--source", ""], "--source"),
         (["prepare", "text", ""], "an argument"),
         (["sample", ""], "an argument"),
     ],

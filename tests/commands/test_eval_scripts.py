@@ -41,6 +41,12 @@ def test_script_prints_and_writes_what_the_command_does(tmp_path, monkeypatch, c
     assert (tmp_path / "script.json").read_bytes() == (tmp_path / "command.json").read_bytes()
 
 
+def test_stdout_of_sample_is_the_text_alone(capsys):
+    assert main(tools, ["sample", str(FIXTURES / "run"), "--tokens", "2", "--prompt", "The "]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("The ") and err.startswith("2 tokens in ") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["hellaswag", "perplexity", "evaluate"])
 def test_directory_in_the_place_of_a_file_is_refused_before_the_work(tmp_path, capsys, name):
     assert main(tools, [name, str(FIXTURES / "run"), "--json", str(tmp_path)]) == 2

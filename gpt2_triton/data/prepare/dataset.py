@@ -27,7 +27,7 @@ from gpt2_triton.errors import bad_data
 
 AGAIN = "run the same command again: it resumes after the last finished shard"
 SOURCE = "a folder here, or a dataset of the Hugging Face Hub as owner/name"
-FILES = "correct that file, or leave it out: the folder's files are parquet, JSON lines or text, in UTF-8"
+FILES = "correct the file that cannot be read, or leave it out; expected parquet, JSON lines or text in UTF-8"
 OFFLINE = "check the name in --source and the network, or give a folder of its files, or use `prepare text`"
 
 

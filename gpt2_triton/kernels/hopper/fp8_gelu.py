@@ -8,10 +8,10 @@ load_partition, slope_partition  one warp each loads the operands, and the bytes
 Products are summed in the tensor cores' 14 bits over all of K: adding parts in fp32, as fp8_matmul.py does, would take
 64 more registers of each thread that multiplies.
 
-The arithmetic of a slice is in fp16 pairs, whose error is far below e4m3's.  gelu' is a byte, round(202.25 gelu') + 26:
-one fp16 addition of 1050 to the product writes it, and a permutation of bytes and a subtraction read it.  The tile is
-passed on in units of what is written, so that fp16's range is enough; pre beyond it becomes fp16's largest number.  The
-bytes lie as the threads hold them, 16 in a row, slice after slice.
+The arithmetic of a slice is in fp16 pairs, whose error is far below e4m3's.  gelu' is a byte (e4m3.py has its scale):
+one fp16 addition writes it, and a permutation of bytes and a subtraction read it.  The tile is passed on in units of
+what is written, so that fp16's range is enough; pre beyond it becomes fp16's largest number.  The bytes lie as the
+threads hold them, 16 in a row, slice after slice.
 """
 
 import numpy as np
@@ -82,15 +82,15 @@ def fp16_pair(x: float) -> str:
     return f"0x{bits:04X}{bits:04X}"
 
 
-BYTE_AT = 1024.0  # added, it leaves a number below 256 in the low byte of fp16
+BYTE_AT = 1024.0  # fp16 numbers from here on are 1 apart, so that the low byte of BYTE_AT + n is n
 CONSTANTS = dict(
     c1=CURVE.value, c2=SLOPE.value, c3=6 * CURVE.value, c4=2 * SLOPE.value, half=0.5, top=64.0,
     m1=STEPS.value, m2=BYTE_AT + ZERO.value,
 )  # fmt: skip
 
 # four fp16 numbers x in $2, $3 -> e4m3 of gelu(x) times the scale in $4, and bytes of gelu'(x).  With y = min(x^2, 64):
-# u = x (0.79785 + 0.035677 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (1.5957 + 0.21406 y) (x (s - s^2)), in
-# that order for a large finite x, where s - s^2 is 0;  then 202.25 gelu' + 1050 has the byte below its exponent
+# u = x (c2 + c1 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (c4 + c3 y) (x (s - s^2)), in that order for a
+# large finite x, where s - s^2 is 0;  then m1 gelu' + m2 has the byte in its low bits
 _GELU = """
 mul.f16x2 y, {x}, {x}; min.f16x2 y, y, top; fma.rn.f16x2 u, y, c1, c2; mul.f16x2 u, u, {x}; tanh.approx.f16x2 t, u;
 fma.rn.f16x2 s, t, half, half; mul.f16x2 g, {x}, s; mul.f16x2 g, g, sc; cvt.rn.satfinite.e4m3x2.f16x2 {e}, g;
@@ -146,7 +146,7 @@ def to_fp16(x, SATURATE: gl.constexpr):
 def fp8_multiply_partition(
     b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, DGELU: gl.constexpr
 ):  # fmt: skip
-    """Multiply and pass the tile on, in fp16: pre, or the gradient of gelu's output in units of dpre / 202.25."""
+    """Multiply and pass the tile on, in fp16: pre, or the gradient of gelu's output in units of dpre / STEPS."""
     factor = unscale_of(a_scale_ptr, w_scale_ptr)
     if DGELU:
         factor *= gl.load(scale_ptr) * (1.0 / STEPS)
