@@ -108,7 +108,10 @@ def _bars(
     axes.set_xticks(range(len(sizes)), sizes)
 
 
-DRAWN: dict[str, Callable[[Figures], Any]] = {"comparison": comparison, "ops_d12": operations}
+DRAWN: dict[str, Callable[[Figures], Any]] = {
+    "comparison": comparison,
+    "ops_d12": lambda figures: precisions(figures["precisions"]),
+}
 
 
 def main() -> None:
