@@ -45,6 +45,8 @@ def test_difference_of_fp8_at_124m_is_worth_the_tokens_that_the_pages_state():
     slope = difference(arms, "bf16 80%", "bf16")[0] / math.log(1 / 0.8)
     worth = f"at most what {100 * -math.expm1(-(mean + half) / slope):.1f}% of the tokens are worth"
     assert worth in README.read_text() and worth in TRAINING.read_text()
+    mean, half = difference(arms, "muon, fp8", "muon")
+    assert f"with Muon that of three pairs was {mean:+.3f} ± {half:.3f}" in README.read_text()
 
 
 def test_difference_of_fp8_at_1558m_is_that_of_the_pages():
