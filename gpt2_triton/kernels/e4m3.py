@@ -25,10 +25,13 @@ _LARGEST = tl.constexpr(448.0)
 def to_e4m3(x):
     """Return fp32 x as e4m3, rounded to nearest even and saturated at 448; NaN stays NaN.
 
-    Triton's interpreter truncates and wraps, so there x is made a number of e4m3 before the cast.
+    The cast of NVIDIA's GPUs does that.  Triton's interpreter truncates and wraps, so there x is made a number of e4m3
+    before the cast.
     """
     if not _EXACT:
-        return tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+        if is_hip():
+            x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        return x.to(tl.float8e4nv)
     bits = x.to(tl.uint32, bitcast=True)
     a = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     a = tl.where(a > _LARGEST, _LARGEST, a)  # NaN is not above it
@@ -41,27 +44,27 @@ def to_e4m3(x):
 
 
 @triton.jit
-def record_amax(amax_ptr, x):
-    """Record the largest |x| of a tile: a maximum of bits, exact in any order, where NaN and infinity are largest."""
-    record_bits(amax_ptr, tl.abs(x).to(tl.int32, bitcast=True))
-
-
-@triton.jit
 def row_maxima(top, x):
-    """Return the larger of top, bits of fp32, and the largest |x| of each row, for record_bits at the end of a loop."""
+    """Return the larger of top and the largest |x| of each row, both as bits of fp32."""
     return tl.maximum(top, tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1))
 
 
 @triton.jit
 def record_bits(amax_ptr, top):
+    """Record the largest of `top`, bits of |x|: a maximum that is exact in any order; NaN and infinity are largest."""
     tl.atomic_max(amax_ptr + tl.program_id(0) % _CELLS, tl.max(top), sem="relaxed")
 
 
 @triton.jit
-def quantise(x, scale_ptr, amax_ptr):
-    """Return x in e4m3 times its tensor's scale, and record its amax where there are cells for it."""
+def quantise(x, scale_ptr, amax_ptr, rows=None):
+    """Return x in e4m3 times its tensor's scale, and record its amax where there are cells for it: that of all its
+    elements, or of the rows for which the mask `rows` is true.
+    """
     if amax_ptr is not None:
-        record_amax(amax_ptr, x)
+        top = row_maxima(0, x)
+        if rows is not None:
+            top = tl.where(rows, top, 0)
+        record_bits(amax_ptr, top)
     return to_e4m3(x * tl.load(scale_ptr))
 
 
