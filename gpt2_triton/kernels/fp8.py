@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.e4m3 import paired_columns, quantise, record_bits, row_maxima, to_e4m3, token_at
+from gpt2_triton.kernels.hopper import cast as hopper_cast
 from gpt2_triton.kernels.hopper import transpose as hopper_transpose
 from gpt2_triton.kernels.step_io import APPLY
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
@@ -40,7 +41,6 @@ class Fp8:
     amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
     transposed: bool  # True: `columns` is written with `rows`; else by matmul_dw, in memory that operands share
     value: Tensor | None = None  # bf16 [R, C], for kernels that read it in full precision
-    scratch: Tensor | None = None  # e4m3, for a weight: workspace for its rows in another order
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,8 +114,7 @@ def _roll_scales_kernel(scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: t
 
 
 @triton.jit
-def _cast_kernel(out_ptr, ordered_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Write x in e4m3, and to ordered_ptr with row 2g + h of each 16 at row g + 8h."""
+def _cast_kernel(out_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     top = tl.zeros((BLOCK_R,), tl.int32)
     scale = tl.load(scale_ptr)
@@ -125,10 +124,7 @@ def _cast_kernel(out_ptr, ordered_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R
         x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
         if amax_ptr is not None:
             top = row_maxima(top, x)
-        q = to_e4m3(x * scale)
-        tl.store(out_ptr + r.to(tl.int64)[:, None] * C + c[None, :], q, mask=mask)
-        if ordered_ptr is not None:
-            tl.store(ordered_ptr + token_at(r).to(tl.int64)[:, None] * C + c[None, :], q, mask=mask)
+        tl.store(out_ptr + r.to(tl.int64)[:, None] * C + c[None, :], to_e4m3(x * scale), mask=mask)
     if amax_ptr is not None:
         record_bits(amax_ptr, top)
 
@@ -180,15 +176,14 @@ def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int)
 def cast_operand(x8: Fp8, x: Tensor) -> None:
     """Write the rows of x, bf16, and record its amax; of a weight (x8.transposed) also the columns, in order."""
     R, C = x.shape
-    ordered = None
-    if x8.transposed and x8.scratch is not None and hopper.takes("transpose", R, C, "fp8"):
-        ordered = x8.scratch[: R * C].view(R, C)
+    if x8.transposed and hopper.takes("cast_weight", R, C, "fp8"):
+        return hopper_cast.cast_weight(x8.rows, x8.columns, x, x8.scale, x8.amax)
     block_r, block_c = block(R, 4), block(C, 256)
     _cast_kernel[(triton.cdiv(R, block_r),)](
-        x8.rows, ordered, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
+        x8.rows, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
     )
     if x8.transposed:
-        transpose(x8.columns, x8.rows if ordered is None else ordered, pairs=ordered is not None)
+        transpose(x8.columns, x8.rows, pairs=False)
 
 
 @contract("scale[A]+ history[A,H]+ amax[A,P]+ <- step_out[4]")

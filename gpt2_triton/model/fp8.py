@@ -50,7 +50,6 @@ class Fp8Buffers:
     dout8t:     Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward",    only="fp8 attproj mlp")
     lnf8:       Tensor  = buf("R C",       "e4m3", "head",             "head",        only="fp8 head")
     wte8:       Tensor  = buf("Vp C",      "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 head")
-    weight8:    Tensor  = buf("4*C C",     "e4m3", "block block_bwd",  "scratch",     only="fp8 qkv attproj mlp")
     qkvw8:      Tensors = buf("L | 3*C C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv", drop="gelu+ln")
     qkvw8t:     Tensors = buf("L | C 3*C", "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 qkv", drop="gelu+ln")
     attprojw8:  Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights", only="fp8 attproj",
@@ -120,7 +119,7 @@ def place_operands(
         for name, operation in OPERATIONS.items():
             if operation in fp8:
                 tensors, rows, columns = getattr(w, name), getattr(q, f"{name}8")[l], getattr(q, f"{name}8t")[l]
-                tensors[l] = operand(rows, columns, l, name, value=tensors[l], scratch=q.weight8.view(-1))
+                tensors[l] = operand(rows, columns, l, name, value=tensors[l])
                 own.append(tensors[l])
         weights.append(own)
     weights.append([])

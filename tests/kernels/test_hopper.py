@@ -55,6 +55,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     attention_fwd8 = attention8 | dict(out_desc=block, out8_desc=block8)
     longest = dict(T=2048, SPAN=2048)
     transpose = dict(out_desc=(128, 64, "i16"), x_desc=(128, 128, "fp8e4nv"))
+    cast = dict(rows_desc=(128, 128, "fp8e4nv"), columns_desc=(128, 64, "i16"), x_desc=(128, 128))
     return {
         "fp8 matmul": ("_fp8_kernel", fp8),
         "fp8 matmul_add": ("_fp8_kernel", fp8 | dict(res_desc=(64, 128))),
@@ -75,6 +76,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 attention_dkdv, longest": ("_attention_dkdv_kernel", attention8 | longest),
         "fp8 attention_dkdv, rows only": ("_attention_dkdv_kernel", attention8 | dict(columns_desc=None)),
         "fp8 transpose": ("_transpose_kernel", transpose),
+        "fp8 cast": ("_cast_weight_kernel", cast | dict(scale_ptr=F32, amax_ptr="*i32")),
+        "fp8 cast, evaluation": ("_cast_weight_kernel", cast | dict(scale_ptr=F32, amax_ptr=None)),
         "matmul": ("_matmul_kernel", forward),
         "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),
         "matmul, wide": ("_wide_kernel", wide_forward),
@@ -107,6 +110,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
         attention_dkdv,
         attention_dq,
         attention_fwd,
+        cast,
         fp8_gelu,
         fp8_matmul,
         fp8_matmul_dw,
@@ -119,7 +123,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
     from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 
     modules = hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier
-    modules += fp8_matmul, fp8_gelu, fp8_matmul_dw, transpose, attention_fwd, attention_dq, attention_dkdv
+    modules += fp8_matmul, fp8_gelu, fp8_matmul_dw, cast, transpose, attention_fwd, attention_dq, attention_dkdv
     module = next(module for module in modules if kernel_name in vars(module))
     kernel = vars(module)[kernel_name]
     types = dict(bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, i16=gl.int16, u8=gl.uint8)
@@ -170,7 +174,7 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         programs = next((n for kernel, n in TOGETHER.items() if kernel in log), 1)
         assert int(re.findall(r"shared memory: (\d+) bytes", log)[0]) <= SHARED // programs - 1024, log
         [(made, places, ended)] = re.findall(r"barriers: (\d+) made in (\d+) places, (\d+) invalidated", log)
-        alone = any(word in log.splitlines()[0] for word in ("attention", "transpose"))  # without partitions
+        alone = any(word in log.splitlines()[0] for word in ("attention", "transpose", "cast"))  # without partitions
         assert made == places != "0" and ended == (made if alone else "0"), log
         assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma
 

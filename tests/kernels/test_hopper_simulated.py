@@ -9,7 +9,7 @@ import torch
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
-from gpt2_triton.kernels.hopper import fp8_gelu, fp8_matmul, fp8_matmul_dw, pipeline, transpose
+from gpt2_triton.kernels.hopper import cast, fp8_gelu, fp8_matmul, fp8_matmul_dw, pipeline, transpose
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
@@ -172,6 +172,19 @@ def test_fp8_transpose_is_exact(rng, seed):
     with simulated(transpose, seed):
         transpose.transpose(out, x)
     assert torch.equal(out.view(torch.uint8), in_pairs(x))
+
+
+@seeds
+@pytest.mark.parametrize("recorded", [True, False])
+def test_fp8_weights_are_exact(rng, recorded, seed):
+    w = rng(272, 144, dtype=BF16) * 0.02
+    rows, columns = poisoned(272, 144).to(E4M3), poisoned(144, 272).to(E4M3)
+    amax = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
+    with simulated(cast, seed):
+        cast.cast_weight(rows, columns, w, torch.tensor([64.0]), amax)
+    want = (w.float() * 64).to(E4M3).view(torch.uint8)
+    assert torch.equal(rows.view(torch.uint8), want) and torch.equal(columns.view(torch.uint8), want.T)
+    assert amax is None or amax.max().view(torch.float32).item() == w.float().abs().max().item()
 
 
 @seeds

@@ -14,7 +14,7 @@ from tests.support import gluon_simulator as simulator
 SHARED = {"attention_fwd", "attention_dq", "attention_dkdv", "classifier", "matmul_dw", "matmul_wide"}
 LAUNCHED = {  # by precision; the head's gradients are in bf16
     "bf16": SHARED | {"matmul"},
-    "fp8": SHARED | {"fp8_matmul", "fp8_gelu", "fp8_matmul_dw", "transpose"},
+    "fp8": SHARED | {"fp8_matmul", "fp8_gelu", "fp8_matmul_dw", "cast", "transpose"},
 }
 
 

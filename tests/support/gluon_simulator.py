@@ -42,6 +42,7 @@ from gpt2_triton.kernels.hopper import (
     attention_dkdv,
     attention_dq,
     attention_fwd,
+    cast,
     fp8_gelu,
     fp8_matmul,
     fp8_matmul_dw,
@@ -55,7 +56,7 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 
 KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier, fp8_matmul, fp8_matmul_dw, fp8_gelu)
-KERNELS += transpose, attention_fwd, attention_dq, attention_dkdv
+KERNELS += cast, transpose, attention_fwd, attention_dq, attention_dkdv
 MODULES = (tiles, device_math, pipeline, mainloop, activation, attention, *KERNELS)
 local = threading.local()  # .worker: the partition of this thread
 

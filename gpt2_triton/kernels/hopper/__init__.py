@@ -49,11 +49,13 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
 
 
 def _takes_fp8(op: str, M: int, N: int) -> str | None:
-    """Return the module for a product of fp8 operands with an output [M, N], or for the transposition of [M, N]."""
+    """Return the module for a product of fp8 operands with an output [M, N], or for the transposition or the cast of a
+    weight [M, N].
+    """
     fused = op in ("matmul_gelu", "matmul_dgelu")
-    if op == "transpose" and (M % 16 or N % 16) or fused and (M % TILE_M or N % TILE_N):
+    if op in ("transpose", "cast_weight") and (M % 16 or N % 16) or fused and (M % TILE_M or N % TILE_N):
         return None
-    own = dict(transpose="transpose", matmul_dw="fp8_matmul_dw", classifier_fwd="classifier")
+    own = dict(transpose="transpose", cast_weight="cast", matmul_dw="fp8_matmul_dw", classifier_fwd="classifier")
     return own.get(op, "fp8_gelu" if fused else "fp8_matmul")
 
 
