@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config as Config
 from gpt2_triton.console import silent
 from gpt2_triton.errors import CheckpointError, ConfigError, bad_data, require_at_least
@@ -145,6 +146,9 @@ def train(
     from gpt2_triton.training.preemption import BorrowedSignals
     from gpt2_triton.training.start import starting
 
+    if str(config) == recipes.OWN:
+        todo = "prepare the text, and train a configuration whose data.train and data.val name its shards"
+        raise ConfigError(f"config: {recipes.OWN} prepares text on the command line only (`train own --data`); {todo}")
     if resume not in (False, True, "must"):
         raise ConfigError(f'resume: expected False, True or "must", got {resume!r}')
     settings, directory = config if isinstance(config, Config) else Config.load(config), Path(run_dir)

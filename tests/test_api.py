@@ -156,6 +156,8 @@ def test_train_prints_only_when_asked(tmp_path, capfd):
 
 
 def test_train_refuses_what_the_command_refuses(run, tmp_path):
+    with pytest.raises(ConfigError, match="^config: own prepares text on the command line only"):
+        gpt2_triton.train("own", tmp_path / "own")
     with pytest.raises(ConfigError, match="has checkpoints up to step_00000004"):
         gpt2_triton.train(small_config(), run.directory)
     missing = str(tmp_path / "nothing.bin")
