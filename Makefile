@@ -32,7 +32,7 @@ compile-all: .venv/installed-dev # all kernels for GPUs that are not here, AMD's
 
 MINUTES ?= 60
 chaos: .venv/installed-dev # random faults for an hour, a resume after each, the bytes of an undisturbed run at the end
-	$(BIN)/python -m tests.chaos --minutes $(MINUTES)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(KEYS)
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache loss.png

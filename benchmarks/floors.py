@@ -67,7 +67,7 @@ def product_ms(layout: str, M: int, N: int, K: int) -> float:
 @functools.cache
 def scaled_product_ms(M: int, N: int, K: int, fast: bool) -> float:
     """Return the time of torch._scaled_mm, a @ w.T of e4m3 [M, K] and [N, K]: `fast` sums in the tensor cores' own
-    precision and gives bf16, as forward products and dX do here; else in fp32 and gives fp32, as dW does.
+    precision and gives bf16, else in fp32 and gives fp32, as dW does.
     """
     a, w = (_random(rows, K).to(torch.float8_e4m3fn) for rows in (M, N))
     scale, dtype = torch.ones((), device="cuda"), torch.bfloat16 if fast else torch.float32

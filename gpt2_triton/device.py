@@ -135,6 +135,12 @@ def require_fp8(name: str, architecture: str) -> None:
         raise ConfigError(f"train.precision: {needs}, {name} is {architecture}; set it to bf16")
 
 
+def require_own_fp8() -> None:
+    """Raise ConfigError if this machine has a GPU, but one without fp8 products."""
+    if present():
+        require_fp8(torch.cuda.get_device_name(), architecture())
+
+
 def local_gpu() -> int:
     """Return the number of this rank's GPU; SLURM may make only one visible to each process."""
     return int(os.environ.get("LOCAL_RANK", "0")) % count()

@@ -182,8 +182,8 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     from gpt2_triton import device
 
     device.require_triton()
-    if gpu and config.train.precision == "fp8":
-        device.require_fp8(gpu, device.GPUS[gpu].architecture)
+    if config.train.precision == "fp8":
+        device.require_fp8(gpu, device.GPUS[gpu].architecture) if gpu else device.require_own_fp8()
     import gpt2_triton.kernels as kernels
     from gpt2_triton.model.memory_plan import plan_report
 

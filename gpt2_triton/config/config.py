@@ -72,13 +72,7 @@ class Config(schema.ConfigSection):
     @property
     def fp8_operations(self) -> list[frozenset[str]]:
         """The operations of each layer whose operands are in fp8; the head's is with those of the last layer."""
-        if self.train.precision == "bf16":
-            return [frozenset()] * self.model.n_layer
-        last = self.model.n_layer - 1
-        kept = values.kept_in_bf16(self.fp8.keep_bf16, self.model.n_layer)
-        of_layer = {(op, l) for op in values.OPERATIONS for l in range(self.model.n_layer)}
-        in_fp8 = (of_layer | {(values.HEAD, last)}) - kept
-        return [frozenset(op for op, layer in in_fp8 if layer == l) for l in range(self.model.n_layer)]
+        return values.operations_in_fp8(self.train.precision, self.fp8.keep_bf16, self.model.n_layer)
 
     @property
     def flops_per_token(self) -> int:

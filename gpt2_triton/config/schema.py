@@ -178,7 +178,7 @@ class Fp8Config(ConfigSection):
     keep_bf16: Annotated[str, BeforeValidator(join_words)] = Field(
         HEAD,
         description=f"what train.precision fp8 leaves in bf16: {HEAD} (the logits), {', '.join(OPERATIONS)} (in all "
-        "layers), a layer's number (-1: the last), or both as in attproj:0; several are separated by commas, "
+        "layers), a layer's number (-1: the last), both as in attproj:0, or none; several are separated by commas, "
         "or a list in YAML",
         json_schema_extra=FREE,
     )

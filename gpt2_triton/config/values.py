@@ -44,14 +44,14 @@ def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
     counts as an operation of the last layer.
     """
     pairs: set[tuple[str, int]] = set()
-    for word in re.split(r"\s*,\s*|\s+", value.strip()) if value.strip() else []:
+    for word in re.split(r"\s*,\s*|\s+", value.strip()) if value.strip() not in ("", "none") else []:
         if word == HEAD:
             pairs.add((HEAD, n_layer - 1))
             continue
         match = KEPT_WORD.fullmatch(word)
         if not match:
             raise ValueError(
-                f"{word or repr(value)}: expected {', '.join((HEAD, *OPERATIONS))}, a layer, or both as in attproj:0"
+                f"{word or repr(value)}: expected {', '.join((HEAD, *OPERATIONS))}, a layer, both as in attproj:0, or none"
             )
         operation, layer = match[1] or "", match[2] or match[3]
         if layer and not -n_layer <= int(layer) < n_layer:
@@ -61,6 +61,15 @@ def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
         layers = [int(layer) % n_layer] if layer else range(n_layer)
         pairs |= {(op, l) for op in ([operation] if operation else OPERATIONS) for l in layers}
     return pairs
+
+
+def operations_in_fp8(precision: str, keep_bf16: str, n_layer: int) -> list[frozenset[str]]:
+    """Return the operations of each layer whose operands are in fp8; the head's is with those of the last layer."""
+    if precision == "bf16":
+        return [frozenset()] * n_layer
+    in_fp8 = {(op, l) for op in OPERATIONS for l in range(n_layer)} | {(HEAD, n_layer - 1)}
+    in_fp8 -= kept_in_bf16(keep_bf16, n_layer)
+    return [frozenset(op for op, layer in in_fp8 if layer == l) for l in range(n_layer)]
 
 
 TASKS = ("lambada", "arc_easy", "piqa", "winogrande")  # of eval.tasks; HellaSwag has keys of its own

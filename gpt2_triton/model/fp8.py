@@ -10,13 +10,14 @@ A scale belongs to one tensor of one layer.  State.scale has the SCALES of each 
 
 import dataclasses
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpt2_triton.config.values import operations_in_fp8
 from gpt2_triton.model.arena import buf
 from gpt2_triton.model.buffers import Acts, Params, Recompute, State, Tensors
 
@@ -77,6 +78,16 @@ def in_use(scale: tuple[str, int], operations: Sequence[Set[str]]) -> bool:
     """
     name, layer = scale
     return layer == len(operations) or OPERATION_OF[name] in operations[layer]
+
+
+def describe(operations: Sequence[Set[str]]) -> str:
+    """Return in words what is in fp8: "qkv, attproj, mlp in 12 of 12 layers; the logits in bf16"."""
+    by_layers: dict[int, list[str]] = {}
+    for name in dict.fromkeys(OPERATIONS.values()):
+        by_layers.setdefault(sum(name in layer for layer in operations), []).append(name)
+    parts = [f"{', '.join(names)} in {n} of {len(operations)} layers" for n, names in by_layers.items() if n]
+    head = "the logits" + ("" if "head" in operations[-1] else " in bf16")
+    return "; ".join([*parts, head]) if any(operations) else "nothing, as fp8.keep_bf16 keeps all in bf16"
 
 
 def place_operands(
@@ -157,8 +168,27 @@ def guess_scales(state: State, operations: Sequence[Set[str]], loss_scale: float
     state.scale.copy_(torch.from_numpy(np.array(guess, np.float32)))
 
 
-def complete(history: Tensor, operations: Sequence[Set[str]]) -> bool:
-    """Return whether a checkpoint's history has a maximum of every tensor that is in fp8."""
-    found = scales(operations)
-    used = np.array([in_use(scale, operations) for scale in found])
-    return len(history) == len(found) and bool((history.numpy().max(1) > 0)[used].all())
+def operations_of(saved: Mapping[str, Any]) -> list[frozenset[str]]:
+    """Return what was in fp8 by the configuration in a checkpoint, perhaps one of a version without fp8."""
+    precision, keep = saved["train"].get("precision", "bf16"), saved.get("fp8", {}).get("keep_bf16", "head")
+    return operations_in_fp8(precision, keep, saved["model"]["n_layer"])
+
+
+def carry_scales(
+    tensors: Mapping[str, Tensor], before: Sequence[Set[str]], now: Sequence[Set[str]]
+) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with `scale` and `history` in the order of `now`, of a run in which `before` was in
+    fp8; without them if a tensor that is in fp8 now was not then, or if nothing is.
+    """
+    if list(before) == list(now):
+        return dict(tensors)
+    carried = {name: tensor for name, tensor in tensors.items() if name not in ("scale", "history")}
+    rows = {scale: i for i, scale in enumerate(scales(before)) if in_use(scale, before)}
+    wanted = scales(now)
+    if not wanted or any(in_use(scale, now) and scale not in rows for scale in wanted):
+        return carried
+    for name, unused in (("scale", 1.0), ("history", 0.0)):
+        old = tensors[name].numpy()
+        new = [old[rows[scale]] if scale in rows else np.full_like(old[0], unused) for scale in wanted]
+        carried[name] = torch.from_numpy(np.stack(new))
+    return carried

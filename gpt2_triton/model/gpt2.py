@@ -317,10 +317,13 @@ class GPT2:
         """Return, for a checkpoint's state.json, (flat index, elements) of each slice; empty for a single rank."""
         return state_io.shard_spans(self.dims, self.rank)
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill the buffers from a checkpoint's complete tensors; an fp8 run without scales there needs `calibrate`."""
+    def load(self, tensors: dict[str, Tensor], saved: dict[str, Any] | None = None) -> None:
+        """Fill the buffers from a checkpoint's complete tensors; an fp8 run without all of its scales there needs
+        `calibrate`.  `saved` is the checkpoint's configuration, by default the present one.
+        """
         fp8.clear(self.state.amax)
-        self.calibrated = "history" in tensors and fp8.complete(tensors["history"], self.fp8)
+        tensors = fp8.carry_scales(tensors, fp8.operations_of(saved) if saved else self.fp8, self.fp8)
+        self.calibrated = "history" in tensors
         state_io.load(self.state, self.dims, self.rank, tensors)
 
     def state_digest(self) -> str:

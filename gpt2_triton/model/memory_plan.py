@@ -207,11 +207,11 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: s
 
 def format_plan(plan: MemoryPlan) -> str:
     """Return the plan as text: one line per buffer, bytes by class, the total."""
-    lines = [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>10}  {'live':<24}{'MiB':>11}{'offset':>16}"]
+    lines = [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>15}  {'live':<24}{'MiB':>11}{'offset':>16}"]
     for b in plan.buffers.values():
         dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
         note = f"in {b.spec.within}" if b.spec.within else f"{size:,.1f}"
-        lines.append(f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>10}  {b.live:<24}{note:>11}{b.offset:>16,}")
+        lines.append(f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>15}  {b.live:<24}{note:>11}{b.offset:>16,}")
     lines += ["", f"{'class':<16}{'MiB':>11}"]
     lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in plan.by_kind().items()]
     shared = sum(plan.by_kind().values()) - plan.total

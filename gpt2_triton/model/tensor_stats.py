@@ -244,7 +244,8 @@ def format_summary(record: Record) -> str:
         parts.append(f"largest {what} {most:.3g} in {where}")
     if "fp8" in record:
         shares = [(v, fp8_name(n, i)) for n, c in record["fp8"].items() for i, v in enumerate(c["saturated"])]
-        parts.append("most saturated fp8 tensor {1}, {0:.1%}".format(*max(shares)))
+        share, where = max(shares)
+        parts.append(f"most saturated fp8 tensor {where}, {share:.2%}" if share else "no fp8 tensor saturated")
     bad = first_non_finite(record)
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))
 

@@ -2,7 +2,8 @@
 
 One object per line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
-    {"step": 250, "val_loss": ...}   {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
+    {"step": 250, "val_loss": ..., "val_loss_fp8": ...}, the second in runs in fp8
+    {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
     {"step": 250, "lambada_perplexity": ..., "lambada_acc": ..., "piqa_acc": ..., "piqa_acc_norm": ...}
     {"step": 250, "sample": ...}   {"step": 300, "rewound_from": 412, "sample": ...}
 A step also has "loss_z" and "norm_z" once 128 steps are known, "skipped": true if its update was skipped, and
@@ -21,7 +22,8 @@ METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
 STATS = "stats.jsonl"  # tensor statistics, a number per layer; kept and truncated like metrics.jsonl
 
-NUMBERS = ("loss", "lr", "norm", "ms", "tok_s", "mfu", "tokens", "val_loss", "hellaswag", "hellaswag_acc")
+NUMBERS = ("loss", "lr", "norm", "ms", "tok_s", "mfu", "tokens")
+NUMBERS += ("val_loss", "val_loss_fp8", "hellaswag", "hellaswag_acc")
 
 TASK_METRICS = ("perplexity", "acc", "acc_norm")  # of the tasks of eval.tasks, in keys such as piqa_acc
 TASK_ENDINGS = tuple(f"_{metric}" for metric in TASK_METRICS)

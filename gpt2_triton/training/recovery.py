@@ -29,8 +29,8 @@ def restore_model(
     CheckpointError if it is missing or damaged.
     """
     if not _restore_from_host(target, model, checkpointer, control):
-        _, tensors = load_checkpoint(find_checkpoint(directory / f"step_{target:08d}"))
-        model.load(tensors)
+        saved, tensors = load_checkpoint(find_checkpoint(directory / f"step_{target:08d}"))
+        model.load(tensors, saved["config"])
     control.all_gather(None)  # delete nothing while another rank still looks for a checkpoint
     control.from_rank0(lambda: discard_after(directory, target))
 

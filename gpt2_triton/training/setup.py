@@ -22,13 +22,13 @@ from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer
-from gpt2_triton.device import architecture, require_fp8
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.inference import tasks
 from gpt2_triton.kernels import given_table
+from gpt2_triton.model import fp8
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.training.logger import Logger, NullLogger
@@ -71,6 +71,7 @@ class Start(NamedTuple):
     state: RunState
     tensors: dict[str, Tensor]
     checkpoint: Path | None  # the one to resume from
+    config: dict[str, Any] | None  # the checkpoint's
     notes: list[str]
     changed_data: dict[str, resume.Change]  # by file; empty but with data.allow_changed
 
@@ -137,7 +138,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
     Raise CheckpointError if the checkpoint is not one of this run, ConfigError if it has more steps than train.steps.
     """
     if found is None:
-        return Start(RunState(), initial_weights(config), None, [], {})
+        return Start(RunState(), initial_weights(config), None, None, [], {})
     saved, tensors = load_checkpoint(found)
     changed = resume.check_config(saved["config"], saved_config(config))
     resume.require_steps(found, saved["step"], config.train.steps)
@@ -147,7 +148,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
         notes.append(f"changed: {key} {then} -> {now}")
     if not files and (note := resume.note_of_times(saved, data.saved())):
         notes.append(note)
-    return Start(RunState.from_checkpoint(saved), tensors, found, notes, files)
+    return Start(RunState.from_checkpoint(saved), tensors, found, saved["config"], notes, files)
 
 
 def _check_data(found: Path, saved: dict[str, Any], config: Config, data: Data) -> dict[str, resume.Change]:
@@ -172,8 +173,6 @@ def build_model(
     On a GPU the kernels are compiled.  Raise CheckpointError if the disk has no space for a checkpoint of it, DataError
     for questions that are too long for it.
     """
-    if config.train.precision == "fp8" and group.device == "cuda":
-        require_fp8(torch.cuda.get_device_name(), architecture())
     budget = min(control.all_gather(free_bytes(group.device)))
     fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
     if fitting is not config:
@@ -190,7 +189,7 @@ def build_model(
         model.initialise(config.train.seed)
     else:
         resume.check_tensors(start.checkpoint, start.tensors, model.checkpoint_spec())
-    model.load(start.tensors)
+    model.load(start.tensors, start.config)
     return model
 
 
@@ -237,6 +236,7 @@ def open_log(
     sequences = data.train.windows.n
     epochs = t.steps * config.total_batch_tokens / t.seq_len / sequences
     seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"
-    for note in (*start.notes, f"run directory {run_dir}", f"{size}{each} on {where}", seen):
+    in_fp8 = [f"fp8: {fp8.describe(model.fp8)}"] if t.precision == "fp8" else []
+    for note in (*start.notes, *in_fp8, f"run directory {run_dir}", f"{size}{each} on {where}", seen):
         log.info(note)
     return log

@@ -17,7 +17,9 @@ from gpt2_triton.files import run_dir_error
 
 # Steps of 65,536 tokens at up to 9e-4 trained well here, AdamW and Muon; https://github.com/karpathy/nanoGPT/issues/411
 # reports a loss of 7.5 in steps of 3 sequences.  Smaller models learn from smaller steps.
+# AdamW at 1.5e-3 and 2.4e-3 ended 0.4 and 0.8 above 0.9e-3 in steps of 131,072 (docs/engineering/muon.md).
 FEW_TOKENS, HIGH_LR, GPT2_PARAMS = 50_000, 6e-4, 100e6
+FEW_FOR_ADAMW, HIGH_FOR_ADAMW = 131_072, 1.5e-3
 RECIPE_TOKENS = 524_288
 
 
@@ -32,6 +34,10 @@ def starting(
 
     rank, ranks = rank_and_size()
     shape = StepShape.of(config, ranks)  # refuses another parallel.gpus before the run has a directory
+    if config.train.precision == "fp8":
+        from gpt2_triton.device import require_own_fp8
+
+        require_own_fp8()
     if rank:
         yield run_dir
         return
@@ -46,7 +52,9 @@ def starting(
 def warn_of_few_tokens(config: Config, shape: StepShape) -> None:
     """Print a warning if a model of GPT-2's sizes takes steps of few tokens at the learning rate of its recipes."""
     tokens, lr = config.total_batch_tokens, config.optim.lr
-    if tokens < FEW_TOKENS and lr >= HIGH_LR and config.n_params >= GPT2_PARAMS:
+    few = tokens < FEW_TOKENS and lr >= HIGH_LR
+    few |= config.optim.name == "adamw" and tokens <= FEW_FOR_ADAMW and lr >= HIGH_FOR_ADAMW
+    if few and config.n_params >= GPT2_PARAMS:
         at_once = shape.gpus * shape.micro_batch * config.train.seq_len
         what = f"{tokens:,} tokens a step are few for optim.lr {lr:g}: the loss may stay high"
         todo = f"in a new run set train.total_batch_tokens to {RECIPE_TOKENS // at_once * at_once}, or lower optim.lr"

@@ -145,7 +145,16 @@ def test_architecture_selects_table_hopper_kernels_and_fp8(gpu, architecture, ca
 def test_fp8_without_fp8_products_is_refused_in_one_line(gpu):
     gpu("gfx942", (9, 4))
     with pytest.raises(ConfigError, match="^train.precision: fp8 needs .*, a GPU is gfx942; set it to bf16$"):
-        device.require_fp8("a GPU", device.architecture())
+        device.require_own_fp8()
+
+
+def test_fp8_with_fp8_products_or_without_a_gpu_is_not_refused(gpu, monkeypatch):
+    gpu("9.0", (9, 0))
+    device.require_own_fp8()
+    gpu_without_fp8 = dict(get_device_capability=lambda: (8, 0), is_available=lambda: False)
+    for name, function in gpu_without_fp8.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    device.require_own_fp8()
 
 
 def test_choose_prefers_a_hand_made_table_to_the_capabilitys():

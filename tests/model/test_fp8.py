@@ -201,7 +201,7 @@ def test_forward_pass_between_steps_overlaps_no_state():
     [
         (dict(train=dict(dtype="fp32", precision="fp8")), "train.precision", "goes with train.dtype bf16"),
         (dict(train=dict(dtype="bf16", precision="fp8", seq_len=8)), "train.seq_len", "a multiple of 16"),
-        (dict(fp8=dict(keep_bf16="wte")), "fp8.keep_bf16", "wte: expected head, qkv, attproj, mlp, a layer, or both"),
+        (dict(fp8=dict(keep_bf16="wte")), "fp8.keep_bf16", "wte: expected head, qkv, attproj, mlp, a layer, both"),
         (dict(fp8=dict(keep_bf16="head:0")), "fp8.keep_bf16", "head:0: expected"),
         (dict(fp8=dict(keep_bf16="qkv:2")), "fp8.keep_bf16", "qkv:2: there are 2 layers, 0 to 1"),
         (dict(fp8=dict(keep_bf16="qkv:mlp")), "fp8.keep_bf16", "qkv:mlp: expected"),
@@ -236,13 +236,40 @@ def test_guessed_scales_follow_the_loss_scale():
     assert guess["dfch", 1] == 2.0**22 and guess["fcw", 0] == guess["wte", 2] == 64 and guess["lnf", 2] == 8
 
 
-@pytest.mark.parametrize("keep", ["", "head", "attproj"])
-def test_a_checkpoint_is_complete_with_maxima_of_all_that_is_in_fp8(keep):
-    """One of a run that kept something in bf16 has none of it, or no row for it: it needs a calibration."""
-    operations = [fp8_config(keep=other).fp8_operations for other in ("", "head", "attproj")]
-    saved = fp8_config(keep=keep).fp8_operations
-    history = torch.zeros(len(fp8.scales(saved)), 16)
-    for i, scale in enumerate(fp8.scales(saved)):
-        history[i, 3] = fp8.in_use(scale, saved)
-    complete = [fp8.complete(history, now) for now in operations]
-    assert complete == {"": [True, False, True], "head": [False, True, False], "attproj": [False, False, True]}[keep]
+@pytest.mark.parametrize("then", ["none", "head", "attproj"])
+def test_a_checkpoint_has_scales_of_what_was_in_fp8(then):
+    """They are kept by tensor and layer, also those of maxima that are 0; if one is missing, all are left out."""
+    saved = fp8_config(keep=then).to_dict()
+    before = fp8.operations_of(saved)
+    assert before == fp8_config(keep=then).fp8_operations
+    rows = torch.arange(1.0, 1 + len(fp8.scales(before)))
+    tensors = dict(params=torch.zeros(3), scale=rows, history=rows[:, None].expand(-1, 16) - 1)
+    value = dict(zip(fp8.scales(before), rows.tolist(), strict=True))
+    kept = []
+    for keep in ("", "head", "attproj", "head,attproj:1"):
+        now = fp8_config(keep=keep).fp8_operations
+        carried = fp8.carry_scales(tensors, before, now)
+        assert carried["params"] is tensors["params"] and ("scale" in carried) == ("history" in carried)
+        kept.append("history" in carried)
+        for i, scale in enumerate(fp8.scales(now) if kept[-1] else []):
+            if fp8.in_use(scale, now):
+                assert carried["scale"][i] == value[scale] and carried["history"][i].tolist() == [value[scale] - 1] * 16
+    wanted = {"none": [True, True, True, True], "head": [False, True, False, True], "attproj": [False, False, True, False]}
+    assert kept == wanted[then]
+    assert "history" not in fp8.carry_scales(tensors, before, fp8_config(precision="bf16").fp8_operations)
+
+
+def test_what_is_in_fp8_in_words():
+    said = {keep: fp8.describe(fp8_config(keep=keep).fp8_operations) for keep in ("head", "none", "mlp:0", "head,0,1")}
+    assert said == {
+        "head": "qkv, attproj, mlp in 2 of 2 layers; the logits in bf16",
+        "none": "qkv, attproj, mlp in 2 of 2 layers; the logits",
+        "mlp:0": "qkv, attproj in 2 of 2 layers; mlp in 1 of 2 layers; the logits",
+        "head,0,1": "nothing, as fp8.keep_bf16 keeps all in bf16",
+    }
+
+
+def test_a_checkpoint_of_a_version_without_fp8_has_no_scales():
+    saved = fp8_config(precision="bf16").to_dict()
+    del saved["fp8"], saved["train"]["precision"]
+    assert not any(fp8.operations_of(saved))
