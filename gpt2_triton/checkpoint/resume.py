@@ -49,6 +49,8 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
     fatal, free = config_differences(saved, current)
     if fatal:
         wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
+        if "optim.name" in fatal:
+            wrong += ", there with --init_from checkpoint:RUN to begin with this run's weights"
         raise CheckpointError(_table(wrong, as_in_yaml(fatal)))
     return free
 

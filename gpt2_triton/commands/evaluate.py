@@ -83,6 +83,7 @@ def evaluate(
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import load_weights
+    from gpt2_triton.config.values import unknown_task
     from gpt2_triton.data.tasks import IN_COMMAND, IN_FILE, TASKS, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference import tasks as inference
@@ -92,7 +93,7 @@ def evaluate(
     if not names:
         raise ConfigError(f"--tasks: names no task; known are {', '.join(TASKS)}")
     if unknown := [name for name in names if name not in TASKS]:
-        raise ConfigError(f"--tasks: unknown task {unknown[0]}; known are {', '.join(TASKS)}")
+        raise ConfigError(f"--tasks: {unknown_task(unknown[0], [*TASKS])}")
     folder = data is not None and data.is_dir()
     if len(names) != 1 and data and not folder:
         raise ConfigError(f"--data: {data} is no folder of TASK.jsonl; give one, or one task with its file")

@@ -49,8 +49,10 @@ class Run(NamedTuple):
         return np.array(found, np.float64).reshape(-1, 2)
 
     def on_fineweb(self) -> bool:
+        """Return whether the validation data is FineWeb in GPT-2's tokens, by its path; FineWeb-Edu is other text."""
         data = self.config.get("data", {})
-        return data.get("tokenizer") == "gpt2" and "fineweb" in str(data.get("val")).lower()
+        path = str(data.get("val")).lower()
+        return data.get("tokenizer") == "gpt2" and "fineweb" in path and not re.search("fineweb[-_]?edu", path)
 
 
 class Reference(NamedTuple):
@@ -58,6 +60,7 @@ class Reference(NamedTuple):
 
     name: str
     title: str
+    note: str  # the model's architecture
     points: np.ndarray  # (tokens, validation loss) [n, 2]
 
 
@@ -121,7 +124,7 @@ def read_reference(name: str) -> Reference:
         raise ConfigError(f"--beside: unknown curve {name}; known are {', '.join(CURVES)}")
     curve = json.loads(CURVES[name].read_text())
     points = np.array(curve["val_loss"], np.float64) * [curve["tokens_per_step"], 1]
-    return Reference(name, curve["title"], points)
+    return Reference(name, curve["title"], curve["note"], points)
 
 
 def compare(run: Run, reference: Reference) -> str:
@@ -137,7 +140,8 @@ def compare(run: Run, reference: Reference) -> str:
     else:
         there = f"has {np.interp(tokens, *reference.points.T):.4f} there"
     other = "" if run.on_fineweb() else f"; {NOT_COMPARABLE}"
-    return f"{run.name}: val loss {loss:.4f} at {_short(tokens)} tokens; {reference.name} {there}{other}"
+    here = f"{run.name}: val loss {loss:.4f} at {_short(tokens)} tokens"
+    return f"{here}; {reference.name} {there} ({reference.note}){other}"
 
 
 def read_run(path: Path) -> Run:
@@ -219,7 +223,12 @@ def _add_legend(
         entries.append(Line2D([], [], label=label, **_level_style(size)))
     for i, reference in enumerate(references):
         end, loss = reference.points[-1]
-        lines = [*_name_lines(reference.name), *_name_lines(reference.title), f"val {loss:.4f} after {_short(end)}"]
+        lines = [
+            *_name_lines(reference.name),
+            *_name_lines(reference.title),
+            *_name_lines(reference.note),
+            f"val {loss:.4f} after {_short(end)}",
+        ]
         entries.append(Line2D([], [], label="\n".join(lines), **_reference_style(i)))
     legend = figure.legend(
         handles=entries, loc="outside right upper", frameon=False, fontsize=8.5, labelcolor="linecolor"

@@ -110,7 +110,9 @@ class DataConfig(ConfigSection):
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
     align: Literal["none", "document"] = Field(
-        "none", description="document: each training sequence begins with an end-of-text token, at a document"
+        "none",
+        description="document: each training sequence begins with an end-of-text token, at a document (its effect on "
+        "the loss has not been measured)",
     )
     allow_changed: bool = Field(
         False,

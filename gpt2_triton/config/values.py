@@ -3,7 +3,9 @@
 A ValueError of these functions becomes the message about the key, in schema.py or in rules.py.
 """
 
+import difflib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 # llm.c's descriptors: layers, channels, heads, longest sequence.  GPT-3's are dense here, as in llm.c.
@@ -50,9 +52,8 @@ def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
             continue
         match = KEPT_WORD.fullmatch(word)
         if not match:
-            raise ValueError(
-                f"{word or repr(value)}: expected {', '.join((HEAD, *OPERATIONS))}, a layer, both as in attproj:0, or none"
-            )
+            names = ", ".join((HEAD, *OPERATIONS))
+            raise ValueError(f"{word or repr(value)}: expected {names}, a layer, both as in attproj:0, or none")
         operation, layer = match[1] or "", match[2] or match[3]
         if layer and not -n_layer <= int(layer) < n_layer:
             raise ValueError(
@@ -75,6 +76,13 @@ def operations_in_fp8(precision: str, keep_bf16: str, n_layer: int) -> list[froz
 TASKS = ("lambada", "arc_easy", "piqa", "winogrande")  # of eval.tasks; HellaSwag has keys of its own
 
 
+def unknown_task(name: str, known: Sequence[str] = TASKS) -> str:
+    """Return what is wrong with the name of a task, with the known one that it is near to."""
+    spelt = name.lower().replace("-", "_").removesuffix("_openai")  # lm-eval has a task lambada_openai
+    near = difflib.get_close_matches(spelt, known, n=1)
+    return f"unknown task {name}; {f'did you mean {near[0]}? ' if near else ''}known are {', '.join(known)}"
+
+
 def check_tasks(value: str) -> str:
     """Return the names of tasks, separated by commas; ValueError for an unknown one."""
     names = value.replace(",", " ").split()
@@ -82,7 +90,7 @@ def check_tasks(value: str) -> str:
         if name == "hellaswag":
             raise ValueError("hellaswag has a key of its own; set eval.hellaswag_every")
         if name not in TASKS:
-            raise ValueError(f"unknown task {name}")
+            raise ValueError(unknown_task(name))
     return ",".join(dict.fromkeys(names))
 
 

@@ -2,7 +2,6 @@
 
 import codecs
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -127,10 +126,15 @@ def parse_row(kind: type[RowType], row: Any, where: str, todo: str) -> RowType:
         first = error.errors(include_url=False)[0]
         what, value = ".".join(map(str, first["loc"])), first["input"]
         if isinstance(row, bytes) and not what:
-            got = textwrap.shorten(row.decode(errors="replace"), 60, placeholder=" ...")
+            got = _cut(row.decode(errors="replace").strip(), 60)
         elif first["type"] == "missing":
-            got = textwrap.shorten(f"the fields {', '.join(value)}", 200, placeholder=" ...") if value else "no field"
+            got = _cut(f"the fields {', '.join(value)}", 200) if value else "no field"
         else:
-            got = textwrap.shorten(repr(value), 200)
+            got = _cut(repr(value), 200)
         problem = f"{what or 'not a row'}: {first['msg'].removeprefix('Value error, ')}"
         raise bad_data(where, problem, got, kind.expected, todo) from None
+
+
+def _cut(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, with its spaces, since those may be what is wrong."""
+    return text if len(text) <= most else f"{text[: most - 4]} ..."

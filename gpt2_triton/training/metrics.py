@@ -22,8 +22,9 @@ METRICS = "metrics.jsonl"
 MAIN_LOG = "main.log"
 STATS = "stats.jsonl"  # tensor statistics, a number per layer; kept and truncated like metrics.jsonl
 
-NUMBERS = ("loss", "lr", "norm", "ms", "tok_s", "mfu", "tokens")
-NUMBERS += ("val_loss", "val_loss_fp8", "hellaswag", "hellaswag_acc")
+NUMBERS = (
+    "loss", "lr", "norm", "ms", "tok_s", "mfu", "tokens", "val_loss", "val_loss_fp8", "hellaswag", "hellaswag_acc",
+)  # fmt: skip
 
 TASK_METRICS = ("perplexity", "acc", "acc_norm")  # of the tasks of eval.tasks, in keys such as piqa_acc
 TASK_ENDINGS = tuple(f"_{metric}" for metric in TASK_METRICS)

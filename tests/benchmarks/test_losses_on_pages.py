@@ -67,6 +67,23 @@ def test_ratio_of_tokens_of_muon_is_that_of_the_pages():
     assert f"{most:.2f} times for the means" in MUON.read_text()
 
 
+SHORTER = {  # rows of a table, and their arms
+    "AdamW": "best adamw",
+    "Muon, all steps": "best muon",
+    "AdamW, 900 steps of 65,536": "best adamw, half the batch",
+    "Muon, 900 steps of 65,536": "best muon, half the batch",
+    "Muon, 540 steps of 65,536": "best muon, half the batch, 60%",
+    "Muon, 450 steps of 65,536": "best muon, half the batch, 50%",
+} | {f"Muon, {percent}%": f"best muon, {percent}%" for percent in (80, 60, 50, 40)}
+
+
+@pytest.mark.parametrize("row", SHORTER)
+def test_losses_of_the_best_settings_are_those_of_the_runs(row):
+    cells = re.search(rf"^\| {row} \| (\d) \| ([\d.]+)[^|]* \| ([\d.]+)[^|]* \|", MUON.read_text(), re.M)
+    runs = [losses("muon_d12", key)[SHORTER[row]].values() for key in ("train_loss", "val_loss")]
+    assert [*cells.groups()] == [str(len(runs[0])), *(f"{statistics.fmean(values):.3f}" for values in runs)]
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
 @pytest.mark.parametrize("decay", ["0.1", "0.5"])
 def test_cells_of_the_learning_rates_are_those_of_the_runs(name, decay):

@@ -49,6 +49,12 @@ def test_keys_of_later_versions_have_the_value_of_earlier_runs():
     assert fatal == {"optim.name": ("adamw", "muon")}
 
 
+def test_another_optimizer_is_refused_with_a_way_to_begin_with_these_weights():
+    saved = {"optim": {"name": "adamw"}}
+    with pytest.raises(CheckpointError, match="there with --init_from checkpoint:RUN to begin with this run's weights"):
+        resume.check_config(saved, {"optim": {"name": "muon"}})
+
+
 def test_check_config_returns_free_changes_and_raises_a_table_of_fatal_ones():
     saved = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 6e-4, "master": "none"}, "train": {"steps": 100}}
     current = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 3e-4, "master": "none"}, "train": {"steps": 200}}

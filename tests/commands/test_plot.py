@@ -84,6 +84,14 @@ def test_openai_levels_are_drawn_near_fineweb_curves_or_on_request(panels, tmp_p
     assert lines == [f"other: its losses and those of OpenAI's GPT-2 are {NOT_COMPARABLE}"]
 
 
+def test_fineweb_edu_is_not_fineweb(panels, tmp_path):
+    edu = write_run(tmp_path / "edu", 20, last=3.2, val="data/fineweb-edu-100B/val_*.bin")
+    assert levels(panels(edu)["loss, nats per token"]) == []
+    lines = plot([edu], tmp_path / "a.svg", openai=True, beside=["modded_nanogpt_muon"])
+    assert len(lines) == 2 and all(line.endswith(NOT_COMPARABLE) for line in lines)
+    assert "(124M with rotary embeddings and RMSNorm, not GPT-2's architecture); not comparable" in lines[0]
+
+
 def test_hellaswag_has_a_panel_when_it_was_measured(panels, tmp_path):
     drawn = panels(write_run(tmp_path / "run", 20, hellaswag=0.3, mfu=0.45))
     assert drawn["HellaSwag, %"].lines[0].get_ydata().tolist() == [30.0]
@@ -110,7 +118,7 @@ def test_published_curves_are_laid_beside_runs_as_far_as_these_have_come(panels,
     assert entry.endswith("val 3.2722 after 10.3B")
     assert main(tools, ["plot", str(run), "--beside", "gpt2_124m_llmc", "-o", str(tmp_path / "a.svg")]) == 0
     line = capsys.readouterr().out.splitlines()[0]  # llm.c: 4.3170 after 1000 steps, 4.1296 after 1250
-    assert line == "run: val loss 3.9000 at 590M tokens; gpt2_124m_llmc has 4.2233 there"
+    assert line == "run: val loss 3.9000 at 590M tokens; gpt2_124m_llmc has 4.2233 there (GPT-2's architecture)"
     assert main(tools, ["plot", str(run), "--beside", "none", "-o", str(tmp_path / "a.svg")]) == 2
     assert "--beside: unknown curve none; known are gpt2_124m_llmc, " in capsys.readouterr().err
 

@@ -133,7 +133,7 @@ def test_empty_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
             dict(text=None),
             "text: Input should be a valid string: got None, expected an object with text that ends",
         ),
-        ("lambada", dict(text="one "), "text: String should match pattern"),
+        ("lambada", dict(text="two  "), "text: String should match pattern .*: got 'two  ', expected"),
         ("lambada", dict(text=" "), "text: String should match pattern"),
         ("arc_easy", dict(answerKey="D"), "not a row: 3 texts, labels .* and answerKey 'D'"),
         ("arc_easy", dict(choices=dict(text=["a"])), "choices.label: Field required: got the fields text, expected"),
@@ -149,6 +149,14 @@ def test_wrong_rows_are_named_by_file_and_line(tmp_path, name, wrong, message):
     with pytest.raises(DataError, match=f"rows.jsonl:2: {message}") as error:
         load_questions(name, path, get_tokenizer("bytes"), 0)
     assert "\n" not in str(error.value)
+
+
+def test_what_was_found_is_shown_of_a_row_without_spaces(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = ROWS["arc_easy"][0] | dict(answerKey="D")
+    path.write_text(json.dumps(row, separators=(",", ":")) + "\n")
+    with pytest.raises(DataError, match=r'answerKey .D.: got \{"[a-z]+":".* \.\.\., expected'):
+        load_questions("arc_easy", path, get_tokenizer("bytes"), 0)
 
 
 def test_a_limit_beyond_all_integers_of_the_machine_takes_all_rows(tmp_path):

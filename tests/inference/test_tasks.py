@@ -132,7 +132,11 @@ def test_mistakes_are_one_line(tmp_path, folder, capsys):
         assert main(app, ["evaluate", "none", *words]) == code
         err = capsys.readouterr().err
         assert message in err and len(err.splitlines()) == 1
-    for wrong, message in (("hellaswag", "set eval.hellaswag_every"), ("mmlu", "unknown task mmlu")):
+    for wrong, message in (
+        ("hellaswag", "set eval.hellaswag_every"),
+        ("mmlu", "unknown task mmlu; known"),
+        ("ARC-easy", "did you mean arc_easy?"),
+    ):
         with pytest.raises(ValidationError, match=message):
             Config.model_validate(dict(eval=dict(tasks=wrong)))
     assert Config.model_validate(dict(eval=dict(tasks=["piqa", "piqa", "lambada"]))).eval.tasks == "piqa,lambada"

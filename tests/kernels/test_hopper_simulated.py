@@ -8,8 +8,8 @@ import torch
 
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
-from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import cast, fp8_gelu, fp8_matmul, fp8_matmul_dw, pipeline, transpose
+from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide

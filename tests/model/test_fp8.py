@@ -254,7 +254,11 @@ def test_a_checkpoint_has_scales_of_what_was_in_fp8(then):
         for i, scale in enumerate(fp8.scales(now) if kept[-1] else []):
             if fp8.in_use(scale, now):
                 assert carried["scale"][i] == value[scale] and carried["history"][i].tolist() == [value[scale] - 1] * 16
-    wanted = {"none": [True, True, True, True], "head": [False, True, False, True], "attproj": [False, False, True, False]}
+    wanted = {
+        "none": [True, True, True, True],
+        "head": [False, True, False, True],
+        "attproj": [False, False, True, False],
+    }
     assert kept == wanted[then]
     assert "history" not in fp8.carry_scales(tensors, before, fp8_config(precision="bf16").fp8_operations)
 

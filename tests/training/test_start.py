@@ -46,8 +46,11 @@ def test_fp8_is_refused_before_the_run_has_a_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(device, "architecture", lambda: "8.0")
     refused = "train.precision: fp8 needs .*, NVIDIA A100 is 8.0; set it to bf16"
-    with pytest.raises(ConfigError, match=refused), starting(
-        Config.model_validate(dict(train=dict(precision="fp8", dtype="bf16"))), tmp_path / "run", resume=False
+    with (
+        pytest.raises(ConfigError, match=refused),
+        starting(
+            Config.model_validate(dict(train=dict(precision="fp8", dtype="bf16"))), tmp_path / "run", resume=False
+        ),
     ):
         pass
     assert not (tmp_path / "run").exists()
