@@ -327,4 +327,6 @@ def _make(
     code, output = done
     last = "\n".join(output.splitlines()[-8:])
     row = None if code else result_of(series, run, run_dir, data_digest(data), time.monotonic() - begin)
+    if row is not None:
+        row["gpu"] = gpu  # its number: times of different GPUs of a host differ by 1 to 2%
     return row, f"not finished, exit code {code}\n{last}"

@@ -2,7 +2,7 @@
 
 `python -m tests.gpu.golden --write` adds the row of this GPU.
 
-The file holds for each GPU, by name, the version of Triton that compiled the kernels and, by dtype and level, the
+The file holds for each GPU, by name, the version of Triton that compiled the kernels and, by variant and level, the
 losses of five steps in float's hexadecimal notation:
     {"NVIDIA H200": {"triton": "3.6.0", "bf16": {"none": ["0x1.5a2b3cp+3", ...], ...}, "fp32": {...}}}
 Write it with code whose bits are known to be right, and again only after a change that is meant to change them.
@@ -17,19 +17,27 @@ import torch
 import triton
 
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
+from gpt2_triton.device import architecture, has_fp8
+from gpt2_triton.model.gpt2 import GPT2
+from tests.gpu.test_fp8 import fp8_model
 from tests.gpu.test_gpu import gpt2_model
 from tests.support.models import train_steps
 
 PATH = Path(__file__).with_name("golden_losses.json")
-DTYPES = ("bf16", "fp32")
+KEPT = {"fp8": "head", "fp8, logits too": ""}  # fp8.keep_bf16
+VARIANTS = ("bf16", "fp32", *KEPT)
 STEPS = 5
 
 
-def losses(dtype: str, level: str) -> list[str]:
+def losses(variant: str, level: str) -> list[str]:
     """Return the losses of the first steps of 2 layers of GPT-2's width, B 2, T 256, with the weights of seed 1 and the
     tokens of train_steps, which differ from step to step.
     """
-    return [float(loss).hex() for loss, _, _ in train_steps(gpt2_model(dtype=dtype, level=level), STEPS)]
+    return [float(loss).hex() for loss, _, _ in train_steps(_model(variant, level), STEPS)]
+
+
+def _model(variant: str, level: str) -> GPT2:
+    return fp8_model(keep=KEPT[variant], level=level) if variant in KEPT else gpt2_model(dtype=variant, level=level)
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -39,7 +47,8 @@ def read() -> dict[str, dict[str, Any]]:
 def write() -> None:
     """Replace the row of this GPU if two runs give the same losses."""
     rows = read()
-    measured, again = ({d: {level: losses(d, level) for level in RECOMPUTE_LEVELS} for d in DTYPES} for _ in range(2))
+    variants = [v for v in VARIANTS if v not in KEPT or has_fp8(architecture())]
+    measured, again = ({v: {level: losses(v, level) for level in RECOMPUTE_LEVELS} for v in variants} for _ in range(2))
     if measured != again:
         sys.exit("two runs gave different losses; nothing was written")
     rows[torch.cuda.get_device_name()] = {"triton": triton.__version__, **measured}

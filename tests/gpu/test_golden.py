@@ -10,12 +10,14 @@ from tests.gpu import golden
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", golden.DTYPES)
+@pytest.mark.parametrize("variant", golden.VARIANTS)
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
-def test_five_steps_give_the_golden_losses(dtype, level):
+def test_five_steps_give_the_golden_losses(variant, level):
     name, rows = torch.cuda.get_device_name(), golden.read()
     if name not in rows:
         pytest.skip(f"no losses are recorded for {name}, only for {', '.join(rows) or 'no GPU'}")
     if rows[name]["triton"] != triton.__version__:
         pytest.skip(f"recorded with Triton {rows[name]['triton']}, here is {triton.__version__}: other machine code")
-    assert golden.losses(dtype, level) == rows[name][dtype][level]
+    if variant not in rows[name]:
+        pytest.skip(f"no losses in {variant} are recorded for {name}")
+    assert golden.losses(variant, level) == rows[name][variant][level]
