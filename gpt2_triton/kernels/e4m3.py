@@ -25,13 +25,15 @@ _LARGEST = tl.constexpr(448.0)
 def to_e4m3(x):
     """Return fp32 x as e4m3, rounded to nearest even and saturated at 448; NaN stays NaN.
 
-    The cast of NVIDIA's GPUs does that.  Triton's interpreter truncates and wraps, so there x is made a number of e4m3
-    before the cast.
+    An instruction of NVIDIA's GPUs does that; for sm_89 Triton 3.6 would cast to fp16 first, and so round twice.
+    Triton's interpreter truncates and wraps, so there x is made a number of e4m3 before the cast.
     """
     if not _EXACT:
         if is_hip():
-            x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        return x.to(tl.float8e4nv)
+            return tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [x], dtype=tl.float8e4nv, is_pure=True, pack=2
+        )
     bits = x.to(tl.uint32, bitcast=True)
     a = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     a = tl.where(a > _LARGEST, _LARGEST, a)  # NaN is not above it

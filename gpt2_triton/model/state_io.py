@@ -66,7 +66,7 @@ def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) 
     all_params, own = sharding.updated_shards(dims | dict(zero=0), rank), sharding.updated_shards(dims, rank)
     for name, tensor in tensors.items():
         if name in EQUAL:
-            if name in buffers and buffers[name].shape == tensor.shape:  # else scales of other tensors in fp8
+            if name in buffers:
                 buffers[name].copy_(tensor)
             continue
         for p in all_params if name == "params" else own:

@@ -149,7 +149,7 @@ class Trainer:
             return self._loop()
         except DataError:
             self.queue.discard()
-            if self.state.step > 0:
+            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # else its scales are 0
                 self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
                 self._save(self.state.step)
                 with self.watchdog.phase(SAVING):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -244,6 +245,25 @@ def test_resume_on_changed_data_is_refused_with_a_table_or_recorded(data, stoppe
     assert "changed_data" not in starts[0]
     assert list(starts[1]["changed_data"]) == [name]
     assert train(resume_config(data), stopped, resume=True) == 0  # the new data is now that of the run
+
+
+def test_resume_in_fp8_that_cannot_read_for_calibration_saves_no_step(data, tmp_path, monkeypatch):
+    """Its data has changed, so that its state is another one; but it has no scales yet."""
+    run, sections = tmp_path / "run", dict(eval=dict(every=0))
+    assert train(run_config(data, train=dict(steps=1, dtype="bf16"), **sections), run, resume=False) == 0
+    changed_shard(data / "train_0.bin")
+    train_in_fp8 = dict(steps=2, dtype="bf16", precision="fp8")
+    config = run_config(data, train=train_in_fp8, **sections).replace(data={"allow_changed": True})
+
+    def failing(self, first, out):
+        raise bad_data(self.path, "cut off", 1, 2, "restore it")
+
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="cut off"):
+        patched.setattr(Shard, "read", failing)
+        train(config, run, resume=True)
+    assert "history" not in load_checkpoint(run / "checkpoints" / "step_00000001")[1]
+    assert train(config, run, resume=True) == 0
+    assert math.isfinite(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["loss"])
 
 
 def test_resume_on_moved_data_with_other_times_continues(data, stopped, tmp_path):

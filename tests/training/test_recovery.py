@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -215,3 +216,15 @@ def test_checkpoints_that_a_rewind_may_need_are_kept(tmp_path):
     assert sorted(p.name[-2:] for p in (tmp_path / "c").iterdir()) == ["04", "08", "10"]
     discard_after(tmp_path / "c", 4)
     assert [p.name[-2:] for p in (tmp_path / "c").iterdir()] == ["04"]
+
+
+def test_a_rewind_loads_a_step_with_its_own_configuration(tmp_path, monkeypatch):
+    """It may have had other tensors in fp8 than the present run."""
+    loaded, tensors = [], {"params": torch.zeros(1)}
+    monkeypatch.setattr(recovery, "_restore_from_host", lambda *arguments: False)
+    monkeypatch.setattr(recovery, "find_checkpoint", lambda path: path)
+    monkeypatch.setattr(recovery, "load_checkpoint", lambda path: ({"config": {"of": path.name}}, tensors))
+    model = SimpleNamespace(load=lambda *arguments: loaded.append(arguments))
+    control = SimpleNamespace(all_gather=lambda value: [value], from_rank0=lambda function: function())
+    recovery.restore_model(3, tmp_path, model, None, control)
+    assert loaded == [(tensors, {"of": "step_00000003"})]

@@ -149,6 +149,17 @@ def test_finished_run_resumes_in_another_precision(tmp_path, capsys):
     assert "all 1 steps are done; raise train.steps to continue" in capsys.readouterr().out
 
 
+def test_what_fp8_keeps_in_bf16_may_change_on_resume(tmp_path):
+    """Scales are carried over while they suffice, and found again when the logits are in fp8 once more."""
+    for steps, keep in ((1, "none"), (2, "head"), (3, "none")):
+        sections = dict(train=dict(dtype="bf16", precision="fp8", steps=steps), fp8=dict(keep_bf16=keep))
+        assert train(run_config(**sections, eval=dict(every=0)), tmp_path, resume=steps > 1) == 0
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [start["precision"]["calibrated"] for start in starts] == [True, False, True]
+    trained = [record for record in metrics(tmp_path) if "loss" in record]
+    assert len(trained) == 3 and all(5 < r["loss"] < 6 and not r.get("skipped") for r in trained)
+
+
 @pytest.mark.slow
 def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
     """Resumed, it gives the bytes of the unbroken run.  Continued in bf16 it drops its scales, and finds new ones when
