@@ -49,6 +49,20 @@ def test_difference_of_fp8_at_124m_is_worth_the_tokens_that_the_pages_state():
     assert f"with Muon that of three pairs was {mean:+.3f} ± {half:.3f}" in README.read_text()
 
 
+def test_table_of_fp8_with_muon_is_that_of_the_runs():
+    page = (ROOT / "docs" / "engineering" / "fp8.md").read_text()
+    for key, digits in (("train_loss", 4), ("val_loss", 4), ("ms", 1)):
+        arms = losses("fp8_d12", key)
+        seeds = sorted(arms["muon, fp8"])
+        means = [statistics.fmean(arms[arm][seed] for seed in seeds) for arm in ("muon", "muon, fp8")]
+        cells = " | ".join(f"{mean:.{digits}f}" for mean in means)
+        if key != "ms":
+            mean, half = difference(arms, "muon, fp8", "muon")
+            pairs = ", ".join(f"{arms['muon, fp8'][seed] - arms['muon'][seed]:+.4f}" for seed in seeds)
+            cells += f" | {mean:+.4f} ± {half:.4f} | {pairs} |"
+        assert f"| {cells}" in page, cells
+
+
 def test_difference_of_fp8_at_1558m_is_that_of_the_pages():
     mean, half = difference(losses("fp8_d48"), "fp8", "bf16")
     difference_of_pairs = f"was {mean:+.2f} ± {half:.2f}"
