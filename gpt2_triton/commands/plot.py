@@ -223,12 +223,8 @@ def _add_legend(
         entries.append(Line2D([], [], label=label, **_level_style(size)))
     for i, reference in enumerate(references):
         end, loss = reference.points[-1]
-        lines = [
-            *_name_lines(reference.name),
-            *_name_lines(reference.title),
-            *_name_lines(reference.note),
-            f"val {loss:.4f} after {_short(end)}",
-        ]
+        texts = (reference.name, reference.title, reference.note)
+        lines = [*(line for text in texts for line in _name_lines(text)), f"val {loss:.4f} after {_short(end)}"]
         entries.append(Line2D([], [], label="\n".join(lines), **_reference_style(i)))
     legend = figure.legend(
         handles=entries, loc="outside right upper", frameon=False, fontsize=8.5, labelcolor="linecolor"

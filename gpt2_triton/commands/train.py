@@ -182,8 +182,10 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     from gpt2_triton import device
 
     device.require_triton()
-    if config.train.precision == "fp8":
-        device.require_fp8(gpu, device.GPUS[gpu].architecture) if gpu else device.require_own_fp8()
+    if config.train.precision == "fp8" and gpu:
+        device.require_fp8(gpu, device.GPUS[gpu].architecture)
+    elif config.train.precision == "fp8":
+        device.require_own_fp8()
     import gpt2_triton.kernels as kernels
     from gpt2_triton.model.memory_plan import plan_report
 

@@ -57,7 +57,7 @@ def _layernorm_fwd_kernel(
     if out_ptr is not None:
         tl.store(out_ptr + at, out, mask=mask)
     if out8_ptr is not None:
-        tl.store(out8_ptr + at, quantise(out, scale_ptr, amax_ptr, r < R), mask=mask)  # past C: 0
+        tl.store(out8_ptr + at, quantise(out, scale_ptr, amax_ptr, r < R), mask=mask)  # 0 past C
     tl.store(mean_ptr + r, mean, mask=r < R)
     tl.store(rstd_ptr + r, rstd, mask=r < R)
 

@@ -17,8 +17,8 @@ from gpt2_triton.files import run_dir_error
 
 # Steps of 65,536 tokens at up to 9e-4 trained well here, AdamW and Muon; https://github.com/karpathy/nanoGPT/issues/411
 # reports a loss of 7.5 in steps of 3 sequences.  Smaller models learn from smaller steps.
-# AdamW at 1.5e-3 and 2.4e-3 ended 0.4 and 0.8 above 0.9e-3 in steps of 131,072 (docs/engineering/muon.md).
 FEW_TOKENS, HIGH_LR, GPT2_PARAMS = 50_000, 6e-4, 100e6
+# AdamW at 1.5e-3 and 2.4e-3 ended 0.4 and 0.8 above 0.9e-3 in steps of 131,072 (docs/engineering/muon.md).
 FEW_FOR_ADAMW, HIGH_FOR_ADAMW = 131_072, 1.5e-3
 RECIPE_TOKENS = 524_288
 

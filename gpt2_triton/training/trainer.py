@@ -139,7 +139,8 @@ class Trainer:
     def run(self) -> int:
         """Train from the present step to the last, or until a signal or the time limit; return the exit code.
 
-        If data cannot be read, save the last finished step before DataError, which every rank raises.
+        If data cannot be read, save the last finished step, unless fp8 has no scales for it yet, before DataError,
+        which every rank raises.
         """
         self.signals.begin_loop()
         if self.is_first_rank:
@@ -149,7 +150,7 @@ class Trainer:
             return self._loop()
         except DataError:
             self.queue.discard()
-            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # else its scales are 0
+            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):
                 self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
                 self._save(self.state.step)
                 with self.watchdog.phase(SAVING):

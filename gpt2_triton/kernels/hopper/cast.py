@@ -27,6 +27,7 @@ TURNED = gl.constexpr(  # a tensor core's result, but with rows 2g and 2g + 1 wh
 
 @gluon.jit
 def _cast_weight_kernel(rows_desc, columns_desc, x_desc, scale_ptr, amax_ptr):
+    """Cast one block; TMA loads 0 past the edges and stores nothing there."""
     x_buf = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], x_desc.layout)
     r_buf = gl.allocate_shared_memory(gl.float8e4nv, [BLOCK, BLOCK], rows_desc.layout)
     c_buf = gl.allocate_shared_memory(gl.int16, [BLOCK, BLOCK // 2], columns_desc.layout)
