@@ -26,7 +26,6 @@ from tests.support.models import train_steps
 PATH = Path(__file__).with_name("golden_losses.json")
 KEPT = {"fp8": "head", "fp8, logits too": ""}  # fp8.keep_bf16
 VARIANTS = ("bf16", "fp32", *KEPT)
-NOT_RECORDED = {"NVIDIA H200": {*KEPT}}  # variants, until this has run on that GPU
 STEPS = 5
 
 

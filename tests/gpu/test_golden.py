@@ -18,6 +18,6 @@ def test_five_steps_give_the_golden_losses(variant, level):
         pytest.skip(f"no losses are recorded for {name}, only for {', '.join(rows) or 'no GPU'}")
     if rows[name]["triton"] != triton.__version__:
         pytest.skip(f"recorded with Triton {rows[name]['triton']}, here is {triton.__version__}: other machine code")
-    if variant in golden.NOT_RECORDED.get(name, ()):
-        pytest.skip(f"no losses in {variant} are recorded for {name}")
+    if variant not in rows[name]:
+        pytest.skip(f"{name} has no products in fp8")
     assert golden.losses(variant, level) == rows[name][variant][level]
