@@ -31,9 +31,9 @@ def difference(arms, arm, other):
     return statistics.fmean(pairs), half
 
 
-def tokens_for(loss, arms, less, more):
+def tokens_for(loss, arms, less, more, arm="best muon, "):
     """Return the fraction of the steps with which Muon ends at this loss, between two fractions in percent."""
-    low, high = (statistics.fmean(arms[f"best muon, {percent}%"].values()) for percent in (more, less))
+    low, high = (statistics.fmean(arms[f"{arm}{percent}%"].values()) for percent in (more, less))
     share = (high - loss) / (high - low)
     assert 0 <= share <= 1
     return less / 100 * (more / less) ** share
@@ -46,7 +46,8 @@ def test_difference_of_fp8_at_124m_is_worth_the_tokens_that_the_pages_state():
     worth = f"at most what {100 * -math.expm1(-(mean + half) / slope):.1f}% of the tokens are worth"
     assert worth in README.read_text() and worth in TRAINING.read_text()
     mean, half = difference(arms, "muon, fp8", "muon")
-    assert f"with Muon that of three pairs was {mean:+.3f} ± {half:.3f}" in README.read_text()
+    with_muon = f"with Muon differed by {mean:+.3f} ± {half:.3f}"
+    assert with_muon in README.read_text() and with_muon in TRAINING.read_text()
 
 
 def test_table_of_fp8_with_muon_is_that_of_the_runs():
@@ -64,17 +65,36 @@ def test_table_of_fp8_with_muon_is_that_of_the_runs():
 
 
 def test_difference_of_fp8_at_1558m_is_that_of_the_pages():
-    mean, half = difference(losses("fp8_d48"), "fp8", "bf16")
-    difference_of_pairs = f"was {mean:+.2f} ± {half:.2f}"
-    assert difference_of_pairs in README.read_text() and difference_of_pairs in TRAINING.read_text()
+    mean, half = difference(losses("fp8_d48"), "fp8, lr / 8", "bf16, lr / 8")
+    ms = [statistics.fmean(losses("fp8_d48", "ms")[arm].values()) for arm in ("fp8, lr / 8", "bf16, lr / 8")]
+    for page in (README.read_text(), TRAINING.read_text()):
+        assert f"at 1558M by {mean:+.2f} ± {half:.2f}" in page
+        assert f"and {100 - 100 * ms[0] / ms[1]:.0f}% at 1558M" in page
+
+
+def test_table_of_small_steps_at_1558m_is_that_of_the_runs():
+    page = (ROOT / "docs" / "engineering" / "fp8.md").read_text()
+    for key in ("curve", "val_loss"):
+        arms = losses("fp8_d48", key)
+        if key == "curve":  # of means of 2 steps
+            arms = {
+                arm: {seed: statistics.fmean(curve[-25:]) for seed, curve in runs.items()} for arm, runs in arms.items()
+            }
+        pair = ("bf16, lr / 8", "fp8, lr / 8")
+        means = " | ".join(f"{statistics.fmean(arms[arm].values()):.3f}" for arm in pair)
+        mean, half = difference(arms, pair[1], pair[0])
+        pairs = ", ".join(f"{arms[pair[1]][seed] - arms[pair[0]][seed]:+.3f}" for seed in sorted(arms[pair[0]]))
+        assert f"| {means} | {mean:+.3f} ± {half:.3f} | {pairs} |" in page
 
 
 def test_ratio_of_tokens_of_muon_is_that_of_the_pages():
     arms = losses("muon_d12")
     most = 1 / tokens_for(statistics.fmean(arms["best adamw"].values()), arms, 40, 50)
-    in_small_steps = arms["best adamw, half the batch"][0]
-    assert arms["best muon, half the batch, 50%"][0] < in_small_steps  # so AdamW needs at least twice as many
-    ratio = f"2.0 to {most:.1f} times as many tokens"
+    small = "best adamw, half the batch"
+    in_small_steps = min(arms[arm][0] for arm in (small, f"{small}, 0.55e-3", f"{small}, 1.5e-3"))
+    least = 1 / tokens_for(in_small_steps, arms, 40, 50, "best muon, half the batch, ")
+    ratio = f"{least:.1f} to {most:.1f} times as many tokens"
+    assert f"{least:.2f} times as many" in MUON.read_text()
     assert all(ratio in page.read_text() for page in (README, TRAINING, MUON))
     in_large_steps = 1 / tokens_for(in_small_steps, arms, 60, 80)
     assert f"a ratio of {in_large_steps:.2f}" in MUON.read_text()
@@ -88,6 +108,10 @@ SHORTER = {  # rows of a table, and their arms
     "Muon, 900 steps of 65,536": "best muon, half the batch",
     "Muon, 540 steps of 65,536": "best muon, half the batch, 60%",
     "Muon, 450 steps of 65,536": "best muon, half the batch, 50%",
+    "Muon, 360 steps of 65,536": "best muon, half the batch, 40%",
+    "AdamW, `optim.embed_lr` 1": "best adamw, embeddings at its rate",
+    "AdamW, 900 steps of 65,536, 0.55e-3": "best adamw, half the batch, 0.55e-3",
+    "AdamW, 900 steps of 65,536, 1.5e-3": "best adamw, half the batch, 1.5e-3",
 } | {f"Muon, {percent}%": f"best muon, {percent}%" for percent in (80, 60, 50, 40)}
 
 
