@@ -1,15 +1,26 @@
-"""Consistency checks across ranks at start-up: the run directory, the configuration, the data."""
+"""Consistency checks across ranks: the run directory, the configuration and the data at start-up, errors at the end."""
 
+import contextlib
 import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from gpt2_triton.distributed.control import ControlGroup
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import ConfigError, PeerLostError, UserError
+
+
+@contextlib.contextmanager
+def comparing_errors(control: ControlGroup) -> Iterator[None]:
+    """Find out of a UserError whether every rank raises it; not of lost peers, which do not answer."""
+    try:
+        yield
+    except UserError as error:
+        error.on_every_rank = error.exit_code != PeerLostError.exit_code and control.is_raised_by_all(str(error))
+        raise
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:

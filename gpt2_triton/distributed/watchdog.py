@@ -29,6 +29,7 @@ from gpt2_triton.console import print_line
 from gpt2_triton.distributed.process_group import ProcessGroup
 
 STARTING, STEPPING, SAVING = "starting", "training", "saving"
+SEARCHING = "searching for non-finite numbers"
 TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1, SAVING: 3}  # of the timeout, by phase
 SLOW_PHASE_FACTOR = 10  # every other phase, without heartbeats inside: validating, sampling, ...
 DEAD_AFTER = 10  # intervals without a new tick after which a rank counts as dead, once the launcher has sent SIGTERM

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, TrainLoader
@@ -49,6 +50,11 @@ def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer
     return True
 
 
+def saved_steps(directory: Path, control: ControlGroup) -> list[int]:
+    """Return the steps of the checkpoints in `directory`, as rank 0 finds them."""
+    return control.from_rank0(lambda: [step for step, _ in list_steps(directory)])
+
+
 def batches_of_step(batches: Prefetcher, first_sample: int, control: ControlGroup) -> list[Tensor]:
     """Return this rank's packed micro-batches of the step that begins with this sample.  All ranks call it; if one
     cannot read its data, all raise DataError.
@@ -61,6 +67,17 @@ def batches_of_step(batches: Prefetcher, first_sample: int, control: ControlGrou
     if messages := [message for message in control.all_gather(unread) if message]:
         raise DataError(messages[0])
     return found
+
+
+def first_non_finite(model: GPT2, batches: Prefetcher, first_sample: int, control: ControlGroup) -> str:
+    """Compute the gradients of the step that begins with this sample again; return in words the first tensor that is
+    not finite.  All ranks call it.
+    """
+    try:
+        micro_batches = batches_of_step(batches, first_sample, control)
+    except DataError as error:  # not raised: the step has finished, and another one may be in flight
+        return f"unknown, as its data cannot be read again ({error})"
+    return model.first_non_finite(micro_batches, control) or "nothing when computed again"
 
 
 def find_non_finite_losses(

@@ -5,7 +5,7 @@ host reads of it one step later and counts it here.  docs/engineering/stability.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -70,31 +70,36 @@ class RunState:
         self.skipped_in_a_row = 0 if result.applied or result.outlier else self.skipped_in_a_row + 1
         self.without_update = 0 if result.applied else self.without_update + 1
 
-    def rewind_target(self, config: Config) -> int:
-        """Return the step of the last checkpoint that was due before the steps without an update; 0 means none.
+    def is_rewind_due(self, config: Config) -> bool:
+        """Return True if train.rewind_after steps in a row, or more, had no update."""
+        return 0 < config.train.rewind_after <= self.without_update
 
-        A checkpoint written because of a signal does not count, so that interruptions do not change the target.
+    def rewind_target(self, config: Config, saved: Collection[int]) -> int:
+        """Return the step of `saved`, those of the checkpoints, to which the run has to rewind; 0 if to none.
+
+        It is the last one that was due before the steps without an update: one written because of a signal does not
+        count, so that interruptions do not change the target.  If that is missing, because checkpoint.every was another
+        or the run had no rewind_after, it is the newest one before them.
         """
-        every = config.checkpoint.every
-        return (self.step - self.without_update) // every * every
+        if not self.is_rewind_due(config):
+            return 0
+        every, updated = config.checkpoint.every, self.step - self.without_update
+        due = updated // every * every
+        return due if due in saved else max((step for step in saved if step <= updated), default=0)
 
-    def needs_rewind(self, config: Config) -> bool:
-        """Return True if train.rewind_after steps in a row had no update and there is a checkpoint to rewind to."""
-        after = config.train.rewind_after
-        return 0 < after <= self.without_update and self.rewind_target(config) > 0
-
-    def raise_if_unstable(self, config: Config, find_losses: Callable[[], str]) -> None:
+    def raise_if_unstable(self, config: Config, target: int, find_losses: Callable[[], str]) -> None:
         """Raise NonFiniteError if rewinds did not help, or if train.skip_limit steps in a row were not finite.
 
+        target: rewind_target's step
         find_losses: returns which losses of the last step are not finite, in words
         """
         train = config.train
-        if self.needs_rewind(config) and self.rewinds >= MAX_REWINDS:
+        if target and self.rewinds >= MAX_REWINDS:
             raise NonFiniteError(
                 f"step {self.step}: skipped {train.rewind_after} steps in a row again, after {MAX_REWINDS} rewinds to "
-                f"step {self.rewind_target(config)}; lower optim.lr, or move the newest checkpoints away and resume"
+                f"step {target}; lower optim.lr, or move the newest checkpoints away and resume"
             )
-        if not self.needs_rewind(config) and 0 < train.skip_limit <= self.skipped_in_a_row:
+        if not target and 0 < train.skip_limit <= self.skipped_in_a_row:
             rewind = ", with no checkpoint before them to rewind to" if train.rewind_after else ""
             raise NonFiniteError(
                 f"step {self.step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row"

@@ -6,7 +6,7 @@ checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -17,8 +17,8 @@ from gpt2_triton.device import device_name
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.distributed.watchdog import SAVING, Watchdog
-from gpt2_triton.errors import DataError, NonFiniteError, PeerLostError, UserError
+from gpt2_triton.distributed.watchdog import SAVING, SEARCHING, Watchdog
+from gpt2_triton.errors import DataError, NonFiniteError
 from gpt2_triton.inference import tasks
 from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
@@ -45,7 +45,7 @@ def train(config: Config, run_dir: Path | None, resume: Resume = False, signals:
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
     control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
-    with contextlib.ExitStack() as held, _comparing_errors(group.control("errors")):
+    with contextlib.ExitStack() as held, consistency.comparing_errors(group.control("errors")):
         with watchdog.phase("reading checkpoints"):
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             consistency.require_shared_run_dir(run_dir, control)
@@ -55,16 +55,6 @@ def train(config: Config, run_dir: Path | None, resume: Resume = False, signals:
             code = trainer.run()
     group.close()
     return code
-
-
-@contextlib.contextmanager
-def _comparing_errors(control: ControlGroup) -> Iterator[None]:
-    """Find out of a UserError whether every rank raises it; not of lost peers, which do not answer."""
-    try:
-        yield
-    except UserError as error:
-        error.on_every_rank = error.exit_code != PeerLostError.exit_code and control.is_raised_by_all(str(error))
-        raise
 
 
 def make_trainer(
@@ -220,25 +210,34 @@ class Trainer:
             return False
         if result.stop:
             self.queue.require_data(self.control)
-        cause = self._first_non_finite() if self.model.stats_recorder and not (result.applied or result.outlier) else ""
+        cause = ""
+        if self.model.stats_recorder and not (result.applied or result.outlier):
+            with self.watchdog.phase(SEARCHING):
+                cause = recovery.first_non_finite(self.model, self.batches, self.state.sample, self.control)
         self.state.step += 1
         self.state.sample += self.config.total_batch_tokens // self.config.train.seq_len
         self.state.count(result)
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
         self._log_step(result, cause)
-        self.state.raise_if_unstable(self.config, self._find_non_finite_losses)
-        return self.state.needs_rewind(self.config)
+        target = self._rewind_target()
+        self.state.raise_if_unstable(self.config, target, self._find_non_finite_losses)
+        return target > 0
 
-    def _first_non_finite(self) -> str:
-        """Compute the gradients of the step at state.sample again; return the first tensor that is not finite."""
-        with self.watchdog.phase("searching for non-finite numbers"):
-            batches = recovery.batches_of_step(self.batches, self.state.sample, self.control)
-            return self.model.first_non_finite(batches, self.control) or "nothing when computed again"
+    def _rewind_target(self) -> int:
+        """Return the step to which the run has to rewind, or 0."""
+        if not self.state.is_rewind_due(self.config):
+            return 0
+        with self.watchdog.phase(SAVING):
+            self.checkpointer.wait()
+        target = self.state.rewind_target(self.config, recovery.saved_steps(self.run_dir / "checkpoints", self.control))
+        if not target and self.state.without_update == self.config.train.rewind_after:
+            self.log.info(f"step {self.state.step}: no checkpoint to rewind to; steps are only skipped")
+        return target
 
     def _find_non_finite_losses(self) -> str:
         """Return which losses of the last finished step are not finite when computed again, in words."""
-        with self.watchdog.phase("searching for non-finite numbers"):
+        with self.watchdog.phase(SEARCHING):
             self.model.comm.gather_params()
             first = self.state.sample - self.config.total_batch_tokens // self.config.train.seq_len
             return recovery.find_non_finite_losses(self.model, self.data.train, self.batches, first, self.control)
@@ -260,9 +259,7 @@ class Trainer:
     def _rewind(self) -> int:
         """Return to an earlier step, and continue from there with the data after the present step."""
         self.queue.discard()
-        with self.watchdog.phase(SAVING):
-            self.checkpointer.wait()
-        failed, target = self.state.step, self.state.rewind_target(self.config)
+        failed, target = self.state.step, self._rewind_target()
         recovery.restore_model(target, self.run_dir / "checkpoints", self.model, self.checkpointer, self.control)
         self.state.rewind_to(target)
         self.log.rewind(failed, target, self.state.sample)
@@ -355,7 +352,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
-        if self._due(step, self.config.checkpoint.every):
+        if self._due(step, self.config.checkpoint.every) and not self.state.without_update:  # a step to rewind to
             self.state.rewinds = 0
         about = {"config": saved_config(self.config)} | self.data.saved()
         with self.watchdog.phase(SAVING):

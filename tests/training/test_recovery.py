@@ -16,7 +16,7 @@ from gpt2_triton.checkpoint.save import discard_after, save_checkpoint
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.errors import ConfigError, NonFiniteError
+from gpt2_triton.errors import ConfigError, DataError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, run_state, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -54,6 +54,18 @@ def stop_after(monkeypatch, launches):
         original(self, index)
 
     monkeypatch.setattr(Trainer, "_train_step", interrupted)
+
+
+def poison_from(monkeypatch, first, last=100):
+    """Make the steps of these indices, counted from 0, not finite."""
+    original = Trainer._train_step
+
+    def poisoned(self, index):
+        if first <= index <= last:
+            self.model.K.fill(self.model.train_view.w.lnb[0], math.nan)
+        original(self, index)
+
+    monkeypatch.setattr(Trainer, "_train_step", poisoned)
 
 
 # ---- outliers ----
@@ -187,16 +199,65 @@ def test_resume_around_a_rewind_gives_the_same_run(rewound, tmp_path, monkeypatc
 
 def test_rewinds_that_do_not_help_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_state, "MAX_REWINDS", 1)
-    original = Trainer._train_step
-
-    def poisoned(self, index):
-        if index >= 2:
-            self.model.K.fill(self.model.train_view.w.lnb[0], math.nan)
-        original(self, index)
-
-    monkeypatch.setattr(Trainer, "_train_step", poisoned)
+    poison_from(monkeypatch, 2)
     with pytest.raises(NonFiniteError, match="step 3: skipped 1 steps .* after 1 rewinds to step 2"):
         train(rewind_config(), tmp_path, resume=False)
+
+
+def test_rewinds_are_counted_also_if_a_checkpoint_is_due_during_the_skipped_steps(tmp_path, monkeypatch):
+    """Steps 4 and 5 are skipped: the checkpoint of step 4 is none to rewind to, so that rewinds to step 2 add up."""
+    monkeypatch.setattr(run_state, "MAX_REWINDS", 1)
+    poison_from(monkeypatch, 3)
+    config = run_config(train=dict(steps=20, rewind_after=2), checkpoint=dict(every=2, keep=1))
+    with pytest.raises(NonFiniteError, match="step 5: skipped 2 steps .* after 1 rewinds to step 2"):
+        train(config, tmp_path, resume=False)
+
+
+@pytest.mark.parametrize("case", ["another checkpoint.every", "no rewind_after before"])
+def test_rewind_takes_the_newest_checkpoint_if_that_which_was_due_is_missing(tmp_path, monkeypatch, case):
+    if case == "another checkpoint.every":
+        assert train(run_config(train=dict(steps=4), checkpoint=dict(every=2)), tmp_path, resume=False) == 0
+        config, target = run_config(train=dict(steps=7, rewind_after=1), checkpoint=dict(every=3)), 4
+    else:
+        before, config = (
+            run_config(train=dict(steps=7, rewind_after=after), checkpoint=dict(every=4, keep=1)) for after in (0, 1)
+        )
+        target = 5
+        with monkeypatch.context() as patch:
+            stop_after(patch, 5)
+            assert train(before, tmp_path, resume=False) == 128 + signal.SIGTERM
+    launched, original = [], Trainer._train_step
+
+    def poisoned_once(self, index):
+        if index == 5 and index not in launched:
+            self.model.K.fill(self.model.train_view.w.lnb[0], math.nan)
+        launched.append(index)
+        original(self, index)
+
+    monkeypatch.setattr(Trainer, "_train_step", poisoned_once)
+    assert train(config, tmp_path, resume=True) == 0
+    assert [r["step"] for r in metrics(tmp_path) if "rewound_from" in r] == [target]
+
+
+def test_rewind_that_is_due_before_the_first_checkpoint_is_told(tmp_path, monkeypatch, capsys):
+    poison_from(monkeypatch, 1, 1)
+    assert train(run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=4)), tmp_path, resume=False) == 0
+    assert "step 2: no checkpoint to rewind to; steps are only skipped" in capsys.readouterr().out
+
+
+def test_a_step_whose_data_cannot_be_read_again_is_counted_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    """Step 3 is not finite, and step 4 in flight, when the search for the first tensor fails to read step 3's data."""
+    poison_from(monkeypatch, 2, 2)
+    config = run_config(train=dict(steps=6), log=dict(stats_every=100))
+    reads = []
+
+    def unreadable(*arguments):
+        reads.append(1)
+        raise DataError("x.bin: cut off")
+
+    monkeypatch.setattr(recovery, "batches_of_step", unreadable)
+    assert train(config, tmp_path, resume=False) == 0 and reads
+    assert "unknown, as its data cannot be read again (x.bin: cut off)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

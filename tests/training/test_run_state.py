@@ -59,17 +59,18 @@ def test_run_state_counts_both_kinds_of_skipped_steps():
     assert seen == [4, 2, 0, 0]
 
 
-def test_needs_rewind_after_so_many_steps_without_update():
+def test_rewind_after_so_many_steps_without_update():
     """At step 12 the last two had no update: the target is 8, the last multiple of 4 up to step 10."""
     config = Config.model_validate(dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4)))
     state = RunState(step=12, without_update=1, skipped_in_a_row=1)
-    assert not state.needs_rewind(config)
+    assert state.rewind_target(config, [4, 8]) == 0
     state.without_update = state.skipped_in_a_row = 2
-    assert state.needs_rewind(config) and state.rewind_target(config) == 8
-    state.raise_if_unstable(config, str)  # a rewind comes first
+    assert state.rewind_target(config, [4, 8, 10, 12]) == 8
+    assert state.rewind_target(config, [6, 7, 12]) == 7 and state.rewind_target(config, [12]) == 0
+    state.raise_if_unstable(config, 8, str)  # a rewind comes first
     state.rewinds = MAX_REWINDS
     with pytest.raises(NonFiniteError, match=f"step 12: .* after {MAX_REWINDS} rewinds to step 8"):
-        state.raise_if_unstable(config, str)
+        state.raise_if_unstable(config, 8, str)
     state.rewind_to(8)
     assert (state.step, state.without_update, state.skipped_in_a_row, state.rewinds) == (8, 0, 0, MAX_REWINDS + 1)
 
@@ -80,4 +81,4 @@ def test_raise_if_unstable_without_a_checkpoint_to_rewind_to():
         NonFiniteError,
         match="step 3: .* steps in a row, with no checkpoint .*; of the last, those there; the last update was step 1",
     ):
-        RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(config, lambda: "those there")
+        RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(config, 0, lambda: "those there")
