@@ -143,7 +143,11 @@ def check_options(series: Series) -> None:
     for run in first.values():
         for whole in [with_trial(run, trial) for trial in series.trials(run)] if run.best_of else [run]:
             try:
-                load_config(ROOT / series.config, {key: str(value) for key, value in whole.options.items()})
+                c = load_config(ROOT / series.config, {key: str(value) for key, value in whole.options.items()})
+                if c.log.every != 1:
+                    wrong.setdefault("log.every: a result needs the loss of every step; leave this key out", run.arm)
+                if run.best_of and not c.eval.every:
+                    wrong.setdefault("eval.every: the best trial is that of the least validation loss; not 0", run.arm)
             except ConfigError as error:
                 for line in str(error).splitlines():
                     wrong.setdefault(line, run.arm)

@@ -141,12 +141,15 @@ def _first_lines(lines: list[str], what: str, out: Path) -> list[str]:
 
 
 def best_trial(series: Series, rows: Sequence[Result], run: Run) -> Run | None:
-    """Return the trial with the least validation loss; None as long as one has none."""
+    """Return the trial with the least validation loss; None as long as one has no result, or if none has a loss.  A
+    trial whose loss is not finite is not the best.
+    """
     found = {row["arm"]: row["val_loss"] for row in rows if row["seed"] == 0}
     trials = series.trials(run)
-    if any(found.get(trial.arm) is None for trial in trials):
+    finite = [trial for trial in trials if found.get(trial.arm) is not None]
+    if not finite or any(trial.arm not in found for trial in trials):
         return None
-    return min(trials, key=lambda trial: found[trial.arm])
+    return min(finite, key=lambda trial: found[trial.arm])
 
 
 def differing_rows(series: Series, rows: Sequence[Result], out: Path, arm: str | None = None) -> list[str]:

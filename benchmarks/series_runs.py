@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,13 @@ def environment_of(gpu: str) -> dict[str, str]:
 
 
 def result_of(series: Series, run: Run, run_dir: Path, data: str, seconds: float) -> Result | None:
-    """Read a run: its losses, its speed and its curve of training loss; None if it ended before its last step.  `data`
-    is the digest of its shards.
+    """Read a run: its losses, its speed and its curve of training loss; None if it ended before its last step.  A loss
+    that is not finite counts as the one before it.  `data` is the digest of the run's shards.
     """
     records = read_metrics(run_dir / METRICS)
     steps = [record for record in records if "loss" in record]
     val = [record for record in records if "val_loss" in record]
-    losses = [record["loss"] for record in steps]
+    losses = list(accumulate((record["loss"] for record in steps), lambda last, loss: last if loss is None else loss))
     ms = [record["ms"] for record in steps if record.get("ms")]
     stride = max(1, len(losses) // POINTS)
     pieces = [losses[i : i + stride] for i in range(0, len(losses) - stride + 1, stride)]
@@ -115,6 +116,11 @@ class Queue:
         self._left = [run for run in runs if (run.arm, run.seed) not in done]
         self._minutes = {row["arm"]: row["seconds"] / 60 for row in self._rows}
         self._running, self._begin, self.failed, self._is_closed = 0, time.monotonic(), 0, False
+
+    @property
+    def left(self) -> list[Run]:
+        """The runs that were not taken."""
+        return list(self._left)
 
     def next(self) -> Run | None:
         """Take the first run that can end in time; None if there is none.  Wait for the runs that it depends on."""
@@ -284,6 +290,9 @@ def train(
         made = len(read_results(out))
         name = signal.Signals(signals.first).name
         raise StoppedError(signals.first, f"stopped by {name}: {out} has {made} results; the same command continues")
+    if (left := queue.left) and not queue.failed:
+        why = "no time is left for them, or the trials of which they are the best have no validation loss"
+        print_line(f"{len(left)} runs are not made, the first is {left[0].arm} seed {left[0].seed}: {why}", error=True)
     return queue.failed
 
 

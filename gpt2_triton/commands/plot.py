@@ -100,7 +100,7 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     for task in tasks:
         _draw_scores(axes[task], [run.points(f"{task}_acc", x) * [1, 100] for run, x in zip(runs, scales, strict=True)])
         axes[task].set_title(f"{TASK_TITLES[task]}, %", loc="left", fontsize=10)
-    last = max(panel.dataLim.x1 for panel in axes.values())
+    last = max(panel.dataLim.x1 for panel in axes.values()) or 1.0  # a run that has only begun
     for name, panel in axes.items():
         panel.set_xlim(-0.01 * last, 1.01 * last)  # equal in all panels; markers at the ends are not cut
         _finish(panel, "tokens" if by_tokens else "steps", 8 if name == "loss" else 3)
@@ -152,7 +152,7 @@ def read_run(path: Path) -> Run:
     records = read_metrics(file)
     if not any(r.get(key) is not None for r in records for key in ("loss", "val_loss")):
         raise ConfigError(f"{file}: holds no losses yet; plot it after a step")
-    tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens")), None)
+    tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens") and r["step"]), None)
     config = file.with_name("config.yaml")
     tree = read_yaml(config)[0] if config.is_file() else {}
     directory = file.resolve().parent
@@ -281,7 +281,7 @@ def _draw_lines(axes: Any, runs: Sequence[Run], scales: Sequence[float], key: st
         # one spike, or the first step, which compiles, must not flatten the rest
         highs.append(min(points[:, 1].max(), 2 * np.quantile(points[:, 1], 0.98)))
     if highs:
-        axes.set_ylim(0, 1.08 * max(highs))
+        axes.set_ylim(0, 1.08 * max(highs) or 1.0)
     axes.set_title(title, loc="left", fontsize=10)
 
 

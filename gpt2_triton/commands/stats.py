@@ -23,9 +23,13 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     from gpt2_triton.training.metrics import STATS, read_metrics
 
     path = run / STATS
+    if not run.is_dir():
+        raise ConfigError(f"{run}: no such directory; expected a run directory")
     if not path.is_file():
         raise ConfigError(f"{run}: no {STATS} there; a run writes it with --log.stats_every 100")
-    records = {record["step"]: record for record in read_metrics(path)}
+    records = {
+        record["step"]: record for record in read_metrics(path) if {"activations", "parameters"} <= record.keys()
+    }
     if not records:
         raise ConfigError(f"{path}: holds no statistics yet; the first come with step log.stats_every")
     chosen = max(records) if step is None else step

@@ -83,9 +83,12 @@ class Logger:
         history = truncate(self._run_dir / METRICS, step)
         self._of_last_step = [record for record in history if record["step"] == step]
         self._file = LogFile(self._run_dir / METRICS, made_again=self._describe)
-        llmc = self.config.log.main_log == "llmc"
-        self._main_log = _open_main_log(self._run_dir / MAIN_LOG, history) if llmc else None
-        self._stats = _open_stats(self._run_dir / STATS, step) if self.config.log.stats_every else None
+        truncate(self._run_dir / STATS, step)
+        self._stats = LogFile(self._run_dir / STATS) if self.config.log.stats_every else None
+        llmc, main_log = self.config.log.main_log == "llmc", self._run_dir / MAIN_LOG
+        if llmc or main_log.exists():  # written again: llm.c itself leaves lines of undone steps there
+            write_atomic(main_log, "".join(map(llmc_line, history)).encode())
+        self._main_log = LogFile(main_log) if llmc else None
         return history
 
     @property
@@ -209,17 +212,6 @@ class NullLogger:
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return lambda *args, **keywords: None
-
-
-def _open_stats(path: Path, step: int) -> LogFile:
-    truncate(path, step)
-    return LogFile(path)
-
-
-def _open_main_log(path: Path, history: list[Record]) -> LogFile:
-    """Open llm.c's main.log, written again from the records so far: llm.c itself leaves lines of undone steps there."""
-    write_atomic(path, "".join(map(llmc_line, history)).encode())
-    return LogFile(path)
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ A step also has "loss_z" and "norm_z" once 128 steps are known, "skipped": true 
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ STATS = "stats.jsonl"  # tensor statistics, a number per layer; kept and truncat
 NUMBERS = (
     "loss", "lr", "norm", "ms", "tok_s", "mfu", "tokens", "val_loss", "val_loss_fp8", "hellaswag", "hellaswag_acc",
 )  # fmt: skip
+
+LARGEST = sys.float_info.max
 
 TASK_METRICS = ("perplexity", "acc", "acc_norm")  # of the tasks of eval.tasks, in keys such as piqa_acc
 TASK_ENDINGS = tuple(f"_{metric}" for metric in TASK_METRICS)
@@ -58,7 +61,11 @@ def _record(line: str) -> Record | None:
     if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
         return None
     numbers = [value for key, value in record.items() if key in NUMBERS or key.endswith(TASK_ENDINGS)]
-    return record if all(isinstance(value, int | float | None) for value in numbers) else None
+    return record if all(value is None or _is_finite(value) for value in numbers) else None
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and -LARGEST <= value <= LARGEST  # JSON's 1e999 is read as infinity
 
 
 def _refuse(constant: str) -> None:

@@ -26,7 +26,7 @@ from gpt2_triton.files import open_regular, read_regular
 from gpt2_triton.training.metrics import METRICS, Record, read_metrics
 from gpt2_triton.training.run_info import read_run, write_run
 
-ROWS_PER_STEP = 8  # more than the kinds of records
+ROWS_PER_STEP = 8  # more than the kinds of records; further rewinds to a step share its last row
 START_TIMEOUT = 30.0  # seconds that a start waits for all of it: the import, the login, the connection
 GRACE = 10.0  # seconds that wandb.init may take beyond its init_timeout
 FINISH_TIMEOUT = 60.0  # seconds to send the last rows; `send_missing` sends the rest later
@@ -126,7 +126,7 @@ class RowNumbers:
     def number(self, record: Record) -> int:
         self._nth = self._nth + 1 if record["step"] == self._step else 0
         self._step = record["step"]
-        return ROWS_PER_STEP * self._step + self._nth
+        return ROWS_PER_STEP * self._step + min(self._nth, ROWS_PER_STEP - 1)
 
 
 def next_row(records: Iterable[Record]) -> int:

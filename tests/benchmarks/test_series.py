@@ -19,6 +19,8 @@ from benchmarks.series_results import differing_rows, read_results
 from benchmarks.series_runs import Queue, StoppedError
 from gpt2_triton import device
 from gpt2_triton.data.shards import write_shard
+from gpt2_triton.training.metrics import METRICS
+from gpt2_triton.training.run_info import write_run
 
 TINY = """
 config: configs/quickstart.yaml
@@ -113,6 +115,12 @@ def refused(tmp_path, monkeypatch, capsys):
         ("one: {}", "best: {best_of: c}", "s.yaml:19: arms.best.best_of: got 'c', expected the beginning of the name"),
         ("one: {}", "one: {against: one}", "s.yaml:19: arms.one.against: got 'one', expected another arm: other rate"),
         ("one: {}", "best: {best_of: o, optim.warmpu: 1}", "s.yaml: arms.best: --optim.warmpu: unknown key; did you"),
+        ("one: {}", "one: {log.every: 2}", "s.yaml: arms.one: log.every: a result needs the loss of every step; "),
+        (
+            "one: {}",
+            "best: {best_of: o, eval.every: 0}",
+            "s.yaml: arms.best: eval.every: the best trial is that of the least validation loss; not 0",
+        ),
         ("optim.lr", "optim.lrr", "s.yaml: arms.other rate: --optim.lrr: unknown key; did you mean "),
         ("train.steps: 5", "train.steps: five", "s.yaml: arms.one: --train.steps: "),
     ],
@@ -232,6 +240,32 @@ def test_the_best_of_several_arms_is_trained_again(trials, tmp_path):
     assert queue.next() is None
     again = Queue(trials, tmp_path / "results.jsonl", minutes=math.inf)
     assert [again.next().arm, again.next().arm, again.next()] == ["best b", "best a", None]
+
+
+def test_a_trial_whose_loss_is_not_finite_is_not_the_best(trials, tmp_path):
+    queue = Queue(trials, tmp_path / "results.jsonl", minutes=math.inf)
+    for val in (None, 2.25, None):
+        run = queue.next()
+        queue.add(run, result(run, val))
+    best_a = queue.next()
+    assert (best_a.arm, best_a.options["optim.lr"]) == ("best a", 2)
+    queue.add(best_a, result(best_a, 2.25))
+    assert queue.next() is None and [run.arm for run in queue.left] == ["best b"]  # no trial of b has a loss
+
+
+def test_runs_that_are_left_are_told(fake, tmp_path, capsys):
+    """With no time for any run the table has none, and the console says so."""
+    series.main([*fake("1"), "--minutes", "0"])
+    assert "runs are not made, the first is one seed 0: no time is left" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_counts_as_the_one_before(tiny, tmp_path):
+    losses = [5.0, 4.0, None, 3.0, 2.0]
+    steps = [dict(step=n + 1, loss=loss, ms=1.0, tokens=8 * n + 8) for n, loss in enumerate(losses)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in steps))
+    write_run(tmp_path, None, [dict(schedule=dict(steps=5), git=None, device="cpu", packages={})])
+    found = series_runs.result_of(tiny, tiny.runs[0], tmp_path, "digest", 1.0)
+    assert found["curve"] == [5.0, 4.0, 4.0, 3.0, 2.0] and found["train_loss"] == 2.0
 
 
 def test_a_gpu_waits_for_the_runs_that_decide_which_is_best(trials, tmp_path):

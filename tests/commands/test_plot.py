@@ -156,6 +156,21 @@ def test_run_without_metrics_is_an_error_with_its_path(tmp_path):
     assert not (tmp_path / "loss.png").exists()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 0, "val_loss": 3.0}',
+        '{"step": 0, "loss": 3.0, "tokens": 100}',
+        '{"step": 1, "loss": 3.0, "tokens": 0, "tok_s": 0.0, "norm": 0.0}',
+        '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 1e999}',
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_has_only_begun_or_has_odd_numbers_is_drawn(panels, tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    assert panels(tmp_path)["loss, nats per token"].get_ylim()[0] < 3
+
+
 @pytest.mark.parametrize(("suffix", "starts"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_the_ending_is_the_format_and_equal_runs_give_equal_bytes(tmp_path, suffix, starts):
     run = write_run(tmp_path / "run", 20)

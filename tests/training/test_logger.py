@@ -238,6 +238,17 @@ def test_main_log_is_not_written_by_default(tmp_path):
     assert not (tmp_path / MAIN_LOG).exists()
 
 
+def test_main_log_and_statistics_lose_undone_steps_also_if_they_are_turned_off(tmp_path):
+    first = Logger(tmp_path, config(main_log="llmc", stats_every=1))
+    for step in (1, 2, 3):
+        first.step(step, result(2.0, 1.0, 0.1))
+        first._stats.write(json.dumps({"step": step}) + "\n")
+    first.close()
+    Logger(tmp_path, config(), 2).close()
+    assert (tmp_path / MAIN_LOG).read_text().split()[::4] == ["s:0", "s:1"]
+    assert [record["step"] for record in read_metrics(tmp_path / STATS)] == [1, 2]
+
+
 def test_run_json_has_an_entry_for_each_start(tmp_path):
     for resume_step, about in ((0, {"git": "a"}), (6, {"git": "b"})):
         Logger(tmp_path, config(), resume_step, about=about).close()

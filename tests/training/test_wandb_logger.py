@@ -103,6 +103,12 @@ def test_send_missing_of_a_run_without_wandb_which_then_continues_there(server, 
     assert points(map(json.loads, server.rows)) == points(read_metrics(tmp_path / METRICS))
 
 
+def test_rows_of_many_rewinds_to_a_step_stay_below_those_of_the_next_step():
+    rows = wandb_logger.RowNumbers()
+    numbers = [rows.number({"step": step}) for step in [*[7] * 20, 8]]
+    assert numbers == sorted(numbers) and numbers[:2] == [56, 57] and max(numbers[:-1]) < numbers[-1] == 64
+
+
 def test_offline_rows_reach_the_server_once_by_wandb_sync(server, tmp_path, capsys):
     """Killed after step 8 and resumed after step 6 without a server: two offline directories."""
     server.broken = True
