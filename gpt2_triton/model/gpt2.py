@@ -253,19 +253,20 @@ class GPT2:
 
     # ---- kernels and graphs ----
 
-    def compile(self, evaluated: Iterable[tuple[int, int]] = ()) -> Any:
+    def compile(self, validated: Iterable[tuple[int, int]] = (), answered: Iterable[tuple[int, int]] = ()) -> Any:
         """Compile the kernels of a whole run on all cores: make its calls without launching (kernels/precompile.py).
 
-        evaluated   shapes (B, T) of the batches that the run will evaluate.  Kernels are specialised on B*T and T being
-                    multiples of 16 or 32, and B*T selects among some kernels.
+        validated   shapes (B, T) of the batches of validation, which a run in fp8 evaluates in fp8 too.  Kernels are
+                    specialised on B*T and T being multiples of 16 or 32, and B*T selects among some kernels.
+        answered    those of questions, which every run evaluates in bf16
         """
         self.train_view.comm = Communicator()
         try:
-            return self._compile(evaluated)
+            return self._compile({*validated}, {*answered})
         finally:
             self.train_view.comm = self.comm
 
-    def _compile(self, evaluated: Iterable[tuple[int, int]]) -> Any:
+    def _compile(self, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> Any:
         with Progress("compiling", None, "kernels") as progress, self.K.compiling(report=progress.show) as compiled:
             self.initialise(self.config.train.seed)
             for with_stats in (False, True) if self.stats_recorder else (False,):
@@ -273,9 +274,9 @@ class GPT2:
                     self._forward_backward(acc, with_stats, True)
                 self._update(with_stats)
             self.comm.precompile()
-            for shape in evaluated:
-                zeros = np.zeros(shape, np.int32)
-                for in_fp8 in {False, self.has_fp8}:
+            for shapes, in_fp8 in ((validated | answered, False), (validated if self.has_fp8 else (), True)):
+                for shape in shapes:
+                    zeros = np.zeros(shape, np.int32)
                     self.evaluate(zeros, zeros, in_fp8)
             if self.config.sample.every:
                 s = self.config.sample

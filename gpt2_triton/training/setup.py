@@ -195,14 +195,13 @@ def build_model(
 
 def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
     """Compile on one rank of each host; the other ranks then find all kernels in Triton's cache."""
-    evaluated = data.validation.shapes(model.B) if data.validation else set()
-    for questions in data.questions.values():
-        evaluated |= tasks.shapes(model, questions)
+    validated = data.validation.shapes(model.B) if data.validation else set()
+    answered = {shape for questions in data.questions.values() for shape in tasks.shapes(model, questions)}
 
     def compile_all() -> Any:
         for questions in data.tasks.values():
             tasks.compile_kernels(model, questions)
-        return model.compile(evaluated)
+        return model.compile(validated, answered)
 
     made = compile_all() if group.local_rank == 0 else None
     control.all_gather(None)

@@ -17,12 +17,13 @@ from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
 def takes(op: str, M: int, N: int, dtype: str) -> str | None:
     """Return the module of this package that computes an output [M, N] of operands in `dtype`, or None for the generic
     kernel.  `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_dw", "classifier_fwd",
-    "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; attention's M and N are tokens and
-    columns of a head.
+    "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also "transpose" and
+    "cast_weight".  Attention's M and N are tokens and columns of a head.
 
     - fp32 has no wgmma, and other GPUs have none at all: generic.
     - dW and the classifier's first product handle every edge with masks: always a kernel of this package.
-    - The other products need M and N in multiples of 32 and 64, the slices in which GELU is stored.
+    - Other products in bf16 need M and N in multiples of 32 and 64, the slices in which GELU is stored; those of fp8
+      operands with GELU need whole tiles.
     - Tiles of 320 columns replace those of 256 where they take less time: at 1,600 columns and 16,384 rows add took 150
       instead of 157 us (K = 1,600) and 479 instead of 524 (K = 6,400), dX 129, 350 and 454 instead of 142, 389 and 506.
       With GELU they are not an option: the second accumulator leaves its partition no registers.
