@@ -14,7 +14,7 @@ from gpt2_triton.config.recipes import OWN, find
 from gpt2_triton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cyclopts.help import HelpPanel
+    from cyclopts.help import HelpEntry, HelpPanel
     from rich.console import Console, ConsoleOptions
 
 PICKED = "by the text"
@@ -33,8 +33,14 @@ class KeysFormatter:
         values = own_defaults() if is_own else recipe_defaults(self.recipe)
         entries = [entry for entry in panel.entries if not is_own or entry.names[0] in values]
         entries = [entry.copy(default=values.get(entry.names[0], entry.default)) for entry in entries]
+        entries = [_with_its_words(entry) if entry.type is bool else entry for entry in entries]
         title = OWN_KEYS if is_own else panel.title
         DefaultFormatter()(console, options, panel.copy(entries=entries, title=title))
+
+
+def _with_its_words(entry: "HelpEntry") -> "HelpEntry":
+    """Return the entry of a boolean key with the values it takes: cyclopts would show it as a flag without a value."""
+    return entry.copy(choices=("true", "false"), default=entry.default and entry.default.lower())
 
 
 KEYS = KeysFormatter()

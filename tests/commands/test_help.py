@@ -12,7 +12,11 @@ from gpt2_triton.commands import OF_A_CHECKOUT, tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.prepare import app as prepare
 from gpt2_triton.commands.train import app as train
+from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.commands.train_help import recipe_defaults
+from gpt2_triton.config.config import options
+from gpt2_triton.config.load import load_config
+from gpt2_triton.errors import ConfigError
 
 COMMANDS = [[name] for name in tools if not name.startswith("-")]
 COMMANDS += [["prepare", name] for name in prepare if not name.startswith("-")]
@@ -59,6 +63,19 @@ def test_help_of_a_recipe_has_its_values(monkeypatch, capsys):
     assert recipe_defaults(None) == recipe_defaults(Path("none.yaml")) == {}
 
 
+@pytest.mark.parametrize("key", [key for key, field in options() if field.annotation is bool])
+@pytest.mark.parametrize("words", [[], ["quickstart"]])
+def test_help_of_a_boolean_key_lists_the_values_that_it_takes(monkeypatch, capsys, words, key):
+    text = page(train, words, monkeypatch, capsys)
+    assert entry_of(text, key).endswith("[choices: true, false] [default: false]")
+    for value in "true", "false":
+        section, name = key.split(".")
+        config = load_config("quickstart", parse_overrides([f"--{key}", value]))
+        assert getattr(getattr(config, section), name) is (value == "true")
+    with pytest.raises(ConfigError, match=f"--{key}: expected a value after it"):
+        parse_overrides([f"--{key}"])
+
+
 def test_help_of_an_unknown_recipe_is_an_error(capsys):
     assert main(train, ["nope", "--help"]) == 2
     assert "nope" in capsys.readouterr().err
@@ -73,6 +90,10 @@ def test_help_of_own_lists_the_keys_that_it_sets(monkeypatch, capsys):
 
 
 def default_of(text, option):
-    """Return the default of an option in a page of help, whose lines are broken to fit."""
+    return re.search(r"\[default: ([^]]*)\]", entry_of(text, option))[1]
+
+
+def entry_of(text, option):
+    """Return what a page of help, whose lines are broken to fit, has about an option."""
     entry = re.split(r"│ --", text.split(f"--{option} ")[1])[0]
-    return re.search(r"\[default: ([^]]*)\]", " ".join(re.sub("[│╰─╯]", "", entry).split()))[1]
+    return " ".join(re.sub("[│╰─╯]", "", entry).split())
