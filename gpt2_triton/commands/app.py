@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
@@ -42,15 +43,17 @@ def usage_line(command: str, arguments: str) -> str:
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
     prepare_streams()
+    words = _spelled_out(argv)
     try:
-        if not argv or argv[0] in app.help_flags:
+        if not words or words[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
-        code = call(app, _require_paths(_spelled_out(argv)))
+        _require_paths(words)
+        code = call(app, words)
         sys.stdout.flush()  # while errors are still caught
         return code
     except CycloptsError as error:
-        return _fail(_wrong_call(error), 2, on_every_rank=True)
+        return _fail(_wrong_call(error, words), 2, on_every_rank=True)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except UserError as error:
@@ -68,13 +71,16 @@ def call(app: App, words: Iterable[str]) -> int:
     return app([*words], exit_on_error=False, print_error=False, result_action="return_value") or 0
 
 
-def _wrong_call(error: CycloptsError) -> str:
-    """Return the message of cyclopts as one line that ends with what to do."""
+def _wrong_call(error: CycloptsError, words: Iterable[str]) -> str:
+    """Return the message of cyclopts about the words as one line that ends with what to do."""
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
         wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; options are --name value"
     else:
         wrong = " ".join(str(error).split()).removesuffix(".")
+    named = re.search(r"(-+\w+)\W+requires an argument", wrong)
+    if named and any(word == named[1] and value.startswith("-") for word, value in pairwise(words)):
+        return f"{wrong}; one that begins with a dash goes as {named[1]}=VALUE"
     return wrong if wrong.endswith("?") else f"{wrong}; see --help"
 
 
@@ -108,15 +114,15 @@ def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
     return code
 
 
-def _require_paths(words: list[str]) -> list[str]:
-    """Return the words; ConfigError for an empty path, which would stand for the present directory."""
+def _require_paths(words: list[str]) -> None:
+    """Refuse an empty path, which would stand for the present directory."""
     for before, word in zip(["", *words], words):
         option, equals, value = word.partition("=")
         name = option if equals else before if before.startswith("-") else ""
         is_path = name.lstrip("-") in PATHS
         if is_path and equals and not value or not word and (is_path or not name):
-            raise ConfigError(f"{name or 'an argument'}: empty, as a variable that is not set; expected a path")
-    return words
+            wrong = name or (f"the argument after {before}" if before else "the first argument")
+            raise ConfigError(f"{wrong}: empty, as a variable that is not set; expected a path")
 
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:

@@ -1,7 +1,9 @@
 """`train`, also as train.py: train a GPT-2 from a YAML file."""
 
 import contextlib
+import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +25,7 @@ from gpt2_triton.training.preemption import ShutdownSignals
 from gpt2_triton.training.start import check_run_dir, starting
 
 FLAGS = ("data", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
+PATTERNS = {"data.train": "data/train_*.bin", "data.val": "data/val_*.bin"}  # a shell expands them unless quoted
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
 ABOUT = "Train a GPT-2 from a recipe or a YAML file; any key below can be given another value."
@@ -145,10 +148,12 @@ def _start(
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     """Return `--section.key value` and `--section.key=value` as {"section.key": "value"}."""
-    known, given, rest = [key for key, _ in options()], {}, iter(words)
+    known, given, rest, key = [key for key, _ in options()], dict[str, str](), iter(words), ""
     for word in rest:
         if not word.startswith("--"):
             usual = "; options are --section.key value, as in --optim.lr 3e-4"
+            if key in PATTERNS:
+                usual = f"; a pattern goes in quotes, as in --{key} '{PATTERNS[key]}'"
             raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")
         key, equals, value = word[2:].partition("=")
         if key not in known:
@@ -171,7 +176,11 @@ def _known_gpu(gpu: str | None) -> str | None:
     from gpt2_triton import device
 
     if gpu.lower() not in device.GPUS:
-        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
+        given, names = re.sub("[ -]", "", gpu.lower()), {name.replace("-", ""): name for name in device.GPUS}
+        near = [names[n] for n in names if n in given or len(given) > 2 and n.startswith(given)]
+        near = near or [names[n] for n in difflib.get_close_matches(given, names, n=1, cutoff=0.8)]
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(f"--gpu: unknown GPU {gpu}; {hint}known are {', '.join(device.GPUS)}")
     return gpu.lower()
 
 
