@@ -6,6 +6,11 @@
 # With HELLASWAG=hellaswag_val.jsonl, the task hellaswag_file reads that file and nothing is downloaded; without it, the
 # harness downloads the data of its tasks from the Hugging Face Hub.
 set -eu
+if [ $# -lt 2 ]; then
+    echo "error: expected SOURCE and OUT:" >&2
+    sed -n '2,7s/^# //p' "$0" >&2
+    exit 2
+fi
 source=$1 out=$2 tasks=${3:-hellaswag}
 shift $(($# < 3 ? $# : 3))
 [ -f "$out/config.json" ] || python -m gpt2_triton export "$source" --out "$out"

@@ -1,4 +1,4 @@
-"""eval/hellaswag.py and eval/perplexity.py are the commands of the same names."""
+"""eval/hellaswag.py and eval/perplexity.py are the commands of the same names; eval/lm_eval.sh prints its usage."""
 
 import json
 import os
@@ -59,3 +59,11 @@ def test_script_reports_a_mistake_in_one_line_and_names_itself_in_its_help(tmp_p
     assert (ran.returncode, ran.stderr) == (2, "error: Parameter CHECKPOINT requires an argument; see --help\n")
     lines = run(f"{name}.py", "--help", cwd=tmp_path).stdout.splitlines()
     assert lines[0].startswith(f"Usage: eval/{name}.py [OPTIONS] CHECKPOINT") and lines[2].startswith("Print a model's")
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["--help"]])
+def test_lm_eval_without_source_and_out_prints_its_usage(tmp_path, words):
+    ran = subprocess.run([ROOT / "eval" / "lm_eval.sh", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, [*tmp_path.iterdir()]) == (2, "", [])
+    assert "eval/lm_eval.sh SOURCE OUT [TASKS]" in ran.stderr and "OUT: a new directory" in ran.stderr
+    assert ran.stderr.endswith("from the Hugging Face Hub.\n") and "unbound variable" not in ran.stderr
