@@ -1,6 +1,7 @@
 """Load weights from any source: a run, one of its step directories, or KIND:WHERE for another project's files.
 
-A directory with a config.json is Hugging Face's also without `hf:`.
+`checkpoint:` may stand before a run or a step, as in init_from.  A directory with a config.json is Hugging Face's also
+without `hf:`.
 """
 
 from pathlib import Path
@@ -32,7 +33,7 @@ def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
     """
     weights = _foreign_weights(source)
     if weights is None:
-        return _config_and_tensors(Path(source))[1:]
+        return _config_and_tensors(source)[1:]
     exact = _config_for(weights)
     return exact.replace(train={"dtype": "bf16"}), to_flat_buffers(weights, exact)
 
@@ -41,7 +42,7 @@ def open_weights(source: str) -> Weights:
     """Return the weights of a source as stored, to be read one by one."""
     if weights := _foreign_weights(source):
         return weights
-    step_dir, config, tensors = _config_and_tensors(Path(source))
+    step_dir, config, tensors = _config_and_tensors(source)
     return from_checkpoint(str(step_dir), tensors, config)
 
 
@@ -82,8 +83,9 @@ def is_run(source: str) -> bool:
     return not (kind in READERS and where) and not (Path(source) / "config.json").is_file()
 
 
-def _config_and_tensors(path: Path) -> tuple[Path, Config, dict[str, Tensor]]:
-    step_dir, state, tensors = read_checkpoint(path)
+def _config_and_tensors(source: str) -> tuple[Path, Config, dict[str, Tensor]]:
+    kind, _, where = source.partition(":")
+    step_dir, state, tensors = read_checkpoint(Path(where if kind == "checkpoint" and where else source))
     try:
         config = Config.model_validate(state["config"])
     except ValidationError as error:

@@ -13,16 +13,17 @@ from tests.support.foreign import checkpoint_of, config_of, nanogpt_checkpoint, 
 
 @pytest.fixture
 def sources(tmp_path):
-    """The same weights as a run, a step, and files of Hugging Face and llm.c."""
+    """The same weights as a run, a step, the run by init_from's form, and files of Hugging Face and llm.c."""
     config = config_of(vocab_size=256)
     step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
     for kind in ("hf", "llmc"):
         export(str(step), tmp_path / kind, kind, "fp32")
-    return [tmp_path / "run", step, tmp_path / "hf", f"hf:{tmp_path}/hf", f"llmc:{tmp_path}/llmc/model.bin"]
+    own = [tmp_path / "run", step, f"checkpoint:{tmp_path}/run"]
+    return [*own, tmp_path / "hf", f"hf:{tmp_path}/hf", f"llmc:{tmp_path}/llmc/model.bin"]
 
 
 def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
-    for source, dtype in zip(map(str, sources), ["fp32", "fp32", "bf16", "bf16", "bf16"]):
+    for source, dtype in zip(map(str, sources), ["fp32"] * 3 + ["bf16"] * 3):
         config, tensors = load_weights(source)
         assert config.train.dtype == dtype
         assert config.model == config_of(vocab_size=256).model
@@ -32,10 +33,18 @@ def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
 
 def test_sample_command_takes_every_source(sources, capsys):
     texts = []
-    for source in map(str, sources[2:]):
+    for source in map(str, sources[3:]):
         assert main(app, ["sample", source, "--prompt", "qz", "--tokens", "2", "--temperature", "0"]) == 0
         texts.append(capsys.readouterr().out.rpartition("qz")[2])
     assert texts[0].strip("\n") and texts == texts[:1] * 3
+
+
+@pytest.mark.parametrize("words", [["export", "--out", "out"], ["perplexity", "val.bin", "--tokens", "32"]])
+def test_commands_take_a_run_as_init_from_does(tmp_path, monkeypatch, request, words):
+    for name in "run", "val.bin":
+        (tmp_path / name).symlink_to(request.config.rootpath / "tests" / "fixtures" / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(app, [words[0], "checkpoint:run", *words[1:]]) == 0
 
 
 def test_load_weights_refuses_models_that_cannot_run(tmp_path):
