@@ -25,7 +25,18 @@ from gpt2_triton.errors import ConfigError
 
 MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 16, 4, 5000  # of a YAML file
 
-_short = reprlib.Repr()
+
+class _Repr(reprlib.Repr):
+    """Shortens values, and writes null, true and false as YAML does."""
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+
+_short = _Repr()
 _short.maxstring = _short.maxother = 60
 _short.maxlevel = 2
 
@@ -87,13 +98,11 @@ def _describe(error: ValidationError, places: Mapping[str, str], path: str) -> I
         else:
             message = entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
             message = message.partition(", unable to parse")[0]
-            meaning = fields[key].description if key in fields else None
-            yield _at(
-                places,
-                path,
-                key,
-                f"{message}, got {_shown(entry['input'])}" + (f" ({meaning})" if meaning else ""),
-            )
+            message += f", got {_shown(entry['input'])}"
+            if key in fields:
+                unset = f"; leave the key out for {_shown(fields[key].default)}" if entry["input"] is None else ""
+                message += f"{unset} ({fields[key].description})"
+            yield _at(places, path, key, message)
 
 
 def _at(places: Mapping[str, str], path: str, key: str, message: str) -> str:
@@ -171,9 +180,10 @@ def read_yaml(
     except (ValueError, OverflowError) as error:  # of a number or a date
         raise ConfigError(f"{path}: not valid YAML: {str(error).partition(';')[0]}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected {expected}, got {type(tree).__name__}")
-    sections = {key: {} if value is None else value for key, value in tree.items()}  # `optim:` with nothing below
-    return sections, lines
+        raise ConfigError(f"{path}: expected {expected}, got {'null' if tree is None else type(tree).__name__}")
+    fields = dict(options())
+    empty = [key for key, value in tree.items() if value is None and key not in fields]  # `optim:` with nothing below
+    return tree | {key: {} for key in empty}, lines
 
 
 def _require_flat(path: Path, text: str) -> None:

@@ -96,7 +96,9 @@ def check_tasks(value: str) -> str:
 
 def join_words(value: Any) -> Any:
     """Return a whole number, or a list of words and numbers, as YAML has them, as one text with commas; any other value
-    as it is.
+    as it is.  ValueError for null.
     """
+    if value is None:
+        raise ValueError('must be words or a list of them, "" for none of them')
     words = value if isinstance(value, list) else [value]
     return ",".join(map(str, words)) if all(type(word) in (str, int) for word in words) else value
