@@ -18,6 +18,7 @@ LATER_KEYS = {
     "optim.name": "adamw",
     "optim.v": "fp32",
 }  # fatal ones that earlier versions did not save, and what their runs did
+WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -44,12 +45,17 @@ def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[
     return {key: changes[key] for key in changes if key not in free}, free
 
 
+def decides_weights(key: str) -> bool:
+    """Return whether init_from takes the weights of a run only with an equal value of this dotted key."""
+    return key.startswith("model.") or key in WEIGHT_KEYS
+
+
 def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:
     """Return the free differences by dotted key; CheckpointError with a table if there are fatal ones."""
     fatal, free = config_differences(saved, current)
     if fatal:
         wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
-        if "optim.name" in fatal:
+        if not any(map(decides_weights, fatal)):
             wrong += ", there with --init_from checkpoint:RUN to begin with this run's weights"
         raise CheckpointError(_table(wrong, as_in_yaml(fatal)))
     return free

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpt2_triton.checkpoint import huggingface, llmc, nanogpt
 from gpt2_triton.checkpoint.load import read_checkpoint
+from gpt2_triton.checkpoint.resume import config_differences, decides_weights
 from gpt2_triton.checkpoint.weights import (
     Weights,
     first_problem,
@@ -59,13 +60,10 @@ def initial_weights(config: Config) -> dict[str, Tensor]:
 def _weights_of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
     """Return the weights of one of our checkpoints; CheckpointError if it stores other tensors than this run."""
     _, saved, tensors = read_checkpoint(path)
-    for section, keys in (("model", None), ("data", ("tokenizer",)), ("train", ("dtype",)), ("optim", ("master",))):
-        then, now = saved["config"][section], config.to_dict()[section]
-        for key in keys or now:
-            if then.get(key) != now[key]:
-                raise CheckpointError(
-                    f"init_from: {path} has {section}.{key} {then.get(key)}, this run {now[key]}; make them equal"
-                )
+    changes, _ = config_differences(saved["config"], config.to_dict())
+    for key, (then, now) in changes.items():
+        if decides_weights(key):
+            raise CheckpointError(f"init_from: {path} has {key} {then}, this run {now}; make them equal")
     return {name: tensors[name] for name in ("params", "low") if name in tensors}
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from gpt2_triton.checkpoint import resume
+from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import options
 from gpt2_triton.errors import CheckpointError
+from tests.support.foreign import checkpoint_of, config_of, random_params
 
 
 def test_check_tensors_raises_a_table_of_the_differences():
@@ -49,10 +51,28 @@ def test_keys_of_later_versions_have_the_value_of_earlier_runs():
     assert fatal == {"optim.name": ("adamw", "muon")}
 
 
-def test_another_optimizer_is_refused_with_a_way_to_begin_with_these_weights():
-    saved = {"optim": {"name": "adamw"}}
-    with pytest.raises(CheckpointError, match="there with --init_from checkpoint:RUN to begin with this run's weights"):
-        resume.check_config(saved, {"optim": {"name": "muon"}})
+CHANGES = {  # a value of each kept key that config_of does not have
+    "model": dict(n_layer=3, n_embd=80, n_head=2, vocab_size=301, block_size=32),
+    "data": dict(tokenizer="gpt2", seed=1, align="document"),
+    "train": dict(seq_len=8, total_batch_tokens=32, dtype="bf16", seed=1),
+    "optim": dict(name="muon", master="fp32", v="bf16"),
+}
+
+
+@pytest.mark.parametrize("key", FATAL)
+def test_refusal_of_a_key_names_init_from_where_that_takes_the_weights(tmp_path, key):
+    config, (section, name) = config_of(), key.split(".")
+    step = checkpoint_of(tmp_path, config, {"params": random_params(config)})
+    other = config.replace(**{section: {name: CHANGES[section][name]}})
+    with pytest.raises(CheckpointError) as error:
+        resume.check_config(config.to_dict(), other.to_dict())
+    hint = "there with --init_from checkpoint:RUN to begin with this run's weights" in str(error.value)
+    try:
+        initial_weights(other.model_copy(update={"init_from": f"checkpoint:{step}"}))
+    except CheckpointError as refused:
+        assert not hint and f"{key} " in str(refused) and "make them equal" in str(refused)
+    else:
+        assert hint
 
 
 def test_check_config_returns_free_changes_and_raises_a_table_of_fatal_ones():
