@@ -73,7 +73,7 @@ def compare(
     seeds: str
         Comma-separated numbers of the seeds to train; by default all.
     arm: list[str]
-        Name of an arm to train; may be given several times; by default all.
+        Name of an arm to train and to draw; may be given several times; by default all.
     report: bool
         Train nothing, print the table.
     plot: Path
@@ -97,8 +97,9 @@ def compare(
     for line in wrong:
         print_line(f"warning: {line}", error=True)
     print(table(series, rows))
-    if plot and rows:
-        draw(series, rows, plot)
+    drawn = [row for row in rows if not arm or row["arm"] in arm]
+    if plot and drawn:
+        draw(series, drawn, plot)
     return 1 if failed or (wrong and not report) else 0
 
 

@@ -102,7 +102,9 @@ def report(series: Series, rows: Sequence[Result]) -> str:
 
 
 def plot(series: Series, rows: Sequence[Result], out: Path) -> None:
-    """Draw the training loss of each arm, the mean of its runs, over minutes of its own step time."""
+    """Draw the training loss of each arm, the mean of its runs, over minutes of its own step time.  The legend has its
+    tokens and the mean of the validation losses at the end.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -112,9 +114,11 @@ def plot(series: Series, rows: Sequence[Result], out: Path) -> None:
         points = min(len(row["curve"]) for row in mine)
         means = [statistics.fmean(row["curve"][i] for row in mine) for i in range(points)]
         step = mine[0]["stride"] * statistics.median(row["ms"] for row in mine) / 60e3
-        axes.plot([(i + 0.5) * step for i in range(points)], means, color=color, lw=1.4, label=arm)
-    tokens = max(row["tokens"] for row in rows)
-    axes.set(xlabel="minutes of training on one GPU", ylabel="training loss", title=f"{tokens / 1e6:.0f}M tokens")
+        label = f"{arm}: {mine[0]['tokens'] / 1e6:.0f}M tokens"
+        if ends := [row["val_loss"] for row in mine if row["val_loss"] is not None]:
+            label += f", validation loss {statistics.fmean(ends):.3f}"
+        axes.plot([(i + 0.5) * step for i in range(points)], means, color=color, lw=1.4, label=label)
+    axes.set(xlabel="minutes of training on one GPU", ylabel="training loss")
     low = min(min(row["curve"]) for row in rows)
     axes.set_ylim(low - 0.05, low + 2.5)
     axes.legend(frameon=False)

@@ -87,6 +87,17 @@ def test_table_of_small_steps_at_1558m_is_that_of_the_runs():
         assert f"| {means} | {mean:+.3f} ± {half:.3f} | {pairs} |" in page
 
 
+@pytest.mark.parametrize("arm", ["bf16", "fp8", "PyTorch"])
+def test_table_of_eight_minutes_is_that_of_the_runs(arm):
+    page = (ROOT / "docs" / "engineering" / "fp8.md").read_text()
+    steps, ms, tokens, train, val = (
+        losses("minutes_d12", key)[arm][0] for key in ("steps", "ms", "tokens", "train_loss", "val_loss")
+    )
+    epochs = r"\d\.\d"  # results do not have the size of the corpus
+    cells = rf"\| {arm} \| {steps * ms / 60e3:.1f} \| {steps:,} \| {tokens / 1e6:.0f}M \| {epochs} \| {ms:.1f} \| "
+    assert re.search(rf"{cells}{train:.3f} \| {val:.3f} \|", page)
+
+
 def test_ratio_of_tokens_of_muon_is_that_of_the_pages():
     arms = losses("muon_d12")
     most = 1 / tokens_for(statistics.fmean(arms["best adamw"].values()), arms, 40, 50)
