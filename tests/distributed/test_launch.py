@@ -311,8 +311,11 @@ def test_batch_script_requeues_after_the_time_limit(batch, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_two_gpus_are_one(tmp_path, zero):
+@pytest.mark.parametrize(
+    "zero, precision, optimizer",
+    [(0, "bf16", "adamw"), (1, "bf16", "adamw"), (2, "bf16", "adamw"), (1, "fp8", "adamw"), (2, "fp8", "muon")],
+)
+def test_two_gpus_are_one(tmp_path, zero, precision, optimizer):
     """Peer copies and CUDA graphs, two micro-steps per step, gradients of six layers together, two at a time.
 
     The weights of both GPUs are equal after every step.  Two runs give the same bytes, and so does one of two nodes,
@@ -321,6 +324,7 @@ def test_two_gpus_are_one(tmp_path, zero):
     """
     options = "--model.n_layer 8 --model.vocab_size 4096 --train.steps 8 --train.dtype bf16 --train.batch_size 64"
     options += " --train.total_batch_tokens 65536 --eval.every 4"
+    options += f" --train.precision {precision} --optim.name {optimizer}"
     options += f" --sample.every 8 --debug.hash_state 1 --parallel.zero {zero} --run_dir"
     train, env = ["train.py", "configs/quickstart.yaml", *options.split()], os.environ | {"OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
