@@ -53,6 +53,27 @@ def test_set_env_from_slurm_makes_a_task_a_rank(environment):
     set_env_from_slurm()
     assert rank_and_size() == (9, 16)
     assert [os.environ[name] for name in NAMES] == ["9", "16", "1", "gpu2", "30001"]
+
+
+def test_steps_of_one_slurm_job_have_ports_of_their_own(environment):
+    ports = []
+    for step in ("0", "1"):
+        environment(SLURM_JOB_ID="70001", SLURM_STEP_ID=step, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="gpu2")
+        environment(SLURM_PROCID="0", SLURM_LOCALID="0")
+        set_env_from_slurm()
+        ports.append(os.environ["MASTER_PORT"])
+        for name in NAMES:
+            os.environ.pop(name)
+    assert ports[0] != ports[1]
+
+
+def test_slurm_step_without_its_nodes_is_one_line(environment):
+    environment(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1", SLURM_LOCALID="1")
+    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST is not set; start the ranks with srun or torchrun"):
+        set_env_from_slurm()
+    environment(MASTER_ADDR="gpu7")
+    set_env_from_slurm()
+    assert [os.environ[name] for name in NAMES[:4]] == ["1", "2", "1", "gpu7"]
     assert "LOCAL_WORLD_SIZE" not in os.environ
 
 
