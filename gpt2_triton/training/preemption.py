@@ -38,7 +38,7 @@ class ShutdownSignals:
         self.run_dir: Path | None = None  # for PREEMPTED: on rank 0 from the start, on others once rank 0 has locked it
         self.is_locked = False  # run_dir, by rank 0 of this start
         self.made_at = time.monotonic()
-        self._ranks, self._received_at = ranks, 0.0
+        self._ranks, self._received_at = ranks, 0.0  # the time of the first signal
         self._replaced: dict[int, Any] = {}  # the handlers before, by signal
         self._leaves_at_once = False
         self._leaving = threading.Lock()  # held from the decision to leave at once until the process ends
@@ -96,7 +96,9 @@ class ShutdownSignals:
             later = "" if self._ranks == 1 else f" after {REPEAT_WINDOW} seconds"
             again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
             print_from_handler(f"stopping after this step; {again}{later} ends at once without a checkpoint")
-        self.received, self._received_at = number, time.monotonic()
+        if not self.received:
+            self._received_at = time.monotonic()
+        self.received = number
 
     def _leave(self, number: int) -> None:
         self._mark()

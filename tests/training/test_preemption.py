@@ -58,7 +58,7 @@ def test_signals_on_several_ranks_wait_for_agreement_and_ignore_repeats(exit_cod
     moment += REPEAT_WINDOW
     signal.raise_signal(signal.SIGTERM)
     assert signals.received and not signals.stop and not exit_codes
-    moment += REPEAT_WINDOW + 1
+    moment += 1  # that many seconds and one after the first, not after the last
     signal.raise_signal(signal.SIGTERM)
     assert exit_codes == [143]
     line = (
