@@ -1,7 +1,7 @@
 """Watchdog: each rank publishes its progress once a second.  If no rank makes progress within the timeout, the job ends
 with a message that names the rank at fault.
 
-    main thread   heartbeat(step) when a step is done; `with phase(name)` around work that takes longer
+    main thread   heartbeat(step) before each micro-step; `with phase(name)` around work that takes longer
     saver         saving(what, bytes) while it writes a checkpoint: progress of a rank that waits for it
     watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase, ...) in the store
                   no progress of this rank for the timeout: read all states; nothing more unless
@@ -80,12 +80,13 @@ class Watchdog:
         self._seen: list[tuple[State, float]] = []
         self._progress_elsewhere = 0.0
         if group.size > 1:
-            self._signals, write_end = os.pipe()
+            self._signals, self._write_end = os.pipe()
             os.set_blocking(self._signals, False)
-            os.set_blocking(write_end, False)
+            os.set_blocking(self._write_end, False)
             self._next_pipe = -1
-            if threading.current_thread() is threading.main_thread():
-                self._next_pipe = signal.set_wakeup_fd(write_end)
+            self._listens = threading.current_thread() is threading.main_thread()
+            if self._listens:
+                self._next_pipe = signal.set_wakeup_fd(self._write_end)
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def heartbeat(self, step: int) -> None:
@@ -116,12 +117,20 @@ class Watchdog:
             self.heartbeat(self._step)
 
     def stop(self) -> None:
-        """End the thread; the run is over."""
+        """End the thread, which closes the pipe, and give signals back to the pipe before it; the run is over."""
+        if self.group.size > 1 and self._listens and threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(ValueError, OSError):  # that pipe is closed
+                signal.set_wakeup_fd(-1)
+                signal.set_wakeup_fd(self._next_pipe)
+            self._listens = False
         self._closed = True
 
     def _run(self) -> None:
         try:
             self._loop()
+            if not self._listens:
+                os.close(self._signals)
+                os.close(self._write_end)
         except RuntimeError:  # the store is gone, and with it the process that holds it
             time.sleep(5 * self._interval)  # meanwhile collectives outside CUDA graphs raise a better error
             if not self._closed:
@@ -132,7 +141,7 @@ class Watchdog:
     def _loop(self) -> None:
         while not self._closed:
             self._publish()
-            if self._received_signal():
+            if not self._closed and self._received_signal():
                 self._exit_if_a_rank_died()
             if time.monotonic() - self._last_progress > self._timeout:
                 self._check_progress()

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +51,24 @@ class Store(dict):
 
     def add(self, _key, _amount):
         return next(self.counts)
+
+
+def test_stop_gives_signals_back_and_closes_the_pipe():
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    before = signal.set_wakeup_fd(write_end)
+    try:
+        descriptors = set(os.listdir("/proc/self/fd"))
+        dog = Watchdog(SimpleNamespace(rank=0, size=2, store=Store()), timeout=0.2)
+        dog.stop()
+        assert signal.set_wakeup_fd(-1) == write_end
+        [thread] = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
+        thread.join()
+        assert set(os.listdir("/proc/self/fd")) == descriptors
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def single_watchdog() -> Watchdog:
