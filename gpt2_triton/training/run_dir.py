@@ -4,6 +4,7 @@ earlier start logged kept.
 
 import contextlib
 import itertools
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -11,10 +12,15 @@ from gpt2_triton.checkpoint.load import latest_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.run_lock import RunLock
 from gpt2_triton.errors import CheckpointError, ConfigError
-from gpt2_triton.files import run_dir_error
+from gpt2_triton.files import MARK, remove_abandoned, run_dir_error
 from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
+
+# what write_atomic leaves of the files that only the holder of the lock writes, if it is killed
+HIDDEN_NAME = re.compile(
+    r"\.(?:metrics\.jsonl|stats\.jsonl|main\.log|config\.yaml|run\.json)\.[0-9a-f]{8}\." + MARK + r"\.tmp"
+)
 
 
 def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:
@@ -24,6 +30,8 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
     """
     held.enter_context(RunLock(run_dir))
+    with contextlib.suppress(OSError):  # the first write of this start reports it
+        remove_abandoned(run_dir, HIDDEN_NAME, own=True)
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
     if found is None:
         try:

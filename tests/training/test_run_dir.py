@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -52,6 +53,16 @@ def test_locked_directory_is_not_touched(tmp_path, held):
     with RunLock(tmp_path), pytest.raises(ConfigError, match="writes to"):
         open_run_dir(tmp_path, True, held)
     assert os.listdir(tmp_path) == [PREEMPTED]
+
+
+def test_files_that_a_killed_start_has_not_finished_are_removed(tmp_path, held):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    mark = f"0a1b2c3d.{dead.pid}-1.tmp"
+    for name in (f".metrics.jsonl.{mark}", f".config.yaml.{mark}", f".mine.txt.{mark}", ".run.json.bak"):
+        (tmp_path / name).touch()
+    open_run_dir(tmp_path, True, held)
+    assert sorted(os.listdir(tmp_path)) == [".lock", f".mine.txt.{mark}", ".run.json.bak"]
 
 
 def test_resume_of_nothing_is_said(tmp_path, held, capsys):
