@@ -31,15 +31,19 @@ class AsyncCheckpointer:
         rewind_every: int = 0,
         control: ControlGroup = SINGLE_PROCESS,
         progress: Progress = lambda what, nbytes: None,
+        loaded: int = 0,
     ):
-        """Take what `save_checkpoint` takes."""
+        """Take what `save_checkpoint` takes, and the step of the checkpoint that was loaded; 0 if none was."""
         self._directory, self._control, self._progress = directory, control, progress
         self._slowest = 0.0  # seconds of the slowest save so far
         self._kept = keep, keep_every, rewind_every
         self._host: dict[str, Tensor] = {}
         self._step: int | None = None  # of the copy on the host
+        self._writing = 0  # the step that the thread writes
+        self._own = {loaded}  # steps that this process has read or written
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self.failed_step: int | None = None  # of the last save, if `wait` has found that it failed; equal on all ranks
 
     def save(
         self,
@@ -56,7 +60,7 @@ class AsyncCheckpointer:
         self._step, began = None, time.monotonic()
         for piece, host in self._pairs(shard):
             host.copy_(piece)
-        self._step = step
+        self._step = self._writing = step
         self._thread = threading.Thread(target=self._write, args=(step, state, began, before), name="checkpoint")
         self._thread.start()
 
@@ -68,6 +72,10 @@ class AsyncCheckpointer:
         for piece, host in self._pairs(shard):
             piece.copy_(host)
         return True
+
+    def add_loaded(self, step: int) -> None:
+        """Record that the checkpoint of `step` was loaded, by a rewind."""
+        self._own.add(step)
 
     def _pairs(self, shard: dict[str, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every piece, flat, with its place in host memory, which is allocated on first use."""
@@ -87,7 +95,9 @@ class AsyncCheckpointer:
     def _write(self, step: int, state: dict[str, Any], began: float, before: Callable[[], None]) -> None:
         try:
             before()
-            save_checkpoint(self._directory, step, self._host, state, *self._kept, self._control, self._progress)
+            own = step in self._own
+            save_checkpoint(self._directory, step, self._host, state, *self._kept, self._control, self._progress, own)
+            self._own.add(step)
             self._slowest = max(self._slowest, time.monotonic() - began)
         except Exception as error:  # raised or reported by the thread that waits
             self._error = error
@@ -97,6 +107,7 @@ class AsyncCheckpointer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            self.failed_step = self._writing if self._error else None
         error, self._error = self._error, None
         if error is None:
             return

@@ -50,6 +50,7 @@ def save_checkpoint(
     rewind_every: int = 0,
     control: ControlGroup = SINGLE_PROCESS,
     progress: Progress = lambda what, nbytes: None,
+    own: bool = True,
 ) -> Path:
     """Write the checkpoint of `step` under `directory`, prune older ones, return its path.
 
@@ -57,23 +58,31 @@ def save_checkpoint(
     (0: none), to which a rewind may return, and the step of state["best"].
 
     All ranks of `control` call it.  `tensors` is each rank's shard; with several ranks state["shares"] holds the
-    shard's spans.  Nothing is written if this checkpoint, with this state, exists and verifies; any other directory of
-    its name is replaced.  If any rank fails, all ranks raise OSError.  `progress` is told what this rank does.
+    shard's spans.  If any rank fails, all ranks raise OSError.  `progress` is told what this rank does.
+
+    `own`: the process has read or written this step before.  Then nothing is written if the checkpoint exists, verifies
+    and has this state.  Any other directory of its name is replaced, after a warning unless `own` and it verifies.
     """
     target, state = step_path(directory, step), {"format": FORMAT, "step": step} | state
-    temporary = control.from_rank0(lambda: _begin(directory, target, tensors, state, control.size))
+    temporary = control.from_rank0(lambda: _begin(directory, target, tensors, state, control.size, own))
     if temporary:
         _write(target, Path(temporary), tensors, state, control, progress)
         control.from_rank0(lambda: _prune(directory, step, keep, keep_every, rewind_every, best_step(state)))
     return target
 
 
-def _begin(directory: Path, target: Path, tensors: dict[str, Tensor], state: dict[str, Any], ranks: int) -> str | None:
-    """Create the directory to write into and return it; None if the checkpoint exists and verifies."""
+def _begin(
+    directory: Path, target: Path, tensors: dict[str, Tensor], state: dict[str, Any], ranks: int, own: bool
+) -> str | None:
+    """Create the directory to write into and return it; None if nothing is to be written."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_abandoned(directory, HIDDEN_NAME, own=True)  # a process writes one checkpoint at a time
-    if target.exists() and not verify(target) and _has_state(target, state):
-        return None
+    if target.exists():
+        intact = own and not verify(target)
+        if intact and _has_state(target, state):
+            return None
+        if not intact:
+            print_line(f"warning: {target}: damaged, or not this step of this run: it is replaced", error=True)
     if missing := missing_space(directory, tensors, ranks):
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing}")
     temporary = _hidden(target, "tmp")
@@ -135,7 +144,6 @@ def _publish(target: Path, temporary: Path, state: dict[str, Any], entries: list
     if not target.exists():
         os.rename(temporary, target)
     else:
-        print_line(f"warning: {target}: damaged, or not this step of this run: it is replaced", error=True)
         if not exchange(temporary, target):
             replaced = _hidden(target, "old")
             os.rename(target, replaced)
@@ -188,7 +196,12 @@ def _prune(directory: Path, newest: int, keep: int, keep_every: int, rewind_ever
         kept |= {last, last - rewind_every}
     for step, path in steps[:-keep] if keep else []:
         if not (keep_every and step % keep_every == 0) and step not in kept:
-            _discard(path)
+            try:
+                _discard(path)
+            except FileNotFoundError:  # someone else has removed it
+                pass
+            except OSError as error:  # the new checkpoint is complete
+                print_line(f"warning: {path}: cannot be deleted ({error.strerror}); it stays", error=True)
 
 
 def _discard(path: Path) -> None:

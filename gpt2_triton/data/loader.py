@@ -140,8 +140,8 @@ class ValidationLoader:
 class Prefetcher:
     """Iterator over packed micro-batches that a thread prepares ahead in a ring of `depth` host buffers.
 
-    With b = micro_batch and G = b * accumulation * ranks samples per step, micro-step k of step s takes global samples
-    [s*G + k*b*ranks, s*G + (k+1)*b*ranks); rank r takes b of them, from the r*b-th on.
+    With b = micro_batch, micro-step k of a step that begins with global sample s takes the samples
+    [s + k*b*ranks, s + (k+1)*b*ranks); rank r takes b of them, from the r*b-th on.
 
     A buffer is valid until the next call of next().  Its copy to the device has been issued by then but may not have
     finished, so an event is recorded, and the thread, not the caller, waits for it before it fills the buffer again.

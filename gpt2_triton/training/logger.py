@@ -126,13 +126,21 @@ class Logger:
     def rewind(self, step: int, target: int, sample: int) -> None:
         """Drop the records after step `target`, to which the run returns from `step`, to continue with `sample`.
 
-        Rows at Weights & Biases cannot be taken back, so the run continues in a new one there.
+        Rows at Weights & Biases cannot be taken back, so the run continues in a new one there; in a sweep, where a run
+        has one id, rows up to the present one are not sent again.  Raise a UserError if the files cannot be written.
         """
-        self._close_files()
-        history = self._open_files(target)
-        self._wandb.close(failed=True)
-        self._wandb = WandbLogger(self._run_dir, self.config, None, self._about, history)
-        self._describe()
+        before = self.wandb_id
+        try:
+            self._close_files()
+            history = self._open_files(target)
+            self._wandb.close(failed=True)
+            self._wandb = WandbLogger(self._run_dir, self.config, None, self._about, history)
+            self._describe()
+        except OSError as error:
+            raise run_dir_error(self._run_dir, error) from error
+        if before and before == self.wandb_id:
+            kept = f"the run of this sweep keeps the rows of steps {target + 1} to {step}"
+            self.info(f"Weights & Biases: {kept}; {METRICS} has those that replace them")
         self._write({"step": target, "rewound_from": step, "sample": sample})
         self.info(f"{self._at(step)} | rewind to step {target}; data continues at sample {sample:,}")
 

@@ -25,13 +25,17 @@ def after_training(config: Config, run_dir: Path, step: int, best: tuple[int, fl
     ]
 
 
-def after_interruption(run_dir: Path, step: int, why: str = "") -> list[str]:
-    """Return the lines for a run that a signal or the time limit has stopped; it has no checkpoint without a step."""
+def after_interruption(run_dir: Path, step: int, saved: int, why: str = "") -> list[str]:
+    """Return the lines for a run that a signal or the time limit has stopped after `step`; it has no checkpoint without
+    a step.  `saved` is the step of its newest checkpoint, an earlier one if the run had to rewind.
+    """
     run = shlex.quote(str(run_dir))
+    if saved < step:
+        why += f"; step {step} is repeated" if saved + 1 == step else f"; steps {saved + 1} to {step} are repeated"
     if not step:
         return [f"stopped before the first step{why}: nothing is saved"]
     return [
-        f"checkpoint {step_path(run_dir / 'checkpoints', step)}",
+        f"checkpoint {step_path(run_dir / 'checkpoints', saved)}",
         f"  sample   {command_line('sample')} {run}",
         f"stopped after step {step}{why}; {how_to_continue(run_dir)}",
     ]

@@ -4,6 +4,7 @@ find what was not finite.
 run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
-from gpt2_triton.checkpoint.format import list_steps
+from gpt2_triton.checkpoint.format import STATE, best_step, list_steps, step_path
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, TrainLoader
 from gpt2_triton.distributed.control import ControlGroup
-from gpt2_triton.errors import DataError
+from gpt2_triton.errors import CheckpointError, DataError
 from gpt2_triton.model import state_io
 from gpt2_triton.model.gpt2 import GPT2
 
@@ -27,13 +28,18 @@ def restore_model(
     """Give the model its state after step `target`, and delete later checkpoints in `directory`.
 
     The host copy of the last save is used if it is of that step; otherwise the checkpoint is read.  Raise
-    CheckpointError if it is missing or damaged.
+    CheckpointError if it is missing or damaged, or if a later one cannot be deleted.
     """
     if not _restore_from_host(target, model, checkpointer, control):
-        saved, tensors = load_checkpoint(find_checkpoint(directory / f"step_{target:08d}"))
+        saved, tensors = load_checkpoint(find_checkpoint(step_path(directory, target)))
         model.load(tensors, saved["config"])
+        checkpointer.add_loaded(target)
     control.all_gather(None)  # delete nothing while another rank still looks for a checkpoint
-    control.from_rank0(lambda: discard_after(directory, target))
+    try:
+        control.from_rank0(lambda: discard_after(directory, target))
+    except OSError as error:
+        undone = f"{directory}: the checkpoints after step {target}, to which the run rewinds, cannot be deleted"
+        raise CheckpointError(f"{undone} ({error}); make it writable, and resume") from None
 
 
 def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup) -> bool:
@@ -48,6 +54,19 @@ def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer
         row = model.state_buffers()[name]
         row.copy_(torch.from_numpy(np.array(control.from_rank0(row.tolist), np.float32)))
     return True
+
+
+def best_at(target: int, directory: Path, control: ControlGroup) -> tuple[int, float] | None:
+    """Return (step, loss) of the lowest validation loss that the checkpoint of `target` records, if its checkpoint is
+    still in `directory`, as rank 0 finds them.
+    """
+
+    def read() -> tuple[int, float] | None:
+        state = json.loads((step_path(directory, target) / STATE).read_text(encoding="utf-8"))
+        return state.get("best") if best_step(state) in dict(list_steps(directory)) else None
+
+    best = control.from_rank0(read)
+    return (best[0], best[1]) if best else None
 
 
 def saved_steps(directory: Path, control: ControlGroup) -> list[int]:
@@ -90,7 +109,8 @@ def find_non_finite_losses(
     try:
         for first in batches.first_samples_of_step(first_sample):
             tokens = loader.batch(first, model.B)
-            losses = model.evaluate(tokens[:, :-1].copy(), tokens[:, 1:].copy()).numpy().reshape(model.B, -1)
+            ids, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+            losses = model.evaluate(ids, targets, fp8=model.has_fp8).numpy().reshape(model.B, -1)
             wrong = ~np.isfinite(losses).all(axis=1)
             place = place or (loader.place(first + int(wrong.argmax())) if wrong.any() else "")
             bad, rows = bad + int(wrong.sum()), rows + model.B

@@ -208,11 +208,12 @@ def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, dat
     return made or compile_all()
 
 
-def open_checkpointer(config: Config, run_dir: Path, watchdog: Watchdog) -> AsyncCheckpointer:
+def open_checkpointer(config: Config, run_dir: Path, watchdog: Watchdog, loaded: int) -> AsyncCheckpointer:
+    """Return what saves the run's checkpoints; `loaded` is the step of the one that the run continues, or 0."""
     c = config.checkpoint
     back = c.every if config.train.rewind_after else 0
     control = watchdog.group.control("saver")
-    return AsyncCheckpointer(run_dir / "checkpoints", c.keep, c.major, back, control, watchdog.saving)
+    return AsyncCheckpointer(run_dir / "checkpoints", c.keep, c.major, back, control, watchdog.saving, loaded)
 
 
 def open_log(

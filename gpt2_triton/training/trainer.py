@@ -1,8 +1,8 @@
 """The training loop: data in, schedule on the device, metrics and checkpoints out.
 
-A run is a pure function of its configuration: step s takes the global samples [s*G, (s+1)*G), draws its rounding
-noise from (seed, s), and logs no clock but in fields named so.  Stopping after any step and resuming from its
-checkpoint therefore gives the bytes of the unbroken run.
+A run is a pure function of its configuration: a step takes the global samples after those of the step before, also
+after a rewind, draws its rounding noise from (seed, step), and logs no clock but in fields named so.  Stopping after
+any step and resuming from its checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def make_trainer(
         data,
         model,
         start.state,
-        checkpointer=open_checkpointer(config, run_dir, watchdog),
+        checkpointer=open_checkpointer(config, run_dir, watchdog, start.state.step),
         log=open_log(config, run_dir, group, data, model, start),
         signals=signals or ShutdownSignals(group.size),
         bytes_before=bytes_before,
@@ -143,8 +143,7 @@ class Trainer:
             if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):
                 self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
                 self._save(self.state.step)
-                with self.watchdog.phase(SAVING):
-                    self.checkpointer.wait()
+                self._wait_for_save()
             self.control.leave()
             raise
         except NonFiniteError:  # on every rank; a later rank still reads what was gathered for the message
@@ -175,11 +174,13 @@ class Trainer:
 
     def _end(self, step: int, trained: bool) -> int:
         """Save what a signal or the time limit interrupted; return the exit code when all checkpoints are written."""
-        stopping = self.signals.stop
-        if stopping and step > 0 and not self._read_step():  # if it needs a rewind, the resumed run does it
-            self._save(step)
-        with self.watchdog.phase(SAVING):
-            self.checkpointer.wait(raise_errors=True)
+        stopping, saved = self.signals.stop, step
+        if stopping and step > 0:
+            if self._read_step():  # it needs a rewind, which the resumed run does
+                saved = max(recovery.saved_steps(self.run_dir / "checkpoints", self.control))
+            else:
+                self._save(step)
+        self._wait_for_save(raise_errors=True)
         done = not stopping or step >= self.config.train.steps
         if done and trained:
             self.log.info("\n".join(after_training(self.config, self.run_dir, step, self.state.best)))
@@ -188,7 +189,8 @@ class Trainer:
         received = max(self.control.all_gather(self.signals.received))
         if self.is_first_rank:
             mark_preempted(self.run_dir)
-        self.log.info("\n".join(after_interruption(self.run_dir, step, "" if received else ", near train.max_minutes")))
+        why = "" if received else ", near train.max_minutes"
+        self.log.info("\n".join(after_interruption(self.run_dir, step, saved, why)))
         return 128 + received if received else 0
 
     def _train_step(self, step: int) -> None:
@@ -217,6 +219,8 @@ class Trainer:
         self.state.step += 1
         self.state.sample += self.config.total_batch_tokens // self.config.train.seq_len
         self.state.count(result)
+        if self._due(self.state.step, self.config.checkpoint.every) and not self.state.without_update:
+            self.state.rewinds = 0  # a step to rewind to
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
         self._log_step(result, cause)
@@ -228,8 +232,7 @@ class Trainer:
         """Return the step to which the run has to rewind, or 0."""
         if not self.state.is_rewind_due(self.config):
             return 0
-        with self.watchdog.phase(SAVING):
-            self.checkpointer.wait()
+        self._wait_for_save()
         target = self.state.rewind_target(self.config, recovery.saved_steps(self.run_dir / "checkpoints", self.control))
         if not target and self.state.without_update == self.config.train.rewind_after:
             self.log.info(f"step {self.state.step}: no checkpoint to rewind to; steps are only skipped")
@@ -259,10 +262,11 @@ class Trainer:
     def _rewind(self) -> int:
         """Return to an earlier step, and continue from there with the data after the present step."""
         self.queue.discard()
-        failed, target = self.state.step, self._rewind_target()
-        recovery.restore_model(target, self.run_dir / "checkpoints", self.model, self.checkpointer, self.control)
-        self.state.rewind_to(target)
-        self.log.rewind(failed, target, self.state.sample)
+        failed, target, directory = self.state.step, self._rewind_target(), self.run_dir / "checkpoints"
+        with self.watchdog.phase("rewinding"):
+            recovery.restore_model(target, directory, self.model, self.checkpointer, self.control)
+            self.state.rewind_to(target, recovery.best_at(target, directory, self.control))
+            self.control.from_rank0(lambda: self.log.rewind(failed, target, self.state.sample))
         self.batches.close()
         self.batches = self._prefetch()
         self._calibrate()
@@ -313,9 +317,10 @@ class Trainer:
         """Call the tasks of these keys, until the run is to stop; state.left_out keeps the others."""
         tasks, self.state.left_out = self._tasks(), list(due)
         while self.state.left_out and not self._stops_at(step):
-            every, task = tasks[self.state.left_out.pop(0)]
+            every, task = tasks[self.state.left_out[0]]
             if every:
-                task(step)
+                task(step)  # one that fails stays left out
+            self.state.left_out.pop(0)
 
     def _validate(self, step: int) -> None:
         assert self.data.validation
@@ -352,12 +357,18 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
-        if self._due(step, self.config.checkpoint.every) and not self.state.without_update:  # a step to rewind to
-            self.state.rewinds = 0
+        self._wait_for_save()
         about = {"config": saved_config(self.config)} | self.data.saved()
         with self.watchdog.phase(SAVING):
             state = self.state.as_dict() | about | self.model.shard_spans()
             self.checkpointer.save(step, self.model.local_shards(), state, before=self.log.sync)
+
+    def _wait_for_save(self, raise_errors: bool = False) -> None:
+        """Wait for the last save.  If it failed, print a warning, or raise CheckpointError."""
+        with self.watchdog.phase(SAVING):
+            self.checkpointer.wait(raise_errors)
+        if self.checkpointer.failed_step is not None:
+            self.state.forget_best_of(self.checkpointer.failed_step)
 
     # ---- the end ----
 

@@ -1,13 +1,18 @@
 """checkpoint.best: the checkpoint of the lowest validation loss is kept, and RUN/best is its name."""
 
+import errno
 import json
+import math
+import os
 
 import pytest
 
+from gpt2_triton.checkpoint import async_save
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.config.load import load_config
-from gpt2_triton.errors import CheckpointError, ConfigError
+from gpt2_triton.errors import CheckpointError, ConfigError, DataError
 from gpt2_triton.training import trainer
+from gpt2_triton.training.metrics import read_metrics
 from tests.training.test_trainer import run_config, stop_after, train
 
 LOSSES = [0.5, 3.0, 1.0, 2.0, float("nan"), 1.0]  # after 0 ... 5 steps
@@ -50,6 +55,69 @@ def test_best_checkpoint_is_kept(losses, tmp_path, monkeypatch, interrupted):
     found = find_checkpoint(tmp_path / "best")
     state = json.loads((found / "state.json").read_text())
     assert found == tmp_path / "checkpoints" / "step_00000002" and state["best"] == [2, 1.0]
+
+
+def test_best_that_cannot_be_written_leaves_the_one_before(losses, tmp_path, monkeypatch, capsys):
+    """The disk is full once, when step 2 is saved."""
+    original = async_save.save_checkpoint
+
+    def full_at_step_2(directory, step, *rest):
+        if step == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(directory, step, *rest)
+
+    monkeypatch.setattr(async_save, "save_checkpoint", full_at_step_2)
+    monkeypatch.setattr("tests.checkpoint.test_best.LOSSES", [9.0, 3.0, 1.0, 4.0, 4.0, 4.0])
+    assert train(best_config(best="val_loss", every=1), tmp_path, resume=False) == 0
+    assert "No space left" in capsys.readouterr().err
+    state = json.loads((find_checkpoint(tmp_path / "best") / "state.json").read_text())
+    assert state["best"] == [1, 3.0]
+
+
+def test_validation_that_fails_is_made_up_for_by_the_resumed_run(losses, tmp_path, monkeypatch):
+    """A validation shard cannot be read after step 2, the best."""
+    validate = trainer.Trainer._validate
+
+    def unreadable(self, step):
+        if step == 2:
+            raise DataError("val.bin: cannot be read")
+        validate(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_validate", unreadable)
+        with pytest.raises(DataError):
+            train(best_config(best="val_loss"), tmp_path, resume=False)
+    assert train(best_config(best="val_loss"), tmp_path, resume=True) == 0
+    validated = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl") if "val_loss" in record]
+    assert validated == [0, 1, 2, 3, 4, 5]
+    assert find_checkpoint(tmp_path / "best").name == "step_00000002"
+
+
+def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
+    """Step 3 is the best, and is undone; up to step 2 that step was, and its checkpoint is still there."""
+    later = [9.0, 4.0, 3.0, 2.0, 9.0, 9.0]
+    monkeypatch.setattr("tests.checkpoint.test_best.LOSSES", later)
+    original, done = trainer.Trainer._train_step, []
+
+    def nan_once(self, index):
+        if index == 3 and not done:
+            done.append(self.model.K.fill(self.model.train_view.w.lnb[0], math.nan))
+        original(self, index)
+
+    monkeypatch.setattr(trainer.Trainer, "_train_step", nan_once)
+    checkpoint, more = dict(best="val_loss", every=2, keep=1), dict(train=dict(rewind_after=1))
+    config = best_config(**checkpoint).replace(**more)
+    later_losses = iter([9.0, 9.0, 9.0])
+
+    def validate(self, step, original=trainer.Trainer._validate):
+        if done and step > 2:
+            later[step] = next(later_losses)
+        original(self, step)
+
+    monkeypatch.setattr(trainer.Trainer, "_validate", validate)
+    assert train(config, tmp_path, resume=False) == 0
+    state = json.loads((find_checkpoint(tmp_path / "best") / "state.json").read_text())
+    assert state["best"] == [2, 3.0]
 
 
 def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):

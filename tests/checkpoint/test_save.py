@@ -59,8 +59,33 @@ def test_step_is_kept_if_only_the_times_of_its_data_changed(tmp_path):
 
 def test_step_of_another_run_is_replaced(newest, capsys):
     """It has the right name and verifies, but another state."""
-    save.save_checkpoint(newest.parent, 20, example(21), {"step": 20, "data": "other"}, 0)
+    save.save_checkpoint(newest.parent, 20, example(21), {"step": 20, "data": "other"}, 0, own=False)
     assert load.load_checkpoint(newest)[0]["data"] == "other" and "replaced" in capsys.readouterr().err
+
+
+def test_step_that_this_process_did_not_write_is_replaced_even_if_its_state_is_the_same(newest, capsys):
+    """The run resumed from an earlier step, because this one could not be read, and may have had another rate."""
+    save.save_checkpoint(newest.parent, 20, example(21), state(20), 0, own=False)
+    assert load.load_checkpoint(newest)[1]["params"].equal(example(21)["params"])
+    assert "it is replaced" in capsys.readouterr().err
+
+
+def test_own_step_with_another_state_is_replaced_without_a_warning(newest, capsys):
+    """As after a rewind to it, which moves on in the data."""
+    save.save_checkpoint(newest.parent, 20, example(20), state(20, sample=99), 0)
+    assert load.load_checkpoint(newest)[0]["sample"] == 99 and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error, warned", [(FileNotFoundError, False), (PermissionError, True)])
+def test_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(newest, monkeypatch, capsys, error, warned):
+    def refuse(path):
+        raise error(13, "Permission denied")
+
+    monkeypatch.setattr(save, "_discard", refuse)
+    assert verify(write(newest.parent, 30, keep=1)) == []
+    assert names(newest.parent) == [STEP_10, STEP_20, STEP_30]
+    warning = f"warning: {newest}: cannot be deleted (Permission denied); it stays"
+    assert (warning in capsys.readouterr().err) == warned
 
 
 @pytest.mark.timeout(60)

@@ -596,14 +596,14 @@ def hanging_save_on_rank_1(config, run):
     """
     if os.environ["RANK"] == "1":
         save.write_tensors = lambda *_: time.sleep(600)
-    original = AsyncCheckpointer.save
+    original = AsyncCheckpointer.wait
 
-    def save_after(self, step, *arguments, **keywords):
-        if step == 2 and os.environ["RANK"] == "0":
+    def wait_until_rank_1_writes(self, *arguments):
+        if self._thread and os.environ["RANK"] == "0":
             while not dogs[0]._read_all()[1].save.startswith("writing"):
                 time.sleep(0.02)
             dogs[0]._timeout, dogs[0]._interval = 0.5, 0.5
-        original(self, step, *arguments, **keywords)
+        original(self, *arguments)
 
     dogs, made = [], Watchdog.__init__
 
@@ -611,7 +611,7 @@ def hanging_save_on_rank_1(config, run):
         made(self, *arguments)
         dogs.append(self)
 
-    AsyncCheckpointer.save, Watchdog.__init__ = save_after, remember
+    AsyncCheckpointer.wait, Watchdog.__init__ = wait_until_rank_1_writes, remember
     return job(config, run)
 
 

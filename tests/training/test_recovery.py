@@ -1,5 +1,7 @@
 """Outliers are skipped in their own step; a rewound run equals one without the bad data; both resume exactly."""
 
+import errno
+import inspect
 import json
 import math
 import signal
@@ -16,9 +18,10 @@ from gpt2_triton.checkpoint.save import discard_after, save_checkpoint
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.errors import ConfigError, DataError, NonFiniteError
+from gpt2_triton.distributed import watchdog
+from gpt2_triton.errors import ConfigError, DataError, NonFiniteError, UserError
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.training import recovery, run_state, trainer
+from gpt2_triton.training import logger, recovery, run_state, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer, make_trainer, train
 from tests.support.tiny import tiny_config
@@ -197,6 +200,72 @@ def test_resume_around_a_rewind_gives_the_same_run(rewound, tmp_path, monkeypatc
     assert final(tmp_path) == final(rewound) and metrics(tmp_path) == metrics(rewound)
 
 
+def test_watchdog_gives_a_rewind_the_time_of_a_slow_phase(bad_data, tmp_path, monkeypatch):
+    """Reading a checkpoint takes as long as at the start of a run."""
+    restore, factors = recovery.restore_model, []
+
+    def restore_model(*arguments):
+        [frame] = [info.frame for info in inspect.stack() if info.function == "_rewind"]
+        phase = frame.f_locals["self"].watchdog._phase
+        factors.append(watchdog.TIMEOUT_FACTORS.get(phase, watchdog.SLOW_PHASE_FACTOR))
+        restore(*arguments)
+
+    monkeypatch.setattr(recovery, "restore_model", restore_model)
+    assert train(rewind_config(), tmp_path, resume=False) == 0
+    assert factors == [watchdog.SLOW_PHASE_FACTOR]
+
+
+def test_stop_before_a_rewind_names_the_checkpoint_that_exists(bad_data, tmp_path, monkeypatch, capfd):
+    """SIGTERM arrives during the failing step, which is read when nothing else is in flight."""
+    original = Trainer._train_step
+
+    def stopped(self, index):
+        original(self, index)
+        if index == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "_train_step", stopped)
+    assert train(rewind_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+    out = capfd.readouterr().out
+    assert "checkpoints/step_00000002\n" in out and "stopped after step 3; step 3 is repeated; the same command" in out
+
+
+def test_stop_after_a_rewind_saves_its_count_without_a_warning(bad_data, tmp_path, monkeypatch, capfd):
+    rewind = Trainer._rewind
+
+    def stopped(self):
+        target = rewind(self)
+        signal.raise_signal(signal.SIGTERM)
+        return target
+
+    monkeypatch.setattr(Trainer, "_rewind", stopped)
+    assert train(rewind_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+    state = load_checkpoint(find_checkpoint(tmp_path))[0]
+    assert (state["step"], state["sample"], state["rewinds"]) == (2, 6, 1)
+    assert "warning" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("failing", ["discard_after", "truncate"])
+def test_disk_that_refuses_a_rewind_ends_the_run_in_one_line(bad_data, tmp_path, monkeypatch, failing):
+    """What the rewind undoes cannot be deleted, or cannot be cut from the log; a resumed run rewinds again."""
+    refused = OSError(errno.EROFS, "Read-only file system")
+
+    def refuse(*_):
+        raise refused
+
+    with monkeypatch.context() as patch:
+        rewind = Trainer._rewind
+
+        def without_disk(self):
+            patch.setattr(recovery if failing == "discard_after" else logger, failing, refuse)
+            return rewind(self)
+
+        patch.setattr(Trainer, "_rewind", without_disk)
+        with pytest.raises(UserError, match="Read-only file system"):
+            train(rewind_config(), tmp_path, resume=False)
+    assert train(rewind_config(), tmp_path, resume=True) == 0
+
+
 def test_rewinds_that_do_not_help_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_state, "MAX_REWINDS", 1)
     poison_from(monkeypatch, 2)
@@ -287,5 +356,6 @@ def test_a_rewind_loads_a_step_with_its_own_configuration(tmp_path, monkeypatch)
     monkeypatch.setattr(recovery, "load_checkpoint", lambda path: ({"config": {"of": path.name}}, tensors))
     model = SimpleNamespace(load=lambda *arguments: loaded.append(arguments))
     control = SimpleNamespace(all_gather=lambda value: [value], from_rank0=lambda function: function())
-    recovery.restore_model(3, tmp_path, model, None, control)
-    assert loaded == [(tensors, {"of": "step_00000003"})]
+    checkpointer = SimpleNamespace(add_loaded=loaded.append)
+    recovery.restore_model(3, tmp_path, model, checkpointer, control)
+    assert loaded == [(tensors, {"of": "step_00000003"}), 3]

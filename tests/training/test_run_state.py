@@ -29,16 +29,21 @@ def test_run_state_of_a_checkpoint_without_best():
     assert RunState.from_checkpoint(saved).best_step is None
 
 
-@pytest.mark.parametrize("target, left", [(3, None), (4, (4, 1.0)), (5, (4, 1.0))])
-def test_forget_best_after_forgets_deleted_steps(target, left):
-    state = RunState(best=(4, 1.0))
-    state.forget_best_after(target)
-    assert state.best == left
+def test_best_before_one_that_was_not_saved_is_the_best_again():
+    state = RunState(best=(4, 3.0))
+    for step, loss in ((5, 2.0), (6, 1.0)):
+        assert state.record_validation(step, loss)
+    state.forget_best_of(5)
+    assert state.best == (6, 1.0)
+    state.forget_best_of(6)
+    assert state.best == (4, 3.0) and state.record_validation(7, 2.5)
+    state.forget_best_of(4)
+    state.forget_best_of(7)
+    assert state.best is None
 
 
 def test_record_validation_keeps_the_first_of_equal_losses():
     state = RunState()
-    state.forget_best_after(0)
     assert state.best_step is None and not state.record_validation(0, 1.0)
     assert state.record_validation(5, 2.0) and not state.record_validation(6, 2.0) and state.best_step == 5
 
@@ -71,7 +76,8 @@ def test_rewind_after_so_many_steps_without_update():
     state.rewinds = MAX_REWINDS
     with pytest.raises(NonFiniteError, match=f"step 12: .* after {MAX_REWINDS} rewinds to step 8"):
         state.raise_if_unstable(config, 8, str)
-    state.rewind_to(8)
+    state.rewind_to(8, (4, 1.0))
+    assert state.best == (4, 1.0)
     assert (state.step, state.without_update, state.skipped_in_a_row, state.rewinds) == (8, 0, 0, MAX_REWINDS + 1)
 
 
