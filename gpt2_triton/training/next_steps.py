@@ -1,6 +1,7 @@
 """The last lines of a run on the console: where its checkpoint is, and the commands that come next."""
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from gpt2_triton.checkpoint.format import step_path
@@ -25,11 +26,11 @@ def after_training(config: Config, run_dir: Path, step: int, best: tuple[int, fl
     ]
 
 
-def after_interruption(run_dir: Path, step: int, saved: int, why: str = "") -> list[str]:
+def after_interruption(run_dir: Path, step: int, steps: Iterable[int], why: str = "") -> list[str]:
     """Return the lines for a run that a signal or the time limit has stopped after `step`; it has no checkpoint without
-    a step.  `saved` is the step of its newest checkpoint, an earlier one if the run had to rewind.
+    a step.  `steps` are those of its checkpoints; if it had to rewind, that of `step` was not saved.
     """
-    run = shlex.quote(str(run_dir))
+    run, saved = shlex.quote(str(run_dir)), max((found for found in steps if found <= step), default=0)
     if saved < step:
         why += f"; step {step} is repeated" if saved + 1 == step else f"; steps {saved + 1} to {step} are repeated"
     if not step:

@@ -23,13 +23,15 @@ from gpt2_triton.model.gpt2 import GPT2
 
 
 def restore_model(
-    target: int, directory: Path, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup
-) -> None:
-    """Give the model its state after step `target`, and delete later checkpoints in `directory`.
+    target: int, run_dir: Path, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup
+) -> tuple[int, float] | None:
+    """Give the model its state after step `target`, and delete later checkpoints of the run.  Return step and loss of
+    the lowest validation loss up to `target`, unless its checkpoint was deleted.
 
     The host copy of the last save is used if it is of that step; otherwise the checkpoint is read.  Raise
     CheckpointError if it is missing or damaged, or if a later one cannot be deleted.
     """
+    directory = run_dir / "checkpoints"
     if not _restore_from_host(target, model, checkpointer, control):
         saved, tensors = load_checkpoint(find_checkpoint(step_path(directory, target)))
         model.load(tensors, saved["config"])
@@ -40,6 +42,17 @@ def restore_model(
     except OSError as error:
         undone = f"{directory}: the checkpoints after step {target}, to which the run rewinds, cannot be deleted"
         raise CheckpointError(f"{undone} ({error}); make it writable, and resume") from None
+    best = control.from_rank0(lambda: _best_at(target, directory))
+    return (best[0], best[1]) if best else None
+
+
+def _best_at(target: int, directory: Path) -> tuple[int, float] | None:
+    """Return the best validation loss that the checkpoint of `target` records, if its checkpoint is still there."""
+    try:
+        state = json.loads((step_path(directory, target) / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # damaged, and not needed, as the host has a copy
+        return None
+    return state.get("best") if best_step(state) in dict(list_steps(directory)) else None
 
 
 def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup) -> bool:
@@ -56,22 +69,9 @@ def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer
     return True
 
 
-def best_at(target: int, directory: Path, control: ControlGroup) -> tuple[int, float] | None:
-    """Return (step, loss) of the lowest validation loss that the checkpoint of `target` records, if its checkpoint is
-    still in `directory`, as rank 0 finds them.
-    """
-
-    def read() -> tuple[int, float] | None:
-        state = json.loads((step_path(directory, target) / STATE).read_text(encoding="utf-8"))
-        return state.get("best") if best_step(state) in dict(list_steps(directory)) else None
-
-    best = control.from_rank0(read)
-    return (best[0], best[1]) if best else None
-
-
-def saved_steps(directory: Path, control: ControlGroup) -> list[int]:
-    """Return the steps of the checkpoints in `directory`, as rank 0 finds them."""
-    return control.from_rank0(lambda: [step for step, _ in list_steps(directory)])
+def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
+    """Return the steps of the run's checkpoints, as rank 0 finds them."""
+    return control.from_rank0(lambda: [step for step, _ in list_steps(run_dir / "checkpoints")])
 
 
 def batches_of_step(batches: Prefetcher, first_sample: int, control: ControlGroup) -> list[Tensor]:

@@ -60,20 +60,23 @@ class RunState:
     def best_step(self) -> int | None:
         return self.best[0] if self.best else None
 
-    def forget_best_of(self, step: int) -> None:
-        """Forget a best validation loss whose checkpoint could not be written: the one before it is the best again."""
+    def forget_best_of(self, step: int | None) -> None:
+        """Forget the validation loss of a step that could not be saved, unless None: if it was the best, the one before
+        it is that again.
+        """
         self.earlier_bests = [best for best in self.earlier_bests if best[0] != step]
-        if self.best_step == step:
+        if step is not None and self.best_step == step:
             self.best = self.earlier_bests.pop() if self.earlier_bests else None
 
     # ---- skipped steps and rewinds ----
 
-    def count(self, result: StepResult) -> None:
-        """Count a finished step as applied or skipped."""
+    def count(self, result: StepResult, is_due: bool = False) -> None:
+        """Count a finished step as applied or skipped.  `is_due`: the run can rewind to it, if it had an update."""
         self.skipped += not result.applied
         self.outliers += result.outlier
         self.skipped_in_a_row = 0 if result.applied or result.outlier else self.skipped_in_a_row + 1
         self.without_update = 0 if result.applied else self.without_update + 1
+        self.rewinds = 0 if is_due and result.applied else self.rewinds
 
     def is_rewind_due(self, config: Config) -> bool:
         """Return True if train.rewind_after steps in a row, or more, had no update."""

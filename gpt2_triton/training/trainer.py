@@ -40,8 +40,7 @@ from gpt2_triton.training.step_queue import StepQueue
 
 def train(config: Config, run_dir: Path | None, resume: Resume = False, signals: ShutdownSignals | None = None) -> int:
     """Train to the last step, or until a signal or train.max_minutes; return the exit code: 0 done or out of time, 129,
-    130 or 143 stopped.  The checkpoint of the last finished step is saved.  Every rank calls it; all take rank 0's
-    run_dir.
+    130 or 143 stopped.  The last finished step is saved.  Every rank calls it; all take rank 0's run_dir.
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
     control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
@@ -174,12 +173,9 @@ class Trainer:
 
     def _end(self, step: int, trained: bool) -> int:
         """Save what a signal or the time limit interrupted; return the exit code when all checkpoints are written."""
-        stopping, saved = self.signals.stop, step
-        if stopping and step > 0:
-            if self._read_step():  # it needs a rewind, which the resumed run does
-                saved = max(recovery.saved_steps(self.run_dir / "checkpoints", self.control))
-            else:
-                self._save(step)
+        stopping = self.signals.stop
+        if stopping and step > 0 and not self._read_step():  # if it needs a rewind, the resumed run does it
+            self._save(step)
         self._wait_for_save(raise_errors=True)
         done = not stopping or step >= self.config.train.steps
         if done and trained:
@@ -189,8 +185,8 @@ class Trainer:
         received = max(self.control.all_gather(self.signals.received))
         if self.is_first_rank:
             mark_preempted(self.run_dir)
-        why = "" if received else ", near train.max_minutes"
-        self.log.info("\n".join(after_interruption(self.run_dir, step, saved, why)))
+        why, steps = "" if received else ", near train.max_minutes", recovery.saved_steps(self.run_dir, self.control)
+        self.log.info("\n".join(after_interruption(self.run_dir, step, steps, why)))
         return 128 + received if received else 0
 
     def _train_step(self, step: int) -> None:
@@ -218,9 +214,7 @@ class Trainer:
                 cause = recovery.first_non_finite(self.model, self.batches, self.state.sample, self.control)
         self.state.step += 1
         self.state.sample += self.config.total_batch_tokens // self.config.train.seq_len
-        self.state.count(result)
-        if self._due(self.state.step, self.config.checkpoint.every) and not self.state.without_update:
-            self.state.rewinds = 0  # a step to rewind to
+        self.state.count(result, self._due(self.state.step, self.config.checkpoint.every))
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
         self._log_step(result, cause)
@@ -233,7 +227,7 @@ class Trainer:
         if not self.state.is_rewind_due(self.config):
             return 0
         self._wait_for_save()
-        target = self.state.rewind_target(self.config, recovery.saved_steps(self.run_dir / "checkpoints", self.control))
+        target = self.state.rewind_target(self.config, recovery.saved_steps(self.run_dir, self.control))
         if not target and self.state.without_update == self.config.train.rewind_after:
             self.log.info(f"step {self.state.step}: no checkpoint to rewind to; steps are only skipped")
         return target
@@ -262,10 +256,10 @@ class Trainer:
     def _rewind(self) -> int:
         """Return to an earlier step, and continue from there with the data after the present step."""
         self.queue.discard()
-        failed, target, directory = self.state.step, self._rewind_target(), self.run_dir / "checkpoints"
+        failed, target = self.state.step, self._rewind_target()
         with self.watchdog.phase("rewinding"):
-            recovery.restore_model(target, directory, self.model, self.checkpointer, self.control)
-            self.state.rewind_to(target, recovery.best_at(target, directory, self.control))
+            best = recovery.restore_model(target, self.run_dir, self.model, self.checkpointer, self.control)
+            self.state.rewind_to(target, best)
             self.control.from_rank0(lambda: self.log.rewind(failed, target, self.state.sample))
         self.batches.close()
         self.batches = self._prefetch()
@@ -367,8 +361,7 @@ class Trainer:
         """Wait for the last save.  If it failed, print a warning, or raise CheckpointError."""
         with self.watchdog.phase(SAVING):
             self.checkpointer.wait(raise_errors)
-        if self.checkpointer.failed_step is not None:
-            self.state.forget_best_of(self.checkpointer.failed_step)
+        self.state.forget_best_of(self.checkpointer.failed_step)
 
     # ---- the end ----
 

@@ -33,15 +33,15 @@ def test_finished_run_with_a_best_checkpoint_samples_it():
 
 
 def test_stopped_run_tells_how_it_continues():
-    checkpoint, sample, resume = after_interruption(RUN, 7, 7)
+    checkpoint, sample, resume = after_interruption(RUN, 7, [4, 7, 9])
     assert checkpoint.endswith("checkpoints/step_00000007") and shlex.split(sample)[-1] == str(RUN)
     assert resume == "stopped after step 7; the same command with --run_dir 'runs/my first run' --resume continues"
-    assert after_interruption(RUN, 0, 0) == ["stopped before the first step: nothing is saved"]
+    assert after_interruption(RUN, 0, []) == ["stopped before the first step: nothing is saved"]
 
 
 @pytest.mark.parametrize("saved, repeated", [(6, "step 7 is repeated"), (4, "steps 5 to 7 are repeated")])
 def test_run_stopped_before_a_rewind_names_the_checkpoint_that_exists(saved, repeated):
-    checkpoint, _, resume = after_interruption(RUN, 7, saved)
+    checkpoint, _, resume = after_interruption(RUN, 7, [2, saved, 8])
     assert checkpoint.endswith(f"checkpoints/step_0000000{saved}") and f"stopped after step 7; {repeated}; " in resume
 
 

@@ -247,7 +247,7 @@ def test_stop_after_a_rewind_saves_its_count_without_a_warning(bad_data, tmp_pat
 
 @pytest.mark.parametrize("failing", ["discard_after", "truncate"])
 def test_disk_that_refuses_a_rewind_ends_the_run_in_one_line(bad_data, tmp_path, monkeypatch, failing):
-    """What the rewind undoes cannot be deleted, or cannot be cut from the log; a resumed run rewinds again."""
+    """Checkpoints of undone steps cannot be deleted, or records cannot be cut off; a resumed run rewinds again."""
     refused = OSError(errno.EROFS, "Read-only file system")
 
     def refuse(*_):
@@ -357,5 +357,6 @@ def test_a_rewind_loads_a_step_with_its_own_configuration(tmp_path, monkeypatch)
     model = SimpleNamespace(load=lambda *arguments: loaded.append(arguments))
     control = SimpleNamespace(all_gather=lambda value: [value], from_rank0=lambda function: function())
     checkpointer = SimpleNamespace(add_loaded=loaded.append)
-    recovery.restore_model(3, tmp_path, model, checkpointer, control)
+    monkeypatch.setattr(recovery, "_best_at", lambda *arguments: [2, 1.0])
+    assert recovery.restore_model(3, tmp_path, model, checkpointer, control) == (2, 1.0)
     assert loaded == [(tensors, {"of": "step_00000003"}), 3]
