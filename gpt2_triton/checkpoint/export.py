@@ -22,10 +22,10 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
     for name, value, known in (("format", format, WRITERS), ("dtype", dtype, ("fp32", "bf16"))):
         if value not in known:
             raise ConfigError(f"{name}: expected {' or '.join(known)}, got {value}")
+    weights = open_weights(source) if isinstance(source, str) else source
+    tokenizer = None if weights.tokenizer is None else get_tokenizer(weights.tokenizer)
     try:
         with new_directory(out) as directory:
-            weights = open_weights(source) if isinstance(source, str) else source
-            tokenizer = None if weights.tokenizer is None else get_tokenizer(weights.tokenizer)
             WRITERS[format](weights, directory, dtype, tokenizer)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out} could not be written ({error}); choose another, or free some space") from error

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import sha256
 
 FORMAT = 2  # 1 had no window of losses and norms
@@ -96,7 +97,11 @@ def list_steps(directory: Path) -> list[tuple[int, Path]]:
     """Return (step, path) of everything in `directory` with the name of a checkpoint, oldest first."""
     if not directory.is_dir():
         return []
-    return sorted((int(match[1]), path) for path in directory.iterdir() if (match := STEP_NAME.fullmatch(path.name)))
+    try:
+        names = os.listdir(directory)
+    except PermissionError as error:
+        raise CheckpointError(f"{directory}: cannot be read ({error.strerror}); correct its permissions") from None
+    return sorted((int(match[1]), directory / name) for name in names if (match := STEP_NAME.fullmatch(name)))
 
 
 def enclosing_run(path: Path) -> Path | None:
@@ -104,11 +109,14 @@ def enclosing_run(path: Path) -> Path | None:
     in none.
     """
     for directory in _with_parents(path):
-        run = directory.parent
-        is_begun = any(os.path.exists(run / name) for name in RUN_FILES)
-        if directory.name == "checkpoints" and (is_begun or list_steps(directory)):
-            return run
+        if directory.name == "checkpoints" and is_run(directory.parent):
+            return directory.parent
     return None
+
+
+def is_run(directory: Path) -> bool:
+    """Return whether a run has begun in this directory, or has left checkpoints there."""
+    return any(os.path.exists(directory / name) for name in RUN_FILES) or bool(list_steps(directory / "checkpoints"))
 
 
 def enclosing_checkpoint(path: Path) -> Path | None:

@@ -170,9 +170,9 @@ def _names(path: Path) -> list[str]:
     JSON.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-        with open(path, "rb") as raw:
+        with open(path, "rb") as raw:  # first: safetensors calls a file that it may not read missing
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
             json.loads(raw.read(int.from_bytes(raw.read(8), "little")), object_pairs_hook=_unique)
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path}: not safetensors ({error}); copy or download it again") from None

@@ -5,6 +5,7 @@ in a file is followed: a checkpoint may come from somebody else.
 """
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -146,6 +147,11 @@ def latest_checkpoint(directory: Path) -> Path | None:
                 return path
             if gone := not (path.exists() or path.is_symlink()):
                 break
+            if unreadable := [
+                file for file in (path, *path.glob("*")) if file.exists() and not os.access(file, os.R_OK)
+            ]:
+                todo = "correct its permissions, or move the checkpoint away"
+                raise CheckpointError(f"{unreadable[0]}: cannot be read (permission denied); {todo}")
             print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
         if not gone:
             break

@@ -2,12 +2,13 @@
 
 import contextlib
 import itertools
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from gpt2_triton.checkpoint.format import enclosing_checkpoint, enclosing_run, list_steps
+from gpt2_triton.checkpoint.format import enclosing_checkpoint, enclosing_run, is_run, list_steps
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import print_line
@@ -18,6 +19,8 @@ from gpt2_triton.files import run_dir_error
 # Steps of 65,536 tokens at up to 9e-4 trained well here, AdamW and Muon; https://github.com/karpathy/nanoGPT/issues/411
 # reports a loss of 7.5 in steps of 3 sequences.  Smaller models learn from smaller steps.
 FEW_TOKENS, HIGH_LR, GPT2_PARAMS = 50_000, 6e-4, 100e6
+INTERPRETED = 4e8  # parameters x tokens a second in Triton's interpreter: the quickstart on a core of an AMD EPYC
+SLOW_MINUTES = 10
 # AdamW at 1.5e-3 and 2.4e-3 ended 0.4 and 0.8 above 0.9e-3 in steps of 131,072 (docs/engineering/muon.md).
 FEW_FOR_ADAMW, HIGH_FOR_ADAMW = 131_072, 1.5e-3
 RECIPE_TOKENS = 524_288
@@ -45,6 +48,7 @@ def starting(
     for split in (config.data.train, config.data.val):
         require_tokenizer(split, config.data.tokenizer)
     warn_of_few_tokens(config, shape)
+    warn_of_slow_steps(config)
     with creating_run_dir(name, run_dir) as path:
         yield path
 
@@ -61,6 +65,18 @@ def warn_of_few_tokens(config: Config, shape: StepShape) -> None:
         print_line(f"warning: {what}; {todo}", error=True)
 
 
+def warn_of_slow_steps(config: Config) -> None:
+    """Print a warning if a step takes many minutes because there is no GPU."""
+    from gpt2_triton import device
+
+    minutes = config.total_batch_tokens * config.n_params / INTERPRETED / 60
+    if not device.present() and minutes > SLOW_MINUTES:
+        time_of_a_step = f"{minutes / 60:,.0f} hours" if minutes >= 90 else f"{minutes:.0f} minutes"
+        what = f"no GPU found: in Triton's interpreter a step takes about {time_of_a_step}"
+        todo = "look for the GPU's driver and a torch for it, or choose a smaller model"
+        print_line(f"warning: {what}; {todo}", error=True)
+
+
 def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
     """Raise ConfigError for a --run_dir that no run can have, or with checkpoints unless `resume`."""
     if run_dir is None:
@@ -71,6 +87,9 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
         raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
     if run := enclosing_run(run_dir):
         raise ConfigError(f"--run_dir: {run_dir} is for checkpoints of the run {run}; give that, or choose another")
+    if run_dir.name == "best" and is_run(run_dir.parent):
+        weights = f"begin a new run with --init_from {shlex.quote(f'checkpoint:{run_dir}')}"
+        raise ConfigError(f"--run_dir: {run_dir} is the best checkpoint of a run; give {run_dir.parent}, or {weights}")
     if checkpoint := enclosing_checkpoint(run_dir):
         which = "is a checkpoint" if run_dir.resolve() == checkpoint else f"lies in the checkpoint {checkpoint}"
         raise ConfigError(f"--run_dir: {run_dir} {which}, not a run; give the directory of a run, or choose another")

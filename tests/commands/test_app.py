@@ -53,6 +53,8 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "--model.n_head", "5"], "--model.n_head: 5 heads do not divide n_embd 128"),
     (["x.yaml", "--train.batch_size=3", "--train.total_batch_tokens=1024"], "in a new run, total_batch_tokens to 768"),
     (["x.yaml", "--gpu", "h200"], "--gpu: goes with --plan only"),
+    (["x.yaml", "--plan", "--print_config"], "--plan: does not go with --print_config"),
+    (["x.yaml", "--resume", "True"], "True: unexpected; a flag, such as --resume, has no value: give it or leave"),
     (["x.yaml", "--plan", "--gpus", "0"], "--gpus: must be at least 1, got 0"),
     (["x.yaml", "--plan", "--gpu", "v100"], "--gpu: unknown GPU v100; known are a100-40"),
     (["x.yaml", "--plan", "--gpu", "rtx4090"], "--gpu: unknown GPU rtx4090; did you mean 4090? known are a100-40"),
@@ -316,6 +318,16 @@ def test_the_page_lists_every_exit_code():
     page = (ROOT / "docs" / "guide" / "training.md").read_text().partition("## Exit codes\n")[2]
     listed = re.findall(r"^\| ([0-9, ]+) \|", page, re.MULTILINE)
     assert {int(code) for cells in listed for code in cells.split(",")} == {e.exit_code for e in OURS} | {0, *SIGNALS}
+
+
+def test_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "RUN/metrics.jsonl")
+
+    failing = make_app("failing", "Fails.")
+    failing.default(refuse)
+    assert main(failing, []) == 2
+    assert capsys.readouterr().err == "error: RUN/metrics.jsonl: Permission denied; correct its permissions\n"
 
 
 def test_bugs_keep_their_traceback():

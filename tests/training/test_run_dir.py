@@ -1,6 +1,7 @@
 """The start in a run directory: what is resumed, what is refused, and that no metrics are lost."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import pytest
 
 from gpt2_triton.checkpoint.format import RUN_FILES, enclosing_run
-from gpt2_triton.checkpoint.load import read_checkpoint
+from gpt2_triton.checkpoint.load import latest_checkpoint, read_checkpoint
 from gpt2_triton.distributed.run_lock import NAME, RunLock
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training import metrics, run_info
@@ -113,6 +114,37 @@ def test_checkpoints_of_a_run_that_has_none_yet_are_no_run_directory(tmp_path, f
     with pytest.raises(ConfigError, match=f"^--run_dir: {path} is for checkpoints of the run {tmp_path}; "):
         check_run_dir(path, True)
     assert os.listdir(tmp_path) == [file]
+
+
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_name_of_the_best_checkpoint_is_no_run_directory(tmp_path, has_checkpoints):
+    if has_checkpoints:
+        write(tmp_path / "checkpoints", 10)
+    else:
+        (tmp_path / metrics.METRICS).touch()
+    with pytest.raises(ConfigError, match=f"best is the best checkpoint of a run; give {tmp_path}, or begin a new run"):
+        check_run_dir(tmp_path / "best", True)
+    check_run_dir(tmp_path / "other" / "best", False)
+
+
+def test_checkpoints_that_may_not_be_read_are_not_skipped(tmp_path, monkeypatch):
+    """An older step would be taken, and the newest replaced at the end."""
+    write(tmp_path / "checkpoints", 10)
+    newest = write(tmp_path / "checkpoints", 20)
+    (newest / "state.json").unlink()
+    access = os.access
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: path != newest and access(path, mode))
+        with pytest.raises(CheckpointError, match=f"^{newest}: cannot be read .permission denied.; correct"):
+            latest_checkpoint(tmp_path / "checkpoints")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", raise_permission_error)
+        with pytest.raises(CheckpointError, match="checkpoints: cannot be read .Permission denied.; correct"):
+            latest_checkpoint(tmp_path / "checkpoints")
+
+
+def raise_permission_error(path):
+    raise PermissionError(errno.EACCES, "Permission denied", path)
 
 
 @pytest.mark.parametrize("inside", ["", "new", "new/run"])

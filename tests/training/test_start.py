@@ -12,12 +12,26 @@ from gpt2_triton.commands.train import train
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.training.start import starting
+from gpt2_triton.training.start import starting, warn_of_slow_steps
 
 
 def warned(capsys, tmp_path, **sections):
+    """Return the warnings of a start, without that of a missing GPU."""
     with starting(Config.model_validate(sections), tmp_path / "run", resume=False):
-        return capsys.readouterr().err
+        lines = capsys.readouterr().err.splitlines(keepends=True)
+    return "".join(line for line in lines if "no GPU found" not in line)
+
+
+@pytest.mark.parametrize("steps, time", [(524_288, "about 45 hours"), (4096, "about 21 minutes"), (1024, None)])
+@pytest.mark.parametrize("present", [False, True])
+def test_long_steps_without_a_gpu_are_warned_of(capsys, monkeypatch, steps, time, present):
+    monkeypatch.setattr(device, "present", lambda: present)
+    warn_of_slow_steps(Config.model_validate(dict(train=dict(batch_size=1, total_batch_tokens=steps))))
+    printed = capsys.readouterr().err
+    if present or time is None:
+        assert not printed
+    else:
+        assert printed.startswith(f"warning: no GPU found: in Triton's interpreter a step takes {time}; look for")
 
 
 def test_few_tokens_at_a_high_learning_rate_are_warned_of(capsys, tmp_path):
