@@ -148,9 +148,12 @@ def require_fitting(model: GPT2, asked: Mapping[str, Questions]) -> None:
     """Raise DataError for an ending that the model cannot take as a whole; `asked` has the questions of each task."""
     longest = _longest(model)
     for name, questions in asked.items():
-        if (length := max(map(len, questions.endings))) > longest:
+        lengths = [len(ending) for ending in questions.endings]
+        if (length := max(lengths)) > longest:
+            row = int(np.searchsorted(np.cumsum(questions.counts), lengths.index(length), side="right")) + 1
             what, expected = "an ending too long", f"{longest} or fewer, the longest input of this model"
-            raise bad_data(name, what, f"{length} tokens", expected, "leave this task or this model out")
+            todo = "leave this task or this model out, or ask fewer questions"
+            raise bad_data(name, what, f"{length} tokens in row {row:,}", expected, todo)
 
 
 def _lengths(model: GPT2, questions: Questions) -> np.ndarray:

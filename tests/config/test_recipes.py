@@ -12,6 +12,8 @@ import gpt2_triton.kernels as kernels
 from gpt2_triton import device
 from gpt2_triton.config.load import load_config
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.data.shards import open_shards
+from gpt2_triton.errors import DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
 ROOT = Path(__file__).parents[2]
@@ -130,3 +132,14 @@ def test_hours_and_dollars_to_a_loss_are_those_of_one_h200():
         least, most = (whole, whole) if name else (whole / 1.52, whole / 1.36)
         assert (hours, hours_at_most or hours) == (f"{least:.1f}", f"{most:.1f}")
         assert dollars == f"{3 * least:.0f}" == f"{3 * most:.0f}"
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_350m", "gpt2_1558m", "gpt3_125m", "finetune_shakespeare"])
+def test_missing_data_of_a_recipe_names_the_command_that_makes_it(name):
+    """The command is one of the table in docs/guide/recipes.md, or of the recipe's first lines."""
+    pattern = load_config(Path(name)).data.train
+    with pytest.raises(DataError, match="no such shards") as raised:
+        open_shards(pattern, 50257, 1024)
+    command = re.search(r"prepare ([^`]*)`", str(raised.value))[1]
+    told = (ROOT / "docs" / "guide" / "recipes.md").read_text() + (ROOT / "configs" / f"{name}.yaml").read_text()
+    assert command and command in told

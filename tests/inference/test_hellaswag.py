@@ -143,7 +143,7 @@ def test_long_contexts_lose_their_beginning(model):
     cut = whole._replace(contexts=[context[-(192 + 1 - 8) :]] * 4)
     np.testing.assert_array_equal(answer(model, whole), answer(model, cut))
     too_long = whole._replace(endings=[np.zeros(193, np.uint16)] * 4)
-    with pytest.raises(DataError, match="hellaswag: an ending too long: got 193 tokens, expected 192 or fewer"):
+    with pytest.raises(DataError, match="hellaswag: an ending too long: got 193 tokens in row "):
         tasks.require_fitting(model, {"lambada": whole, "hellaswag": too_long})
 
 

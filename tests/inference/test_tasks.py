@@ -148,7 +148,7 @@ def test_an_ending_too_long_ends_training_and_the_command_before_the_first_step_
     (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": "the cat sat"}))
     asked = dict(every=0, tasks="lambada,piqa", tasks_every=1, tasks_data=str(tmp_path))
     config = tiny_config(train=dict(steps=1), eval=asked, checkpoint=dict(every=1))
-    message = "piqa: an ending too long: got 18 tokens, expected 16 or fewer"
+    message = "piqa: an ending too long: got 18 tokens in row 1, expected 16 or fewer"
     with pytest.raises(DataError, match=message):
         train(config, tmp_path / "run", resume=False)
     assert "step 1/1" not in capsys.readouterr().out

@@ -124,7 +124,12 @@ def prepare_texts(
                 return out_dir
             _build(hidden, _Texts(texts, size, cut, recipe["shard_tokens"]), recipe, log, run)
             _put_in_place(hidden, out_dir, recipe)
-    log(f"prepared {out_dir}: {len(read_record(out_dir / RECORD)['shards'])} shards")
+    shards = read_record(out_dir / RECORD)["shards"]
+    tokens = ", ".join(
+        f"{sum(shard['tokens'] for name, shard in shards.items() if name.startswith(split)):,} tokens {use}"
+        for split, use in (("train", "to train on"), ("val", "for validation"))
+    )
+    log(f"prepared {out_dir}: {len(shards)} shards, {tokens}")
     return out_dir
 
 

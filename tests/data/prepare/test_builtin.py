@@ -17,6 +17,12 @@ from gpt2_triton.errors import DataError
 from tests.data.prepare.test_text import contents, tokens_of
 
 
+def prepared(out):
+    """Return the line that ends a preparation of two shards."""
+    train, val = (len(tokens_of(out, split)) for split in ("train", "val"))
+    return f"prepared {out}: 2 shards, {train:,} tokens to train on, {val:,} tokens for validation"
+
+
 def test_builtin_shards_hold_the_builtin_text(tmp_path):
     out = builtin_shards("bytes", tmp_path / "data")
     text = builtin_text().encode()
@@ -54,7 +60,7 @@ def test_builtin_builds_in_a_directory_that_the_first_process_has_removed(tmp_pa
         assert waiting.wait(60)
         hidden.rmdir()
     second.join()
-    assert lines == [f"waiting for another process that prepares {hidden}", f"prepared {out}: 2 shards"]
+    assert lines == [f"waiting for another process that prepares {hidden}", prepared(out)]
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -90,7 +96,7 @@ def test_builtin_without_locks_uses_what_another_process_put_there_first(tmp_pat
 
     monkeypatch.setattr(fcntl, "flock", _refuse_lock)
     monkeypatch.setattr(os, "rename", prepare_then_rename)
-    assert prepare_builtin(out, log=lines.append) == out and lines == [f"prepared {out}: 2 shards"]
+    assert prepare_builtin(out, log=lines.append) == out and lines == [prepared(out)]
     assert os.listdir(tmp_path) == ["out"] and os.stat(out).st_mode & 0o777 == 0o755
     monkeypatch.undo()
     assert contents(out) == contents(prepare_builtin(tmp_path / "once"))

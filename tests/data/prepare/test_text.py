@@ -385,7 +385,9 @@ def test_text_shows_its_progress(tmp_path, text_file, monkeypatch, capsys):
     shown = capsys.readouterr().err.split("\r")
     assert any(re.match(r"measuring: 100%\|.*1.00/1.00", line) for line in shown)
     assert any(re.match(r"tokenising text: +[1-9]\d%\|.*\| [\d.]+k/[\d.]+k \[.*characters/s\]", line) for line in shown)
-    assert len(shown) > 10 and lines == [f"prepared {tmp_path}/out: 2 shards"]
+    assert len(shown) > 10 and lines == [
+        f"prepared {tmp_path}/out: 2 shards, 4,128 tokens to train on, 458 tokens for validation"
+    ]
 
 
 # ---- leftovers ----
