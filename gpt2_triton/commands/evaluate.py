@@ -11,7 +11,7 @@ from gpt2_triton.errors import ConfigError
 
 # arguments of several commands
 Checkpoint = Annotated[
-    str, Parameter(help="A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
+    str, Parameter(help="A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
 ]
 Json = Annotated[Path | None, Parameter(help="File to write the results to, as JSON.")]
 BatchTokens = Annotated[int, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]

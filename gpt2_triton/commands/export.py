@@ -19,7 +19,7 @@ def export(
     Parameters
     ----------
     source: str
-        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
+        A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
     out: Path
         New directory for the model and its tokenizer.
     format: str

@@ -28,7 +28,7 @@ def sample(
     Parameters
     ----------
     checkpoint: Path
-        A run, one of its step directories, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
+        A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
     prompt: str
         Text to continue; empty starts at the end-of-text token.
     tokens: int

@@ -67,8 +67,7 @@ def train(
     plan: bool
         Print the memory that the run needs and the largest batch that fits a GPU, and stop.
     gpu: str
-        GPU of --plan, such as 4090, h100 or mi300x; an unknown name lists them. By default the present one, else
-        h200, or for the recipe own this machine.
+        GPU of --plan, as 4090; an unknown name lists them. By default this machine's, else h200 (own: its memory).
     gpus: int
         Number of GPUs of --plan; by default parallel.gpus, or 1.
     print_config: bool
@@ -84,6 +83,8 @@ def train(
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if gpus is not None:
         require_at_least(gpus=(gpus, 1))
+    if plan and print_config:
+        raise ConfigError("--plan: does not go with --print_config; give one of them")
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
     overrides = parse_overrides(keys)
@@ -152,6 +153,8 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     for word in rest:
         if not word.startswith("--"):
             usual = "; options are --section.key value, as in --optim.lr 3e-4"
+            if word.lower() in ("true", "false"):
+                usual = "; a flag, such as --resume, has no value: give it or leave it out"
             if key in PATTERNS:
                 usual = f"; a pattern goes in quotes, as in --{key} '{PATTERNS[key]}'"
             raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")

@@ -33,7 +33,7 @@ class StepShape:
         t, gpus = config.train, world_size or config.parallel.gpus or 1
         if config.parallel.gpus not in (None, gpus):
             raise ConfigError(
-                f"parallel.gpus: {config.parallel.gpus}, but {gpus} started; start as many, or leave it out"
+                f"parallel.gpus: {config.parallel.gpus}, but {gpus} started or in --gpus; give as many, or none"
             )
         if problems := list(step_conflicts(t, gpus)):
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))

@@ -188,12 +188,15 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: s
     rest = f"and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
     at_levels = _at_levels(chosen, K, shape, budget)
     gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
+    largest, rows = at_levels[chosen.memory.recompute][1], shape.micro_batch * shape.accumulation
+    usable = next((batch for batch in range(min(largest, rows), 0, -1) if rows % batch == 0), 0)
+    of_step = f"; {usable:,} of those that divide a step" if usable < min(largest, rows) else ""
     return "\n".join(
         [
             f"memory {format_bytes(plan.total)}, {rest}: {fits} {gpu} of {format_bytes(gpu_bytes)}",
             f"tokens of a step {config.total_batch_tokens:,}: {gpus}{shape.accumulation} x "
             f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
-            f"largest train.batch_size that fits {at_levels[chosen.memory.recompute][1]:,}",
+            f"largest train.batch_size that fits {largest:,}{of_step}",
             f"parameters {dims['N']:,}",
             "",
             *_recompute_table(chosen, at_levels),

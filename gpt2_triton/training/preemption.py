@@ -101,7 +101,7 @@ class ShutdownSignals:
         self.received = number
 
     def _leave(self, number: int) -> None:
-        self._mark()
+        print_from_handler("; ".join(["ended at once: steps since the last checkpoint are lost", *self._mark()]))
         os._exit(128 + number)
 
     def _mark(self) -> list[str]:

@@ -13,6 +13,7 @@ from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, place_buffers
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import (
+    CONTEXT_BYTES,
     MODULE_BYTES,
     choose_recompute,
     dimensions,
@@ -129,6 +130,16 @@ def test_require_fits_names_a_batch_that_divides_the_step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (fits.total + MODULE_BYTES, 2 * GIB))
     with pytest.raises(OutOfMemoryError, match="set train.batch_size to 1 and train.total_batch_tokens to 192"):
         require_fits(too_large, config, reference, shape, "cuda")
+
+
+def test_plan_report_names_the_largest_batch_that_divides_a_step():
+    """Five of twelve sequences fit, so that batches of four can be used."""
+    config = tiny_config(train=dict(total_batch_tokens=12 * 16, batch_size=1))
+    shape = StepShape.of(config)
+    five = StepShape.of(config.replace(train={"total_batch_tokens": 5 * 16, "batch_size": 5}))
+    budget = plan_memory(config, reference, 5, 16, shape=five)[0].total
+    report = plan_report(config, reference, budget + CONTEXT_BYTES + MODULE_BYTES, shape)
+    assert "largest train.batch_size that fits 5; 4 of those that divide a step\n" in report
 
 
 def test_plan_report_lists_levels_and_stages_and_marks_the_chosen():

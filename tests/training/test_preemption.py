@@ -40,6 +40,8 @@ def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, capf
     assert capfd.readouterr().out == f"stopping after this step; {again} ends at once without a checkpoint\n"
     signal.raise_signal(signal.SIGINT)
     assert exit_codes == [130] and os.listdir(tmp_path) == [PREEMPTED]
+    ended = "ended at once: steps since the last checkpoint are lost; the same command with --run_dir"
+    assert capfd.readouterr().out == f"{ended} {tmp_path} --resume continues\n"
 
 
 def test_signals_ignore_sighup_under_nohup(exit_codes):
@@ -64,7 +66,7 @@ def test_signals_on_several_ranks_wait_for_agreement_and_ignore_repeats(exit_cod
     line = (
         f"stopping after this step; a second signal after {REPEAT_WINDOW} seconds ends at once without a checkpoint\n"
     )
-    assert capfd.readouterr().out == line
+    assert capfd.readouterr().out == line + "ended at once: steps since the last checkpoint are lost\n"
 
 
 def test_borrowed_signals_of_several_ranks_ignore_repeats(exit_codes, monkeypatch):
