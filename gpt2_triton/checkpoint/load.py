@@ -147,9 +147,8 @@ def latest_checkpoint(directory: Path) -> Path | None:
                 return path
             if gone := not (path.exists() or path.is_symlink()):
                 break
-            if unreadable := [
-                file for file in (path, *path.glob("*")) if file.exists() and not os.access(file, os.R_OK)
-            ]:
+            inside = [path, *path.glob("*")]
+            if unreadable := [file for file in inside if file.exists() and not os.access(file, os.R_OK)]:
                 todo = "correct its permissions, or move the checkpoint away"
                 raise CheckpointError(f"{unreadable[0]}: cannot be read (permission denied); {todo}")
             print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
