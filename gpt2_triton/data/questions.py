@@ -112,9 +112,8 @@ def reading(path: Path, todo: str) -> Iterator[None]:
     """Raise DataError about the file of rows if it is not a file, and for an OSError of the block."""
     try:
         if path.exists() and not path.is_file():  # to read a pipe would wait for its writer
-            raise bad_data(
-                path, "not a regular file", "a directory" if path.is_dir() else "another kind", "a file of rows", todo
-            )
+            got = "a directory" if path.is_dir() else "something else"
+            raise bad_data(path, "not a regular file", got, "a file of rows", todo)
         yield
     except OSError as error:
         raise bad_data(path, "cannot be used", error.strerror, "a file of rows", todo) from None

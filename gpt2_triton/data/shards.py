@@ -30,7 +30,7 @@ BLOCKS, BLOCK_TOKENS = 32, 512  # that a fingerprint covers
 RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes and sha256
 CORRECT = "correct data.train and data.val"
 PREPARE = f"make shards with `{command_line('prepare')}`"
-OF_RECIPES = {  # what makes the shards of a recipe's directory
+PREPARE_RECIPE = {  # the arguments that make the shards of a recipe, by their directory
     "fineweb10B": "pretokenized fineweb10B",
     "fineweb100B": "pretokenized fineweb100B",
     "fineweb-edu-100B": "pretokenized fineweb-edu-100B",
@@ -253,9 +253,9 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int, todo: str = "") -> 
             f"name its files, as {pattern}/train_*.bin",
         )
     if not paths:
-        known = OF_RECIPES.get(os.path.basename(os.path.dirname(pattern)))
-        make = f"{PREPARE[:-1]} {known}`" if known else PREPARE
-        make += f", or {todo or CORRECT}"
+        arguments = PREPARE_RECIPE.get(os.path.basename(os.path.dirname(pattern)))
+        make = f"make shards with `{command_line('prepare')} {arguments}`" if arguments else PREPARE
+        make = f"{make}, or {todo or CORRECT}"
         raise bad_data(pattern, "no such shards", "0 files", "a path or glob of .bin files", make)
     files = OpenFiles()
     return [Shard(path, vocab_size, seq_len, files, todo) for path in paths]

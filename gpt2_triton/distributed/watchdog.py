@@ -117,9 +117,9 @@ class Watchdog:
             self.heartbeat(self._step)
 
     def stop(self) -> None:
-        """End the thread, which closes the pipe, and give signals back to the pipe before it; the run is over."""
+        """End the thread, which closes its pipe, and put back the pipe that signals were written to before."""
         if self.group.size > 1 and self._listens and threading.current_thread() is threading.main_thread():
-            with contextlib.suppress(ValueError, OSError):  # that pipe is closed
+            with contextlib.suppress(ValueError, OSError):  # that pipe may be closed by now
                 signal.set_wakeup_fd(-1)
                 signal.set_wakeup_fd(self._next_pipe)
             self._listens = False

@@ -18,8 +18,8 @@ MAX_REWINDS = 10  # to one checkpoint; if that many did not help, the data is no
 
 @dataclass
 class RunState:
-    """The state after `step` finished steps.  The fields but the last are keys of a checkpoint's state.json, in its
-    order; an empty `left_out` is not in it.
+    """The state after `step` finished steps.  The fields are keys of a checkpoint's state.json, in its order; an empty
+    `left_out` is not in it.
     """
 
     step: int = 0
@@ -32,19 +32,19 @@ class RunState:
     without_update: int = 0  # skipped in a row for either reason
     rewinds: int = 0  # since the last checkpoint that was due
     left_out: list[str] = field(default_factory=list)  # keys of what was due after `step` when the run was stopped
-    earlier_bests: list[tuple[int, float]] = field(default_factory=list)  # of this start, oldest first; not saved
+
+    def __post_init__(self) -> None:
+        self._earlier_bests: list[tuple[int, float]] = []  # of this start, oldest first
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any]) -> "RunState":
         """Return the state in a state.json, whose other keys are ignored."""
         best = saved.get("best")  # older checkpoints have none
-        own = {f.name: saved[f.name] for f in fields(cls) if f.name not in ("best", "left_out", "earlier_bests")}
+        own = {f.name: saved[f.name] for f in fields(cls) if f.name not in ("best", "left_out")}
         return cls(best=(best[0], best[1]) if best else None, left_out=saved.get("left_out", []), **own)
 
     def as_dict(self) -> dict[str, Any]:
-        saved = {key: value for key, value in asdict(self).items() if key != "left_out" or value}
-        del saved["earlier_bests"]
-        return saved
+        return {key: value for key, value in asdict(self).items() if key != "left_out" or value}
 
     # ---- the lowest validation loss ----
 
@@ -52,7 +52,7 @@ class RunState:
         """Record a validation loss; return True if it is the lowest after any step so far.  NaN never is."""
         lowest = step > 0 and loss < (self.best[1] if self.best else math.inf)
         if lowest:
-            self.earlier_bests += [self.best] if self.best else []
+            self._earlier_bests += [self.best] if self.best else []
             self.best = step, loss
         return lowest
 
@@ -64,9 +64,9 @@ class RunState:
         """Forget the validation loss of a step that could not be saved, unless None: if it was the best, the one before
         it is that again.
         """
-        self.earlier_bests = [best for best in self.earlier_bests if best[0] != step]
+        self._earlier_bests = [best for best in self._earlier_bests if best[0] != step]
         if step is not None and self.best_step == step:
-            self.best = self.earlier_bests.pop() if self.earlier_bests else None
+            self.best = self._earlier_bests.pop() if self._earlier_bests else None
 
     # ---- skipped steps and rewinds ----
 
@@ -123,4 +123,4 @@ class RunState:
         """
         self.step, self.skipped_in_a_row, self.without_update = step, 0, 0
         self.rewinds += 1
-        self.best, self.earlier_bests = best, []
+        self.best, self._earlier_bests = best, []
