@@ -143,3 +143,28 @@ def test_cells_of_the_learning_rates_are_those_of_the_runs(name, decay):
         arm = f"{name.lower()} {rate}, decay {decay}"
         expected = [arms[arm][0] for arms in (train, val)] if arm in val else []
         assert [float(word) for word in cell.split(",") if word.strip()] == pytest.approx(expected, abs=6e-4)
+
+
+@pytest.mark.parametrize("arm", losses("muon_d48"))
+def test_losses_at_1558m_are_those_of_the_runs(arm):
+    name = {"adamw": "AdamW", "muon": "Muon"}[arm.split()[0]]
+    train, val, ms = (losses("muon_d48", key)[arm][0] for key in ("train_loss", "val_loss", "ms"))
+    assert f"| {name}, {arm.split()[1]} | {train:.3f} | {val:.3f} | {ms:.1f} |" in MUON.read_text()
+
+
+LEVERS = {  # rows of a table, and their arms
+    "decays a weight only if the update moves it towards 0 too": "cautious decay",
+    "decay times the learning rate's share of its maximum": "decay by schedule",
+    "`attproj` and `fcproj` begin at 0": "residual at zero",
+    "`data.align: document`": "rows begin at documents",
+    "half a batch in the first half of 360 steps": "half a batch in half of the steps",
+}
+
+
+@pytest.mark.parametrize("row", LEVERS)
+def test_differences_of_small_changes_are_those_of_the_runs(row):
+    cells = re.search(rf"^\| {re.escape(row)} \| (.*) \| (.*) \|$", MUON.read_text(), re.M).groups()
+    for key, cell in zip(("train_loss", "val_loss"), cells, strict=True):
+        plain, runs = (losses("levers_d12", key)[arm] for arm in ("plain", LEVERS[row]))
+        if key == "val_loss" or LEVERS[row] != "rows begin at documents":  # it trains on other rows
+            assert cell == ", ".join(f"{runs[seed] - plain[seed]:+.3f}" for seed in sorted(runs))
