@@ -139,8 +139,8 @@ def train(
 
     In the main thread, the first SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM or SIGHUP lets the run finish its
     step and save; then the program's own handler receives the signal, which raises KeyboardInterrupt for SIGINT.  A
-    second signal reaches that handler at once, as does one before the first step.  A run that ends by its time limit,
-    train.max_minutes, is returned with state "stopped".  Raise UserError: see errors.py for its classes.
+    second signal after 1 s reaches that handler at once, as does one before the first step.  A run that ends by its
+    time limit, train.max_minutes, is returned with state "stopped".  Raise UserError: see errors.py for its classes.
     """
     from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
     from gpt2_triton.training.preemption import BorrowedSignals

@@ -1,10 +1,12 @@
 """Ends of a run before its last step: signals, and the time limit train.max_minutes.
 
 After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends, and a resumed
-run validates and samples as was due; the second ends it at once, as does one before the first step, when there is
-nothing to save.  Each leaves the file PREEMPTED in the run directory, since launchers hide exit codes; before rank 0
-has locked the directory, only rank 0 does, and only if no other process writes there.  The loop removes that of an
-earlier start.
+run validates and samples as was due.  The second ends it at once, as does one before the first step, when there is
+nothing to save.
+
+Each leaves the file PREEMPTED in the run directory, since launchers hide exit codes.  Before rank 0 has locked the
+directory, only rank 0 makes that file, and only if no other process writes there.  The first step of a start removes
+the file of an earlier start.
 
 A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  Each rank's request
 therefore travels with its next step's loss, so that all ranks stop after the same step.
@@ -24,7 +26,9 @@ from gpt2_triton.console import print_from_handler, print_line
 from gpt2_triton.distributed.run_lock import other_writer
 
 PREEMPTED = "PREEMPTED"  # a file in the run directory of a run that ended before its last step and can be continued
-REPEAT_WINDOW = 5  # seconds in which a signal counts as the same one: launchers forward what the process group also got
+# seconds in which a signal counts as the same one: shells and launchers forward what the process group also got
+REPEAT_WINDOW = 1
+LAUNCHED_WINDOW = 5  # of ranks, or of a process that torchrun started
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -39,6 +43,7 @@ class ShutdownSignals:
         self.is_locked = False  # run_dir, by rank 0 of this start
         self.made_at = time.monotonic()
         self._ranks, self._received_at = ranks, 0.0  # the time of the first signal
+        self._window = LAUNCHED_WINDOW if ranks > 1 or "TORCHELASTIC_RUN_ID" in os.environ else REPEAT_WINDOW
         self._replaced: dict[int, Any] = {}  # the handlers before, by signal
         self._leaves_at_once = False
         self._leaving = threading.Lock()  # held from the decision to leave at once until the process ends
@@ -90,12 +95,12 @@ class ShutdownSignals:
         os.close(pipe)
 
     def _handle(self, number: int, _frame: Any) -> None:
-        if self.received and (self._ranks == 1 or time.monotonic() - self._received_at > REPEAT_WINDOW):
+        if self.received and time.monotonic() - self._received_at > self._window:
             self._leave(number)  # a half-written checkpoint stays hidden
         if not self.received and not self._leaves_at_once:
-            later = "" if self._ranks == 1 else f" after {REPEAT_WINDOW} seconds"
+            later = "1 second" if self._window == 1 else f"{self._window} seconds"
             again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
-            print_from_handler(f"stopping after this step; {again}{later} ends at once without a checkpoint")
+            print_from_handler(f"stopping after this step; {again} after {later} ends at once without a checkpoint")
         if not self.received:
             self._received_at = time.monotonic()
         self.received = number

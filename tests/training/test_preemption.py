@@ -2,17 +2,26 @@
 
 import os
 import pty
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.distributed.run_lock import RunLock
-from gpt2_triton.training.preemption import PREEMPTED, REPEAT_WINDOW, BorrowedSignals, ShutdownSignals, TimeLimit
+from gpt2_triton.distributed.run_lock import RunLock, other_writer
+from gpt2_triton.training.preemption import (
+    LAUNCHED_WINDOW,
+    PREEMPTED,
+    REPEAT_WINDOW,
+    BorrowedSignals,
+    ShutdownSignals,
+    TimeLimit,
+)
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -29,15 +38,21 @@ def exit_codes(monkeypatch):
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, capfd, number):
-    signals = ShutdownSignals(1)
+def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, monkeypatch, capfd, number):
+    """A repeat within a second is the same event: a shell and the kernel both send SIGHUP as a terminal is closed."""
+    signals, moment = ShutdownSignals(1), 100.0
+    monkeypatch.setattr("time.monotonic", lambda: moment)
     signals.run_dir = tmp_path
     signals.listen()
     assert not signals.stop
     signal.raise_signal(number)
+    moment += REPEAT_WINDOW
+    signal.raise_signal(number)
     assert signals.stop and signals.received == number and not exit_codes and not os.listdir(tmp_path)
     again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
-    assert capfd.readouterr().out == f"stopping after this step; {again} ends at once without a checkpoint\n"
+    line = f"stopping after this step; {again} after 1 second ends at once without a checkpoint\n"
+    assert capfd.readouterr().out == line
+    moment += 0.5
     signal.raise_signal(signal.SIGINT)
     assert exit_codes == [130] and os.listdir(tmp_path) == [PREEMPTED]
     ended = "ended at once: steps since the last checkpoint are lost; the same command with --run_dir"
@@ -52,19 +67,31 @@ def test_signals_ignore_sighup_under_nohup(exit_codes):
     assert not signals.stop and not exit_codes
 
 
+def test_signals_of_one_rank_that_torchrun_started_ignore_repeats(exit_codes, monkeypatch):
+    """torchrun forwards a signal that SLURM sent to the rank too."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    moment = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: moment)
+    ShutdownSignals(1).listen()
+    signal.raise_signal(signal.SIGTERM)
+    moment += LAUNCHED_WINDOW
+    signal.raise_signal(signal.SIGTERM)
+    assert not exit_codes
+
+
 def test_signals_on_several_ranks_wait_for_agreement_and_ignore_repeats(exit_codes, monkeypatch, capfd):
     signals, moment = ShutdownSignals(2), 100.0
     monkeypatch.setattr("time.monotonic", lambda: moment)
     signals.listen()
     signal.raise_signal(signal.SIGTERM)
-    moment += REPEAT_WINDOW
+    moment += LAUNCHED_WINDOW
     signal.raise_signal(signal.SIGTERM)
     assert signals.received and not signals.stop and not exit_codes
     moment += 1  # that many seconds and one after the first, not after the last
     signal.raise_signal(signal.SIGTERM)
     assert exit_codes == [143]
     line = (
-        f"stopping after this step; a second signal after {REPEAT_WINDOW} seconds ends at once without a checkpoint\n"
+        f"stopping after this step; a second signal after {LAUNCHED_WINDOW} seconds ends at once without a checkpoint\n"
     )
     assert capfd.readouterr().out == line + "ended at once: steps since the last checkpoint are lost\n"
 
@@ -77,7 +104,7 @@ def test_borrowed_signals_of_several_ranks_ignore_repeats(exit_codes, monkeypatc
     with BorrowedSignals(2) as signals:
         signals.listen()
         signal.raise_signal(signal.SIGTERM)
-        moment += REPEAT_WINDOW
+        moment += LAUNCHED_WINDOW
         signal.raise_signal(signal.SIGTERM)
         assert signals.received and not passed_on
     assert passed_on == [signal.SIGTERM] and not exit_codes
@@ -166,8 +193,10 @@ def test_train_that_is_signalled_while_it_imports_marks_on_rank_0_alone(tmp_path
     assert os.listdir(tmp_path / "run") == [PREEMPTED]
 
 
-def test_signal_while_checkpoints_are_verified_leaves_the_marker(exit_codes, tmp_path):
+def test_signal_while_checkpoints_are_verified_leaves_the_marker(exit_codes, tmp_path, monkeypatch):
     """This process has locked the directory, and `signals` is told of it only afterwards."""
+    moments = iter([90.0, 100.0, 102.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(moments))
     signals = ShutdownSignals(1)
     signals.run_dir = tmp_path
     signals.listen()
@@ -221,8 +250,9 @@ def test_time_limit_of_0_is_none():
     assert not TimeLimit(0, began=-1e9).is_near(1e9)
 
 
-def test_train_saves_its_last_step_when_the_terminal_is_closed(tmp_path, request):
-    """It receives SIGHUP, and from then on printing fails."""
+@pytest.mark.parametrize("parent", ["none", "bash"])
+def test_train_saves_its_last_step_when_the_terminal_is_closed(tmp_path, request, parent):
+    """It receives SIGHUP, from an interactive shell perhaps twice, and from then on printing fails."""
     root = request.config.rootpath
     small = "--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.batch_size 1 --train.seq_len 16"
     options = f"{small} --train.total_batch_tokens null --train.steps 100000 --eval.every 0 --sample.every 0"
@@ -232,11 +262,19 @@ def test_train_saves_its_last_step_when_the_terminal_is_closed(tmp_path, request
         os.chdir(root)
         os.environ.pop("TRITON_INTERPRET", None)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        os.execv(sys.executable, command)
+        if parent == "none":
+            os.execv(sys.executable, command)
+        os.execvp("bash", ["bash", "--norc", "-i"])
+    if parent == "bash":
+        os.write(terminal, f"{shlex.join(command)}\n".encode())
     printed = b""
     while b" 3/100000" not in printed:
         printed += os.read(terminal, 1024)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
+    ended = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if parent == "none":
+        assert ended == 128 + signal.SIGHUP
+    while other_writer(tmp_path):  # the shell does not wait for it
+        time.sleep(0.1)
     state, _ = load_checkpoint(find_checkpoint(tmp_path))
     assert state["step"] >= 3
