@@ -100,7 +100,7 @@ def valid_unicode(text: str) -> str:
 class LogFile:
     """A file that lines are appended to, each at once.
 
-    Lines that the disk refuses wait in memory, after one warning; they are written before the next line it accepts.
+    Lines that cannot be written wait in memory, after one warning; the next write that succeeds writes them first.
     A file that was removed or moved is made again, after a warning.
     """
 
@@ -150,7 +150,9 @@ class LogFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Try once more to write what is waiting; print a warning if that fails."""
+        """Try once more to write what is waiting; print a warning if that fails.  A second call does nothing."""
+        if self._file.closed:
+            return
         self.write("")
         if self._waiting:
             print_line(f"warning: {self._path}: its last {len(self._waiting):,} bytes could not be written", error=True)

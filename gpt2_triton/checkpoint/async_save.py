@@ -38,12 +38,11 @@ class AsyncCheckpointer:
         self._slowest = 0.0  # seconds of the slowest save so far
         self._kept = keep, keep_every, rewind_every
         self._host: dict[str, Tensor] = {}
-        self._step: int | None = None  # of the copy on the host
-        self._writing = 0  # the step that the thread writes
+        self._step: int | None = None  # of the copy on the host, which the thread writes
         self._own = {loaded}  # steps that this process has read or written
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self.failed_step: int | None = None  # of the last save, if `wait` has found that it failed; equal on all ranks
+        self.failed_step: int | None = None  # of the save that the last `wait` found to have failed; equal on all ranks
 
     def save(
         self,
@@ -60,7 +59,7 @@ class AsyncCheckpointer:
         self._step, began = None, time.monotonic()
         for piece, host in self._pairs(shard):
             host.copy_(piece)
-        self._step = self._writing = step
+        self._step = step
         self._thread = threading.Thread(target=self._write, args=(step, state, began, before), name="checkpoint")
         self._thread.start()
 
@@ -107,8 +106,8 @@ class AsyncCheckpointer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self.failed_step = self._writing if self._error else None
         error, self._error = self._error, None
+        self.failed_step = self._step if error else None
         if error is None:
             return
         if not isinstance(error, OSError):

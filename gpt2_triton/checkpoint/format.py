@@ -56,6 +56,7 @@ class SavedState(BaseModel):
     skipped_in_a_row: Count
     without_update: Count
     rewinds: Count
+    rewound_to: Count = 0
     left_out: list[
         Literal["eval.every", "eval.hellaswag_every", "eval.tasks_every", "sample.every", "debug.hash_state"]
     ] = []

@@ -134,15 +134,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---- finding ----
 
 
-def latest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest checkpoint in `directory` that verifies; None if there are none at all.
+def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
+    """Return the newest checkpoint in `directory`, up to step `last`, that verifies and is finite; None if there are
+    none at all.
 
     Print a warning for each newer one, which is damaged.  Raise CheckpointError if all are damaged.
     """
     for _ in attempts(directory):
-        steps, gone = list_steps(directory), False
+        steps = [(step, path) for step, path in list_steps(directory) if last is None or step <= last]
+        gone = False
         for _, path in reversed(steps):
-            problems = verify(path)
+            problems = verify(path) or _non_finite(path)
             if not problems:
                 return path
             if gone := not (path.exists() or path.is_symlink()):
@@ -157,6 +159,16 @@ def latest_checkpoint(directory: Path) -> Path | None:
     if steps:  # None would start a new run over checkpoints that can perhaps be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another run")
     return None
+
+
+def _non_finite(step_dir: Path) -> list[str]:
+    """Return where a checkpoint that verifies has NaN or infinity: not a problem of its files, but of its weights."""
+    try:
+        for path in sorted(step_dir.glob("rank_*")):
+            _read_tensors(path)
+    except (OSError, CheckpointError) as error:
+        return [str(error)]
+    return []
 
 
 def attempts(path: Path) -> Iterator[int]:

@@ -9,7 +9,6 @@ from torch import Tensor
 from gpt2_triton.config.config import may_change_on_resume
 from gpt2_triton.errors import CheckpointError, ConfigError
 
-FP8_STATE = {"scale", "history"}
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
@@ -22,14 +21,8 @@ WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raise CheckpointError with a table of differences unless names, shapes and dtypes are the expected ones.  The
-    scales of fp8 may be missing, or others, as a resume may change the precision and what is kept in bf16.
-    """
-    then, now = _describe(tensors), _describe(expected)
-    for name in FP8_STATE:
-        then.pop(name, None)
-        now.pop(name, None)
-    wrong = _changes(then, now)
+    """Raise CheckpointError with a table of differences unless names, shapes and dtypes are the expected ones."""
+    wrong = _changes(_describe(tensors), _describe(expected))
     if wrong:
         raise CheckpointError(_table(f"{step_dir} does not fit this model", with_absent(wrong)))
 

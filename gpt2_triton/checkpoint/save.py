@@ -55,7 +55,7 @@ def save_checkpoint(
     """Write the checkpoint of `step` under `directory`, prune older ones, return its path.
 
     Keep the `keep` newest (0: all), multiples of `keep_every` (0: none), the last two multiples of `rewind_every`
-    (0: none), to which a rewind may return, and the step of state["best"].
+    (0: none), to which a rewind may return, and the steps of state["best"], of `state` and of those two.
 
     All ranks of `control` call it.  `tensors` is each rank's shard; with several ranks state["shares"] holds the
     shard's spans.  If any rank fails, all ranks raise OSError.  `progress` is told what this rank does.
@@ -193,7 +193,8 @@ def _prune(directory: Path, newest: int, keep: int, keep_every: int, rewind_ever
     kept = {best}
     if rewind_every:
         last = newest // rewind_every * rewind_every
-        kept |= {last, last - rewind_every}
+        targets = {last, last - rewind_every}
+        kept |= targets | {_best_of(path) for step, path in steps if step in targets}
     for step, path in steps[:-keep] if keep else []:
         if not (keep_every and step % keep_every == 0) and step not in kept:
             try:
@@ -202,6 +203,14 @@ def _prune(directory: Path, newest: int, keep: int, keep_every: int, rewind_ever
                 pass
             except OSError as error:  # the new checkpoint is complete
                 print_line(f"warning: {path}: cannot be deleted ({error.strerror}); it stays", error=True)
+
+
+def _best_of(step_dir: Path) -> int | None:
+    """Return the step of the lowest validation loss by the state of a checkpoint; None if it cannot be read."""
+    try:
+        return best_step(json.loads((step_dir / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
 
 
 def _discard(path: Path) -> None:

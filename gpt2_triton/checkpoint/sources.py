@@ -72,10 +72,10 @@ def _foreign_weights(source: str) -> Weights | None:
     kind, _, where = source.partition(":")
     if kind in READERS and where:
         return READERS[kind](where)
-    return None if is_run(source) else huggingface.read(source)
+    return None if is_own_run(source) else huggingface.read(source)
 
 
-def is_run(source: str) -> bool:
+def is_own_run(source: str) -> bool:
     """Return whether the source is one of our runs by its name, not another project's."""
     kind, _, where = source.partition(":")
     return not (kind in READERS and where) and not (Path(source) / "config.json").is_file()

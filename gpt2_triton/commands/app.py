@@ -58,10 +58,10 @@ def main(app: App, argv: list[str]) -> int:
         return _fail("interrupted", 130)
     except UserError as error:
         return _exit_if_distributed(_fail(str(error), error.exit_code, error.on_every_rank))
-    except PermissionError as error:
-        what = f"{error.filename or 'a file'}: {error.strerror or error}; correct its permissions"
-        return _exit_if_distributed(_fail(what, ConfigError.exit_code))
     except Exception as error:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            what = f"{error.filename}: {error.strerror}; correct its permissions"
+            return _exit_if_distributed(_fail(what, ConfigError.exit_code))
         if not _is_distributed():
             raise
         traceback.print_exc()

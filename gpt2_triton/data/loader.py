@@ -1,10 +1,9 @@
 """From shards to packed micro-batches: the order of samples, and a thread that prepares batches ahead.
 
 A window is seq_len + 1 tokens of one shard; windows start seq_len apart, or at documents (document_rows.py); n is their
-number over all shards.  Global
-sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutation of [0, n) keyed by (seed, epoch).
-The order does not depend on batch size, rank or history, so the loader's whole state is one integer, the next global
-sample.
+number over all shards.  Global sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutation of
+[0, n) keyed by (seed, epoch).  The order does not depend on batch size, rank or history, so the loader's whole state is
+one integer, the next global sample.
 """
 
 import itertools

@@ -11,11 +11,12 @@ from typing import Any
 
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import ConfigError, PeerLostError, UserError
+from gpt2_triton.files import process_mark
 
 
 @contextlib.contextmanager
 def comparing_errors(control: ControlGroup) -> Iterator[None]:
-    """Find out of a UserError whether every rank raises it; not of lost peers, which do not answer."""
+    """Record on a UserError whether every rank raises it; not on PeerLostError, after which ranks are missing."""
     try:
         yield
     except UserError as error:
@@ -26,7 +27,7 @@ def comparing_errors(control: ControlGroup) -> Iterator[None]:
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
     """Raise ConfigError with the ranks that do not see rank 0's run directory, or cannot write to it.
 
-        rank 0      create the file .TOKEN.seen; all_gather its name
+        rank 0      create the file .seen.TOKEN.MARK.tmp; all_gather its name
         rank r      wait until run_dir has rank 0's file, at most `seconds`, for a network file system to show it
                     create a file of its own and remove it
         all ranks   all_gather what was wrong
@@ -36,7 +37,7 @@ def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float 
     """
     if control.size == 1:
         return
-    own, end = run_dir / f".{secrets.token_hex(8)}.seen", time.monotonic() + seconds
+    own, end = run_dir / f".seen.{secrets.token_hex(4)}.{process_mark()}.tmp", time.monotonic() + seconds
     wrong = _write_error(run_dir, own.touch) if control.rank == 0 else ""
     name, no_file = control.all_gather([own.name, wrong])[0]
     while not (seen := no_file or (run_dir / name).exists()) and time.monotonic() < end:

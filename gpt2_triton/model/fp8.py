@@ -23,6 +23,7 @@ from gpt2_triton.model.buffers import Acts, Params, Recompute, State, Tensors
 
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
 HEAD_SCALES = ("lnf", "wte")
+HISTORY = 16  # steps in a row of State.history
 # datt and dfcg are the scales of dx where the backward pass of attproj and of fcproj reads it
 OPERATIONS = dict(qkvw="qkv", attprojw="attproj", fcw="mlp", fcprojw="mlp")
 OPERATION_OF = OPERATIONS | dict(ln1="qkv", dqkv="qkv", att="attproj", datt="attproj")
@@ -168,10 +169,21 @@ def guess_scales(state: State, operations: Sequence[Set[str]], loss_scale: float
     state.scale.copy_(torch.from_numpy(np.array(guess, np.float32)))
 
 
+def without_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in ("scale", "history")}
+
+
 def operations_of(saved: Mapping[str, Any]) -> list[frozenset[str]]:
     """Return what was in fp8 by the configuration in a checkpoint, perhaps one of a version without fp8."""
     precision, keep = saved["train"].get("precision", "bf16"), saved.get("fp8", {}).get("keep_bf16", "head")
     return operations_in_fp8(precision, keep, saved["model"]["n_layer"])
+
+
+def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return shapes and dtypes of the scales in a checkpoint with this configuration, on the device "meta"."""
+    if not (count := len(scales(operations_of(saved)))):
+        return {}
+    return {"scale": torch.empty(count, device="meta"), "history": torch.empty(count, HISTORY, device="meta")}
 
 
 def carry_scales(
@@ -182,7 +194,7 @@ def carry_scales(
     """
     if list(before) == list(now):
         return dict(tensors)
-    carried = {name: tensor for name, tensor in tensors.items() if name not in ("scale", "history")}
+    carried = without_scales(tensors)
     rows = {scale: i for i, scale in enumerate(scales(before)) if in_use(scale, before)}
     wanted = scales(now)
     if not wanted or any(in_use(scale, now) and scale not in rows for scale in wanted):

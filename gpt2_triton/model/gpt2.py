@@ -311,7 +311,7 @@ class GPT2:
         return state_io.checkpoint_spec(self.state, self.dims)
 
     def local_shards(self) -> dict[str, list[Tensor]]:
-        """Return the slices of the buffers that this rank saves, in the order of `spans`."""
+        """Return the slices of the buffers that this rank saves, in the order of `shard_spans`."""
         return state_io.local_shards(self.state, self.dims, self.rank)
 
     def shard_spans(self) -> dict[str, list[list[int]]]:

@@ -11,8 +11,8 @@ from gpt2_triton.training.preemption import how_to_continue
 
 
 def after_training(config: Config, run_dir: Path, step: int, best: tuple[int, float] | None) -> list[str]:
-    """Return the lines for a run that has done all its steps; `best` is (step, validation loss), which an earlier part
-    of the run may have kept without this one.
+    """Return the lines for a run that has done all its steps.  `best` is (step, validation loss); it is not shown if
+    checkpoint.best is off now.
     """
     run = weights = shlex.quote(str(run_dir))
     kept = ""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.format import STATE, best_step, list_steps, step_path
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, TrainLoader
 from gpt2_triton.distributed.control import ControlGroup
@@ -24,16 +24,17 @@ from gpt2_triton.model.gpt2 import GPT2
 
 def restore_model(
     target: int, run_dir: Path, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup
-) -> tuple[int, float] | None:
-    """Give the model its state after step `target`, and delete later checkpoints of the run.  Return step and loss of
-    the lowest validation loss up to `target`, unless its checkpoint was deleted.
+) -> tuple[int, tuple[int, float] | None]:
+    """Give the model its state after step `target`, and delete later checkpoints of the run.  Return the step, and step
+    and loss of the lowest validation loss up to it, unless its checkpoint was deleted.
 
-    The host copy of the last save is used if it is of that step; otherwise the checkpoint is read.  Raise
-    CheckpointError if it is missing or damaged, or if a later one cannot be deleted.
+    The host copy of the last save is used if it is of that step; otherwise the checkpoint is read, or the newest intact
+    one before it if it is damaged.  Raise CheckpointError if there is none, or if a later one cannot be deleted.
     """
     directory = run_dir / "checkpoints"
     if not _restore_from_host(target, model, checkpointer, control):
-        saved, tensors = load_checkpoint(find_checkpoint(step_path(directory, target)))
+        target = control.from_rank0(lambda: _newest_intact(directory, target))
+        saved, tensors = load_checkpoint(step_path(directory, target))
         model.load(tensors, saved["config"])
         checkpointer.add_loaded(target)
     control.all_gather(None)  # delete nothing while another rank still looks for a checkpoint
@@ -43,7 +44,18 @@ def restore_model(
         undone = f"{directory}: the checkpoints after step {target}, to which the run rewinds, cannot be deleted"
         raise CheckpointError(f"{undone} ({error}); make it writable, and resume") from None
     best = control.from_rank0(lambda: _best_at(target, directory))
-    return (best[0], best[1]) if best else None
+    return target, ((best[0], best[1]) if best else None)
+
+
+def _newest_intact(directory: Path, target: int) -> int:
+    """Return the step of the newest intact checkpoint up to `target`."""
+    try:
+        found = latest_checkpoint(directory, target)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, or continue without rewinds by --train.rewind_after 0") from None
+    if found is None:
+        raise CheckpointError(f"{directory}: step {target}, to which the run rewinds, has been deleted; resume")
+    return int(found.name.removeprefix("step_"))
 
 
 def _best_at(target: int, directory: Path) -> tuple[int, float] | None:

@@ -17,9 +17,9 @@ from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
 
-# what write_atomic leaves of the files that only the holder of the lock writes, if it is killed
+# files that a killed start leaves: of write_atomic, and of consistency.require_shared_run_dir
 HIDDEN_NAME = re.compile(
-    r"\.(?:metrics\.jsonl|stats\.jsonl|main\.log|config\.yaml|run\.json)\.[0-9a-f]{8}\." + MARK + r"\.tmp"
+    r"\.(?:metrics\.jsonl|stats\.jsonl|main\.log|config\.yaml|run\.json|seen)\.[0-9a-f]{8}\." + MARK + r"\.tmp"
 )
 
 

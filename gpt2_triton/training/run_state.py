@@ -30,7 +30,8 @@ class RunState:
     outliers: int = 0  # those of them whose numbers were finite
     skipped_in_a_row: int = 0  # not finite
     without_update: int = 0  # skipped in a row for either reason
-    rewinds: int = 0  # since the last checkpoint that was due
+    rewinds: int = 0  # to the step of the next field, in a row
+    rewound_to: int = 0  # the target of the last rewind
     left_out: list[str] = field(default_factory=list)  # keys of what was due after `step` when the run was stopped
 
     def __post_init__(self) -> None:
@@ -40,8 +41,8 @@ class RunState:
     def from_checkpoint(cls, saved: dict[str, Any]) -> "RunState":
         """Return the state in a state.json, whose other keys are ignored."""
         best = saved.get("best")  # older checkpoints have none
-        own = {f.name: saved[f.name] for f in fields(cls) if f.name not in ("best", "left_out")}
-        return cls(best=(best[0], best[1]) if best else None, left_out=saved.get("left_out", []), **own)
+        own = {f.name: saved[f.name] for f in fields(cls) if f.name in saved and f.name != "best"}
+        return cls(best=(best[0], best[1]) if best else None, **own)
 
     def as_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "left_out" or value}
@@ -70,13 +71,12 @@ class RunState:
 
     # ---- skipped steps and rewinds ----
 
-    def count(self, result: StepResult, is_due: bool = False) -> None:
-        """Count a finished step as applied or skipped.  `is_due`: the run can rewind to it, if it had an update."""
+    def count(self, result: StepResult) -> None:
+        """Count a finished step as applied or skipped."""
         self.skipped += not result.applied
         self.outliers += result.outlier
         self.skipped_in_a_row = 0 if result.applied or result.outlier else self.skipped_in_a_row + 1
         self.without_update = 0 if result.applied else self.without_update + 1
-        self.rewinds = 0 if is_due and result.applied else self.rewinds
 
     def is_rewind_due(self, config: Config) -> bool:
         """Return True if train.rewind_after steps in a row, or more, had no update."""
@@ -102,7 +102,7 @@ class RunState:
         find_losses: returns which losses of the last step are not finite, in words
         """
         train = config.train
-        if target and self.rewinds >= MAX_REWINDS:
+        if target and target == self.rewound_to and self.rewinds >= MAX_REWINDS:
             raise NonFiniteError(
                 f"step {self.step}: skipped {train.rewind_after} steps in a row again, after {MAX_REWINDS} rewinds to "
                 f"step {target}; lower optim.lr, or move the newest checkpoints away and resume"
@@ -122,5 +122,5 @@ class RunState:
         best: the lowest validation loss up to `step`, whose checkpoint exists
         """
         self.step, self.skipped_in_a_row, self.without_update = step, 0, 0
-        self.rewinds += 1
+        self.rewinds, self.rewound_to = (self.rewinds + 1 if step == self.rewound_to else 1), step
         self.best, self._earlier_bests = best, []

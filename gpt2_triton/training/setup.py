@@ -188,7 +188,9 @@ def build_model(
     if start.checkpoint is None:
         model.initialise(config.train.seed)
     else:
-        resume.check_tensors(start.checkpoint, start.tensors, model.checkpoint_spec())
+        assert start.config
+        expected = fp8.without_scales(model.checkpoint_spec()) | fp8.saved_spec(start.config)
+        resume.check_tensors(start.checkpoint, start.tensors, expected)
     model.load(start.tensors, start.config)
     return model
 

@@ -78,7 +78,7 @@ def warn_of_slow_steps(config: Config) -> None:
 
 
 def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
-    """Raise ConfigError for a --run_dir that no run can have, or with checkpoints unless `resume`."""
+    """Raise ConfigError for a path that cannot be a run directory, and for one with checkpoints unless `resume`."""
     if run_dir is None:
         if resume:
             raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")

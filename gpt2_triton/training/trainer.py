@@ -214,7 +214,7 @@ class Trainer:
                 cause = recovery.first_non_finite(self.model, self.batches, self.state.sample, self.control)
         self.state.step += 1
         self.state.sample += self.config.total_batch_tokens // self.config.train.seq_len
-        self.state.count(result, self._due(self.state.step, self.config.checkpoint.every))
+        self.state.count(result)
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
         self._log_step(result, cause)
@@ -258,7 +258,7 @@ class Trainer:
         self.queue.discard()
         failed, target = self.state.step, self._rewind_target()
         with self.watchdog.phase("rewinding"):
-            best = recovery.restore_model(target, self.run_dir, self.model, self.checkpointer, self.control)
+            target, best = recovery.restore_model(target, self.run_dir, self.model, self.checkpointer, self.control)
             self.state.rewind_to(target, best)
             self.control.from_rank0(lambda: self.log.rewind(failed, target, self.state.sample))
         self.batches.close()
@@ -388,4 +388,4 @@ class Trainer:
             closing.callback(self.log.close, failed)
             closing.callback(self.batches.close)
             closing.callback(self.watchdog.stop)
-            closing.callback(self.checkpointer.wait)
+            closing.callback(self._wait_for_save)

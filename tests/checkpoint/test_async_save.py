@@ -139,3 +139,17 @@ def test_wait_raises_bugs_of_the_thread(tmp_path):
     with pytest.raises(TypeError, match="not JSON serializable"):
         saver.wait()
     assert names(tmp_path) == []
+
+
+def test_failed_step_is_that_of_the_last_wait(tmp_path, monkeypatch, capsys):
+    saver = AsyncCheckpointer(tmp_path, keep=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "missing_space", lambda *_: "1 bytes needed, 0 free")
+        saver.save(20, pieces(20), {})
+        saver.wait()
+        assert saver.failed_step == 20 and "could not be written" in capsys.readouterr().err
+    saver.wait()
+    assert saver.failed_step is None
+    saver.save(20, pieces(20), {})
+    saver.wait()
+    assert saver.failed_step is None and names(tmp_path) == [STEP_20]

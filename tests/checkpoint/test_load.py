@@ -111,6 +111,20 @@ def test_latest_checkpoint_refuses_a_run_with_damaged_ones_only(newest, capsys):
     assert capsys.readouterr().err.count("warning: ") == 2
 
 
+def test_latest_checkpoint_passes_over_weights_that_are_not_finite(newest, capsys):
+    """As damage in a GPU's memory leaves them: the files are those that were written."""
+    tensors = example(30)
+    tensors["m"][0] = float("nan")
+    save_checkpoint(newest.parent, 30, tensors, made_state(30), 0, 0)
+    assert latest_checkpoint(newest.parent) == newest
+    assert "warning: skipping damaged" in (err := capsys.readouterr().err) and "m: a NaN or an infinity" in err
+
+
+def test_latest_checkpoint_up_to_a_step(newest):
+    assert latest_checkpoint(newest.parent, 19) == newest.parent / STEP_10
+    assert latest_checkpoint(newest.parent, 20) == newest and latest_checkpoint(newest.parent, 9) is None
+
+
 # ---- finding ----
 
 

@@ -13,13 +13,14 @@ import torch
 
 import gpt2_triton.model.memory_plan
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after, save_checkpoint
 from gpt2_triton.config.load import load_config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed import watchdog
-from gpt2_triton.errors import ConfigError, DataError, NonFiniteError, UserError
+from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError, UserError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import logger, recovery, run_state, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -178,7 +179,8 @@ def test_rewind_continues_from_the_checkpoint_with_later_data(rewound, tmp_path)
     assert [r["loss"] for r in records if "loss" in r] == losses
     state, tensors = final(rewound)
     assert tensors["params"] == bytes(other.model.state.params.cpu().view(torch.uint8).numpy())
-    assert (state["step"], state["sample"], state["skipped"], state["rewinds"]) == (4, 10, 1, 0)
+    assert (state["step"], state["sample"], state["skipped"]) == (4, 10, 1)
+    assert (state["rewinds"], state["rewound_to"]) == (1, 2)
 
 
 def test_rewind_from_memory_or_disk_gives_the_same_bytes(rewound, tmp_path, monkeypatch):
@@ -208,7 +210,7 @@ def test_watchdog_gives_a_rewind_the_time_of_a_slow_phase(bad_data, tmp_path, mo
         [frame] = [info.frame for info in inspect.stack() if info.function == "_rewind"]
         phase = frame.f_locals["self"].watchdog._phase
         factors.append(watchdog.TIMEOUT_FACTORS.get(phase, watchdog.SLOW_PHASE_FACTOR))
-        restore(*arguments)
+        return restore(*arguments)
 
     monkeypatch.setattr(recovery, "restore_model", restore_model)
     assert train(rewind_config(), tmp_path, resume=False) == 0
@@ -339,6 +341,38 @@ def test_rewind_after_without_a_checkpoint_is_refused(tmp_path, every, what):
         load_config(path)
 
 
+@pytest.mark.parametrize("damaged", [[2], [1, 2]], ids=str)
+def test_rewind_passes_over_damaged_checkpoints(bad_data, tmp_path, monkeypatch, capsys, damaged):
+    """Step 3 fails, and the host has no copy of step 2."""
+    rewind = Trainer._rewind
+
+    def after_damage(self):
+        self.checkpointer.wait()
+        for step in damaged:
+            (tmp_path / "checkpoints" / f"step_{step:08d}" / "rank_00000.safetensors").write_bytes(b"")
+        return rewind(self)
+
+    monkeypatch.setattr(recovery, "_restore_from_host", lambda *_: False)
+    monkeypatch.setattr(Trainer, "_rewind", after_damage)
+    config = run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=1, keep=0))
+    if damaged == [2]:
+        assert train(config, tmp_path, resume=False) == 0
+        assert [(r["step"], r["sample"]) for r in metrics(tmp_path) if "rewound_from" in r] == [(1, 6)]
+    else:
+        with pytest.raises(CheckpointError, match="none of 2 verifies; .*, or continue without rewinds by"):
+            train(config, tmp_path, resume=False)
+    assert capsys.readouterr().err.count("warning: skipping damaged") == len(damaged)
+
+
+def test_best_checkpoint_of_a_rewind_target_is_kept(tmp_path):
+    """Steps 2 and 6 are the best up to steps 4 and 8, to which the run may rewind, and step 9 is the best of all."""
+    for step, best in ((2, 2), (4, 2), (6, 6), (8, 6), (9, 9)):
+        save_checkpoint(tmp_path, step, {"params": torch.zeros(1)}, {"best": [best, 1.0]}, keep=1, rewind_every=4)
+    assert sorted(int(p.name[-2:]) for p in tmp_path.iterdir()) == [2, 4, 6, 8, 9]
+    save_checkpoint(tmp_path, 12, {"params": torch.zeros(1)}, {"best": [9, 1.0]}, keep=1, rewind_every=4)
+    assert sorted(int(p.name[-2:]) for p in tmp_path.iterdir()) == [6, 8, 9, 12]
+
+
 def test_checkpoints_that_a_rewind_may_need_are_kept(tmp_path):
     """With keep 1 and two interruptions after step 8, steps 4 and 8, which were due, stay."""
     for step in (4, 8, 9, 10):
@@ -352,11 +386,11 @@ def test_a_rewind_loads_a_step_with_its_own_configuration(tmp_path, monkeypatch)
     """It may have had other tensors in fp8 than the present run."""
     loaded, tensors = [], {"params": torch.zeros(1)}
     monkeypatch.setattr(recovery, "_restore_from_host", lambda *arguments: False)
-    monkeypatch.setattr(recovery, "find_checkpoint", lambda path: path)
+    monkeypatch.setattr(recovery, "latest_checkpoint", lambda directory, last: step_path(directory, last))
     monkeypatch.setattr(recovery, "load_checkpoint", lambda path: ({"config": {"of": path.name}}, tensors))
     model = SimpleNamespace(load=lambda *arguments: loaded.append(arguments))
     control = SimpleNamespace(all_gather=lambda value: [value], from_rank0=lambda function: function())
     checkpointer = SimpleNamespace(add_loaded=loaded.append)
     monkeypatch.setattr(recovery, "_best_at", lambda *arguments: [2, 1.0])
-    assert recovery.restore_model(3, tmp_path, model, checkpointer, control) == (2, 1.0)
+    assert recovery.restore_model(3, tmp_path, model, checkpointer, control) == (3, (2, 1.0))
     assert loaded == [(tensors, {"of": "step_00000003"}), 3]

@@ -12,7 +12,7 @@ from gpt2_triton.training.run_state import MAX_REWINDS, RunState
 
 SAVED = (
     '{"format": 2, "step": 4, "sample": 32, "wandb_id": null, "best": [4, 1.5], "skipped": 1, "outliers": 1, '
-    '"skipped_in_a_row": 0, "without_update": 0, "rewinds": 0, "config": {}, "data": []}'
+    '"skipped_in_a_row": 0, "without_update": 0, "rewinds": 3, "rewound_to": 2, "config": {}, "data": []}'
 )
 
 
@@ -23,10 +23,11 @@ def test_run_state_gives_the_text_of_the_state_json_it_was_read_from():
     assert json.dumps({"format": 2} | state.as_dict() | {"config": {}, "data": []}) == SAVED
 
 
-def test_run_state_of_a_checkpoint_without_best():
+def test_run_state_of_a_checkpoint_of_an_earlier_version():
     saved = json.loads(SAVED)
-    del saved["best"]
-    assert RunState.from_checkpoint(saved).best_step is None
+    del saved["best"], saved["rewound_to"]
+    state = RunState.from_checkpoint(saved)
+    assert state.best_step is None and state.rewound_to == 0
 
 
 def test_best_before_one_that_was_not_saved_is_the_best_again():
@@ -73,12 +74,16 @@ def test_rewind_after_so_many_steps_without_update():
     assert state.rewind_target(config, [4, 8, 10, 12]) == 8
     assert state.rewind_target(config, [6, 7, 12]) == 7 and state.rewind_target(config, [12]) == 0
     state.raise_if_unstable(config, 8, str)  # a rewind comes first
-    state.rewinds = MAX_REWINDS
+    state.rewinds, state.rewound_to = MAX_REWINDS, 4
+    state.raise_if_unstable(config, 8, str)  # those to step 4 do not count
+    state.rewound_to = 8
     with pytest.raises(NonFiniteError, match=f"step 12: .* after {MAX_REWINDS} rewinds to step 8"):
         state.raise_if_unstable(config, 8, str)
     state.rewind_to(8, (4, 1.0))
     assert state.best == (4, 1.0)
     assert (state.step, state.without_update, state.skipped_in_a_row, state.rewinds) == (8, 0, 0, MAX_REWINDS + 1)
+    state.rewind_to(12, None)
+    assert (state.rewinds, state.rewound_to) == (1, 12)
 
 
 def test_raise_if_unstable_without_a_checkpoint_to_rewind_to():

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.format import state_problem
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.distributed.run_lock import RunLock
+from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.kernels import given_table
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
@@ -24,6 +26,7 @@ from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit
 from gpt2_triton.training.trainer import Trainer, make_trainer, train
+from tests.support.checkpoints import TENSORS, reseal
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
 TIMINGS = {"ms", "tok_s", "mfu"}
@@ -96,7 +99,8 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
         train(run_config(), tmp_path, resume=False)
     assert [record["step"] for record in metrics(tmp_path) if "val_loss" in record] == [0]
     assert load_checkpoint(find_checkpoint(tmp_path))[0]["left_out"] == ["eval.every"]
-    assert "\nstopping after this step; a second signal ends at once without a checkpoint\n" in capfd.readouterr().out
+    line = "stopping after this step; a second signal after 1 second ends at once without a checkpoint"
+    assert line in capfd.readouterr().out.splitlines()
     with monkeypatch.context() as patch, pytest.raises(DataError):
         patch.setattr(Trainer, "_train_step", lambda *_: raise_data_error())
         train(run_config(), tmp_path, resume=True)
@@ -158,6 +162,32 @@ def test_what_fp8_keeps_in_bf16_may_change_on_resume(tmp_path):
     assert [start["precision"]["calibrated"] for start in starts] == [True, False, True]
     trained = [record for record in metrics(tmp_path) if "loss" in record]
     assert len(trained) == 3 and all(5 < r["loss"] < 6 and not r.get("skipped") for r in trained)
+
+
+def test_closing_waits_for_a_save_in_the_phase_of_saving(tmp_path, monkeypatch):
+    """Else the watchdog of several ranks, which does not count the save's bytes then, would end it as a hang."""
+    made, phases = make_trainer(run_config(), tmp_path), []
+    monkeypatch.setattr(made.checkpointer, "wait", lambda *_: phases.append(made.watchdog._phase))
+    made.close()
+    assert phases == [SAVING]
+
+
+@pytest.mark.parametrize("change", ["scale is absent", "scale is shorter", "history is of int32"])
+def test_scales_that_do_not_fit_their_configuration_are_refused(tmp_path, change):
+    sections = dict(train=dict(dtype="bf16", precision="fp8", steps=1), eval=dict(every=0))
+    assert train(run_config(**sections), tmp_path, resume=False) == 0
+    step_dir = find_checkpoint(tmp_path)
+    _, tensors = load_checkpoint(step_dir)
+    if change == "history is of int32":
+        tensors["history"] = tensors["history"].to(torch.int32)
+    else:
+        scale = tensors.pop("scale")
+        tensors |= {"scale": scale[1:].clone()} if change == "scale is shorter" else {}
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, step_dir / TENSORS)
+    reseal(step_dir)
+    sections["train"]["steps"] = 2
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        train(run_config(**sections), tmp_path, resume=True)
 
 
 @pytest.mark.slow
