@@ -170,6 +170,7 @@ def guess_scales(state: State, operations: Sequence[Set[str]], loss_scale: float
 
 
 def without_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors but those of the scales."""
     return {name: tensor for name, tensor in tensors.items() if name not in ("scale", "history")}
 
 
