@@ -30,6 +30,7 @@ from gpt2_triton.errors import CheckpointError, ConfigError, DataError, UserErro
 from gpt2_triton.inference import losses
 from gpt2_triton.inference.load import load_for_losses
 from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.training import preemption
 from gpt2_triton.training.logger import Logger
 from tests.conftest import DEVICE
 from tests.support.tiny import tiny_config
@@ -216,6 +217,7 @@ def test_interrupt_saves_and_raises_and_the_run_can_be_resumed(run, tmp_path, mo
 
 def test_second_interrupt_raises_at_once(tmp_path, monkeypatch):
     before = handlers()
+    monkeypatch.setattr(preemption, "REPEAT_WINDOW", -1)  # two Ctrl-C of a user are further apart than a test's signals
     send(monkeypatch, 1, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         gpt2_triton.train(tiny_config(), tmp_path / "run")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.checkpoint.tensor_file import Progress
 from gpt2_triton.console import print_line
@@ -40,6 +41,9 @@ class AsyncCheckpointer:
         self._host: dict[str, Tensor] = {}
         self._step: int | None = None  # of the copy on the host, which the thread writes
         self._own = {loaded}  # steps that this process has read or written
+        self._damaged = {
+            step for step, _ in list_steps(directory) if 0 < loaded < step
+        }  # the run did not resume from them
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.failed_step: int | None = None  # of the save that the last `wait` found to have failed; equal on all ranks
@@ -94,8 +98,9 @@ class AsyncCheckpointer:
     def _write(self, step: int, state: dict[str, Any], began: float, before: Callable[[], None]) -> None:
         try:
             before()
-            own = step in self._own
-            save_checkpoint(self._directory, step, self._host, state, *self._kept, self._control, self._progress, own)
+            own, self._damaged = step in self._own, self._damaged - {step}
+            about = (*self._kept, self._control, self._progress, own, self._damaged)
+            save_checkpoint(self._directory, step, self._host, state, *about)
             self._own.add(step)
             self._slowest = max(self._slowest, time.monotonic() - began)
         except Exception as error:  # raised or reported by the thread that waits

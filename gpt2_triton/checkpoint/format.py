@@ -129,7 +129,7 @@ def enclosing_checkpoint(path: Path) -> Path | None:
 
 
 def _with_parents(path: Path) -> tuple[Path, ...]:
-    path = path.absolute().resolve()
+    path = Path(os.path.realpath(path))  # Path.resolve raises for a link to itself
     return path, *path.parents
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +52,7 @@ def save_checkpoint(
     control: ControlGroup = SINGLE_PROCESS,
     progress: Progress = lambda what, nbytes: None,
     own: bool = True,
+    damaged: Collection[int] = (),
 ) -> Path:
     """Write the checkpoint of `step` under `directory`, prune older ones, return its path.
 
@@ -62,12 +64,13 @@ def save_checkpoint(
 
     `own`: the process has read or written this step before.  Then nothing is written if the checkpoint exists, verifies
     and has this state.  Any other directory of its name is replaced, after a warning unless `own` and it verifies.
+    `damaged`: steps that the run did not resume from, which neither count nor are deleted.
     """
     target, state = step_path(directory, step), {"format": FORMAT, "step": step} | state
     temporary = control.from_rank0(lambda: _begin(directory, target, tensors, state, control.size, own))
     if temporary:
         _write(target, Path(temporary), tensors, state, control, progress)
-        control.from_rank0(lambda: _prune(directory, step, keep, keep_every, rewind_every, best_step(state)))
+        control.from_rank0(lambda: _prune(directory, step, keep, keep_every, rewind_every, best_step(state), damaged))
     return target
 
 
@@ -180,15 +183,25 @@ def discard_after(directory: Path, step: int) -> None:
             _discard(path)
 
 
-def _prune(directory: Path, newest: int, keep: int, keep_every: int, rewind_every: int, best: int | None) -> None:
-    """Delete the steps up to `newest` that `save_checkpoint` need not keep.  A later step is a damaged one, which the
-    run did not resume from: it does not count, nor does one whose state is of another step.
+def _prune(
+    directory: Path,
+    newest: int,
+    keep: int,
+    keep_every: int,
+    rewind_every: int,
+    best: int | None,
+    damaged: Collection[int] = (),
+) -> None:
+    """Delete the steps up to `newest` that `save_checkpoint` need not keep.  A later step is a damaged one too, and
+    does not count, nor does one whose state is of another step.
     """
     steps = []
     for step, path in list_steps(directory):
-        if step <= newest and saved_step(path) == step:
+        if step > newest or step in damaged:
+            continue
+        if saved_step(path) == step:
             steps.append((step, path))
-        elif step <= newest:
+        else:
             print_line(f"warning: {path}: its state is not of this step: it does not count", error=True)
     kept = {best}
     if rewind_every:

@@ -7,11 +7,13 @@ failure.  Any other exception is a bug and keeps its traceback.
 Commands import kernels inside their functions: TRITON_INTERPRET must be set before a kernel is decorated.
 """
 
+import errno
 import os
 import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +26,12 @@ from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
 PATHS = ("run_dir", "data", "source", "out", "o", "json")  # options that take a path
+OF_THE_USER = {  # errors of a path that the user has given, and what to do
+    errno.EACCES: "correct its permissions",
+    errno.EPERM: "correct its permissions",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "it is a link to itself; name a file or directory",
+}
 
 
 def make_app(name: str, help: str | None = None, kind: type[App] = App) -> App:
@@ -59,8 +67,8 @@ def main(app: App, argv: list[str]) -> int:
     except UserError as error:
         return _exit_if_distributed(_fail(str(error), error.exit_code, error.on_every_rank))
     except Exception as error:
-        if isinstance(error, PermissionError) and error.filename is not None:
-            what = f"{error.filename}: {error.strerror}; correct its permissions"
+        if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_USER:
+            what = f"{error.filename}: {error.strerror}; {OF_THE_USER[error.errno]}"
             return _exit_if_distributed(_fail(what, ConfigError.exit_code))
         if not _is_distributed():
             raise
@@ -152,6 +160,8 @@ def select_device(silent: bool = False) -> None:
 
     if device.select_interpreter() and not silent:
         print_line("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU")
+    # numpy's, of losses that are not finite, which a line of the step says
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
 
 
 def require_directory(option: str, file: Path | None) -> None:

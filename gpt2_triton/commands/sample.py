@@ -82,7 +82,7 @@ def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int
         print(flush=True)
     else:
         for n, text in enumerate(continuations(model, tokenizer, prompt, tokens, how, seed, num)):
-            if n and on_terminal:
+            if n:
                 print("---")
             print(shown(text), flush=True)
     seconds = time.perf_counter() - start

@@ -35,6 +35,8 @@ def find(given: str | Path) -> Path:
     if path.name == str(path) and path.suffix not in (".yaml", ".yml"):
         if path.name in known:
             return directory() / f"{path}.yaml"
+        if os.path.isfile(path / "config.yaml"):
+            return path  # its reader says how to continue a run
         raise ConfigError(f"{path}: neither a file nor a recipe; {known_recipes(path.name)}")
     if path.stem in known and not os.path.exists(path):
         raise ConfigError(f"{path}: no such file; the recipe is called {path.stem}, without directory and ending")

@@ -143,7 +143,8 @@ class TrainConfig(ConfigSection):
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
     precision: Literal["bf16", "fp8"] = Field(
         "bf16",
-        description="operands of the layers' products; fp8 needs dtype bf16 and compute capability >= 8.9 or gfx950",
+        description="operands of the layers' products; fp8 needs dtype bf16 and compute capability >= 8.9, "
+        "gfx950 or no GPU",
         json_schema_extra=FREE,
     )
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")

@@ -13,6 +13,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.model.step import StepResult
 
+ADVICE = "lower optim.lr and resume, without the newest checkpoints if that does not help, or start again"
 MAX_REWINDS = 10  # to one checkpoint; if that many did not help, the data is not the cause
 
 
@@ -105,15 +106,14 @@ class RunState:
         if target and target == self.rewound_to and self.rewinds >= MAX_REWINDS:
             raise NonFiniteError(
                 f"step {self.step}: skipped {train.rewind_after} steps in a row again, after {MAX_REWINDS} rewinds to "
-                f"step {target}; lower optim.lr, or move the newest checkpoints away and resume"
+                f"step {target}; {ADVICE}"
             )
         if not target and 0 < train.skip_limit <= self.skipped_in_a_row:
             rewind = ", with no checkpoint before them to rewind to" if train.rewind_after else ""
             raise NonFiniteError(
                 f"step {self.step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row"
                 f"{rewind} (samples up to {self.sample:,}); of the last, {find_losses()}; "
-                f"the last update was step {self.step - self.without_update}: "
-                "lower optim.lr, or move the newest checkpoints away and resume"
+                f"the last update was step {self.step - self.without_update}: {ADVICE}"
             )
 
     def rewind_to(self, step: int, best: tuple[int, float] | None) -> None:

@@ -75,6 +75,10 @@ class Start(NamedTuple):
     notes: list[str]
     changed_data: dict[str, resume.Change]  # by file; empty but with data.allow_changed
 
+    def continued(self, config: Config) -> Config:
+        """Return the configuration with the init_from of the run's beginning, from which its weights are."""
+        return config.model_copy(update={"init_from": _began_from(self.config)}) if self.config else config
+
 
 def open_data(config: Config, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if they, or the configuration, are not the same on all ranks."""
@@ -141,14 +145,21 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
         return Start(RunState(), initial_weights(config), None, None, [], {})
     saved, tensors = load_checkpoint(found)
     changed = resume.check_config(saved["config"], saved_config(config))
+    changed.pop("init_from", None)
     resume.require_steps(found, saved["step"], config.train.steps)
     files = _check_data(found, saved, config, data)
     notes = [f"resuming after step {saved['step']} from {found}"]
+    if config.init_from not in ("scratch", _began_from(saved["config"])):
+        notes.append(f"--init_from {config.init_from} is not used: the run continues with its own weights")
     for key, (then, now) in (resume.as_in_yaml(changed) | resume.with_absent(files)).items():
         notes.append(f"changed: {key} {then} -> {now}")
     if not files and (note := resume.note_of_times(saved, data.saved())):
         notes.append(note)
     return Start(RunState.from_checkpoint(saved), tensors, found, saved["config"], notes, files)
+
+
+def _began_from(saved: dict[str, Any]) -> str:
+    return saved.get("init_from", "scratch")
 
 
 def _check_data(found: Path, saved: dict[str, Any], config: Config, data: Data) -> dict[str, resume.Change]:

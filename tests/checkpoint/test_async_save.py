@@ -15,7 +15,7 @@ from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import FILES_BYTES
 from gpt2_triton.errors import CheckpointError
-from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, content, example, names
+from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, TENSORS, content, example, names, state, write
 
 
 def pieces(step, n=33):
@@ -153,3 +153,17 @@ def test_failed_step_is_that_of_the_last_wait(tmp_path, monkeypatch, capsys):
     saver.save(20, pieces(20), {})
     saver.wait()
     assert saver.failed_step is None and names(tmp_path) == [STEP_20]
+
+
+def test_checkpoints_that_the_run_did_not_resume_from_do_not_count(tmp_path):
+    """Step 20 is damaged, and the run continues after step 10: with keep 2, steps 10 and 25 are the intact ones."""
+    for step in (10, 20):
+        write(tmp_path, step)
+    (tmp_path / STEP_20 / TENSORS).write_bytes(b"")
+    saver = AsyncCheckpointer(tmp_path, keep=2, loaded=10)
+    saver.save(25, pieces(25), state(25))
+    saver.wait(raise_errors=True)
+    assert names(tmp_path) == [STEP_10, STEP_20, "step_00000025"]
+    saver.save(30, pieces(30), state(30))
+    saver.wait(raise_errors=True)
+    assert names(tmp_path) == [STEP_20, "step_00000025", STEP_30]

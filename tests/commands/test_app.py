@@ -330,6 +330,12 @@ def test_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: RUN/metrics.jsonl: Permission denied; correct its permissions\n"
 
 
+def test_run_dir_whose_name_is_too_long_is_one_line(here, capsys):
+    assert main(train_app, ["quickstart", "--run_dir", "x" * 300]) == 2
+    error = capsys.readouterr().err
+    assert error == f"error: {'x' * 300}: File name too long; choose a shorter name\n"
+
+
 def test_bugs_keep_their_traceback():
     def command():
         raise AssertionError("a bug")

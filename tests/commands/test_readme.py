@@ -100,6 +100,7 @@ def workplace(tmp_path_factory):
         state = checkpoints.state(1, config=config.to_dict())
         save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, keep=1)
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
+    (directory / "runs" / "mine" / "config.yaml").write_text(config.to_yaml())
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)

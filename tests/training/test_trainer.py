@@ -172,6 +172,14 @@ def test_closing_waits_for_a_save_in_the_phase_of_saving(tmp_path, monkeypatch):
     assert phases == [SAVING]
 
 
+def test_init_from_of_a_resume_is_not_used_and_not_recorded(tmp_path, capsys):
+    for steps, source in ((1, "scratch"), (2, "checkpoint:nowhere")):
+        config = run_config(train=dict(steps=steps), eval=dict(every=0)).model_copy(update={"init_from": source})
+        assert train(config, tmp_path, resume=steps > 1) == 0
+    assert "--init_from checkpoint:nowhere is not used: the run continues" in capsys.readouterr().out
+    assert "init_from: scratch\n" in (tmp_path / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize("change", ["scale is absent", "scale is shorter", "history is of int32"])
 def test_scales_that_do_not_fit_their_configuration_are_refused(tmp_path, change):
     sections = dict(train=dict(dtype="bf16", precision="fp8", steps=1), eval=dict(every=0))
