@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gpt2_triton.kernels as K
+from gpt2_triton import device
 from gpt2_triton.data.packing import scatter_bounds, scatter_table
 
 GPU = torch.cuda.is_available()
@@ -315,7 +316,7 @@ def comparisons() -> Iterator[Comparison]:
     for HS in (80, 96, 128):
         yield from attention(dataclasses.replace(s, NH=1, C=HS))
     yield from classifier(dataclasses.replace(s, B=1))
-    if not GPU or torch.cuda.get_device_capability() >= (8, 9):
+    if not GPU or device.has_fp8(device.architecture()):
         from benchmarks import fp8_accuracy  # imports this module
 
         yield from fp8_accuracy.comparisons(s)

@@ -8,6 +8,7 @@ import math
 import triton
 import triton.language as tl
 
+from gpt2_triton.kernels.e4m3 import widened
 from gpt2_triton.kernels.tuning import INTERPRET
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -26,8 +27,7 @@ def dot(a, b, acc=None):
     raw bits of bf16, so there the operands are widened first; products of bf16 are exact in fp32.
     """
     if _WIDEN:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        a, b = widened(a), widened(b)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 

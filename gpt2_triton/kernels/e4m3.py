@@ -46,6 +46,16 @@ def to_e4m3(x):
 
 
 @triton.jit
+def widened(x):
+    """Return x of any dtype in fp32.  Triton's interpreter takes the NaN of e4m3 for 480, so there it is put back."""
+    y = x.to(tl.float32)
+    if _EXACT:
+        if x.dtype == tl.float8e4nv:
+            y = tl.where((x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), y)
+    return y
+
+
+@triton.jit
 def row_maxima(top, x):
     """Return the larger of top and the largest |x| of each row, both as bits of fp32."""
     return tl.maximum(top, tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_moments, adamw_update, decayed_update
+from gpt2_triton.kernels.e4m3 import widened
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
@@ -27,7 +28,7 @@ def _tensor_stats_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, PARTS:
     bad = tl.zeros((BLOCK,), tl.float32)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
         i = first + tl.arange(0, BLOCK)
-        size = tl.abs(tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32))
+        size = tl.abs(widened(tl.load(x_ptr + i, mask=i < n, other=0.0)))
         if scale_ptr is not None:
             size /= tl.load(scale_ptr)
         finite = size < float("inf")

@@ -73,8 +73,7 @@ def make_trainer(
     with watchdog.phase("loading"):
         data = open_data(config, control)
         start = restore(found, config, data)
-    config = start.continued(config)
-    model = build_model(config, run_dir, group, control, data, start)
+    model = build_model(config := start.continued(config), run_dir, group, control, data, start)
     return Trainer(
         config,
         run_dir,

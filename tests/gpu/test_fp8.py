@@ -9,6 +9,7 @@ import triton
 
 import gpt2_triton.kernels
 from benchmarks import torch_reference
+from gpt2_triton import device
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.gpt2 import GPT2
 from tests.gpu.test_gpu import exact_gradients, gpt2_config, jit_functions, late_steps
@@ -17,7 +18,7 @@ from tests.support.models import calibrate, train_steps
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 products"
+        torch.cuda.is_available() and not device.has_fp8(device.architecture()), reason="needs fp8 products"
     ),
 ]
 

@@ -126,6 +126,16 @@ def test_levels_that_cast_weights_in_each_micro_step_count_them_once():
     assert 0.9 < shares[0]["qkvw"]["saturated"][0] <= 1
 
 
+@pytest.mark.parametrize("name", ["qkvw", "attprojw", "fcw", "fcprojw", "lnw", "fcb"])
+def test_nan_in_an_operand_skips_the_step(name):
+    """Also where only e4m3 of it is multiplied: its NaN is one in every product."""
+    model = fp8_model()
+    parameter = getattr(model.train_view.w, name)[0]
+    getattr(parameter, "value", parameter).view(-1)[0] = float("nan")
+    [(_, _, applied)] = train_steps(model, 1)
+    assert not applied
+
+
 def test_a_skipped_step_changes_no_scale():
     model = fp8_model()
     before = model.state.history.clone(), model.state.scale.clone()
