@@ -39,7 +39,7 @@ ROOMS = {
 }
 WITHIN = {
     "kernels.hopper": "kernels.hopper kernels.tiles kernels.device_math kernels.e4m3 kernels.tuning",
-    "kernels.device_math": "kernels.tuning",
+    "kernels.device_math": "kernels.e4m3 kernels.tuning",
     "kernels.e4m3": "kernels.tuning",
     "kernels.contract": "",
     "kernels.tuning": "device kernels.table_file kernels.given_table",

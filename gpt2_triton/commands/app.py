@@ -160,7 +160,7 @@ def select_device(silent: bool = False) -> None:
 
     if device.select_interpreter() and not silent:
         print_line("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU")
-    # numpy's, of losses that are not finite, which a line of the step says
+    # numpy's, of losses that are not finite: the line of a skipped step has that
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
 
 
