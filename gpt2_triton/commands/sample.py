@@ -42,7 +42,7 @@ def sample(
     seed: int
         Seed of the first text; each next text adds 1.
     num: int
-        Number of texts; a single one is printed while it is decoded, several one after the other.
+        Number of texts; a single one is printed while it is decoded, several one after the other, with --- between.
     batch: int
         Largest number of texts decoded at once; it changes the speed, not the random numbers of a text.
     """

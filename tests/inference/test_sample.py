@@ -179,13 +179,15 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
 
 @pytest.mark.slow
 def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
-    """5 texts, 2 at once: text i is that of seed + i alone; the rate is on stderr."""
+    """5 texts, 2 at once: text i is that of seed + i alone, with a line of dashes between; the rate is on stderr."""
     sample_command.print_texts(step_dir, "Hello", 3, PLAIN, seed=3, num=5, batch=2)
     out, err = capsys.readouterr()
     assert err.startswith("15 tokens in ")
+    single = []
     for seed in range(3, 8):
         sample_command.print_texts(step_dir, "Hello", 3, PLAIN, seed=seed, num=1, batch=64)
-    assert out == capsys.readouterr().out
+        single.append(capsys.readouterr().out)
+    assert out == "---\n".join(single)
 
 
 @pytest.mark.parametrize(("num", "terminal"), [(1, False), (1, True), (2, True)])
