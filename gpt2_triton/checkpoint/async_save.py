@@ -41,9 +41,7 @@ class AsyncCheckpointer:
         self._host: dict[str, Tensor] = {}
         self._step: int | None = None  # of the copy on the host, which the thread writes
         self._own = {loaded}  # steps that this process has read or written
-        self._damaged = {
-            step for step, _ in list_steps(directory) if 0 < loaded < step
-        }  # the run did not resume from them
+        self._damaged = {step for step, _ in list_steps(directory) if 0 < loaded < step}  # passed over by the resume
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.failed_step: int | None = None  # of the save that the last `wait` found to have failed; equal on all ranks
@@ -98,9 +96,9 @@ class AsyncCheckpointer:
     def _write(self, step: int, state: dict[str, Any], began: float, before: Callable[[], None]) -> None:
         try:
             before()
-            own, self._damaged = step in self._own, self._damaged - {step}
-            about = (*self._kept, self._control, self._progress, own, self._damaged)
-            save_checkpoint(self._directory, step, self._host, state, *about)
+            self._damaged.discard(step)  # it is replaced
+            more = (self._control, self._progress, step in self._own, self._damaged)
+            save_checkpoint(self._directory, step, self._host, state, *self._kept, *more)
             self._own.add(step)
             self._slowest = max(self._slowest, time.monotonic() - began)
         except Exception as error:  # raised or reported by the thread that waits
