@@ -97,8 +97,8 @@ class AsyncCheckpointer:
         try:
             before()
             self._damaged.discard(step)  # it is replaced
-            more = (self._control, self._progress, step in self._own, self._damaged)
-            save_checkpoint(self._directory, step, self._host, state, *self._kept, *more)
+            where, ranks, own = self._directory, (self._control, self._progress), step in self._own
+            save_checkpoint(where, step, self._host, state, *self._kept, *ranks, own, self._damaged)
             self._own.add(step)
             self._slowest = max(self._slowest, time.monotonic() - began)
         except Exception as error:  # raised or reported by the thread that waits
