@@ -1,4 +1,4 @@
-"""Tests of fp8 that need a GPU with fp8 products: gradients at GPT-2's width, equal bits, graphs, and compilation."""
+"""Tests of fp8 that need a GPU with fp8 products: gradients at GPT-2's width, equal bits, graphs, memory, compiling."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,16 @@ from benchmarks import torch_reference
 from gpt2_triton import device
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.gpt2 import GPT2
-from tests.gpu.test_gpu import exact_gradients, gpt2_config, jit_functions, late_steps
+from tests.gpu.test_gpu import (
+    compare_plan_with_memory,
+    exact_gradients,
+    gpt2_config,
+    jit_functions,
+    late_steps,
+    launched_kernels,
+    our_kernels,
+    require_no_allocation,
+)
 from tests.support.models import calibrate, train_steps
 
 pytestmark = [
@@ -31,6 +40,21 @@ def fp8_model(**shape) -> GPT2:
     model = GPT2(fp8_config(**shape), gpt2_triton.kernels, "cuda")
     model.initialise(seed=1)
     return calibrate(model)
+
+
+@pytest.mark.parametrize("keep", ["", "head"])
+def test_a_step_launches_triton_kernels_and_copies_only(keep):
+    kernels = launched_kernels(fp8_model(keep=keep))
+    assert kernels <= our_kernels(), kernels - our_kernels()
+    assert any("scale" in name for name in kernels)  # the trace saw the step
+
+
+def test_plan_equals_the_memory_in_use():
+    compare_plan_with_memory(fp8_model)
+
+
+def test_nothing_allocates_after_the_first_step():
+    require_no_allocation(fp8_model(accumulation=2))
 
 
 @pytest.mark.parametrize("keep", ["", "head", "mlp", "qkv, attproj:1"])
