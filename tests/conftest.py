@@ -19,6 +19,19 @@ import pytest  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--precision", choices=["fp32", "fp8"], default="fp32", help="of tiny_config, unless a test sets it"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("precision") == "fp8":
+        from tests.support import tiny
+
+        tiny.DEFAULT_NUMBERS = {"dtype": "bf16", "precision": "fp8"}
+
+
 def pytest_collection_modifyitems(items):
     """Skip tests of a GPU without one; put the longest test first, so that it does not end after all others."""
     items.sort(key=lambda item: "test_quickstart" not in item.nodeid)

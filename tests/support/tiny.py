@@ -9,15 +9,18 @@ from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.gpt2 import GPT2
 from tests.conftest import DEVICE
 
+DEFAULT_NUMBERS = {"dtype": "fp32"}  # of tiny_config; pytest --precision fp8 replaces them
+
 
 def tiny_config(**sections) -> Config:
     """Return a configuration of 2 layers, one head of 64, T 16, B 2 and 256 tokens; `sections` override it, as in
     tiny_config(train=dict(dtype="bf16")).
     """
+    numbers = {} if "dtype" in sections.get("train", {}) else DEFAULT_NUMBERS
     base = dict(
         model=dict(n_layer=2, n_head=1, n_embd=64, vocab_size=256, block_size=16),
         data=dict(train="builtin", val="builtin", tokenizer="bytes"),
-        train=dict(steps=4, batch_size=2, seq_len=16, dtype="fp32"),
+        train=dict(steps=4, batch_size=2, seq_len=16) | numbers,
         optim=dict(lr=1e-3, warmup=0, schedule="constant"),
         eval=dict(every=0),
     )

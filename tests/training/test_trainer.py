@@ -27,6 +27,7 @@ from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit
 from gpt2_triton.training.trainer import Trainer, make_trainer, train
 from tests.support.checkpoints import TENSORS, reseal
+from tests.support.models import calibrate
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
 TIMINGS = {"ms", "tok_s", "mfu"}
@@ -317,6 +318,8 @@ def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
     made = make_trainer(run_config(), tmp_path)
     try:
         model, loader, first = made.model, made.data.train, 8
+        if model.has_fp8:
+            calibrate(model)
         tokens = loader.batch(first, 4)
         evaluate = model.evaluate
 
