@@ -114,6 +114,16 @@ def _roll_scales_kernel(scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: t
 
 
 @triton.jit
+def _check_amax_kernel(squares_ptr, amax_ptr, N, BLOCK: tl.constexpr):
+    top = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, N, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        top = tl.maximum(top, tl.load(amax_ptr + i, mask=i < N, other=0))
+    if tl.max(top, 0) >= 0x7F800000:  # the bits of infinity; those of NaN are larger
+        tl.store(squares_ptr, float("nan"))
+
+
+@triton.jit
 def _cast_kernel(out_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     top = tl.zeros((BLOCK_R,), tl.int32)
@@ -184,6 +194,14 @@ def cast_operand(x8: Fp8, x: Tensor) -> None:
     )
     if x8.transposed:
         transpose(x8.columns, x8.rows, pairs=False)
+
+
+@contract("squares[1]+ <- amax[A,P]")
+def check_amax(squares: Tensor, amax: Tensor) -> None:
+    """Set squares to NaN if an amax is not finite: e4m3 has no infinity, so that losses and gradients can be finite
+    where an operand is not.
+    """
+    _check_amax_kernel[(1,)](squares, amax, amax.numel(), BLOCK=1024, num_warps=4)
 
 
 @contract("scale[A]+ history[A,H]+ amax[A,P]+ <- step_out[4]")

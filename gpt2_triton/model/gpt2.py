@@ -276,10 +276,8 @@ class GPT2:
             self.comm.precompile()
             for shapes, in_fp8 in ((validated | answered, False), (validated if self.has_fp8 else (), True)):
                 for shape in shapes:
-                    zeros = np.zeros(shape, np.int32)
-                    self.evaluate(zeros, zeros, in_fp8)
-            if self.config.sample.every:
-                s = self.config.sample
+                    self.evaluate(zeros := np.zeros(shape, np.int32), zeros, in_fp8)
+            if (s := self.config.sample).every:
                 self.prefill([0], slice(0, 1))
                 self._decode(s.temperature, s.top_k, 1.0)
         return compiled

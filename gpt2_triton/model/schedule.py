@@ -177,6 +177,8 @@ def update(K: Any, m: Any) -> None:
     K.loss_sum(stats[:1], a.losses, s.step_in)
     for i, g in enumerate(m.norm_grads):
         K.sum_squares(squares, a.scratch, g, i > 0)
+    if m.fp8:
+        K.check_amax(squares, s.amax)
     m.comm.all_reduce_scalars(s.step_out)
     K.clip_factor(stats, squares, s.step_in)
     K.skip_outliers(stats, s.window, s.z, s.step_in)

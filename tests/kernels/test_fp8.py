@@ -115,6 +115,16 @@ def rolled(amax, history=None, applied=1.0):
     return scale, history
 
 
+@pytest.mark.parametrize("value, bad", [(3.4e38, False), (float("inf"), True), (float("nan"), True)])
+def test_an_amax_that_is_not_finite_makes_the_norm_nan(value, bad):
+    """The last cell of the last of 40 tensors is set: those are more cells than a block has."""
+    cells = torch.ones(40, AMAX_CELLS, device=DEVICE)
+    cells[-1, -1] = value
+    squares = torch.tensor([2.0], device=DEVICE)
+    K.check_amax(squares, cells.view(torch.int32))
+    assert squares.isnan().item() if bad else squares.item() == 2.0
+
+
 def test_scales_are_the_largest_powers_of_two_with_margin():
     amax = [1.0, 1.75, 1.7500001, 448.0, 3e-5, 1e30, 224.0]
     scale, history = rolled(amax)

@@ -1,6 +1,7 @@
 """A step in fp8: equal bits at every recompute level, gradients beside those of bf16, scales, what stays in bf16."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -126,14 +127,15 @@ def test_levels_that_cast_weights_in_each_micro_step_count_them_once():
     assert 0.9 < shares[0]["qkvw"]["saturated"][0] <= 1
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["qkvw", "attprojw", "fcw", "fcprojw", "lnw", "fcb"])
-def test_nan_in_an_operand_skips_the_step(name):
-    """Also where only e4m3 of it is multiplied: its NaN is one in every product."""
+def test_an_operand_that_is_not_finite_skips_the_step(name, value):
+    """Also where only e4m3 of it is multiplied, in which infinity is 448."""
     model = fp8_model()
     parameter = getattr(model.train_view.w, name)[0]
-    getattr(parameter, "value", parameter).view(-1)[0] = float("nan")
-    [(_, _, applied)] = train_steps(model, 1)
-    assert not applied
+    getattr(parameter, "value", parameter).view(-1)[0] = value
+    [(_, norm, applied)] = train_steps(model, 1)
+    assert not applied and not math.isfinite(norm)
 
 
 def test_a_skipped_step_changes_no_scale():
