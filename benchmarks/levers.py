@@ -11,8 +11,7 @@
                     metrics.jsonl counts
     bf16_at_end     trains in fp8, if the options say so, up to 9/10 of the steps, and then in bf16; needs --run_dir
 
-One GPU, and no --resume.  benchmarks/losses/levers_d12.yaml is the series of the first four, and of `data.align`, an
-option; fp8_d12.yaml has the last.
+One GPU, and no --resume.  benchmarks/losses/levers_d12.yaml is the series of the first four, fp8_d12.yaml has the last.
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ LATER_KEYS = {
     "data.align": "none",
     "optim.name": "adamw",
     "optim.v": "fp32",
-}  # fatal ones that earlier versions did not save, and what their runs did
+}  # fatal ones that other versions did not save, and what their runs did
 WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 

@@ -94,6 +94,14 @@ class ModelConfig(ConfigSection):
 
 
 class DataConfig(ConfigSection):
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_keys(cls, values: Any) -> Any:
+        """Leave out `align: none`, which runs of development versions have."""
+        if not isinstance(values, dict) or values.get("align") != "none":
+            return values
+        return {key: value for key, value in values.items() if key != "align"}
+
     # The data may move: a resume compares its content by fingerprint.
     train: str = Field(
         "data/fineweb10B/train_*.bin",
@@ -109,11 +117,6 @@ class DataConfig(ConfigSection):
     )
     tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
-    align: Literal["none", "document"] = Field(
-        "none",
-        description="document: each training sequence begins with an end-of-text token, at a document (in two pairs of "
-        "runs the validation loss was 0.055 higher)",
-    )
     allow_changed: bool = Field(
         False,
         description="resume on other data than the checkpoint's, and record what differs",

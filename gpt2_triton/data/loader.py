@@ -1,6 +1,6 @@
 """From shards to packed micro-batches: the order of samples, and a thread that prepares batches ahead.
 
-A window is seq_len + 1 tokens of one shard; windows start seq_len apart, or at documents (document_rows.py); n is their
+A window is seq_len + 1 tokens of one shard; windows start seq_len apart; n is their
 number over all shards.  Global sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutation of
 [0, n) keyed by (seed, epoch).  The order does not depend on batch size, rank or history, so the loader's whole state is
 one integer, the next global sample.
@@ -51,15 +51,11 @@ def permute(index: np.ndarray, epoch: np.ndarray, n: int, seed: int) -> np.ndarr
 
 
 class Windows:
-    """The windows of seq_len + 1 tokens of a list of shards, in one numbering.
+    """The windows of seq_len + 1 tokens of a list of shards, in one numbering."""
 
-    starts: the first token of each window, int32 [windows] for each shard; None: they are seq_len apart
-    """
-
-    def __init__(self, shards: Sequence[Shard], seq_len: int, starts: Sequence[np.ndarray] | None = None):
-        self.shards, self.seq_len, self.starts = shards, seq_len, starts
-        counts = [(shard.count - 1) // seq_len for shard in shards] if starts is None else [*map(len, starts)]
-        self.ends = np.cumsum(counts)
+    def __init__(self, shards: Sequence[Shard], seq_len: int):
+        self.shards, self.seq_len = shards, seq_len
+        self.ends = np.cumsum([(shard.count - 1) // seq_len for shard in shards])
         self.n = int(self.ends[-1])
 
     def read(self, windows: np.ndarray) -> np.ndarray:
@@ -86,16 +82,14 @@ class Windows:
         """Return the shard and the first token there of each window."""
         which = np.searchsorted(self.ends, windows, side="right")
         within = windows.astype(np.int64) - np.where(which, self.ends[which - 1], 0)
-        if self.starts is None:
-            return list(zip(which.tolist(), (within * self.seq_len).tolist(), strict=True))
-        return [(k, int(self.starts[k][i])) for k, i in zip(which.tolist(), within.tolist(), strict=True)]
+        return list(zip(which.tolist(), (within * self.seq_len).tolist(), strict=True))
 
 
 class TrainLoader:
     """Reads any range of global samples; it has no state."""
 
-    def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int, starts: Sequence[np.ndarray] | None = None):
-        self.windows, self.seed = Windows(shards, seq_len, starts), seed
+    def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int):
+        self.windows, self.seed = Windows(shards, seq_len), seed
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
         """Return global samples first_sample ... first_sample + count - 1, int32 [count, seq_len + 1]."""

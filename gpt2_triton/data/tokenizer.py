@@ -66,9 +66,6 @@ class GPT2Tokenizer:
         return [self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]
 
 
-END_OF_TEXT = {kind.name: kind.eot for kind in (ByteTokenizer, GPT2Tokenizer)}
-
-
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer `bytes` or `gpt2`."""

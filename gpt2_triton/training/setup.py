@@ -16,12 +16,11 @@ from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import Progress, format_bytes, print_line
-from gpt2_triton.data.document_rows import row_starts
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.shards import Shard, open_shards
-from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer
+from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
@@ -83,9 +82,7 @@ class Start(NamedTuple):
 def open_data(config: Config, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if they, or the configuration, are not the same on all ranks."""
     T = config.train.seq_len
-    shards, eot = _open_shards(config, "train"), END_OF_TEXT[config.data.tokenizer]
-    starts = row_starts(shards, T, eot) if config.data.align == "document" else None
-    train = TrainLoader(shards, T, config.data.seed, starts)
+    train = TrainLoader(_open_shards(config, "train"), T, config.data.seed)
     validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
     data = Data(train, validation, tasks.hellaswag_of_run(config), tasks.tasks_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())

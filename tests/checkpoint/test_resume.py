@@ -7,7 +7,7 @@ import torch
 
 from gpt2_triton.checkpoint import resume
 from gpt2_triton.checkpoint.sources import initial_weights
-from gpt2_triton.config.config import options
+from gpt2_triton.config.config import Config, options
 from gpt2_triton.errors import CheckpointError
 from tests.support.foreign import checkpoint_of, config_of, random_params
 
@@ -27,7 +27,7 @@ def test_check_tensors_raises_a_table_of_the_differences():
     ]
 
 
-FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size data.tokenizer data.seed data.align
+FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size data.tokenizer data.seed
     train.seq_len train.total_batch_tokens train.dtype train.seed optim.name optim.master optim.v""".split()
 UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]
 
@@ -43,17 +43,24 @@ def test_config_differences_are_fatal_or_free_for_every_key(key):
 
 
 def test_keys_of_later_versions_have_the_value_of_earlier_runs():
-    current = {"data": {"seed": 1, "align": "none"}}
-    assert resume.config_differences({"data": {"seed": 1}}, current) == ({}, {})
-    current["data"]["align"] = "document"
-    assert resume.config_differences({"data": {"seed": 1}}, current) == ({"data.align": ("none", "document")}, {})
+    assert resume.config_differences({"optim": {}}, {"optim": {"name": "adamw", "v": "fp32"}}) == ({}, {})
     fatal, _ = resume.config_differences({"optim": {}}, {"optim": {"name": "muon"}})
     assert fatal == {"optim.name": ("adamw", "muon")}
 
 
+def test_runs_with_the_removed_key_data_align_can_be_read_and_resumed():
+    saved = Config().to_dict()
+    saved["data"]["align"] = "none"
+    assert Config.model_validate(saved) == Config()
+    assert resume.config_differences(saved, Config().to_dict()) == ({}, {})
+    saved["data"]["align"] = "document"  # other rows
+    fatal, _ = resume.config_differences(saved, Config().to_dict())
+    assert fatal == {"data.align": ("document", "none")}
+
+
 CHANGES = {  # a value of each kept key that config_of does not have
     "model": dict(n_layer=3, n_embd=80, n_head=2, vocab_size=301, block_size=32),
-    "data": dict(tokenizer="gpt2", seed=1, align="document"),
+    "data": dict(tokenizer="gpt2", seed=1),
     "train": dict(seq_len=8, total_batch_tokens=32, dtype="bf16", seed=1),
     "optim": dict(name="muon", master="fp32", v="bf16"),
 }

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_triton.data import document_rows
-from gpt2_triton.data.document_rows import row_starts
 from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader, Windows, permute
 from gpt2_triton.data.packing import pack_batch, packed_size
-from gpt2_triton.data.shards import map_tokens, open_shards, write_shard
 from gpt2_triton.errors import DataError
 
 SEQ_LEN, VOCAB = 4, 1000
@@ -111,63 +107,6 @@ def test_train_loader_epoch_has_every_window_once():
 def test_train_loader_resumes_from_one_integer():
     continued = TrainLoader(SHARDS, SEQ_LEN, seed=1).batch(0, 40)[23:]
     np.testing.assert_array_equal(TrainLoader(SHARDS, SEQ_LEN, seed=1).batch(23, 17), continued)
-
-
-# ---- rows that begin at a document ----
-
-EOT = 0
-
-
-@pytest.fixture
-def documents(tmp_path):
-    """Two shards of documents of 1 to 60 tokens, each after an end of text, and one without any."""
-    draw = np.random.default_rng(0)
-    for name, count in (("a", 60), ("b", 40)):
-        lengths = draw.integers(2, 61, count)
-        tokens = draw.integers(1, VOCAB, lengths.sum(), dtype=np.uint16)
-        tokens[np.cumsum(lengths) - lengths] = EOT
-        write_shard(tmp_path / f"{name}.bin", tokens)
-    write_shard(tmp_path / "c.bin", np.arange(1, 500, dtype=np.uint16))
-    return open_shards(str(tmp_path / "*.bin"), VOCAB, SEQ_LEN)
-
-
-def aligned(shards, T, seed=1):
-    return TrainLoader(shards, T, seed, row_starts(shards, T, EOT))
-
-
-@pytest.mark.parametrize("T", [4, 32, 100])
-def test_aligned_rows_begin_with_an_end_of_text_and_share_no_input(documents, T, monkeypatch):
-    monkeypatch.setattr(document_rows, "CHUNK", 64)
-    loader, seen = aligned(documents, T), set()
-    n = loader.windows.n
-    assert 10 < n < sum(shard.count for shard in documents) // T
-    rows = loader.batch(0, n)
-    assert (rows[:, 0] == EOT).all() and rows.shape == (n, T + 1)
-    for sample, row in enumerate(rows):
-        path, _, start = loader.place(sample).partition(":")
-        tokens = map_tokens(Path(path))[int(start) : int(start) + T + 1]
-        assert tokens.tolist() == row.tolist()
-        inputs = {(path, int(start) + i) for i in range(T)}
-        assert not inputs & seen
-        seen |= inputs
-    # nothing is left out but the rest of a row's last document, and the end of a shard
-    for shard in documents[:2]:
-        starts = [place for path, place in seen if path == str(shard.path)]
-        tokens = map_tokens(shard.path)
-        left = sorted({*range(shard.count - T)} - {*starts})
-        assert not any(tokens[place] == EOT for place in left)
-
-
-def test_aligned_rows_resume_from_one_integer(documents):
-    continued = aligned(documents, 32).batch(0, 40)[23:]
-    np.testing.assert_array_equal(aligned(documents, 32).batch(23, 17), continued)
-
-
-def test_data_without_documents_cannot_be_aligned(documents):
-    with pytest.raises(
-        DataError, match="c.bin: no row of train.seq_len begins at a document: .*set data.align to none"
-    ):
-        row_starts(documents[2:], SEQ_LEN, EOT)
 
 
 # ---- validation ----
