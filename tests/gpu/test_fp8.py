@@ -11,6 +11,7 @@ import gpt2_triton.kernels
 from benchmarks import torch_reference
 from gpt2_triton import device
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
+from gpt2_triton.inference.generate import fill_cache
 from gpt2_triton.model.gpt2 import GPT2
 from tests.gpu.test_gpu import (
     compare_plan_with_memory,
@@ -100,6 +101,6 @@ def test_a_run_compiles_nothing_after_compile():
         zeros = np.zeros((model.B, model.T), np.int32)
         for in_fp8 in (False, True):
             model.evaluate(zeros, zeros, in_fp8)
-        model.prefill([1, 2, 3], slice(0, 1))
+        fill_cache(model, [[1, 2, 3]], 0, seeds=[7])
         model.decode(1.0, 0, 1.0)
     assert late == []
