@@ -21,7 +21,7 @@ no run begins.  With --minutes no run begins that would end later, by the time t
 
 The training loss is the mean of the last fifth of the steps; spikes show in the largest loss_z of a step.
 The report gives the mean and standard deviation of each arm, and the mean difference of the pairs with its 95% interval
-by Student's t.  Runs on different data are no pair.
+by Student's t, and says how many pairs are of two commits or from two kinds of GPU.  Runs on other data are no pair.
 """
 
 import math

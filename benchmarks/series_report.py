@@ -43,18 +43,32 @@ class Difference(NamedTuple):
         return f"{self.mean:+.4f}" + (f" +- {self.half:.4f}" if math.isfinite(self.half) else "")
 
 
-def difference(rows: Sequence[Result], arm: str, baseline: str, key: str) -> Difference | None:
-    """Return what `arm` has more of `key` than `baseline`, over the seeds of both on the same data; None without a
-    pair.
-    """
+def pairs(rows: Sequence[Result], arm: str, baseline: str, key: str) -> list[tuple[Result, Result]]:
+    """Return the results of both arms that have a `key`, by seed, on the same data."""
     ours, others = (
         {row["seed"]: row for row in rows if row["arm"] == name and row.get(key) is not None}
         for name in (arm, baseline)
     )
-    seeds = [seed for seed in sorted(ours) if seed in others and same_data(ours[seed], others[seed])]
-    if not seeds:
+    shared = [(ours[seed], others[seed]) for seed in sorted(ours) if seed in others]
+    return [pair for pair in shared if same_data(*pair)]
+
+
+def unlike_pairs(rows: Sequence[Result], arm: str, baseline: str) -> list[str]:
+    """Return a line for each record of a run in which the halves of some pairs differ."""
+    lines, both = [], pairs(rows, arm, baseline, "train_loss")
+    for key, words in (("commit", "of two commits"), ("device", "from two kinds of GPU")):
+        if unlike := sum(key in a and key in b and a[key] != b[key] for a, b in both):
+            lines.append(f"{arm}: {unlike} of {len(both)} pairs with {baseline} are {words}")
+    return lines
+
+
+def difference(rows: Sequence[Result], arm: str, baseline: str, key: str) -> Difference | None:
+    """Return what `arm` has more of `key` than `baseline`, over the seeds of both on the same data; None without a
+    pair.
+    """
+    found = [mine[key] - other[key] for mine, other in pairs(rows, arm, baseline, key)]
+    if not found:
         return None
-    found = [ours[seed][key] - others[seed][key] for seed in seeds]
     n, half = len(found), math.inf
     if n > 1:
         half = student_t(n - 1) * statistics.stdev(found) / math.sqrt(n)
@@ -68,7 +82,9 @@ def arms_of(series: Series, rows: Sequence[Result]) -> list[str]:
 
 
 def report(series: Series, rows: Sequence[Result]) -> str:
-    """Return the table of a series: a line for each arm that has a result, with the difference of its pairs."""
+    """Return the table of a series: a line for each arm that has a result, with the difference of its pairs; below it
+    what their halves do not share.
+    """
     head = (
         "arm",
         "runs",
@@ -81,7 +97,7 @@ def report(series: Series, rows: Sequence[Result]) -> str:
         "difference in training",
         "in validation",
     )
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines, notes = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)], []
     for arm in arms_of(series, rows):
         mine = [row for row in rows if row["arm"] == arm]
         cells = [arm, str(len(mine))]
@@ -98,7 +114,8 @@ def report(series: Series, rows: Sequence[Result]) -> str:
             found = difference(rows, arm, other, key) if other else None
             cells.append(f"{found} ({found.pairs}){against}" if found else "")
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        notes += unlike_pairs(rows, arm, other) if other else []
+    return "\n".join([*lines, *notes])
 
 
 def plot(series: Series, rows: Sequence[Result], out: Path) -> None:

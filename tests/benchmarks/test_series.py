@@ -429,6 +429,15 @@ def test_runs_on_different_data_are_no_pair():
     assert series_report.difference(rows, "b", "a", "train_loss") == (2, 0.5, 0.0)
 
 
+def test_pairs_of_two_commits_or_kinds_of_gpu_are_told():
+    rows = [row("a", 0, 2.0, commit="1", device="H200"), row("a", 1, 2.0, commit="1", device="H200"), row("a", 2, 2.0)]
+    rows += [row("b", 0, 2.1, commit="1", device="H200"), row("b", 1, 2.1, commit="2", device="H100")]
+    rows += [row("b", 2, 2.1, commit="2", device="H100")]  # the other half does not say
+    told = ["b: 1 of 3 pairs with a are of two commits", "b: 1 of 3 pairs with a are from two kinds of GPU"]
+    runs = [Run(arm, seed, {}) for seed in range(3) for arm in ("a", "b")]
+    assert series_report.report(Series("c", runs, "a"), rows).splitlines()[4:] == told
+
+
 def test_results_without_a_program_are_of_the_package(refused, done, tiny):
     rows = read_results(done)[1:2]
     del rows[0]["program"]
