@@ -84,6 +84,8 @@ def is_own_run(source: str) -> bool:
 def _config_and_tensors(source: str) -> tuple[Path, Config, dict[str, Tensor]]:
     kind, _, where = source.partition(":")
     step_dir, state, tensors = read_checkpoint(Path(where if kind == "checkpoint" and where else source))
+    if isinstance(data := state["config"].get("data"), dict):
+        data.pop("align", None)  # a key of development versions, on which no weight depends
     try:
         config = Config.model_validate(state["config"])
     except ValidationError as error:

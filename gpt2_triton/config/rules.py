@@ -43,7 +43,7 @@ def _model_conflicts(config: "Config") -> Iterator[Problem]:
     if o.master == "fp32" and t.dtype == "fp32":
         yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
     if t.precision == "fp8" and t.dtype == "fp32":
-        yield "train.precision", "fp8 goes with train.dtype bf16; set either to bf16"
+        yield "train.precision", "fp8 needs train.dtype bf16, got fp32; set train.dtype to bf16"
     if t.precision == "fp8" and t.seq_len % 16:
         yield "train.seq_len", f"train.precision fp8 needs a multiple of 16, got {t.seq_len}; change it"
     try:

@@ -146,7 +146,8 @@ class StatsRecorder:
             names = self._fp8_names
             passes = [1 if name in WEIGHTS else micro_steps for name in names]
             elements = np.array(self._fp8_elements) * passes * len(found)
-            shares = (counts / np.maximum(elements, 1)[:, None]).T
+            # NaN, null in the record, for tensors that stay in bf16
+            shares = np.where(elements > 0, counts.T / np.maximum(elements, 1), math.nan)
             _append(record.setdefault("fp8", {}), names, dict(zip(FP8, shares, strict=True)))
         return record
 
@@ -243,8 +244,8 @@ def format_summary(record: Record) -> str:
         most, where = max((math.inf if v is None else v, where) for v, where in values)
         parts.append(f"largest {what} {most:.3g} in {where}")
     if "fp8" in record:
-        shares = [(v, fp8_name(n, i)) for n, c in record["fp8"].items() for i, v in enumerate(c["saturated"])]
-        share, where = max(shares)
+        tensors = [(v, fp8_name(n, i)) for n, c in record["fp8"].items() for i, v in enumerate(c["saturated"])]
+        share, where = max((v, where) for v, where in tensors if v is not None)
         parts.append(f"most saturated fp8 tensor {where}, {share:.2%}" if share else "no fp8 tensor saturated")
     bad = first_non_finite(record)
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))

@@ -20,7 +20,7 @@ class SaturationWatch:
         lines = []
         for name, columns in record.get("fp8", {}).items():
             for i, share in enumerate(columns["saturated"]):
-                n = self._records.get((name, i), 0) + 1 if share > SHARE else 0
+                n = self._records.get((name, i), 0) + 1 if share is not None and share > SHARE else 0
                 self._records[name, i] = n
                 if n == RECORDS:
                     lines.append(_note(name, i, share))

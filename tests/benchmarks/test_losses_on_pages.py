@@ -39,17 +39,18 @@ def tokens_for(loss, arms, less, more, arm="best muon, "):
     return less / 100 * (more / less) ** share
 
 
-def test_difference_of_fp8_at_124m_is_worth_the_tokens_that_the_pages_state():
+def test_differences_of_fp8_at_124m_and_their_price_are_those_of_the_pages():
     arms = losses("fp8_d12")
     mean, half = difference(arms, "fp8", "bf16")
     slope = difference(arms, "bf16 80%", "bf16")[0] / math.log(1 / 0.8)
-    worth = f"at most what {100 * -math.expm1(-(mean + half) / slope):.1f}% of the tokens are worth"
-    assert worth in README.read_text() and worth in TRAINING.read_text()
-    mean, half = difference(arms, "muon, fp8", "muon")
-    with_muon = f"with Muon differed by {mean:+.3f} ± {half:.3f}"
-    assert with_muon in README.read_text() and with_muon in TRAINING.read_text()
+    worth = 100 * -math.expm1(-(mean + half) / slope)
+    assert f"an interval from -1.1% to {worth:.1f}%" in (ROOT / "docs" / "engineering" / "fp8.md").read_text()
+    with_muon = difference(arms, "muon, fp8", "muon")
+    for page in (README.read_text(), TRAINING.read_text()):
+        assert f"with Muon {with_muon[0]:+.3f} ± {with_muon[1]:.3f} (four pairs" in page
+        assert f"with AdamW {mean:+.3f} ± {half:.3f} (14 pairs)" in page
     mean, half = difference(arms, "muon, fp8, logits too", "muon")
-    assert f"with the logits in fp8 too by {mean:+.3f} ± {half:.3f}" in README.read_text()
+    assert f"with the logits in fp8 too {mean:+.3f} ± {half:.3f}" in README.read_text()
 
 
 @pytest.mark.parametrize("arm, keys", [("muon, fp8", ("train_loss", "val_loss", "ms")),
@@ -72,7 +73,7 @@ def test_difference_of_fp8_at_1558m_is_that_of_the_pages():
     mean, half = difference(losses("fp8_d48"), "fp8, lr / 8", "bf16, lr / 8")
     ms = [statistics.fmean(losses("fp8_d48", "ms")[arm].values()) for arm in ("fp8, lr / 8", "bf16, lr / 8")]
     for page in (README.read_text(), TRAINING.read_text()):
-        assert f"at 1558M by {mean:+.2f} ± {half:.2f}" in page
+        assert f"at 1558M {mean:+.2f} ± {half:.2f} (three pairs" in page
         assert f"and {100 - 100 * ms[0] / ms[1]:.0f}% at 1558M" in page
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from gpt2_triton.checkpoint import resume
 from gpt2_triton.checkpoint.sources import initial_weights
@@ -54,6 +55,8 @@ def test_runs_with_the_removed_key_data_align_can_be_read_and_resumed():
     assert Config.model_validate(saved) == Config()
     assert resume.config_differences(saved, Config().to_dict()) == ({}, {})
     saved["data"]["align"] = "document"  # other rows
+    with pytest.raises(ValidationError, match="data.align: was removed, as it ended 0.07 higher"):
+        Config.model_validate(saved)
     fatal, _ = resume.config_differences(saved, Config().to_dict())
     assert fatal == {"data.align": ("document", "none")}
 

@@ -14,7 +14,9 @@ from gpt2_triton.model.buffers import State
 from gpt2_triton.model.fp8 import Fp8Buffers
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import plan_memory
+from gpt2_triton.model.tensor_stats import format_summary, format_table
 from gpt2_triton.training.lr_schedule import step_inputs
+from gpt2_triton.training.saturation import SaturationWatch
 from tests.conftest import DEVICE
 from tests.model.test_lifetimes import poison
 from tests.support.models import batches, train_steps
@@ -108,6 +110,21 @@ def test_every_tensor_has_a_scale_that_fits_it():
     assert (amax > 0).all() and not model.state.amax.any()
     # a scale leaves a factor of 2 to 4, and the step has another batch too, whose maxima differ by a factor of up to 4
     assert (amax * scale < 448).all() and (amax * scale > 448 / 16).all()
+
+
+def test_statistics_have_no_shares_of_tensors_that_stay_in_bf16():
+    model = fp8_model(keep="mlp, attproj:1", stats_every=1)
+    model.begin_step(step_inputs(0, model.config, 1 / 64), 0, 1, with_stats=True)
+    for micro, (ids, targets) in enumerate(batches(model.config, 2)):
+        model.micro_step(pack_batch(None, ids.numpy(), targets.numpy(), 300), first=micro == 0)
+    step = model.end_step()
+    step.result()
+    record = model.stats_recorder.read(step.stats, 2, SINGLE_PROCESS)
+    known = {name: [share is not None for share in columns["zero"]] for name, columns in record["fp8"].items()}
+    assert known["qkvw"] == [True, True] and known["fcw"] == [False, False]
+    assert known["attprojw"] == known["att"] == [True, False] and known["lnf"] == [True]
+    assert "fcw[0]                     -             -" in format_table(record)
+    assert "fp8 tensor" in format_summary(record) and SaturationWatch().notes(record) == []
 
 
 def test_levels_that_cast_weights_in_each_micro_step_count_them_once():
@@ -211,7 +228,7 @@ def test_forward_pass_between_steps_overlaps_no_state():
 @pytest.mark.parametrize(
     "sections, key, what",
     [
-        (dict(train=dict(dtype="fp32", precision="fp8")), "train.precision", "goes with train.dtype bf16"),
+        (dict(train=dict(dtype="fp32", precision="fp8")), "train.precision", "needs train.dtype bf16, got fp32"),
         (dict(train=dict(dtype="bf16", precision="fp8", seq_len=8)), "train.seq_len", "a multiple of 16"),
         (dict(fp8=dict(keep_bf16="wte")), "fp8.keep_bf16", "wte: expected head, qkv, attproj, mlp, a layer, both"),
         (dict(fp8=dict(keep_bf16="head:0")), "fp8.keep_bf16", "head:0: expected"),
