@@ -132,7 +132,7 @@ def find_non_finite_losses(
     if unread := next((unread for *_, unread in found if unread), ""):
         return f"the losses cannot be computed again ({unread})"
     if not any(place for _, _, place, _ in found):
-        return "its losses are finite when computed again, so a gradient is not"
+        return "its losses are finite when computed again, so a gradient, or in fp8 an operand, is not"
     first_rank, where = next((rank, place) for rank, (_, _, place, _) in enumerate(found) if place)
     counts = f"{sum(bad for bad, *_ in found):,} of its {sum(rows for _, rows, *_ in found):,} sequences"
     return f"the losses of {counts} are not finite, the first on rank {first_rank} at {where}"
