@@ -276,7 +276,7 @@ def in_every_way(directory):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
 @pytest.mark.parametrize("n", [2, 3])
 def test_ranks_give_the_bytes_of_one_rank_for_equal_sums_of_gradients(tmp_path, n):
-    """At every ZeRO stage, by copies and by collectives: matrices are whole, and momentum moves once."""
+    """At every ZeRO stage, by copies and by collectives: matrices are whole, and momentum moves once a step."""
     want, _, _ = after_two_updates(0, ONE)
     for way, of_ranks in zip(
         WAYS, zip(*ranks.run(n, tmp_path / "stderr", in_every_way, tmp_path), strict=True), strict=True
