@@ -219,32 +219,36 @@ ONE = None  # instead of a group: a single rank
 WAYS = [(zero, shared) for zero in (0, 1, 2) for shared in (True, False)]
 
 
-def write_gradients(model, tensors, step):
-    """Set these gradients to small random integers on rank 0 and zeros on others: sums and norms of them are exact."""
-    generator = torch.Generator().manual_seed(step)
+def write_gradients(model, tensors, seed, micro, add):
+    """Set these gradients to small random integers on one rank, another in each micro-step, and to zeros on others, or
+    add them: sums and norms of them are exact.
+    """
+    generator = torch.Generator().manual_seed(seed)
     for g in tensors:
-        g.copy_(torch.randint(-3, 4, g.shape, generator=generator) * (model.rank == 0))
+        found = torch.randint(-3, 4, g.shape, generator=generator) * (model.rank == micro % model.dims["ranks"])
+        g.copy_(found + g if add else found)
 
 
-def backward(model, step):
-    """Write gradients where a backward pass writes them, and send them as it does."""
-    view, L = model.train_view, model.dims["L"]
+def backward(model, step, micro):
+    """Write the gradients of one of two micro-steps where a backward pass writes them, and send them as it does."""
+    view, L, seed = model.train_view, model.dims["L"], 100 * step + 10 * micro
     view.a.losses.zero_()
     view.a.losses[0] = float(model.rank == 0)
-    view.comm.begin_micro_step(True, True)
+    view.comm.begin_micro_step(micro == 0, micro == 1)
     for l in reversed(range(L)):
         view.comm.wait_grad_buffer(l)
-        write_gradients(model, (view.g.qkvw[l], view.g.attprojw[l], view.g.fcw[l], view.g.fcprojw[l]), 10 * step + l)
+        matrices = (view.g.qkvw[l], view.g.attprojw[l], view.g.fcw[l], view.g.fcprojw[l])
+        write_gradients(model, matrices, seed + l, micro, micro == 1 and not view.grads_sharded)
         if l == 0:
             rest = (view.g.wte, view.g.wpe, *(getattr(view.g, name) for name in REST))
-            write_gradients(model, rest, 10 * step + L)
+            write_gradients(model, rest, seed + L, micro, micro == 1)
             view.comm.reduce_grads(NOT_A_LAYER)
         view.comm.reduce_grads(l)
     view.comm.end_micro_step()
 
 
 def after_two_updates(zero, group):
-    """Return what this rank saves after two updates, as arrays, and its spans."""
+    """Return what this rank saves after two updates of two micro-steps each, as arrays, and its spans."""
     train = dict(batch_size=6, seq_len=8, total_batch_tokens=48)
     config = tiny_config(model=EXACT["model"], train=train, optim=MUON, parallel=dict(zero=zero))
     model = GPT2(config, reference, "cpu", dtypes=F64, group=group)
@@ -252,7 +256,8 @@ def after_two_updates(zero, group):
     model.state.params[: model.dims["Vp"] * model.dims["C"]] = 0.1
     for step in range(2):
         model.begin_step(step_inputs(step, config, 1.0), step, 1)
-        backward(model, step)
+        for micro in range(2):
+            backward(model, step, micro)
         assert model.end_step().result().applied
     model.comm.gather_params()
     flat = {name: torch.cat([part.flatten() for part in parts]) for name, parts in model.local_shards().items()}
