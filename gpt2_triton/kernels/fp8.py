@@ -199,7 +199,7 @@ def cast_operand(x8: Fp8, x: Tensor) -> None:
 @contract("squares[1]+ <- amax[A,P]")
 def check_amax(squares: Tensor, amax: Tensor) -> None:
     """Set squares to NaN if an amax is not finite: e4m3 has no infinity, so that losses and gradients can be finite
-    where an operand is not.  On Hopper an input of GELU is cut off at 65,504 before its amax.
+    where an operand is not.
     """
     _check_amax_kernel[(1,)](squares, amax, amax.numel(), BLOCK=1024, num_warps=4)
 

@@ -1,6 +1,7 @@
 """fp8 operands: rounding bit by bit, maxima and scales, and products against float64 of the dequantised operands."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -360,6 +361,19 @@ def test_derivative_of_gelu_far_from_0_is_1_or_0(far, rng):
     product = dequantised(dout) @ dequantised(w2)
     got = dequantised(dpre)
     assert (got[:, 1::2] == 0).all() and error(got[:, ::2], product[:, ::2]) < 0.03  # e4m3's own 0.027
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered in exp")
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinite_bias_is_seen(value, rng):
+    """In the output, as NaN, or in amax; check_amax and the norm then skip the step.  On Hopper an input of GELU
+    beyond fp16 is cut off, which infinity must not be.
+    """
+    a, w = product_operands(rng, 128, 256, C)
+    b, out = torch.zeros(256, dtype=BF16, device=DEVICE), operand(128, 256, 16.0)
+    b[[3, 200]] = value  # in both halves of Hopper's tile
+    K.matmul_gelu(out, poisoned(128, 256).to(torch.uint8), a, w, b)
+    assert out.rows.float()[:, [3, 200]].isnan().all() or not math.isfinite(amax_of(out))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

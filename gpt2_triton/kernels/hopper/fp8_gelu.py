@@ -173,8 +173,9 @@ def fp8_multiply_partition(
         right = right * factor
         if b_ptr is not None:
             cols = n + gl.arange(0, HALF, layout=gl.SliceLayout(0, HALF_LAYOUT))
-            left += gl.load(b_ptr + cols).to(gl.float32)[None, :]
-            right += gl.load(b_ptr + HALF + cols).to(gl.float32)[None, :]
+            b, b_right = gl.load(b_ptr + cols).to(gl.float32), gl.load(b_ptr + HALF + cols).to(gl.float32)
+            left += (b + 0.0 * b)[None, :]  # NaN if b is infinite, as to_fp16 saturates
+            right += (b_right + 0.0 * b_right)[None, :]
         mbarrier.wait(c.empty, (turn & 1) ^ 1)
         c.buf.index(0).store(to_fp16(left, not DGELU))
         c.buf.index(1).store(to_fp16(right, not DGELU))
