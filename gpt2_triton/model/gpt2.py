@@ -26,7 +26,7 @@ from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.memory_plan import out_of_memory, plan_memory, recompute_levels, require_fits
 from gpt2_triton.model.step import STEPS, InFlightStep
-from gpt2_triton.model.tensor_stats import StatsRecorder, first_non_finite
+from gpt2_triton.model.tensor_stats import StatsRecorder
 from gpt2_triton.model.view import ModelView, make_view
 
 
@@ -161,8 +161,7 @@ class GPT2:
         self._with_stats, n = True, 0
         for n, packed in enumerate(batches, start=1):
             self.micro_step(packed, first=n == 1, last=False)
-        fp8.clear(self.state.amax)
-        return first_non_finite(self.stats_recorder.read([self.stats_recorder.buffers[0].cpu()], n, control))
+        return self.stats_recorder.first_non_finite(n, control)
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
         if self.eager:
@@ -276,7 +275,8 @@ class GPT2:
             self.comm.precompile()
             for shapes, in_fp8 in ((validated | answered, False), (validated if self.has_fp8 else (), True)):
                 for shape in shapes:
-                    self.evaluate(zeros := np.zeros(shape, np.int32), zeros, in_fp8)
+                    zeros = np.zeros(shape, np.int32)
+                    self.evaluate(zeros, zeros, in_fp8)
             if (s := self.config.sample).every:
                 self.prefill([0], slice(0, 1))
                 self._decode(s.temperature, s.top_k, 1.0)

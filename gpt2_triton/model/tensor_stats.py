@@ -24,7 +24,7 @@ from torch import Tensor
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.buffers import Acts, Params, State, param_entries, tracked_activations
-from gpt2_triton.model.fp8 import HEAD_SCALES, scales
+from gpt2_triton.model.fp8 import HEAD_SCALES, clear, scales
 
 WRITERS = {  # launcher: the output, by position in its contract, that it writes, and the output's name in the records
     "embedding_fwd": (0, "x"),
@@ -52,7 +52,8 @@ class StatsRecorder:
         has_fp8 = state.fp8_stats is not None
         self.buffers = (state.act_stats, state.par_stats, *([state.fp8_stats] if has_fp8 else []))
         self._writers = WRITERS | ({"matmul_gelu": (0, "fcg")} if has_fp8 else {})
-        self._scale, self._fp8_names = state.scale, [name for name, _ in scales(fp8)]
+        self._scale, self._amax, self._fp8_scales = state.scale, state.amax, scales(fp8)
+        self._fp8_names = [name for name, _ in self._fp8_scales]
         self._fp8_elements = [0] * dims["A"]
         for buffer in self.buffers:
             K.fill(buffer, 0.0)
@@ -150,6 +151,19 @@ class StatsRecorder:
             shares = np.where(elements > 0, counts.T / np.maximum(elements, 1), math.nan)
             _append(record.setdefault("fp8", {}), names, dict(zip(FP8, shares, strict=True)))
         return record
+
+    def first_non_finite(self, micro_steps: int, control: ControlGroup) -> str:
+        """Return in words the first tensor with non-finite elements in the gradients that were computed last; if there
+        is none, the first fp8 tensor whose amax is not finite, or "".  Clears amax.  All ranks call it.
+        """
+        found = first_non_finite(self.read([self.buffers[0].cpu()], micro_steps, control))
+        if not self._fp8_scales:
+            return found
+        bits = control.all_gather(self._amax.cpu().numpy().max(1).tolist())
+        amax = np.max(np.array(bits, np.int32), axis=0).view(np.float32)
+        clear(self._amax)
+        bad = (fp8_name(*scale) for scale, most in zip(self._fp8_scales, amax, strict=True) if not np.isfinite(most))
+        return found or next((f"{name} (before it is rounded to e4m3)" for name in bad), "")
 
 
 def _combine_parts(partials: Tensor) -> np.ndarray:

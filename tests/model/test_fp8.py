@@ -155,6 +155,15 @@ def test_an_operand_that_is_not_finite_skips_the_step(name, value):
     assert not applied and not math.isfinite(norm)
 
 
+def test_an_infinite_weight_is_named():
+    """No tensor of the step that is computed again has a non-finite element: in e4m3 infinity is 448."""
+    model = fp8_model(stats_every=1)
+    model.train_view.w.fcw[1].value[0, 0] = float("inf")
+    packed = [pack_batch(None, ids.numpy(), targets.numpy(), 300) for ids, targets in batches(model.config, 2)]
+    assert model.first_non_finite(packed, SINGLE_PROCESS) == "fcw of layer 1 (before it is rounded to e4m3)"
+    assert not model.state.amax.any()
+
+
 def test_a_skipped_step_changes_no_scale():
     model = fp8_model()
     before = model.state.history.clone(), model.state.scale.clone()
