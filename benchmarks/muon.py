@@ -4,8 +4,8 @@ python -m benchmarks.muon [SIZE ...]     default d12 d48
 
 For each size: the error of each kernel and PyTorch's for the same storage; the singular values of the orthogonalised
 momentum of random gradients; milliseconds and TFLOP/s of each launch, with the products of a symmetric matrix counted
-once; the update and a step of one micro-batch with either optimizer, AdamW's again after Muon's because clocks drift.
-The share of a step of the recipe's tokens is calculated from them.  Exit code 1 if a kernel is out of its bound.
+once; the update with either optimizer; steps of the recipe's tokens with either in turn, because clocks drift.  Exit
+code 1 if a kernel is out of its bound.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import triton
 import gpt2_triton.kernels as K
 from benchmarks import accuracy
 from benchmarks.our_gpt2 import run_steps
-from benchmarks.sizes import SIZES, T, config_of, tokens_of
+from benchmarks.sizes import SIZES, config_of, tokens_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
@@ -29,8 +29,9 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.muon import POLAR_EXPRESS, MatrixClass
 from gpt2_triton.model.view import ModelView
 
-STEPS, WARM = 24, 6
-STEP_TOKENS = {"d48": 1_048_576}  # of the recipe; 524,288 of the others
+RECIPE_TOKENS = {"d48": 1_048_576}  # a step's; 524,288 with the other sizes
+RESIDENT = {"d48": 8}  # sequences of a micro-batch of which two models fit into 80 GB; SIZES' with the others
+PAIRS = {"d48": 3}  # timed steps with each optimizer, after one; 20 with the other sizes
 
 
 def check_kernels(C: int) -> bool:
@@ -45,11 +46,14 @@ def check_kernels(C: int) -> bool:
 
 
 def model_of(size: str, optimizer: str) -> GPT2:
-    config = config_of(size, *SIZES[size])
-    config = Config.model_validate(config.to_dict() | {"optim": config.optim.model_dump() | {"name": optimizer}})
-    model = GPT2(config, K, "cuda")
+    """Return a model that takes steps of the recipe's tokens."""
+    config = config_of(size, RESIDENT.get(size, SIZES[size].batch), SIZES[size].recompute)
+    sections = config.to_dict()
+    sections["optim"] |= dict(name=optimizer)
+    sections["train"] |= dict(total_batch_tokens=RECIPE_TOKENS.get(size, 524_288))
+    model = GPT2(Config.model_validate(sections), K, "cuda")
     model.compile()
-    model.initialise(config.train.seed)
+    model.initialise(model.config.train.seed)
     return model
 
 
@@ -57,16 +61,25 @@ def milliseconds(launch: Callable[[], None]) -> float:
     return triton.testing.do_bench_cudagraph(launch, rep=200)
 
 
-def times(size: str, optimizer: str) -> tuple[float, float]:
-    """Return the milliseconds of an update and of a step of one micro-batch; with Muon print those of its launches."""
-    model = model_of(size, optimizer)
-    packed = pack_batch(None, *tokens_of(model.B), model.config.model.vocab_size).pin_memory()
-    steps = [result.seconds * 1e3 for result in run_steps(model, packed, range(STEPS))][WARM:]
-    update = milliseconds(lambda: model._update(False))
-    if optimizer == "muon":
-        print_launches(model.train_view)
-    model.release_graphs()
-    return update, statistics.median(steps)
+def time_updates(models: dict[str, GPT2]) -> None:
+    updates = {name: milliseconds(lambda model=model: model._update(False)) for name, model in models.items()}
+    print("update: " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in updates.items()))
+
+
+def time_steps(models: dict[str, GPT2], pairs: int) -> None:
+    """Time steps with each optimizer in turn; print their medians, and that of the pairs' differences."""
+    adamw = models["adamw"]
+    packed = pack_batch(None, *tokens_of(adamw.B), adamw.config.model.vocab_size).pin_memory()
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(pairs + 1):
+        for name, model in models.items():
+            [result] = run_steps(model, packed, range(number, number + 1))
+            times[name].append(result.seconds * 1e3)
+    for name, each in times.items():
+        print(f"{name:<6} step of {adamw.config.total_batch_tokens:,} tokens {statistics.median(each[1:]):.2f} ms")
+    more = sorted(b - a for a, b in zip(times["adamw"][1:], times["muon"][1:], strict=True))
+    share = statistics.median(more) / statistics.median(times["adamw"][1:])
+    print(f"Muon takes {statistics.median(more):+.2f} ms more, from {more[0]:+.2f} to {more[-1]:+.2f}: {share:+.2%}")
 
 
 def print_launches(m: ModelView) -> None:
@@ -134,18 +147,15 @@ def main(words: list[str]) -> int:
     for size in sizes:
         print(f"\n{size}: {torch.cuda.get_device_name()}")
         passed &= check_kernels(config_of(size, *SIZES[size]).model.n_embd)
-        measured = []
-        for optimizer in ("adamw", "muon", "adamw"):
-            measured.append(times(size, optimizer))
-            gc.collect()  # frees the arena
-            torch.cuda.empty_cache()
-            update, step = measured[-1]
-            print(f"{optimizer:<6} update {update:.3f} ms, step of {SIZES[size].batch * T:,} tokens {step:.2f} ms")
-        adamw, adamw_step = (statistics.mean(pair) for pair in zip(measured[0], measured[2]))
-        more = measured[1][0] - adamw
-        tokens = STEP_TOKENS.get(size, 524_288)
-        whole = (adamw_step - adamw) * tokens / (SIZES[size].batch * T) + adamw
-        print(f"Muon takes {more:+.3f} ms more, {more / whole:+.2%} of a step of {tokens:,} tokens (calculated)")
+        models = {optimizer: model_of(size, optimizer) for optimizer in ("adamw", "muon")}
+        time_steps(models, PAIRS.get(size, 20))
+        time_updates(models)
+        print_launches(models["muon"].train_view)
+        for model in models.values():
+            model.release_graphs()
+        del models, model
+        gc.collect()  # frees the arenas
+        torch.cuda.empty_cache()
     return 0 if passed else 1
 
 
