@@ -175,7 +175,9 @@ def test_a_skipped_step_changes_no_scale():
 
 @pytest.mark.slow
 def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment():
-    """In fp8 with the scales of the step, and in train.dtype as a bf16 model does; neither changes the next step."""
+    """In fp8 with the scales of the step, and in train.dtype as a bf16 model does, which also give logits and samples.
+    Neither changes the next step.
+    """
     one, other, plain = fp8_model(), fp8_model(), fp8_model(precision="bf16")
     for model in (one, other):
         train_steps(model, 1)
@@ -190,9 +192,12 @@ def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment():
     assert (smaller - in_fp8[:16]).norm() / smaller.norm() < 1e-5
     assert not one.state.amax.any()
     assert torch.equal(one.state.scale, scale) and torch.equal(one.state.history, history)
-    one.prefill([1, 2, 3], slice(0, 1))
-    one.decoding.seq.copy_(torch.tensor([[3, 3, 0, 0, 0]], dtype=torch.int32))
-    one.decode(0.0, 0, 1.0)
+    assert (one.logits(ids, 0, 4) == plain.logits(ids, 0, 4)).all()
+    for model in (one, plain):
+        model.prefill([1, 2, 3], slice(0, 1))
+        model.decoding.seq.copy_(torch.tensor([[3, 3, 0, 0, 0]], dtype=torch.int32))
+        model.decode(0.0, 0, 1.0)
+    assert torch.equal(one.decoding.seq, plain.decoding.seq)
     assert train_steps(one, 1) == train_steps(other, 1)
     assert torch.equal(one.state.params, other.state.params)
 
