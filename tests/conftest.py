@@ -1,6 +1,8 @@
 """Shared by all tests: the interpreter when there is no GPU, NaN-filled outputs, one error measure."""
 
 import os
+import re
+from pathlib import Path
 
 # the interpreter's arrays are small: two threads take three times as long
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +25,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--precision", choices=["fp32", "fp8"], default="fp32", help="of tiny_config, unless a test sets it"
     )
+    parser.addoption(
+        "--named-in", type=Path, metavar="PAGE", help="only tests that this page names, as `training/test_x.py::name`"
+    )
 
 
 def pytest_configure(config):
@@ -32,8 +37,16 @@ def pytest_configure(config):
         tiny.DEFAULT_NUMBERS = {"dtype": "bf16", "precision": "fp8"}
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Skip tests of a GPU without one; put the longest test first, so that it does not end after all others."""
+    if page := config.getoption("named_in"):
+        named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8")))
+        chosen = {True: [], False: []}
+        for item in items:
+            place = item.path.relative_to(Path(__file__).parent).as_posix()
+            chosen[(place, item.originalname.removeprefix("test_")) in named].append(item)
+        config.hook.pytest_deselected(items=chosen[False])
+        items[:] = chosen[True]
     items.sort(key=lambda item: "test_quickstart" not in item.nodeid)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU")
