@@ -1,5 +1,6 @@
 """Losses on the pages are those of the results in benchmarks/losses/."""
 
+import itertools
 import json
 import math
 import re
@@ -48,9 +49,23 @@ def test_differences_of_fp8_at_124m_and_their_price_are_those_of_the_pages():
     with_muon = difference(arms, "muon, fp8", "muon")
     for page in (README.read_text(), TRAINING.read_text()):
         assert f"with Muon {with_muon[0]:+.3f} ± {with_muon[1]:.3f} (four pairs" in page
-        assert f"with AdamW {mean:+.3f} ± {half:.3f} (14 pairs)" in page
+        assert f"with AdamW {mean:+.3f} ± {half:.3f} ({len(arms['fp8'].keys() & arms['bf16'])} pairs)" in page
     mean, half = difference(arms, "muon, fp8, logits too", "muon")
     assert f"with the logits in fp8 too {mean:+.3f} ± {half:.3f}" in README.read_text()
+
+
+@pytest.mark.parametrize("row, key", [("training loss, last fifth of the steps", "train_loss"),
+                                      ("validation, the weights in bf16", "val_loss")])  # fmt: skip
+def test_table_of_fp8_with_adamw_is_that_of_the_runs(row, key):
+    arms = losses("fp8_d12", key)
+    pairs = arms["fp8"].keys() & arms["bf16"]
+    means = [statistics.fmean(arms[arm][seed] for seed in pairs) for arm in ("bf16", "fp8")]
+    mean, half = difference(arms, "fp8", "bf16")
+    cells = f"| {row} | {means[0]:.4f} | {means[1]:.4f} | {mean:+.4f} ± {half:.4f} |"
+    page = (ROOT / "docs" / "engineering" / "fp8.md").read_text()
+    assert cells in page
+    half = difference(arms, "bf16, v in bf16", "bf16")
+    assert f"{half[0]:+.3f} ± {half[1]:.3f} in {row.split()[0].removesuffix(',')}" in page
 
 
 @pytest.mark.parametrize("arm, keys", [("muon, fp8", ("train_loss", "val_loss", "ms")),
@@ -120,6 +135,26 @@ def test_ratio_of_tokens_of_muon_is_that_of_the_pages():
     assert f"{most:.2f} times for the means" in MUON.read_text()
 
 
+def test_interval_of_muons_ratio_of_tokens_is_that_of_the_runs():
+    """Of each seed's own runs, between the two shorter schedules that end on either side of AdamW's loss."""
+    arms, ratios = losses("muon_d12"), []
+    for seed, loss in sorted(arms["best adamw"].items()):
+        ended = sorted(
+            (value[seed], steps[seed])
+            for arm, value in arms.items()
+            if arm.removeprefix("best muon, ") in ("35%", "40%", "50%", "60%") and seed in value
+            for steps in [losses("muon_d12", "steps")[arm]]
+        )
+        (low, more), (high, less) = next(pair for pair in itertools.pairwise(ended) if pair[0][0] <= loss <= pair[1][0])
+        ratios.append(450 / (less * (more / less) ** ((high - loss) / (high - low))))
+    half = student_t(len(ratios) - 1) * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    words = ", ".join(f"{ratio:.2f}" for ratio in ratios[:-1])
+    told = (
+        f"{words} and {ratios[-1]:.2f} times as many for the three seeds, {statistics.fmean(ratios):.2f} ± {half:.2f}"
+    )
+    assert told in MUON.read_text()
+
+
 SHORTER = {  # rows of a table, and their arms
     "AdamW": "best adamw",
     "Muon, all steps": "best muon",
@@ -131,7 +166,7 @@ SHORTER = {  # rows of a table, and their arms
     "AdamW, `optim.embed_lr` 1": "best adamw, embeddings at its rate",
     "AdamW, 900 steps of 65,536, 0.55e-3": "best adamw, half the batch, 0.55e-3",
     "AdamW, 900 steps of 65,536, 1.5e-3": "best adamw, half the batch, 1.5e-3",
-} | {f"Muon, {percent}%": f"best muon, {percent}%" for percent in (80, 60, 50, 40)}
+} | {f"Muon, {percent}%": f"best muon, {percent}%" for percent in (80, 60, 50, 40, 35)}
 
 
 @pytest.mark.parametrize("row", SHORTER)
