@@ -136,7 +136,7 @@ def test_ratio_of_tokens_of_muon_is_that_of_the_pages():
 
 
 def test_interval_of_muons_ratio_of_tokens_is_that_of_the_runs():
-    """Of each seed's own runs, between the two shorter schedules that end on either side of AdamW's loss."""
+    """Each seed's ratio lies between its own two shorter schedules that end on either side of AdamW's loss."""
     arms, ratios = losses("muon_d12"), []
     for seed, loss in sorted(arms["best adamw"].items()):
         ended = sorted(
