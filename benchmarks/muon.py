@@ -30,7 +30,7 @@ from gpt2_triton.model.muon import POLAR_EXPRESS, MatrixClass
 from gpt2_triton.model.view import ModelView
 
 RECIPE_TOKENS = {"d48": 1_048_576}  # a step's; 524,288 with the other sizes
-RESIDENT = {"d48": 8}  # sequences of a micro-batch of which two models fit into 80 GB; SIZES' with the others
+RESIDENT = {"d24": 32, "d36": 16, "d48": 8}  # sequences, so that two models fit into 80 GB
 PAIRS = {"d48": 3}  # timed steps with each optimizer, after one; 20 with the other sizes
 
 
@@ -67,16 +67,19 @@ def time_updates(models: dict[str, GPT2]) -> None:
 
 
 def time_steps(models: dict[str, GPT2], pairs: int) -> None:
-    """Time steps with each optimizer in turn; print their medians, and that of the pairs' differences."""
+    """Time steps with each optimizer in turn, and which is first in turn too; print their medians, and that of the
+    pairs' differences.  The device is idle before each step, where a run has the next one waiting.
+    """
     adamw = models["adamw"]
     packed = pack_batch(None, *tokens_of(adamw.B), adamw.config.model.vocab_size).pin_memory()
     times: dict[str, list[float]] = {name: [] for name in models}
     for number in range(pairs + 1):
-        for name, model in models.items():
+        for name, model in sorted(models.items(), reverse=number % 2 == 1):
             [result] = run_steps(model, packed, range(number, number + 1))
             times[name].append(result.seconds * 1e3)
     for name, each in times.items():
-        print(f"{name:<6} step of {adamw.config.total_batch_tokens:,} tokens {statistics.median(each[1:]):.2f} ms")
+        tokens = f"{adamw.config.total_batch_tokens:,} tokens, B {adamw.B}"
+        print(f"{name:<6} step of {tokens}: {statistics.median(each[1:]):.2f} ms")
     more = sorted(b - a for a, b in zip(times["adamw"][1:], times["muon"][1:], strict=True))
     share = statistics.median(more) / statistics.median(times["adamw"][1:])
     print(f"Muon takes {statistics.median(more):+.2f} ms more, from {more[0]:+.2f} to {more[-1]:+.2f}: {share:+.2%}")
@@ -147,6 +150,7 @@ def main(words: list[str]) -> int:
     for size in sizes:
         print(f"\n{size}: {torch.cuda.get_device_name()}")
         passed &= check_kernels(config_of(size, *SIZES[size]).model.n_embd)
+        torch.cuda.empty_cache()  # two models need nearly all memory
         models = {optimizer: model_of(size, optimizer) for optimizer in ("adamw", "muon")}
         time_steps(models, PAIRS.get(size, 20))
         time_updates(models)

@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             place = item.path.relative_to(Path(__file__).parent).as_posix()
             chosen[(place, item.originalname.removeprefix("test_")) in named].append(item)
+        if not chosen[True]:
+            raise pytest.UsageError(f"--named-in: {page} names none of the tests, as `training/test_x.py::name`")
         config.hook.pytest_deselected(items=chosen[False])
         items[:] = chosen[True]
     items.sort(key=lambda item: "test_quickstart" not in item.nodeid)

@@ -154,7 +154,7 @@ class StatsRecorder:
 
     def first_non_finite(self, micro_steps: int, control: ControlGroup) -> str:
         """Return in words the first tensor with non-finite elements in the gradients that were computed last; if there
-        is none, the first fp8 tensor whose amax is not finite, or "".  Clears amax.  All ranks call it.
+        is none, the fp8 tensor of the lowest layer whose amax is not finite, or "".  Clears amax.  All ranks call it.
         """
         found = first_non_finite(self.read([self.buffers[0].cpu()], micro_steps, control))
         if not self._fp8_scales:

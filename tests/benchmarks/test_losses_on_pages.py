@@ -13,6 +13,7 @@ from benchmarks.series_report import student_t
 
 ROOT = Path(__file__).parents[2]
 README, TRAINING = ROOT / "README.md", ROOT / "docs" / "guide" / "training.md"
+RECIPES = ROOT / "docs" / "guide" / "recipes.md"
 MUON = ROOT / "docs" / "engineering" / "muon.md"
 
 
@@ -64,8 +65,8 @@ def test_table_of_fp8_with_adamw_is_that_of_the_runs(row, key):
     cells = f"| {row} | {means[0]:.4f} | {means[1]:.4f} | {mean:+.4f} ± {half:.4f} |"
     page = (ROOT / "docs" / "engineering" / "fp8.md").read_text()
     assert cells in page
-    half = difference(arms, "bf16, v in bf16", "bf16")
-    assert f"{half[0]:+.3f} ± {half[1]:.3f} in {row.split()[0].removesuffix(',')}" in page
+    mean, half = difference(arms, "bf16, v in bf16", "bf16")
+    assert f"{mean:+.3f} ± {half:.3f} in {row.split()[0].removesuffix(',')}" in page
 
 
 @pytest.mark.parametrize("arm, keys", [("muon, fp8", ("train_loss", "val_loss", "ms")),
@@ -127,9 +128,10 @@ def test_ratio_of_tokens_of_muon_is_that_of_the_pages():
     small = "best adamw, half the batch"
     in_small_steps = min(arms[arm][0] for arm in (small, f"{small}, 0.55e-3", f"{small}, 1.5e-3"))
     least = 1 / tokens_for(in_small_steps, arms, 40, 50, "best muon, half the batch, ")
-    ratio = f"{least:.1f} to {most:.1f} times as many tokens"
     assert f"{least:.2f} times as many" in MUON.read_text()
-    assert all(ratio in page.read_text() for page in (README, TRAINING, MUON))
+    for page, words in ((README, "{} in smaller steps"), (TRAINING, "in smaller steps {} times"),
+                        (MUON, "in smaller steps {} times"), (RECIPES, "{} in steps of 65,536 tokens")):  # fmt: skip
+        assert words.format(f"{least:.1f}") in page.read_text(), page
     in_large_steps = 1 / tokens_for(in_small_steps, arms, 60, 80)
     assert f"a ratio of {in_large_steps:.2f}" in MUON.read_text()
     assert f"{most:.2f} times for the means" in MUON.read_text()
@@ -153,6 +155,9 @@ def test_interval_of_muons_ratio_of_tokens_is_that_of_the_runs():
         f"{words} and {ratios[-1]:.2f} times as many for the three seeds, {statistics.fmean(ratios):.2f} ± {half:.2f}"
     )
     assert told in MUON.read_text()
+    ratio = f"{statistics.fmean(ratios):.1f} ± {half:.1f}"
+    assert all(f"{ratio} times as many tokens" in page.read_text() for page in (README, TRAINING, MUON))
+    assert f"{ratio} in steps of 131,072" in RECIPES.read_text()
 
 
 SHORTER = {  # rows of a table, and their arms

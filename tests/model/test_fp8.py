@@ -197,7 +197,7 @@ def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment():
         model.prefill([1, 2, 3], slice(0, 1))
         model.decoding.seq.copy_(torch.tensor([[3, 3, 0, 0, 0]], dtype=torch.int32))
         model.decode(0.0, 0, 1.0)
-    assert torch.equal(one.decoding.seq, plain.decoding.seq)
+    assert torch.equal(one.decoding.logits[:1], plain.decoding.logits[:1])
     assert train_steps(one, 1) == train_steps(other, 1)
     assert torch.equal(one.state.params, other.state.params)
 
