@@ -67,8 +67,8 @@ def time_updates(models: dict[str, GPT2]) -> None:
 
 
 def time_steps(models: dict[str, GPT2], pairs: int) -> None:
-    """Time steps with each optimizer in turn, and which is first in turn too; print their medians, and that of the
-    pairs' differences.  The device is idle before each step, where a run has the next one waiting.
+    """Time pairs of steps, one with each optimizer, of which each is first in every second pair; print the medians, and
+    that of the differences.  The device is idle before each step, where a run has the next one waiting.
     """
     adamw = models["adamw"]
     packed = pack_batch(None, *tokens_of(adamw.B), adamw.config.model.vocab_size).pin_memory()

@@ -366,8 +366,8 @@ def test_derivative_of_gelu_far_from_0_is_1_or_0(far, rng):
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered in exp")
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_an_infinite_bias_is_seen(value, rng):
-    """In the output, as NaN, or in amax; check_amax and the norm then skip the step.  On Hopper an input of GELU
-    beyond fp16 is cut off, which infinity must not be.
+    """The output is NaN or amax is not finite, so that the norm or check_amax skips the step.  On Hopper an input of
+    GELU beyond fp16 is cut off, which infinity must not be.
     """
     a, w = product_operands(rng, 128, 256, C)
     b, out = torch.zeros(256, dtype=BF16, device=DEVICE), operand(128, 256, 16.0)
