@@ -16,11 +16,11 @@ from gpt2_triton.errors import (
     ReplicaMismatchError,
     UserError,
 )
+from gpt2_triton.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from gpt2_triton.api import Config, Model, Run, load, train
 
-__version__ = "0.2.0"
 __all__ = [
     "CheckpointError",
     "Config",

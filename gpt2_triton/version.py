@@ -12,8 +12,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton import __version__
-
+__version__ = "0.2.0"
 PACKAGE = Path(__file__).parent
 COMMIT = "commit.json"  # in a wheel, hatch_build.py writes it: git_state of the checkout
 BELOW = {  # package: names under which it is installed; torch for AMD's GPUs brings a Triton with another name

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gpt2_triton import __version__
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.version import __version__
 
 Ignored = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 

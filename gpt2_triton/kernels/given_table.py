@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from gpt2_triton import __version__
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import Table, read_table
+from gpt2_triton.version import __version__
 
 VARIABLE = "GPT2_TRITON_TABLE"
 
