@@ -18,6 +18,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+import gpt2_triton
 from benchmarks.__main__ import app as benchmarks_app
 from gpt2_triton import device
 from gpt2_triton.checkpoint.save import save_checkpoint
@@ -372,12 +373,11 @@ def test_make_targets_run_commands_that_exist(target, capsys):
             assert main(benchmarks_app, [*shlex.split(line)[3:], "--help"]) == 0
 
 
-def test_python_in_the_readme_runs(workplace, monkeypatch, capsys):
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "guide" / "api.md"], ids=lambda page: page.stem)
+def test_python_on_the_pages_runs(page, workplace, monkeypatch, capsys):
     """`train` returns a run of the workplace here: the quickstart takes minutes, and has a test of its own."""
-    import gpt2_triton
-
-    (block,) = blocks(text_of(README), "python")
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(gpt2_triton, "train", lambda config, run_dir, resume, console: "runs/mine")
-    exec(block.replace("tokens=48", "tokens=2"), {})
+    monkeypatch.setattr(gpt2_triton, "train", lambda *_, **__: gpt2_triton.Run("runs/mine"))
+    (block,) = blocks(text_of(page), "python")
+    exec(block.replace("tokens=48", "tokens=2").replace(" the number of items in a container", ""), {})
     assert capsys.readouterr().out
