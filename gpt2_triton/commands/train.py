@@ -125,10 +125,8 @@ def _start(
     rank, ranks = rank_and_size()
     signals = ShutdownSignals(ranks)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(signals.leaving_at_once())
         if rank == 0:
             check_run_dir(run_dir, resume)  # before the data is prepared
-            signals.run_dir = run_dir
         else:
             sys.stdout = open(os.devnull, "w")
         if not data:
@@ -138,8 +136,6 @@ def _start(
         if data:
             settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
         run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
-        if rank == 0:
-            signals.run_dir = run_dir
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume, signals)

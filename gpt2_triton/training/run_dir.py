@@ -10,7 +10,7 @@ from typing import Literal
 
 from gpt2_triton.checkpoint.load import latest_checkpoint
 from gpt2_triton.console import print_line
-from gpt2_triton.distributed.run_lock import RunLock
+from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.files import MARK, remove_abandoned, run_dir_error
 from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
@@ -29,7 +29,7 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     ConfigError if another process writes to it, or if it has metrics but no checkpoint and `resume` is False;
     CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
     """
-    held.enter_context(RunLock(run_dir))
+    held.enter_context(lock_run_dir(run_dir))
     with contextlib.suppress(OSError):  # the first write of this start reports it
         remove_abandoned(run_dir, HIDDEN_NAME, own=True)
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None

@@ -49,7 +49,6 @@ def train(config: Config, run_dir: Path | None, resume: Resume = False, signals:
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             consistency.require_shared_run_dir(run_dir, control)
             found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
-            signals.is_locked, signals.run_dir = True, run_dir
         with make_trainer(config, run_dir, Path(found) if found else None, watchdog, signals) as trainer:
             code = trainer.run()
     group.close()
@@ -131,7 +130,7 @@ class Trainer:
         If data cannot be read, save the last finished step, unless fp8 has no scales for it yet, before DataError,
         which every rank raises.
         """
-        self.signals.begin_loop()
+        self.signals.begin_loop(self.run_dir)
         if self.is_first_rank:
             with contextlib.suppress(OSError):  # none is there, or a directory of that name
                 (self.run_dir / PREEMPTED).unlink()  # of an earlier start

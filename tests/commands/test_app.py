@@ -12,6 +12,7 @@ import yaml
 
 from gpt2_triton import __version__, console, device, errors
 from gpt2_triton.commands import app, sample
+from gpt2_triton.commands import run as run_command
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import FLAGS
@@ -158,14 +159,6 @@ def test_error_of_every_rank_is_printed_once_a_host(here, monkeypatch, capsys, k
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert run(command) == kind.exit_code
     assert capsys.readouterr().err == line
-
-
-def test_before_the_lock_a_signal_marks_the_directory_of_this_start(here, trained):
-    for words in (["--run_dir", "old", "--resume"], ["--run_dir", "new"], []):
-        assert main(train_app, ["x.yaml", *words]) == 0
-    old, new, default = [signals.run_dir for *_, signals in trained]
-    assert (old, new) == (Path("old"), Path("new")) and default.parent == Path("runs")
-    assert not any(signals.is_locked for *_, signals in trained)
 
 
 def test_train_takes_the_arguments_of_a_wandb_sweep(here, trained):
@@ -342,6 +335,12 @@ def test_bugs_keep_their_traceback():
 
     with pytest.raises(AssertionError, match="a bug"):
         run(command)
+
+
+def test_command_that_has_gone_names_what_replaced_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpt2-triton", "wandb-export", "runs/mine"])
+    assert run_command() == 2
+    assert capsys.readouterr().err.startswith("error: wandb-export has gone: train with --log.wandb offline, and run ")
 
 
 def test_interrupt_has_exit_code_130(capsys):

@@ -1,8 +1,8 @@
 """Every command of README.md and of the guide: run to its end where that takes seconds on a CPU, else parsed, its
 recipes, keys and options looked up; and what else the pages say that can be checked: links, files, promises, length.
 
-Other tests cover what is left out here: steps of training (tests/training/test_quickstart.py), wandb-export
-(tests/training/test_wandb_logger.py), the benchmarks (tests/benchmarks/).
+Other tests cover what is left out here: steps of training (tests/training/test_quickstart.py), the
+benchmarks (tests/benchmarks/).
 """
 
 import contextlib
@@ -53,7 +53,7 @@ FOUND = {(c.line, c.inline): c for page in USED for c in commands(text_of(page))
 RUN = {  # tools that run to their end on tiny data
     "prepare", "sample", "export", "hellaswag", "perplexity", "plot", "configs", "config-table", "--version",
 }  # fmt: skip
-PARSED = {"wandb-export", "stats", "evaluate"}
+PARSED = {"stats", "evaluate"}
 OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})
 OF_OTHERS = {"--max-restarts", "--section.key"}  # torchrun's, and no option
 SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")

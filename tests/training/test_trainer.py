@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.format import state_problem
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.distributed.run_lock import RunLock
+from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.kernels import given_table
@@ -24,7 +24,7 @@ from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, trainer
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit
+from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
 from gpt2_triton.training.trainer import Trainer, make_trainer, train
 from tests.support.checkpoints import TENSORS, reseal
 from tests.support.models import calibrate
@@ -307,10 +307,9 @@ def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, mo
 
 
 def test_second_start_in_a_directory_is_refused_before_it_writes(tmp_path):
-    signals = ShutdownSignals(1)
-    with RunLock(tmp_path), pytest.raises(ConfigError, match="writes to .*; wait for its end, or choose another"):
-        train(run_config(), tmp_path, True, signals)
-    assert list(tmp_path.iterdir()) == [] and signals.run_dir is None  # so that a signal leaves no marker
+    with lock_run_dir(tmp_path), pytest.raises(ConfigError, match="writes to .*; wait for its end, or choose another"):
+        train(run_config(), tmp_path, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
