@@ -7,7 +7,7 @@ variables, which `select_device` sets, when they are imported.
 import sys
 
 from gpt2_triton.commands.app import main, make_app, usage_line
-from gpt2_triton.console import command_line
+from gpt2_triton.console import command_line, print_line
 
 OF_A_CHECKOUT = ("config-table", "bench", "verify")  # not listed
 ARGUMENTS = {  # in the usage line, where cyclopts would write [ARGS]
@@ -27,7 +27,6 @@ for name, path in {
     "perplexity": "evaluate:perplexity",
     "plot": "plot:plot",
     "stats": "stats:stats",
-    "wandb-export": "wandb_export:wandb_export",
     "config-table": "config_table:config_table",
     "bench": "bench:bench",
     "verify": "bench:verify",
@@ -36,6 +35,13 @@ for name, path in {
     tools.command(f"gpt2_triton.commands.{path}", name=name, show=name not in OF_A_CHECKOUT, **usage)
 
 
+REMOVED = {"wandb-export": "train with --log.wandb offline, and run `wandb sync RUN/wandb/offline-run-*`"}
+
+
 def run() -> int:
     """Run the command in sys.argv and return its exit code."""
-    return main(tools, sys.argv[1:])
+    words = sys.argv[1:]
+    if words and words[0] in REMOVED:
+        print_line(f"error: {words[0]} has gone: {REMOVED[words[0]]}", error=True)
+        return 2
+    return main(tools, words)

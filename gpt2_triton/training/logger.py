@@ -23,12 +23,11 @@ from gpt2_triton.training.metrics import (
     Record,
     llmc_line,
     null_non_finite,
-    read_metrics,
     truncate,
 )
 from gpt2_triton.training.run_info import read_run, write_run
 from gpt2_triton.training.saturation import SaturationWatch
-from gpt2_triton.training.wandb_logger import WandbLogger, next_row
+from gpt2_triton.training.wandb_logger import WandbLogger
 
 
 class Logger:
@@ -62,13 +61,11 @@ class Logger:
             raise run_dir_error(run_dir, error) from error
 
     def _open(self, resume_step: int, wandb_id: str | None) -> None:
-        run_dir, config, about = self._run_dir, self.config, self._about
+        run_dir, about = self._run_dir, self._about
         run_dir.mkdir(parents=True, exist_ok=True)
-        offline = config.log.wandb == "offline" and (run_dir / METRICS).exists()
-        recorded = next_row(read_metrics(run_dir / METRICS)) if offline else 0
-        history = self._open_files(resume_step)
+        self._open_files(resume_step)
         found = read_run(run_dir) if resume_step else {}
-        self._wandb = WandbLogger(run_dir, config, found.get("wandb_id") or wandb_id, about, history, recorded)
+        self._wandb = WandbLogger(run_dir, self.config, found.get("wandb_id") or wandb_id, about)
         starts = found.get("starts", [])
         self._starts = [*starts, about] if about else starts
         self._describe()
@@ -78,8 +75,8 @@ class Logger:
         write_atomic(self._run_dir / "config.yaml", self.config.to_yaml().encode())  # others may read it
         write_run(self._run_dir, self.wandb_id, self._starts)
 
-    def _open_files(self, step: int) -> list[Record]:
-        """Drop the lines of steps after `step`, open the files to append to, and return the records that stay."""
+    def _open_files(self, step: int) -> None:
+        """Drop the lines of steps after `step`, and open the files to append to."""
         history = truncate(self._run_dir / METRICS, step)
         self._of_last_step = [record for record in history if record["step"] == step]
         self._file = LogFile(self._run_dir / METRICS, made_again=self._describe)
@@ -89,7 +86,6 @@ class Logger:
         if llmc or main_log.exists():  # written again: llm.c itself leaves lines of undone steps there
             write_atomic(main_log, "".join(map(llmc_line, history)).encode())
         self._main_log = LogFile(main_log) if llmc else None
-        return history
 
     @property
     def wandb_id(self) -> str | None:
@@ -126,21 +122,13 @@ class Logger:
     def rewind(self, step: int, target: int, sample: int) -> None:
         """Drop the records after step `target`, to which the run returns from `step`, to continue with `sample`.
 
-        Rows at Weights & Biases cannot be taken back, so the run continues in a new one there; in a sweep, where a run
-        has one id, rows up to the present one are not sent again.  Raise a UserError if the files cannot be written.
+        Raise a UserError if the files cannot be written.
         """
-        before = self.wandb_id
         try:
             self._close_files()
-            history = self._open_files(target)
-            self._wandb.close(failed=True)
-            self._wandb = WandbLogger(self._run_dir, self.config, None, self._about, history)
-            self._describe()
+            self._open_files(target)
         except OSError as error:
             raise run_dir_error(self._run_dir, error) from error
-        if before and before == self.wandb_id:
-            kept = f"the run of this sweep keeps the rows of steps {target + 1} to {step}"
-            self.info(f"Weights & Biases: {kept}; {METRICS} has those that replace them")
         self._write({"step": target, "rewound_from": step, "sample": sample})
         self.info(f"{self._at(step)} | rewind to step {target}; data continues at sample {sample:,}")
 
