@@ -27,12 +27,11 @@ from benchmarks.calls import Call, Trial, trying
 from benchmarks.candidates import SPACE, candidates
 from benchmarks.tuning_record import Record
 from benchmarks.tuning_time import Work
-from gpt2_triton import __version__
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.device import memory_bytes
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_atomic
-from gpt2_triton.kernels import given_table, tuning
+from gpt2_triton.kernels import table_file, tuning
 from gpt2_triton.kernels.table_file import Key, Row
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
 from gpt2_triton.version import code_state, package_versions
@@ -165,7 +164,7 @@ def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path
     shared = properties.shared_memory_per_block if amd else properties.shared_memory_per_block_optin
     tries = {op: candidates(op, table.rows[op, DTYPE], shared, caps=not amd) for op in ops}
     batches = tuning_time.batches_of(sizes, batch, memory_bytes(None) - CONTEXT_BYTES - MODULE_BYTES)
-    target = out or given_table.given_file() or tuning_tables.file_of(table, tuning.table_name(), gpu)
+    target = out or table_file.given_file() or tuning_tables.file_of(table, table_file.table_name(), gpu)
     search = dict(code=code_state(), packages=package_versions(), gpu=gpu, batches=batches, rounds=[SCREEN, FINAL])
     record = Record(target.with_name(f"{target.name}.part"), search | dict(candidates=tries))
     began = time.monotonic()
@@ -189,11 +188,11 @@ def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path
     for line in faults(screened, final):
         print(line)
     changes = {(op, DTYPE): tries[op][i] for op in ops if (i := winner(tries[op], final.times[op]))}
-    if changes or not given_table.is_own(table, gpu):
+    if changes or not table.names(gpu):
         new = tuning_tables.updated(table, gpu, changes)
         write_atomic(target, tuning_tables.text(new).encode())
         print(f"wrote {target}: {len(changes)} rows changed, in {time.monotonic() - began:.0f} s")
-        print(f"any install of version {__version__} takes it: {given_table.VARIABLE}={target.absolute()}")
+        print(f"any install takes it: {table_file.VARIABLE}={target.absolute()}")
     else:
         print(f"no row gains {GAIN - 1:.0%}: nothing is written")
     record.remove()

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from gpt2_triton import __version__
-from gpt2_triton.kernels.given_table import is_own
 from gpt2_triton.kernels.table_file import TABLES, Key, Row, Table
 from gpt2_triton.version import installed
 
@@ -15,12 +14,12 @@ def file_of(table: Table, name: str, device: str) -> Path:
     """Return the file in tables/ of a GPU that uses this table: a new one if the table is another GPU's."""
     words = re.findall(r"[a-z0-9]+", device.lower())
     slug = "-".join(word for word in words if word not in ("nvidia", "geforce"))
-    return Path(str(TABLES)) / f"{name if is_own(table, device) else slug}.json"
+    return Path(str(TABLES)) / f"{name if table.names(device) else slug}.json"
 
 
 def updated(table: Table, device: str, changes: dict[Key, Row]) -> Table:
     """Return the table with changed rows, as one of this GPU."""
-    own = is_own(table, device)
+    own = table.names(device)
     return table._replace(
         gpu=table.gpu if own else device,
         capabilities=table.capabilities if own else [],

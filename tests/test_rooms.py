@@ -43,9 +43,8 @@ WITHIN = {
     "kernels.device_math": "kernels.e4m3 kernels.tuning",
     "kernels.e4m3": "kernels.tuning",
     "kernels.contract": "",
-    "kernels.tuning": "device kernels.table_file kernels.given_table",
-    "kernels.given_table": "errors version kernels.table_file kernels.tuning",
-    "kernels.table_file": "errors",
+    "kernels.tuning": "device kernels.table_file",
+    "kernels.table_file": "device errors",
     "kernels.tiles": "",
     "data.shards": "errors console files",
     "data.loader": "data.shards data.packing errors",
@@ -133,7 +132,6 @@ def circles(sources: dict[str, str]) -> list[list[str]]:
 KNOWN = [
     ["benchmarks.accuracy", "benchmarks.fp8_accuracy"],
     [f"gpt2_triton.config.{name}" for name in ("config", "load", "rules", "step_shape")],
-    ["gpt2_triton.kernels.given_table", "gpt2_triton.kernels.tuning"],
     ["gpt2_triton.model.communicator", "gpt2_triton.model.peer_copies"],
 ]  # each is to go
 

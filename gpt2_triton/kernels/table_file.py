@@ -1,17 +1,24 @@
-"""The files of launch parameters in tables/: their format, and which of them a GPU takes.
+"""The files of launch parameters in tables/, one for each tuned GPU, and which of them is in use.
 
-Each GPU has one, which `python -m benchmarks tune` rewrites.  A table names its GPU, the architectures whose other GPUs
-use it too, and whether its rows were measured there or are only known to compile.  interpreter.json holds upper bounds:
-each block covers its whole dimension up to the bound.
+`python -m benchmarks tune` writes them.  GPT2_TRITON_TABLE names another file for this machine.  interpreter.json holds
+upper bounds: each block covers its whole dimension up to the bound.
 """
 
+import functools
 import json
+import os
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from gpt2_triton.device import architecture
 from gpt2_triton.errors import ConfigError
 
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+VARIABLE = "GPT2_TRITON_TABLE"
 TABLES = resources.files("gpt2_triton.kernels") / "tables"
 WITHOUT_GPU = "h200"
 OTHER_GPUS, OTHER_AMD_GPUS = "rtx4090", "rdna3"  # their rows need the least shared memory
@@ -25,23 +32,26 @@ Row = dict[str, int]
 class Table(NamedTuple):
     gpu: str  # part of torch.cuda.get_device_name()
     capabilities: list[str]  # `architecture` of other GPUs that use this table
-    source: str  # "measured" there, or "default": compiled for it, not measured
+    source: str  # "measured" on that GPU, or "default": compiled for it, not measured
     date: str
     triton: str
     notes: list[str]
     rows: dict[Key, Row]
-    version: str = ""  # of this package, when `tune` wrote the file
+    version: str = ""  # the version of this package that wrote the file
+
+    def names(self, gpu: str) -> bool:
+        """Return whether the table was made for the GPU of this name."""
+        return self.gpu in gpu
 
 
 def read_table(file: Traversable) -> Table:
-    """Return the table in a JSON file, with "any" replaced by both dtypes; raise ConfigError if it is unusable."""
+    """Return the table in a JSON file; ConfigError if a row or a block that the kernels need is missing."""
     table = _parse(file)
-    for key, complete in _parse(TABLES / f"{WITHOUT_GPU}.json").rows.items():
-        names = {name for name in complete if name not in OPTIONS}
-        row = table.rows.get(key, {})
-        if names != {name for name in row if name not in OPTIONS} or not all(type(n) is int for n in row.values()):
-            expected = f"{', '.join(sorted(names))} and their integers, as in {WITHOUT_GPU}.json"
-            raise ConfigError(f"{file.name}: row {' '.join(key)} is {row or 'missing'}; expected {expected}")
+    for (op, dtype), needed in _parse(TABLES / f"{WITHOUT_GPU}.json").rows.items():
+        row = table.rows.get((op, dtype), {})
+        if needed.keys() - OPTIONS != row.keys() - OPTIONS or not all(type(n) is int for n in row.values()):
+            expected = ", ".join(sorted(needed.keys() - OPTIONS))
+            raise ConfigError(f"{file.name}: row {op} {dtype} is {row or 'missing'}; expected integers {expected}")
     return table
 
 
@@ -56,12 +66,63 @@ def _parse(file: Traversable) -> Table:
         }
         return Table(**data | dict(rows=rows))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{file.name}: not a tuning table like {WITHOUT_GPU}.json ({reason})") from None
+        raise ConfigError(f"{file.name}: no table like {WITHOUT_GPU}.json ({type(error).__name__}: {error})") from None
 
 
-def choose(gpu: str, architecture: str, tables: dict[str, Table]) -> str:
-    """Return the name of the table for a GPU: its own, else its architecture's, else its vendor's most frugal one."""
-    own = (name for name, table in tables.items() if table.gpu in gpu)
-    same = (name for name, table in tables.items() if architecture in table.capabilities)
-    return next(own, None) or next(same, OTHER_AMD_GPUS if architecture.startswith("gfx") else OTHER_GPUS)
+def choose(gpu: str, capability: str, tables: dict[str, Table]) -> str:
+    """Return the name of the table for a GPU: its own, else its architecture's, else its vendor's most frugal table."""
+    own = (name for name, table in tables.items() if table.names(gpu))
+    same = (name for name, table in tables.items() if capability in table.capabilities)
+    return next(own, None) or next(same, OTHER_AMD_GPUS if capability.startswith("gfx") else OTHER_GPUS)
+
+
+@functools.cache
+def table_name() -> str:
+    """Return the name of this machine's file in tables/, without .json: h200 without a GPU, to plan memory."""
+    if INTERPRET:
+        return "interpreter"
+    if not torch.cuda.is_available():
+        return WITHOUT_GPU
+    tables = {f.name.removesuffix(".json"): read_table(f) for f in TABLES.iterdir() if f.name.endswith(".json")}
+    return choose(torch.cuda.get_device_name(), architecture(), tables)
+
+
+@functools.cache
+def table() -> Table:
+    """Return the table in use: the file of GPT2_TRITON_TABLE, else this machine's; ConfigError for an unusable file."""
+    file = given_file()
+    if file is None:
+        return read_table(TABLES / f"{table_name()}.json")
+    try:
+        found, gpu = read_table(file), torch.cuda.get_device_name()
+        if not found.names(gpu):
+            raise ConfigError(f"{file} is for {found.gpu}, this GPU is {gpu}")
+    except ConfigError as error:
+        todo = "write it again by `python -m benchmarks tune`, or unset the variable"
+        raise ConfigError(f"{VARIABLE}: {error}; {todo}") from None
+    return found
+
+
+def given_file() -> Path | None:
+    """Return the file that GPT2_TRITON_TABLE names, on a machine with a GPU."""
+    given = os.environ.get(VARIABLE)
+    return Path(given) if given and not INTERPRET and torch.cuda.is_available() else None
+
+
+def about() -> dict[str, str]:
+    """Return the file, GPU, source and date of the table in use, for run.json."""
+    file = given_file() or f"{table_name()}.json"
+    return dict(file=str(file), gpu=table().gpu, source=table().source, date=table().date)
+
+
+def notice() -> str | None:
+    """Return a line for the console about a table that is given, or that was not measured on this GPU."""
+    if INTERPRET or not torch.cuda.is_available():
+        return None
+    gpu, found = torch.cuda.get_device_name(), table()
+    if file := given_file():
+        return f"launch parameters of {file} ({VARIABLE}), measured on {found.date}"
+    if found.names(gpu) and found.source == "measured":
+        return None
+    lacks = f"launch parameters are not measured on {gpu}" if found.names(gpu) else f"no table for {gpu}"
+    return f"{lacks}: {table_name()}'s rows; `python -m benchmarks tune` in a checkout may gain"

@@ -1,37 +1,18 @@
 """Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
-The rows are those of this machine's table (table_file.py), or of the file that GPT2_TRITON_TABLE names.  Blocks that
-size a scratch buffer or split a sum are the same in all tables (benchmarks/candidates.py lists them): memory is planned
-before the GPU is known, and a table changes the bits of a run as little as it can.
+The rows are in the table in use (table_file.py).  Blocks that size a scratch buffer or split a sum are the same in all
+tables (benchmarks/candidates.py lists them): memory is planned before the GPU is known, and a table changes the bits of
+a run as little as it can.
 """
 
 import functools
-import os
 
 import torch
 
 from gpt2_triton.device import architecture
-from gpt2_triton.kernels.table_file import TABLES, WITHOUT_GPU, Row, Table, choose, read_table
-
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def table_name() -> str:
-    """Return the name of this machine's file in tables/, without .json: h200 without a GPU, to plan memory."""
-    if INTERPRET:
-        return "interpreter"
-    if not torch.cuda.is_available():
-        return WITHOUT_GPU
-    tables = {f.name.removesuffix(".json"): read_table(f) for f in TABLES.iterdir() if f.name.endswith(".json")}
-    return choose(torch.cuda.get_device_name(), architecture(), tables)
-
-
-@functools.cache
-def table() -> Table:
-    from gpt2_triton.kernels import given_table  # reads it with functions of this module
-
-    return given_table.read() or read_table(TABLES / f"{table_name()}.json")
+from gpt2_triton.kernels.table_file import INTERPRET as INTERPRET
+from gpt2_triton.kernels.table_file import Row
+from gpt2_triton.kernels.table_file import table as table
 
 
 @functools.cache

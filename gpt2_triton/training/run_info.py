@@ -13,7 +13,7 @@ from typing import Any
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.files import read_regular, write_atomic
-from gpt2_triton.kernels import given_table
+from gpt2_triton.kernels import table_file
 from gpt2_triton.version import code_state, package_versions
 
 RUN = "run.json"
@@ -35,7 +35,7 @@ def describe_start(
         "git": code_state(),
         "packages": package_versions(),
         "device": device,
-        "table": given_table.about(),
+        "table": table_file.about(),
         "gpus": shape.gpus,
         "zero": shape.zero,
         "precision": {"products": config.train.precision, "keep_bf16": config.fp8.keep_bf16, "calibrated": calibrated},

@@ -26,7 +26,7 @@ from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.inference import tasks
-from gpt2_triton.kernels import given_table
+from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
@@ -238,7 +238,7 @@ def open_log(
         model.config, model.shape, planned, where, state.step, model.has_fp8 and not model.calibrated
     )
     about |= {"changed_data": start.changed_data} if start.changed_data else {}
-    if (notice := given_table.notice()) and (start.checkpoint is None or given_table.given_file()):
+    if (notice := table_file.notice()) and (start.checkpoint is None or table_file.given_file()):
         start.notes.append(notice)
     log = Logger(run_dir, config, state.step, state.wandb_id, about, group.size)
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""

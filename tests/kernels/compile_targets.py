@@ -162,7 +162,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
     torch.cuda.is_available = lambda: False  # also on a machine with a GPU: no Gluon kernels
     torch.cuda.current_device, torch.cuda.set_device = lambda: device.number, lambda number: None
     torch.cuda.get_device_properties = lambda number: SimpleNamespace(multi_processor_count=108)
-    tuning.table_name = lambda: target.table
+    table_file.table_name = lambda: target.table
     tuning.table.cache_clear()
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     run, compile_kernel = JITFunction.run, triton.compiler.compile

@@ -1,6 +1,8 @@
 """Tuning tables: complete, with valid values and equal scratch sizes, chosen by GPU; an unusable table is one line."""
 
+import contextlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +11,9 @@ import torch
 from benchmarks.candidates import FIXED
 from gpt2_triton import device
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels import table_file, tuning
 from gpt2_triton.kernels.hopper import attention, pipeline
-from gpt2_triton.kernels.table_file import DTYPES, OPTIONS, TABLES, choose, read_table
+from gpt2_triton.kernels.table_file import OPTIONS, TABLES, choose, read_table
 from gpt2_triton.kernels.tiles import split_tiles
 
 FILES = sorted(file.name for file in TABLES.iterdir())
@@ -27,16 +29,10 @@ def test_tables_are_package_data():
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_table_has_a_row_for_each_operation_and_dtype_and_no_other(file):
-    assert read_table(TABLES / file).rows.keys() == GPUS["h200"].rows.keys()
-    assert {dtype for _, dtype in GPUS["h200"].rows} == set(DTYPES)
-
-
-@pytest.mark.parametrize("file", FILES)
 def test_table_values_are_valid(file):
     """Blocks, rows and warps are powers of 2; a GPU's row has num_warps, the interpreter's no option of Triton's."""
     table = read_table(TABLES / file)
-    assert table.source in ("measured", "default")
+    assert table.source in ("measured", "default") and table.rows.keys() == GPUS["h200"].rows.keys()
     for (op, dtype), row in table.rows.items():
         complete = GPUS["h200"].rows[op, dtype].keys() - OPTIONS
         options = row.keys() - complete
@@ -78,89 +74,77 @@ def test_constants_of_hopper_kernels_equal_the_table_that_sizes_scratch():
     assert rows["matmul_dw", "bf16"]["GROUP_M"] == pipeline.GROUP_M.value  # the order in which tiles are cut
 
 
-@pytest.mark.parametrize(
-    ("gpu", "architecture", "name"),
-    [
-        ("NVIDIA H200", "9.0", "h200"),
-        ("NVIDIA H100 80GB HBM3", "9.0", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "8.0", "a100"),
-        ("NVIDIA GeForce RTX 4090", "8.9", "rtx4090"),
-        ("NVIDIA L40S", "8.9", "rtx4090"),
-        ("NVIDIA GeForce RTX 3090", "8.6", "rtx4090"),
-        ("NVIDIA GeForce RTX 5090", "12.0", "rtx5090"),
-        ("NVIDIA GeForce RTX 5080", "12.0", "rtx5090"),
-        ("NVIDIA B200", "10.0", "b200"),
-        ("NVIDIA B300", "10.3", "b200"),
-        ("something new", "13.0", "rtx4090"),
-        ("AMD Instinct MI300X", "gfx942", "mi300x"),
-        ("AMD Instinct MI355X", "gfx950", "mi300x"),
-        ("AMD Radeon RX 7900 XTX", "gfx1100", "rdna3"),
-        ("AMD Instinct MI210", "gfx90a", "rdna3"),
-    ],
-)
-def test_choose_prefers_own_table_then_architecture(gpu, architecture, name):
-    assert choose(gpu, architecture, GPUS) == name
-
-
 @pytest.fixture
 def gpu(monkeypatch):
-    """Make this machine's GPU one of this architecture; AMD's report a compute capability, too."""
+    """Make this machine's GPU this one; AMD's report a compute capability, too."""
 
-    def set_gpu(architecture: str, capability: tuple[int, int]) -> None:
-        hip = "7.2" if architecture.startswith("gfx") else None
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    def set_gpu(name: str, architecture: str, file: Path | None = None) -> None:
+        is_amd = architecture.startswith("gfx")
+        monkeypatch.setattr(torch.version, "hip", "7.2" if is_amd else None)
+        capability = (9, 0) if is_amd else tuple(map(int, architecture.split(".")))
+        values = dict(is_available=True, current_device=0, get_device_name=name, get_device_capability=capability)
+        for function, value in values.items():
+            monkeypatch.setattr(torch.cuda, function, lambda value=value: value)
         properties = SimpleNamespace(gcnArchName=f"{architecture}:sramecc+:xnack-")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
-        monkeypatch.setattr(tuning, "INTERPRET", False)
-        for function in (tuning.is_hopper, tuning.table_name):
-            monkeypatch.setattr(tuning, function.__name__, function.__wrapped__)
+        for module in (tuning, table_file):
+            monkeypatch.setattr(module, "INTERPRET", False)
+        for module, name in (
+            (tuning, "is_hopper"),
+            (tuning, "table"),
+            (table_file, "table_name"),
+            (table_file, "table"),
+        ):
+            monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+        monkeypatch.setenv(table_file.VARIABLE, str(file or ""))
 
     return set_gpu
 
 
 @pytest.mark.parametrize(
-    ("architecture", "capability", "table", "hopper", "fp8"),
+    ("name", "architecture", "table", "hopper", "fp8"),
     [
-        ("8.0", (8, 0), "a100", False, False),
-        ("8.6", (8, 6), "rtx4090", False, False),
-        ("8.9", (8, 9), "rtx4090", False, True),
-        ("9.0", (9, 0), "h200", True, True),
-        ("12.0", (12, 0), "rtx5090", False, True),
-        ("gfx90a", (9, 0), "rdna3", False, False),
-        ("gfx942", (9, 4), "mi300x", False, False),
-        ("gfx950", (9, 5), "mi300x", False, True),
-        ("gfx1201", (12, 0), "rdna3", False, False),
+        ("NVIDIA H200", "9.0", "h200", True, True),
+        ("NVIDIA H100 80GB HBM3", "9.0", "h200", True, True),
+        ("NVIDIA A100-SXM4-80GB", "8.0", "a100", False, False),
+        ("NVIDIA GeForce RTX 4090", "8.9", "rtx4090", False, True),
+        ("NVIDIA GeForce RTX 3090", "8.6", "rtx4090", False, False),
+        ("NVIDIA GeForce RTX 5080", "12.0", "rtx5090", False, True),
+        ("NVIDIA B300", "10.3", "b200", False, True),
+        ("something new", "13.0", "rtx4090", False, True),
+        ("AMD Instinct MI210", "gfx90a", "rdna3", False, False),
+        ("AMD Instinct MI300X", "gfx942", "mi300x", False, False),
+        ("AMD Instinct MI355X", "gfx950", "mi300x", False, True),
+        ("AMD Radeon RX 7900 XTX", "gfx1100", "rdna3", False, False),
     ],
 )
-def test_architecture_selects_table_hopper_kernels_and_fp8(gpu, architecture, capability, table, hopper, fp8):
-    gpu(architecture, capability)
+def test_a_gpu_selects_its_table_hopper_kernels_and_fp8(gpu, name, architecture, table, hopper, fp8):
+    gpu(name, architecture)
     assert device.architecture() == architecture
-    assert (tuning.table_name(), tuning.is_hopper(), device.has_fp8(architecture)) == (table, hopper, fp8)
-
-
-def test_fp8_without_fp8_products_is_refused_in_one_line(gpu):
-    gpu("gfx942", (9, 4))
-    with pytest.raises(ConfigError, match="^train.precision: fp8 needs .*, a GPU is gfx942; set it to bf16$"):
+    assert (table_file.table_name(), tuning.is_hopper(), device.has_fp8(architecture)) == (table, hopper, fp8)
+    refused = (
+        contextlib.nullcontext() if fp8 else pytest.raises(ConfigError, match=f"is {architecture}; set it to bf16$")
+    )
+    with refused:
         device.require_own_fp8()
 
 
-def test_fp8_with_fp8_products_or_without_a_gpu_is_not_refused(gpu, monkeypatch):
-    gpu("9.0", (9, 0))
-    device.require_own_fp8()
-    gpu_without_fp8 = dict(get_device_capability=lambda: (8, 0), is_available=lambda: False)
-    for name, function in gpu_without_fp8.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    device.require_own_fp8()
-
-
-def test_choose_prefers_a_hand_made_table_to_the_capabilitys():
+def test_a_gpus_own_table_comes_before_its_architectures():
     own = {"h200": GPUS["h200"], "h100": GPUS["h200"]._replace(gpu="NVIDIA H100 80GB HBM3", capabilities=[])}
     assert choose("NVIDIA H100 80GB HBM3", "9.0", own) == "h100"
-    assert choose("NVIDIA H200", "9.0", own) == "h200"
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "line"),
+    [
+        ("NVIDIA H200", "9.0", None),
+        ("NVIDIA L40S", "8.9", "no table for NVIDIA L40S: rtx4090's rows"),
+        ("NVIDIA A100-SXM4-80GB", "8.0", "launch parameters are not measured on NVIDIA A100-SXM4-80GB: a100's rows"),
+    ],
+)
+def test_notice_names_a_table_that_was_not_measured_on_this_gpu(gpu, name, architecture, line):
+    gpu(name, architecture)
+    assert table_file.notice() == (line and f"{line}; `python -m benchmarks tune` in a checkout may gain")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's bounds")
@@ -171,31 +155,49 @@ def test_interpreter_blocks_cover_their_dimension_and_rows_are_copies():
     assert tuning.tuned("matmul", "bf16")["BLOCK_M"] == 1024
 
 
-def changed(change):
-    data = json.loads((TABLES / "h200.json").read_text())
-    change(data)
-    return json.dumps(data)
+@pytest.fixture
+def given(gpu, tmp_path):
+    """given(change) makes this an L40S with GPT2_TRITON_TABLE naming a changed table, and returns the file."""
+
+    def made(change) -> Path:
+        data = json.loads((TABLES / "rtx4090.json").read_text()) | dict(gpu="NVIDIA L40S", version="0.1.0")
+        change(data)
+        file = tmp_path / "l40s.json"
+        file.write_text(json.dumps(data))
+        gpu("NVIDIA L40S", "8.9", file)
+        return file
+
+    return made
+
+
+def test_given_table_replaces_the_machines(given):
+    file = given(lambda d: d["rows"].update(adamw={"any": {"BLOCK": 4096, "num_warps": 8}}) or d.update(date="today"))
+    assert tuning.tuned("adamw", "bf16") == dict(BLOCK=4096, num_warps=8)
+    assert table_file.notice() == f"launch parameters of {file} (GPT2_TRITON_TABLE), measured on today"
+    assert table_file.about() == dict(file=str(file), gpu="NVIDIA L40S", source="default", date="today")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's table")
+def test_without_a_gpu_no_table_is_taken_and_no_notice_printed(monkeypatch):
+    monkeypatch.setenv(table_file.VARIABLE, "nowhere.json")
+    assert table_file.notice() is None and table_file.about()["file"] == "interpreter.json"
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("change", "message"),
     [
-        ("{", "not a tuning table like h200.json (JSONDecodeError"),
-        ("[]", "not a tuning table"),
-        (changed(lambda d: d.pop("date")), "'date'"),
-        (changed(lambda d: d.update(color="red")), "'color'"),
-        (changed(lambda d: d.update(rows=[])), "not a tuning table"),
-        (changed(lambda d: d["rows"]["adamw"].update(any=3)), "not a tuning table"),
-        (changed(lambda d: d["rows"].pop("adamw")), "row adamw bf16 is missing; expected BLOCK"),
-        (changed(lambda d: d["rows"]["matmul"].pop("fp32")), "row matmul fp32 is missing; expected BLOCK_K, BLOCK_M"),
-        (changed(lambda d: d["rows"]["matmul"]["bf16"].update(BLOK_M=64)), "row matmul bf16 is {'BLOCK_M': 128"),
-        (changed(lambda d: d["rows"]["matmul"]["bf16"].pop("GROUP_M")), "row matmul bf16 is {'BLOCK_M': 128"),
-        (changed(lambda d: d["rows"]["adamw"]["any"].update(num_stages="3")), "'num_stages': '3'"),
+        (lambda d: d.update(gpu="NVIDIA A100"), "is for NVIDIA A100, this GPU is NVIDIA L40S"),
+        (lambda d: d.pop("date"), "l40s.json: no table like h200.json (TypeError: "),
+        (lambda d: d.update(rows=3), "l40s.json: no table like h200.json (AttributeError: "),
+        (lambda d: d["rows"].pop("adamw"), "row adamw bf16 is missing; expected integers BLOCK"),
+        (lambda d: d["rows"]["matmul"]["bf16"].pop("GROUP_M"), "row matmul bf16 is {'BLOCK_M': "),
+        (lambda d: d["rows"]["adamw"]["any"].update(num_stages="3"), "'num_stages': '3'"),
     ],
-)  # fmt: skip
-def test_unusable_table_is_reported_in_one_line(tmp_path, text, message):
-    file = tmp_path / "t.json"
-    file.write_text(text)
+)
+def test_given_table_that_does_not_fit_is_one_line(given, change, message):
+    given(change)
     with pytest.raises(ConfigError) as error:
-        read_table(file)
-    assert str(error.value).startswith("t.json: ") and message in str(error.value) and "\n" not in str(error.value)
+        tuning.table()
+    line = str(error.value)
+    assert line.startswith("GPT2_TRITON_TABLE: ") and message in line and "\n" not in line
+    assert line.endswith("; write it again by `python -m benchmarks tune`, or unset the variable")

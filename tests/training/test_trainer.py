@@ -18,7 +18,7 @@ from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from gpt2_triton.kernels import given_table
+from gpt2_triton.kernels import table_file
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery, trainer
@@ -253,13 +253,13 @@ def test_train_ends_with_its_checkpoint_and_what_comes_next(tmp_path, capsys):
 
 def test_train_prints_the_epochs_of_its_data_and_the_table(tmp_path, monkeypatch, capsys):
     """5 steps of 4 sequences; and which table is in use, where it is another GPU's."""
-    monkeypatch.setattr(given_table, "notice", lambda: "no table for this GPU")
+    monkeypatch.setattr(table_file, "notice", lambda: "no table for this GPU")
     trainer = make_trainer(run_config(), tmp_path)
     sequences = trainer.data.train.windows.n
     trainer.close()
     line = f"{sequences:,} training sequences of 16 tokens; 5 steps are {20 / sequences:.3g} epochs"
     assert {line, "no table for this GPU"} <= {*capsys.readouterr().out.splitlines()}
-    assert json.loads((tmp_path / "run.json").read_text())["starts"][0]["table"] == given_table.about()
+    assert json.loads((tmp_path / "run.json").read_text())["starts"][0]["table"] == table_file.about()
 
 
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
