@@ -7,16 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_triton.config.config import may_change_on_resume
+from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.errors import CheckpointError, ConfigError
 
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
-LATER_KEYS = {
-    "data.align": "none",
-    "optim.name": "adamw",
-    "optim.v": "fp32",
-}  # fatal ones that other versions did not save, and what their runs did
+# fatal ones that other versions did not save, and what their runs did
+LATER_KEYS = {"data.align": "none", "optim.name": "adamw", "optim.v": "fp32"}
 WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 
@@ -33,7 +31,8 @@ def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
     """Return the (fatal, free) differences between two configurations by dotted key."""
-    changes = _changes(LATER_KEYS | _flatten(saved), LATER_KEYS | _flatten(current))
+    then = {key: value for key, value in _flatten(saved).items() if key in LATER_KEYS or key not in REMOVED}
+    changes = _changes(LATER_KEYS | then, LATER_KEYS | _flatten(current))
     free = {key: changes[key] for key in changes if may_change_on_resume(key)}
     return {key: changes[key] for key in changes if key not in free}, free
 

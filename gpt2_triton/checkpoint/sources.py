@@ -21,6 +21,7 @@ from gpt2_triton.checkpoint.weights import (
     to_flat_buffers,
 )
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.removed import without_removed
 from gpt2_triton.errors import CheckpointError
 
 READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
@@ -84,10 +85,8 @@ def is_own_run(source: str) -> bool:
 def _config_and_tensors(source: str) -> tuple[Path, Config, dict[str, Tensor]]:
     kind, _, where = source.partition(":")
     step_dir, state, tensors = read_checkpoint(Path(where if kind == "checkpoint" and where else source))
-    if isinstance(data := state["config"].get("data"), dict):
-        data.pop("align", None)  # a key of development versions, on which no weight depends
     try:
-        config = Config.model_validate(state["config"])
+        config = Config.model_validate(without_removed(state["config"], any_value=True))
     except ValidationError as error:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton"
         raise CheckpointError(wrong) from error

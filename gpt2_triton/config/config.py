@@ -13,6 +13,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from gpt2_triton.config import schema, values
+from gpt2_triton.config.removed import without_removed
 from gpt2_triton.config.rules import conflicts
 from gpt2_triton.config.step_shape import step_conflicts
 
@@ -92,6 +93,11 @@ class Config(schema.ConfigSection):
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, sections: Any) -> Any:
+        return without_removed(sections) if isinstance(sections, Mapping) else sections
 
     @model_validator(mode="after")
     def _fields_agree(self, info: ValidationInfo) -> "Config":

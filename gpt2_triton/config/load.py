@@ -19,11 +19,10 @@ from pydantic import ValidationError
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config, options
 from gpt2_triton.config.other_projects import counterpart
+from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.config.schema import ConflictError
 from gpt2_triton.config.values import SIZE_KEYS
 from gpt2_triton.errors import ConfigError
-
-MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 16, 4, 5000  # of a YAML file
 
 
 class _Repr(reprlib.Repr):
@@ -116,6 +115,8 @@ def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
     They are, in this order: the same key, to be written below its section; the counterpart of another project's option;
     keys of the same name in other sections; similar names; the keys of the section.
     """
+    if key in REMOVED:
+        return f"; it was removed: {REMOVED[key].instead}"
     known = list(dict.fromkeys(known))
     if key in known:  # `optim.lr: 1` in YAML
         section, _, name = key.partition(".")
@@ -154,17 +155,13 @@ def read_yaml(
     """
     try:
         with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ConfigError(f"{path}: more than {MOST_BYTES >> 10} KiB; expected a configuration")
-        text = content.decode("utf-8")
-        _require_flat(path, text)
+            text = file.read().decode("utf-8")
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         lines = _key_lines(path, root)
         tree = {} if root is None else loader.construct_document(root)
     except OSError as error:
-        hint = _files_near(path) if isinstance(error, FileNotFoundError) else ""
+        hint = ""
         if isinstance(error, IsADirectoryError) and os.path.isfile(path / "config.yaml"):
             config, run_dir = (shlex.quote(str(p)) for p in (path / "config.yaml", path))
             hint = f"; it is a run: continue it with {config} --run_dir {run_dir} --resume"
@@ -177,44 +174,14 @@ def read_yaml(
         raise ConfigError(f"{place}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    except (ValueError, OverflowError) as error:  # of a number or a date
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # of a number, a date or a tag
         raise ConfigError(f"{path}: not valid YAML: {str(error).partition(';')[0]}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected {expected}, got {'null' if tree is None else type(tree).__name__}")
     fields = dict(options())
     empty = [key for key, value in tree.items() if value is None and key not in fields]  # `optim:` with nothing below
     return tree | {key: {} for key in empty}, lines
-
-
-def _require_flat(path: Path, text: str) -> None:
-    """ConfigError for tags, and for more nesting or nodes than a configuration has, counted as if aliases were written
-    out: such a file takes PyYAML minutes, or all memory.
-    """
-    parser, nodes, sizes = yaml.SafeLoader(text), 0, dict[str | None, int]()  # sizes: the nodes below each anchor
-    inside: list[tuple[str | None, int]] = []  # anchor and number of each collection that has not ended
-    while (event := parser.get_event()) is not None:
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, first = inside.pop()
-            sizes[anchor] = nodes - first
-        elif isinstance(event, yaml.NodeEvent):
-            nodes += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            inside.append((event.anchor, nodes - 1))
-        if tag := getattr(event, "tag", None):  # for which PyYAML has constructors that fail in many ways
-            raise ConfigError(f"{path}:{event.start_mark.line + 1}: {tag[:40]}: unexpected; remove the tag")
-        if len(inside) > MOST_LEVELS or nodes > MOST_NODES:
-            wrong = "nested too deeply" if len(inside) > MOST_LEVELS else "too many values"
-            raise ConfigError(f"{path}:{event.start_mark.line + 1}: {wrong}; expected keys in sections")
-
-
-def _files_near(path: Path) -> str:
-    """Return the end of an error about a missing file: a file of a similar name, else where it was searched."""
-    beside = {p.stem: p for p in sorted(path.parent.glob("*.yaml"))}
-    if near := difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.7):
-        return f"; did you mean {beside[near[0]]}?"
-    files = ", ".join(p.name for p in beside.values()) or "no .yaml file"
-    place = path.absolute().parent
-    return f"; {place} has {files}" if place.is_dir() else f"; there is no directory {place}"
 
 
 def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:

@@ -94,16 +94,6 @@ class ModelConfig(ConfigSection):
 
 
 class DataConfig(ConfigSection):
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed_keys(cls, values: Any) -> Any:
-        """Leave out `align: none`, which runs of development versions have; refuse its other value."""
-        if not isinstance(values, dict) or "align" not in values:
-            return values
-        if values["align"] != "none":
-            raise ConflictError([("data.align", "was removed, as it ended 0.07 higher in validation; take it out")])
-        return {key: value for key, value in values.items() if key != "align"}
-
     # The data may move: a resume compares its content by fingerprint.
     train: str = Field(
         "data/fineweb10B/train_*.bin",

@@ -12,6 +12,8 @@ from gpt2_triton.errors import ConfigError
 MISTAKES = [  # YAML, overrides, what the message says
     ("model: {n_layr: 6}", {}, "x.yaml:1: model.n_layr: unknown key; did you mean model.n_layer?"),
     ("optim:\n  lrr: 1", {}, "x.yaml:2: optim.lrr: unknown key; did you mean optim.lr?"),
+    ("data: {align: document}", {}, "x.yaml:1: data.align: unknown key; it was removed: it ended 0.07 higher"),
+    ("", {"data.align": "document"}, "--data.align: unknown key; it was removed: it ended"),
     ("modle: {n_layer: 6}", {}, "x.yaml:1: modle: unknown key"),
     ("weight_decay: 0.1", {}, "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?"),
     ("optim.lr: 0.1", {}, "x.yaml:1: optim.lr: unknown key; keys are nested: write lr under optim"),
@@ -38,7 +40,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("model: {n_layer: 1", {}, "x.yaml:1:19: not valid YAML"),
     ("model:\n\tn_layer: 1", {}, "x.yaml:2:1: not valid YAML"),
     ("a: 1\n---\nb: 2", {}, "x.yaml:2:1: not valid YAML"),
-    ("a: !!python/object/apply:os.getcwd []", {}, "x.yaml:1: tag:yaml.org,2002:python/object/apply:os: unexpected"),
+    ("a: !!python/object/apply:os.getcwd []", {}, "x.yaml:1:4: not valid YAML: could not determine a constructor"),
     ("a: \x00", {}, "x.yaml: not valid YAML"),
     ("optim: {lr: 0}", {}, "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)"),
     ("optim: {lr: .nan}", {}, "x.yaml:1: optim.lr: must be a finite number"),
@@ -117,7 +119,7 @@ def test_load_reports_all_mistakes_at_once(tmp_path):
 
 def test_load_names_an_unreadable_file(tmp_path):
     _empty(tmp_path)
-    with pytest.raises(ConfigError, match=r"emty\.yaml: cannot read .* No such file .*did you mean .*empty\.yaml\?"):
+    with pytest.raises(ConfigError, match=r"emty\.yaml: cannot read the configuration: No such file"):
         load_config(tmp_path / "emty.yaml")
     with pytest.raises(ConfigError, match="Is a directory$"):
         load_config(tmp_path)
@@ -132,20 +134,6 @@ def test_load_names_an_unreadable_file(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"sample: {prompt: \xe9}")
     with pytest.raises(ConfigError, match="byte 17 is not UTF-8"):
         load_config(tmp_path / "latin.yaml")
-
-
-def test_load_says_where_a_missing_file_was_searched(tmp_path, monkeypatch):
-    """A name with nothing but its ending in common is no neighbour: `nope.yaml` is not a slip for overfit.yaml."""
-    monkeypatch.chdir(tmp_path)
-    for name, hint in (("nope.yaml", "has no .yaml file"), ("configs/x.yaml", "there is no directory .*/configs$")):
-        with pytest.raises(ConfigError, match=f"^{name}: cannot read the configuration: No such file.*; .*{hint}"):
-            load_config(name)
-    (tmp_path / "overfit.yaml").touch()
-    (tmp_path / "gpt2_124m.yaml").touch()
-    with pytest.raises(ConfigError, match=f"; {tmp_path} has gpt2_124m.yaml, overfit.yaml$"):
-        load_config("nope.yaml")
-    with pytest.raises(ConfigError, match="; did you mean gpt2_124m.yaml.$"):
-        load_config("gpt_124m.yml")
 
 
 def test_load_prefers_overrides_to_file_to_defaults(tmp_path):

@@ -1,0 +1,29 @@
+"""Keys of earlier versions that are gone: each is refused in one line that says what replaced it.
+
+A saved configuration has every key of its version, so it may have one with the value that changed nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """A key that is gone."""
+
+    harmless: Any  # the value that changed nothing, usually the old default
+    instead: str  # what replaced the key, and what to do
+
+
+# A key that a resume could not change is also in LATER_KEYS of checkpoint/resume.py.
+REMOVED = {"data.align": Removed("none", "it ended 0.07 higher in validation; take it out")}
+
+
+def without_removed(sections: Mapping[str, Any], any_value: bool = False) -> dict[str, Any]:
+    """Return the sections of a configuration without removed keys of their harmless value, or of any value."""
+    kept = dict(sections)
+    for dotted, removed in REMOVED.items():
+        section, _, key = dotted.partition(".")
+        keys = kept.get(section)
+        if isinstance(keys, Mapping) and key in keys and (any_value or keys[key] == removed.harmless):
+            kept[section] = {name: value for name, value in keys.items() if name != key}
+    return kept
