@@ -11,16 +11,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from benchmarks.options import require_keep_bf16
 from gpt2_triton.commands.app import main, make_app, require_at_least, require_directory, select_device
 from gpt2_triton.config.values import check_recompute
 from gpt2_triton.errors import ConfigError
 
 app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch's, and the search for their tables.")
 app.help_epilogue = (
-    "Programs of their own, each with --help or its use in its first lines: python -m benchmarks.series (runs compared "
-    "by their losses), levers, torch_train, corpus, gradients, muon, multi_gpu, torch_ddp, collectives, scaling, "
-    "agreement, curves, loss_compare, tensor_stats, soak, pictures."
+    "Programs of their own, each with --help, as in python -m benchmarks.speed.multi_gpu: "
+    "speed.multi_gpu, speed.torch_ddp, accuracy.gradients, pictures; losses has more."
 )
 
 # options of several commands
@@ -33,9 +31,11 @@ Recompute = Annotated[
         "layers only; by default gelu for d12, gelu+ln for the others."
     ),
 ]
-Precision = Annotated[str, Parameter(help="train.precision of our runs: bf16, fp8, or bf16,fp8 for both.")]
+Precision = Annotated[
+    Literal["bf16", "fp8", "bf16,fp8"], Parameter(help="train.precision of our runs; bf16,fp8 for both.")
+]
 KeepBf16 = Annotated[
-    str | None, Parameter(help="fp8.keep_bf16 of our runs in fp8; by default that of a configuration.")
+    Literal["head", "none"] | None, Parameter(help="fp8.keep_bf16 of our runs; by default that of a configuration.")
 ]
 ALL_SIZES = "d12,d24,d36,d48"
 
@@ -44,9 +44,9 @@ ALL_SIZES = "d12,d24,d36,d48"
 def verify() -> int:
     """Compare every kernel with float64 and with PyTorch's own operation on this machine, in one table."""
     select_device()
-    from benchmarks import accuracy
+    from benchmarks.accuracy.verify import verify as check
 
-    return accuracy.verify()
+    return check()
 
 
 @app.command
@@ -59,6 +59,7 @@ def steps(
     precision: Precision = "bf16",
     keep_bf16: KeepBf16 = None,
     baseline: Literal["torch", "torchao", "none"] = "torch",
+    optim: Literal["adamw", "adamw,muon"] = "adamw",
     json: Path | None = None,
 ) -> int:
     """Time GPT-2's training steps next to PyTorch's on this GPU.
@@ -69,6 +70,8 @@ def steps(
         Steps per run, at least 6; the first five are not counted.
     baseline: str
         torch runs PyTorch too; torchao also PyTorch with torchao's fp8, tensorwise and rowwise; none neither.
+    optim: str
+        adamw,muon times only our steps of the recipe's tokens, with either optimizer in turn.
     json: Path
         File for the figures of the runs.
     """
@@ -76,13 +79,18 @@ def steps(
     require_at_least(steps=(steps, 6))
     _require_level(recompute, names)
     require_directory("json", json)
-    precisions = _precisions(precision, keep_bf16, names)
+    precisions = _precisions(precision, keep_bf16)
     _require_gpu("steps")
+    if optim != "adamw":
+        from benchmarks.speed.optimizers import compare_optimizers
+
+        compare_optimizers(names, batch, steps, recompute, precisions, keep_bf16, json)
+        return 0
     if baseline == "torchao" and importlib.util.find_spec("torchao") is None:
         raise ConfigError("--baseline: torchao is not installed; install the release made for this torch")
-    from benchmarks import step_time
+    from benchmarks.speed.steps import compare_sizes
 
-    return step_time.compare_sizes(names, batch, steps, recompute, precisions, keep_bf16, baseline, json)
+    return compare_sizes(names, batch, steps, recompute, precisions, keep_bf16, baseline, json)
 
 
 @app.command
@@ -111,9 +119,9 @@ def ops(
         if file and len(names) > 1:
             raise ConfigError(f"--{option}: goes with one size, as in --sizes d12 --{option} {file}")
         require_directory(option, file)
-    precisions = _precisions(precision, keep_bf16, names)
+    precisions = _precisions(precision, keep_bf16)
     _require_gpu("ops")
-    from benchmarks.ops import report
+    from benchmarks.speed.ops import report
 
     for size in names:
         report(size, batch, recompute, precisions, keep_bf16, plot, json)
@@ -124,8 +132,6 @@ def tune(
     *, sizes: str | None = None, batch: int | None = None, only: str | None = None, out: Path | None = None
 ) -> int:
     """Search the kernels' launch parameters for this GPU, and write the rows that gain 2% into its table.
-
-    The time is estimated first.  The same command continues an interrupted search.
 
     Parameters
     ----------
@@ -144,7 +150,7 @@ def tune(
         raise ConfigError(f"--out: {out} does not end in .json, as a table does")
     require_directory("out", out)
     _require_gpu("tune")
-    from benchmarks.tune import tune as search
+    from benchmarks.tune.search import tune as search
 
     return search(names if sizes else None, batch, only, out)
 
@@ -159,15 +165,11 @@ def _sizes(sizes: str, batch: int | None) -> list[str]:
     return names
 
 
-def _precisions(precision: str, keep_bf16: str | None, sizes: list[str]) -> list[str]:
-    """Return the values of --precision; ConfigError if one is unknown, or if --keep_bf16 does not fit a size."""
-    values = precision.split(",")
-    if values not in (["bf16"], ["fp8"], ["bf16", "fp8"]):
-        raise ConfigError(f"--precision: expected bf16, fp8 or bf16,fp8, got {precision}")
-    if keep_bf16 is not None and "fp8" not in values:
+def _precisions(precision: str, keep_bf16: str | None) -> list[str]:
+    """Return the values of --precision; ConfigError if --keep_bf16 has no run in fp8."""
+    if keep_bf16 is not None and precision == "bf16":
         raise ConfigError("--keep_bf16: goes with --precision fp8")
-    require_keep_bf16("--keep_bf16", keep_bf16 or "", (int(size.removeprefix("d")) for size in sizes))
-    return values
+    return precision.split(",")
 
 
 def _require_level(recompute: str | None, sizes: list[str]) -> None:

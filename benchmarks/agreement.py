@@ -27,7 +27,7 @@ from torch import Tensor
 
 import gpt2_triton.kernels as K
 from benchmarks import torch_reference
-from benchmarks.accuracy import master
+from benchmarks.accuracy.kernels import master
 from benchmarks.options import NO_GPU
 from gpt2_triton import device
 from gpt2_triton.config.config import Config

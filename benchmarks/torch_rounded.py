@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.torch_gpt2 import GPT2
+from benchmarks.speed.torch_gpt2 import GPT2
 from gpt2_triton.errors import ConfigError
 
 KINDS = ("weights", "activations", "gradients")

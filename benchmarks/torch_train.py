@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from benchmarks.floors import ATTENTION
-from benchmarks.torch_gpt2 import GPT2
+from benchmarks.speed.floors import ATTENTION
+from benchmarks.speed.torch_gpt2 import GPT2
 from benchmarks.torch_rounded import kinds_of, round_operands
 from gpt2_triton.commands.app import select_device
 from gpt2_triton.commands.train import parse_overrides

@@ -130,7 +130,6 @@ def circles(sources: dict[str, str]) -> list[list[str]]:
 
 
 KNOWN = [
-    ["benchmarks.accuracy", "benchmarks.fp8_accuracy"],
     [f"gpt2_triton.config.{name}" for name in ("config", "load", "rules", "step_shape")],
     ["gpt2_triton.model.communicator", "gpt2_triton.model.peer_copies"],
 ]  # each is to go

@@ -1,8 +1,8 @@
 """Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
 The rows are in the table in use (table_file.py).  Blocks that size a scratch buffer or split a sum are the same in all
-tables (benchmarks/candidates.py lists them): memory is planned before the GPU is known, and a table changes the bits of
-a run as little as it can.
+tables (benchmarks/tune/candidates.py lists them): memory is planned before the GPU is known, and a table changes the
+bits of a run as little as it can.
 """
 
 import functools

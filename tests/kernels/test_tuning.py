@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.candidates import FIXED
+from benchmarks.tune.candidates import FIXED
 from gpt2_triton import device
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import table_file, tuning

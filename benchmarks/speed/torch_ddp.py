@@ -1,6 +1,6 @@
-"""Times PyTorch's DistributedDataParallel and the same GPUs independently, as benchmarks.multi_gpu does for ours.
+"""Times PyTorch's DistributedDataParallel and the same GPUs independently, as benchmarks.speed.multi_gpu does for ours.
 
-torchrun --standalone --nproc_per_node 4 -m benchmarks.torch_ddp SIZE [--steps 30] [--rounds 2]
+torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.torch_ddp SIZE [--steps 30] [--rounds 2]
 
 The model is that of torch_gpt2.py.  Its gradients are bf16: DDP sends half as many bytes as we do.
 """
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.multi_gpu import SETTLE, speed_table
-from benchmarks.sizes import SIZES, T
-from benchmarks.torch_gpt2 import batch_of, build, run_steps
+from benchmarks.speed.multi_gpu import SETTLE, speed_table
+from benchmarks.speed.sizes import SIZES, T
+from benchmarks.speed.torch_gpt2 import batch_of, build, run_steps
 from gpt2_triton import device
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup

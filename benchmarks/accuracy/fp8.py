@@ -14,8 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt2_triton.kernels as K
-from benchmarks import accuracy
-from benchmarks.accuracy import BF16, DEVICE, F32, GPU, Comparison, Sizes, empty, empty32, randn, same
+from benchmarks.accuracy.comparison import (
+    BF16,
+    DEVICE,
+    F32,
+    GPU,
+    STORAGE,
+    Comparison,
+    Sizes,
+    empty,
+    empty32,
+    randn,
+    same,
+    scratch,
+)  # fmt: skip
 from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.tuning import is_hopper
 
@@ -143,7 +155,7 @@ def attention(s: Sizes) -> Iterator[Comparison]:
     out, dqkv, plain = operand(s.R, C, 32.0, value=empty(s.R, C)), operand(s.R, 3 * C, 32.0), empty(s.R, 3 * C)
     K.attention_fwd(out, lse, qkv)
     for gradient in (dqkv, plain):
-        K.attention_bwd(gradient, dbias, delta, accuracy.scratch(s), dout, qkv, out, lse, False)
+        K.attention_bwd(gradient, dbias, delta, scratch(s), dout, qkv, out, lse, False)
     assert out.value is not None
     yield from of_operand("fp8 attention", "out", out, out.value.double())
     yield from of_operand("fp8 attention", "dqkv", dqkv, plain.double(), transposed=True)
@@ -175,7 +187,7 @@ def casts(N: int, C: int) -> Iterator[Comparison]:
 
 
 def storage() -> str:
-    return "bf16" if accuracy.STORAGE == BF16 else "fp32"
+    return "bf16" if STORAGE == BF16 else "fp32"
 
 
 def comparisons(s: Sizes) -> Iterator[Comparison]:

@@ -1,4 +1,4 @@
-"""benchmarks/gradients.py: its measures, and its answers to wrong input."""
+"""benchmarks/accuracy/gradients.py: its measures, and fp8's gradients beside PyTorch's with rounded operands."""
 
 import json
 import math
@@ -6,11 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import gpt2_triton.kernels as K
-from benchmarks import gradients, torch_rounded
+from benchmarks.accuracy import gradients
 from gpt2_triton import device
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.commands.app import main
 from gpt2_triton.model.gpt2 import GPT2
 from tests.support.tiny import tiny_config
 
@@ -46,35 +47,33 @@ def test_report_prints_each_arithmetic_and_writes_all(tmp_path, capsys):
     assert written == {"exact_loss": 2.0, "agreement": {"bf16": {"wte": figures, "all": figures}}}
 
 
-@pytest.mark.parametrize(
-    "words, code, message",
-    [
-        (["none", "--data", "x"], 4, "error: none: no checkpoint found, expected none/checkpoints/step_NNNNNNNN"),
-        (["none", "--data", "x", "--batch", "0"], 2, "error: --batch: must be at least 1, got 0"),
-        (["none", "--data", "x", "--json", "none/f"], 2, "error: --json: none is not a directory; make it, or choose"),
-        (["none", "--data", "x", "--rounded", "head"], 2, "error: --rounded: got 'head', expected weights, "),
-        (["none"], 2, "error: "),
-    ],
-)
-def test_wrong_input_is_one_line(words, code, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert gradients.main(words) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(message)
-
-
-def test_operations_that_are_kept_are_those_of_the_model():
-    saved = tiny_config()
-    assert "fp8, mlp:0 in bf16" in gradients.configs_of(saved, 2, 2, ["mlp:0"])
-    with pytest.raises(ConfigError, match=f"^--keep: mlp:9: there are {saved.model.n_layer} layers"):
-        gradients.configs_of(saved, 2, 2, ["mlp:0", "mlp:9"])
-
-
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(gradients, "INTERPRET", False)
     monkeypatch.setattr(device, "present", lambda: False)
-    assert gradients.main(["none", "--data", "x"]) == 2
-    assert capsys.readouterr().err.startswith("error: gradients: needs a CUDA GPU, found none; with ")
+    assert main(gradients.app, ["none", "--data", "x"]) == 2
+    assert capsys.readouterr().err.startswith("error: gradients: needs a CUDA GPU, found none; ")
+
+
+def rounded(x):
+    """Return x in e4m3 with a power of two as scale, which leaves a factor of two to the largest number."""
+    scale = torch.exp2(torch.floor(torch.log2(224.0 / x.abs().amax().clamp(min=1e-30))))
+    return (x * scale).to(torch.float8_e4m3fn).float() / scale
+
+
+class RoundedLinear(torch.autograd.Function):
+    """x w^T + b and its gradients, each operand of a product rounded to e4m3."""
+
+    @staticmethod
+    def forward(ctx, x, w, b):
+        x, w = rounded(x), rounded(w)
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        g = rounded(dy)
+        return g @ w, g.flatten(0, -2).T @ x.flatten(0, -2), dy.flatten(0, -2).sum(0)
 
 
 @pytest.mark.slow
@@ -85,15 +84,15 @@ def test_fp8_costs_what_rounding_in_pytorch_costs():
     model = dict(n_layer=2, n_head=3, n_embd=192, vocab_size=300, block_size=32)
     saved = tiny_config(model=model, train=dict(seq_len=32), memory=dict(recompute="gelu+ln"))
     tokens = np.random.default_rng(0).integers(0, 300, (2, 2, 33), dtype=np.int32)
-    config = gradients.config_of(saved, 2, 2, "fp8", "head")
+    config = gradients.configs_of(saved, 2, 2)["fp8"]
     initial = GPT2(config, K, device.device_name())
     initial.initialise(seed=1)
     params = 4 * initial.state.params
     _, ours, dims = gradients.ours(config, params, tokens)
     _, want = gradients.exact(params, dims, tokens)
     _, theirs = gradients.exact(
-        params, dims, tokens, torch.float32, linear=torch_rounded.linear(["weights", "activations", "gradients"])
+        params, dims, tokens, torch.float32, linear=lambda layer, *operands: RoundedLinear.apply(*operands)
     )
-    found, rounded = gradients.by_kind(ours, want), gradients.by_kind(theirs, want)
+    found, expected = gradients.by_kind(ours, want), gradients.by_kind(theirs, want)
     for kind in found:
-        assert rounded[kind].error / 1.5 < found[kind].error < 1.5 * rounded[kind].error, kind
+        assert expected[kind].error / 1.5 < found[kind].error < 1.5 * expected[kind].error, kind

@@ -1,120 +1,33 @@
-"""Compares every kernel with PyTorch's own operation on the same bf16 input: `python -m benchmarks verify`.
-
-The error is ||got - exact|| / ||exact||, with exact in float64.  A kernel passes if its error is at most 1.1 times
-PyTorch's; a float32 result also passes within FLOOR, where the last bit decides.  Outputs in fp8 have limits of their
-own (fp8_accuracy.py).  Without a GPU the shapes are tiny, and results are stored in float32, since Triton's interpreter
-truncates to bf16 where a GPU rounds.
-"""
+"""Compares each launcher with PyTorch's own operation on the same input, one function per operation."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gpt2_triton.kernels as K
-from gpt2_triton import device
-from gpt2_triton.data.packing import scatter_bounds, scatter_table
+from benchmarks.accuracy.comparison import (
+    BF16,
+    DEVICE,
+    F32,
+    F64,
+    Comparison,
+    Sizes,
+    compare,
+    empty,
+    empty32,
+    randn,
+    same,
+    scratch,
+)  # fmt: skip
+from gpt2_triton.data.packing import scatter_table
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-STORAGE = BF16 if GPU else F32
-RATIO, FLOOR = 1.1, 1e-6
 BETA1, BETA2, EPS, DECAY = 0.9, 0.95, 1e-8, 0.1
 gelu = functools.partial(F.gelu, approximate="tanh")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """GPT-2 124M with 4 sequences (the classifier has 1, as its float64 logits are large); tiny in the interpreter."""
-
-    B: int = 4 if GPU else 2
-    T: int = 1024 if GPU else 32
-    NH: int = 12 if GPU else 1
-    C: int = 768 if GPU else 64
-    V: int = 50257 if GPU else 300
-    Vp: int = 50304 if GPU else 384
-    updated: int = 1 << (24 if GPU else 14)  # parameters that AdamW updates
-
-    @property
-    def R(self) -> int:
-        return self.B * self.T
-
-
-@dataclasses.dataclass
-class Comparison:
-    op: str
-    output: str
-    ours: Tensor
-    torch: Tensor | None  # None: PyTorch has no such operation, and `limit` is the bound
-    exact: Tensor
-    equal: bool = False  # bit for bit
-    limit: float = 0.0
-
-    def verdict(self) -> tuple[float, float | None, bool]:
-        """Return our error, PyTorch's, and whether ours is within the bound."""
-        ours = error(self.ours, self.exact)
-        if self.torch is None:
-            return ours, None, ours <= self.limit
-        torchs = error(self.torch, self.exact)
-        bound = max(RATIO * torchs, FLOOR if self.ours.dtype == F32 else 0.0)
-        return ours, torchs, ours == 0 if self.equal else ours <= bound
-
-
-def error(got: Tensor, exact: Tensor) -> float:
-    return ((got.double() - exact).norm() / exact.norm()).item()
-
-
-def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = STORAGE) -> Tensor:
-    return (scale * torch.randn(*shape, device=DEVICE)).to(dtype)
-
-
-def empty(*shape: int, dtype: torch.dtype = STORAGE) -> Tensor:
-    """Return an output, NaN until a kernel writes it."""
-    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
-
-
-empty32 = functools.partial(empty, dtype=F32)
-
-
-@functools.cache
-def scratch(s: Sizes) -> Tensor:
-    _, _, slots = scatter_bounds(s.R, s.V)
-    dims = dict(B=s.B, T=s.T, R=s.R, C=s.C, NH=s.NH, Rc=s.R, Vp=s.Vp, N=s.updated, slots=slots)
-    return empty32(K.scratch_elements(dims, "bf16" if GPU else "fp32"))
-
-
-def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return the output and the gradients of a differentiable function, computed in `dtype`."""
-    leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
-
-
-def compare(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, ours: dict[str, Tensor | None], op: str
-) -> Iterator[Comparison]:
-    """Compare `ours`, the output and then the gradients in the order of the inputs, with PyTorch's."""
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        values, exact = run(function, inputs, dout, STORAGE), run(function, inputs, dout, F64)
-    for (name, tensor), value, truth in zip(ours.items(), values, exact, strict=False):
-        if tensor is not None:
-            yield Comparison(op, name, tensor, value, truth)
-            if name in ("dpre", "dx", "dqkv"):  # the gradient of a bias before it: column sums
-                yield Comparison(op, "dbias", ours["dbias"], value.sum(0), truth.sum(0))
-
-
-def same(op: str, output: str, ours: Tensor, want: Tensor) -> Comparison:
-    """Return a comparison that passes if both are equal bit for bit."""
-    return Comparison(op, output, ours, want, want.double(), equal=True)
-
-
-# ---- one function per operation ----
 
 
 def layernorm(s: Sizes) -> Iterator[Comparison]:
@@ -309,34 +222,9 @@ def master(high: Tensor, low: Tensor) -> Tensor:
     return (upper | lower).view(F32)
 
 
-def comparisons() -> Iterator[Comparison]:
-    s = Sizes()
+def comparisons(s: Sizes) -> Iterator[Comparison]:
     for check in (layernorm, matmul, matmul_gelu, matmul_add, attention, embedding, reductions, adamw, muon):
         yield from check(s)
     for HS in (80, 96, 128):
         yield from attention(dataclasses.replace(s, NH=1, C=HS))
     yield from classifier(dataclasses.replace(s, B=1))
-    if not GPU or device.has_fp8(device.architecture()):
-        from benchmarks import fp8_accuracy  # imports this module
-
-        yield from fp8_accuracy.comparisons(s)
-
-
-def verify() -> int:
-    """Print the table; return 0 if each output is within its bound, else 1."""
-    torch.manual_seed(0)
-    where = torch.cuda.get_device_name() if GPU else "Triton's interpreter"
-    print(f"relative error against float64, {str(STORAGE).removeprefix('torch.')} storage, on {where}\n")
-    print(f"{'op':<20}{'output':<13}{'shape':<16}{'ours':>10}{'PyTorch':>10}{'ratio':>10}")
-    verdicts = []
-    for c in comparisons():
-        ours, torchs, ok = c.verdict()
-        verdicts.append(ok)
-        shape = " x ".join(map(str, c.ours.shape)) or "1"
-        errors = f"{ours:>10.1e}{c.limit:>10.0e}{'limit':>10}"
-        if torchs is not None:
-            errors = f"{ours:>10.1e}{torchs:>10.1e}{ours / torchs if torchs else float(ours > 0):>10.2f}"
-        print(f"{c.op:<20}{c.output:<13}{shape:<16}{errors}  {'ok' if ok else 'FAIL'}", flush=True)
-    bound = f"{RATIO}x PyTorch's error (fp32 outputs: or {FLOOR:.0e}), or their limit"
-    print(f"\n{sum(verdicts)} of {len(verdicts)} outputs are within {bound}")
-    return 0 if all(verdicts) else 1

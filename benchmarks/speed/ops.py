@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as kernels
-from benchmarks import floors, pictures
-from benchmarks.energy import Power
-from benchmarks.our_gpt2 import calibrated, run_steps
-from benchmarks.sizes import SIZES, T, config_of, tokens_of
+from benchmarks import pictures
+from benchmarks.speed import floors
+from benchmarks.speed.energy import Power
+from benchmarks.speed.our_gpt2 import calibrated, run_steps
+from benchmarks.speed.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.gpt2 import GPT2
 

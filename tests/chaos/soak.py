@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak CONFIG [KEYS]`: train for some minutes and see whether anything grows.
+"""`python -m tests.chaos.soak CONFIG [KEYS]`: train for some minutes and see whether anything grows.
 
 Once a second: the resident memory, descriptors and threads of each rank, and the memory of each GPU.  After the first
 minute each is fitted by a line.  A slope counts as growth if it is more than three standard errors above zero and

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import floors, ops
-from benchmarks.our_gpt2 import calibrated, run_steps
+from benchmarks.speed import floors, ops
+from benchmarks.speed.our_gpt2 import calibrated, run_steps
 from gpt2_triton.kernels.contract import LAUNCHERS
 from tests.support.tiny import packed_batch, tiny_model
 

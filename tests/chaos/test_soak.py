@@ -1,4 +1,4 @@
-"""benchmarks/soak.py: its samples, and what counts as growth."""
+"""tests/chaos/soak.py: its samples, and what counts as growth."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from benchmarks import soak
+from tests.chaos import soak
 
 
 def test_a_slope_beyond_its_error_counts_as_growth(capsys):

@@ -7,38 +7,34 @@ the decrease of free device memory, kernels and graphs included.  PyTorch's is t
 allocator reserves beyond that.  Neither includes the CUDA context.
 """
 
-import dataclasses
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.sizes import SIZES, T, config_of
+from benchmarks.speed.sizes import SIZES, T, config_of
 from gpt2_triton.device import peak_flops
 
-Report = dict[str, Any]
 
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A module that times steps in a process, with the arguments after SIZE BATCH STEPS START."""
+class Program(NamedTuple):
+    """A module that times steps in a process, with its arguments after SIZE BATCH STEPS START."""
 
     name: str
     module: str
     arguments: tuple[str, ...] = ()
-    takes_level: bool = False  # and a recompute level before them
+    recompute: str | None = None
 
 
-PYTORCH = Program("PyTorch", "benchmarks.torch_gpt2")
-TORCHAO = [Program(f"torchao {r}", "benchmarks.torch_gpt2", (r,)) for r in ("tensorwise", "rowwise")]
+PYTORCH = Program("PyTorch", "benchmarks.speed.torch_gpt2")
+TORCHAO = [Program(f"torchao {r}", PYTORCH.module, (r,)) for r in ("tensorwise", "rowwise")]
 BASELINES = dict(none=[], torch=[PYTORCH], torchao=[PYTORCH, *TORCHAO])
 
 
-def ours(precision: str, keep_bf16: str | None) -> Program:
-    more = (precision,) if keep_bf16 is None or precision == "bf16" else (precision, keep_bf16)
-    return Program(f"ours {precision}", "benchmarks.our_gpt2", more, takes_level=True)
+def ours(recompute: str, precision: str, keep_bf16: str | None) -> Program:
+    kept = (keep_bf16,) if keep_bf16 and precision == "fp8" else ()
+    return Program(f"ours {precision}", "benchmarks.speed.our_gpt2", (recompute, precision, *kept), recompute)
 
 
 def compare_sizes(
@@ -46,31 +42,29 @@ def compare_sizes(
     keep_bf16: str | None, baseline: str, out: Path | None,
 ) -> int:  # fmt: skip
     """Run, print the table, and write the figures as JSON.  Return 1 if a run failed; its cells are empty."""
-    rows: list[Report] = []
+    rows: list[dict[str, Any]] = []
     for size in sizes:
         B, level = batch or SIZES[size].batch, recompute or SIZES[size].recompute
-        for program in (*(ours(precision, keep_bf16) for precision in precisions), *BASELINES[baseline]):
-            more = (level, *program.arguments) if program.takes_level else program.arguments
-            found = _run(program, size, B, steps, *more)
-            level_of = level if program.takes_level else None
-            rows.append(dict(size=size, batch=B, program=program.name, recompute=level_of, report=found))
+        for program in (*(ours(level, precision, keep_bf16) for precision in precisions), *BASELINES[baseline]):
+            found = _run(program, size, B, steps)
+            rows.append(dict(size=size, batch=B, program=program.name, recompute=program.recompute, report=found))
             if out:
                 out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
     print("\n" + table(rows, peak_flops()))
     return int(any(row["report"] is None for row in rows))
 
 
-def _run(program: Program, size: str, batch: int, steps: int, *more: str) -> Report | None:
-    """Run the program's module and return its report; if it fails, print its stderr and return None."""
+def _run(program: Program, size: str, batch: int, steps: int) -> dict[str, Any] | None:
+    """Run the program and return its report; if it fails, print its stderr and return None."""
     print(f"{program.name} {size} B {batch}: ", end="", flush=True)
     start = time.time()
-    command = [sys.executable, "-m", program.module, size, str(batch), str(steps), str(start), *more]
+    command = [sys.executable, "-m", program.module, size, str(batch), str(steps), str(start), *program.arguments]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         print(f"failed with code {run.returncode}, {time.time() - start:.0f} s in all", flush=True)
         print(run.stderr, file=sys.stderr, flush=True)
         return None
-    report = json.loads(run.stdout.splitlines()[-1])
+    report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     print(f"{report['ms']:.1f} ms per step, {time.time() - start:.0f} s in all", flush=True)
     return report
 
@@ -78,7 +72,7 @@ def _run(program: Program, size: str, batch: int, steps: int, *more: str) -> Rep
 HEAD = ["size", "B", "program", "recompute", "ms", "tok/s", "MFU", "J", "GiB", "planned", "first step s"]
 
 
-def table(rows: list[Report], peak: float | None) -> str:
+def table(rows: list[dict[str, Any]], peak: float | None) -> str:
     """Return one line per run.  J is of a step, MFU a fraction of bf16's peak; speed and memory are relative to PyTorch
     in bf16.
     """

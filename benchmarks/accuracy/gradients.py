@@ -1,18 +1,15 @@
 """Compares the gradients of bf16 and fp8 with float64's, tensor by tensor, at the weights of a checkpoint.
 
-    python -m benchmarks.gradients RUN --data 'SHARDS/train_*.bin' [--keep mlp,head] [--rounded KINDS] [--json FILE]
+    python -m benchmarks.accuracy.gradients RUN --data 'SHARDS/train_*.bin' [--json FILE]
 
 The gradient is that of the mean loss of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
-with g ours and e that of float64 from the same bf16 weights:
+with our gradient g and float64's e from the same bf16 weights:
 
     cosine     g e / (|g| |e|), the least of the layers
     along      g e / (e e), least and largest: 1 where the error of g has no part along e
     error      |g - e| / |e|, the largest of the layers
 
-The last arithmetic is float64 on other batches: how much the gradient of one batch tells of another's.  `--keep` adds
-fp8 with these operations in bf16 (fp8.keep_bf16: without `head` the logits are in fp8 too).  `--rounded` adds PyTorch
-in fp32 with operands of these kinds rounded to e4m3 (torch_rounded.py), which uses none of our kernels: its
-`weights,activations,gradients` should have the errors of our fp8.
+The last arithmetic is float64 on other batches: how much the gradient of one batch tells of another's.
 """
 
 import gc
@@ -28,8 +25,7 @@ import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as K
-from benchmarks import torch_reference, torch_rounded
-from benchmarks.options import NO_GPU, require_keep_bf16
+from benchmarks import torch_reference
 from gpt2_triton import device
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import app as commands
@@ -42,7 +38,7 @@ from gpt2_triton.kernels.tuning import INTERPRET
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
 
-app = commands.make_app("python -m benchmarks.gradients")
+app = commands.make_app("python -m benchmarks.accuracy.gradients")
 
 Gradients = dict[str, Tensor]  # by the names of torch_reference.tensors
 
@@ -55,20 +51,16 @@ class Agreement(NamedTuple):
     error: float
 
 
-def config_of(saved: Config, batch: int, batches: int, precision: str, keep: str) -> Config:
-    """Return the configuration of one step in bf16 storage, in `batches` micro-batches."""
-    tokens = batch * batches * saved.train.seq_len
-    train = {"batch_size": batch, "total_batch_tokens": tokens, "dtype": "bf16", "precision": precision}
-    return saved.replace(train=train, fp8={"keep_bf16": keep}, optim={"master": "none", "name": "adamw"})
-
-
-def configs_of(saved: Config, batch: int, batches: int, keep: Sequence[str]) -> dict[str, Config]:
-    """Return the configuration of each arithmetic of ours, by its name; ConfigError for a wrong value of --keep."""
-    for kept in keep:
-        require_keep_bf16("--keep", kept, [saved.model.n_layer])
-    arms = {"bf16": ("bf16", ""), "fp8": ("fp8", "head"), "fp8, logits too": ("fp8", "")}
-    arms |= {f"fp8, {kept} in bf16": ("fp8", kept) for kept in keep}
-    return {name: config_of(saved, batch, batches, *arm) for name, arm in arms.items()}
+def configs_of(saved: Config, batch: int, batches: int) -> dict[str, Config]:
+    """Return the configuration of one step in bf16 storage, in `batches` micro-batches, for each arithmetic of ours."""
+    arms = {"bf16": ("bf16", "none"), "fp8": ("fp8", "head"), "fp8, logits too": ("fp8", "none")}
+    train = {"batch_size": batch, "total_batch_tokens": batch * batches * saved.train.seq_len, "dtype": "bf16"}
+    return {
+        name: saved.replace(
+            train=train | {"precision": precision}, fp8={"keep_bf16": keep}, optim={"master": "none", "name": "adamw"}
+        )
+        for name, (precision, keep) in arms.items()
+    }
 
 
 def windows(pattern: str, config: Config, batches: int, first: int) -> list[np.ndarray]:
@@ -105,7 +97,7 @@ def exact(
     params: Tensor, dims: dict[str, int], batches: Sequence[np.ndarray], dtype: torch.dtype = torch.float64,
     **linear: Any,
 ) -> tuple[float, Gradients]:  # fmt: skip
-    """Return loss and gradients of PyTorch, one sequence at a time; `linear` is that of torch_reference.gpt2_loss."""
+    """Return PyTorch's loss and gradients, one sequence at a time; `linear` goes to torch_reference.gpt2_loss."""
     here = device.device_name()
     leaves = torch_reference.leaves(params.to(here), dims, dtype)
     total, sequences = 0.0, [row for w in batches for row in w]
@@ -162,7 +154,7 @@ class Report:
     """The agreement of each arithmetic with float64, printed when it is added."""
 
     def __init__(self, loss: float, gradients: Gradients):
-        """`loss` and `gradients` are those of float64."""
+        """`loss` and `gradients` are float64's."""
         self._loss, self._gradients = loss, gradients
         self._found: dict[str, dict[str, Agreement]] = {}
 
@@ -181,16 +173,7 @@ class Report:
 
 
 @app.default
-def compare(
-    run: str,
-    *,
-    data: str,
-    batch: int = 2,
-    batches: int = 4,
-    keep: list[str] | None = None,
-    rounded: list[str] | None = None,
-    json: Path | None = None,
-) -> None:
+def compare(run: str, *, data: str, batch: int = 2, batches: int = 4, json: Path | None = None) -> None:
     """Compare the gradients of bf16 and fp8 with float64's at the weights of a run.
 
     Parameters
@@ -203,25 +186,16 @@ def compare(
         Sequences of a micro-batch.
     batches: int
         Micro-batches.
-    keep: list[str]
-        Also fp8 with this fp8.keep_bf16, such as head,qkv; may be given several times.
-    rounded: list[str]
-        Also PyTorch with operands of these kinds rounded to e4m3: weights, activations, gradients, or of one layer as
-        qkv.activations, with commas; may be given several times.
     json: Path
         Also write the figures to this file.
     """
     commands.require_at_least(batch=(batch, 1), batches=(batches, 1))
     commands.require_directory("json", json)
     if not (device.present() or INTERPRET):
-        raise ConfigError(f"gradients: {NO_GPU}")
-    in_pytorch = {
-        f"PyTorch, {words} in e4m3": torch_rounded.linear(torch_rounded.kinds_of("--rounded", words))
-        for words in rounded or []
-    }
+        raise ConfigError("gradients: needs a CUDA GPU, found none; TRITON_INTERPRET=1 runs the kernels on the CPU")
     saved, tensors = load_weights(run)
     params = tensors["params"].to(torch.bfloat16)
-    configs = configs_of(saved, batch, batches, keep or [])
+    configs = configs_of(saved, batch, batches)
     batched, others = (windows(data, configs["bf16"], batches, first) for first in (0, batches))
     (first, config), *rest = configs.items()
     loss, found, dims = ours(config, params, batched)
@@ -229,16 +203,10 @@ def compare(
     report.add(first, loss, found)
     for name, config in rest:
         report.add(name, *ours(config, params, batched)[:2])
-    for name, linear in in_pytorch.items():
-        report.add(name, *exact(params, dims, batched, torch.float32, linear=linear))
     report.add("float64, other batches", *exact(params, dims, others))
     if json:
         report.write(json)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    return commands.main(app, list(sys.argv[1:] if words is None else words))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(commands.main(app, sys.argv[1:]))

@@ -4,11 +4,10 @@ Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compil
 no host synchronisation between steps.  With FLOAT8, "tensorwise" or "rowwise", torchao computes the products of the
 layers in fp8 by that recipe; it needs a torchao built for the installed torch.  Prints one JSON line.
 
-    python -m benchmarks.torch_gpt2 SIZE BATCH STEPS START [FLOAT8]
-
-START is time.time() when the process was started.
+    python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [FLOAT8]
 """
 
+import argparse
 import json
 import statistics
 import time
@@ -19,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from benchmarks.energy import Power
-from benchmarks.floors import ATTENTION
-from benchmarks.options import timed_arguments
-from benchmarks.sizes import tokens_of
+from benchmarks.speed.energy import Power
+from benchmarks.speed.floors import ATTENTION
+from benchmarks.speed.sizes import SIZES, tokens_of
 from gpt2_triton.config.schema import ModelConfig
 
 
@@ -104,7 +102,7 @@ def batch_of(batch: int) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
-def main(size: str, batch: int, steps: int, start: float, float8: str | None = None) -> None:
+def main(size: str, batch: int, steps: int, start: float, float8: str | None) -> None:
     model, optimizer = build(size)
     if float8:
         in_float8(model, float8)
@@ -120,4 +118,10 @@ def main(size: str, batch: int, steps: int, start: float, float8: str | None = N
 
 
 if __name__ == "__main__":
-    main(*timed_arguments("torch_gpt2", "[FLOAT8]", 0, 1))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("batch", type=int)
+    parser.add_argument("steps", type=int, help="of which the first five are not counted")
+    parser.add_argument("start", type=float, help="time.time() when the process was started")
+    parser.add_argument("float8", nargs="?", choices=("tensorwise", "rowwise"), help="torchao's recipe")
+    main(**vars(parser.parse_args()))

@@ -1,8 +1,6 @@
 """`python -m benchmarks steps`: the steps that are timed, the runs as processes, the table.  The times need a GPU."""
 
-import dataclasses
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -10,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import energy, step_time, torch_gpt2
-from benchmarks.our_gpt2 import run_steps
-from benchmarks.sizes import SIZES, bucket_elements, config_of
+from benchmarks.speed import energy, multi_gpu, optimizers, steps, torch_gpt2
+from benchmarks.speed.our_gpt2 import run_steps
+from benchmarks.speed.sizes import SIZES, config_of
 from gpt2_triton.config.schema import ModelConfig
 from tests.support.tiny import packed_batch, tiny_model
 
@@ -42,10 +40,6 @@ def test_torch_model_has_as_many_parameters(size):
     assert sum(p.numel() for p in model.parameters()) == config_of(size, 1, "none").n_params
 
 
-def test_bucket_elements_are_those_of_a_layer_and_of_the_embeddings():
-    assert bucket_elements("d12") == (7_077_888, 39_419_904) and bucket_elements("d48") == (30_720_000, 82_124_800)
-
-
 OURS = dict(ms=100.0, joules=71.24, gib=17.25, planned=17.0, first_step=3.21)
 TORCH = dict(ms=110.0, joules=None, gib=23.0, first_step=20.0)
 
@@ -58,14 +52,14 @@ def test_table_computes_rates_and_ratios():
     # 65,536 tokens in 0.1 s; 6N + 6LCT with N = 124,475,904 (the vocabulary padded, wpe in it) and LCT = 9,437,184
     mfu = 655_360 * 6 * (124_475_904 + 9_437_184) / 989e12
     rows = [row(), row("PyTorch", TORCH, None), row("torchao rowwise", TORCH | dict(ms=55.0), None)]
-    _, ours, torch_line, other = (line.split() for line in step_time.table(rows, 989e12).splitlines())
+    _, ours, torch_line, other = (line.split() for line in steps.table(rows, 989e12).splitlines())
     assert ours == f"d12 64 ours bf16 gelu 100.0 655,360 {mfu:.1%} 71.2 17.25 17.00 3.2 1.100x 0.75x".split()
     assert torch_line == f"d12 64 PyTorch - 110.0 595,782 {mfu / 1.1:.1%} - 23.00 - 20.0 1.000x 1.00x".split()
     assert other[-2:] == ["2.000x", "1.00x"]
 
 
 def test_table_has_dashes_for_missing_runs():
-    head, *lines = step_time.table([row(), row("PyTorch", None, None)], None).splitlines()
+    head, *lines = steps.table([row(), row("PyTorch", None, None)], None).splitlines()
     assert lines[0].split()[-2:] == ["-"] * 2 and lines[0].split()[7] == "-"  # no PyTorch, and no peak: no MFU
     assert lines[1].split() == ["d12", "64", "PyTorch", *["-"] * 10]
     assert len({len(line) for line in (head, *lines)}) == 1
@@ -117,45 +111,53 @@ print(json.dumps(dict(ms=100.0, gib=2.0, planned=1.5, first_step=1.0, saw=[size,
 def test_compare_sizes_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "standin.py").write_text(RUN)
     monkeypatch.chdir(tmp_path)  # python -m looks here
-    run, out = step_time._run, tmp_path / "figures.json"
+    run, out = steps._run, tmp_path / "figures.json"
+    monkeypatch.setattr(steps, "_run", lambda program, *more: run(program._replace(module="standin"), *more))
+    monkeypatch.setattr(steps, "peak_flops", lambda: 989e12)
 
-    def stand_in(program, *more):
-        return run(dataclasses.replace(program, module="standin"), *more)
+    def saw():
+        rows = json.loads(out.read_text())["rows"]
+        return {f"{r['size']} {r['program']}": r["report"] and " ".join(r["report"]["saw"]) for r in rows}
 
-    monkeypatch.setattr(step_time, "_run", stand_in)
-    monkeypatch.setattr(step_time, "peak_flops", lambda: 989e12)
-    both = ["bf16", "fp8"]
-    assert step_time.compare_sizes(["d12"], 8, 7, "none", both, "head,0", "torchao", out) == 0
-    saw = {r["program"]: r["report"]["saw"] for r in json.loads(out.read_text())["rows"]}
-    assert saw == {
-        "ours bf16": ["d12", "8", "7", "none", "bf16"], "ours fp8": ["d12", "8", "7", "none", "fp8", "head,0"],
-        "PyTorch": ["d12", "8", "7"],
-        "torchao tensorwise": ["d12", "8", "7", "tensorwise"], "torchao rowwise": ["d12", "8", "7", "rowwise"],
-    }  # fmt: skip
-    assert step_time.compare_sizes(["d12", "d24", "d36"], None, 6, None, ["bf16"], None, "torch", out) == 1
+    assert steps.compare_sizes(["d12"], 8, 7, "none", ["bf16", "fp8"], "none", "torchao", out) == 0
+    assert saw() == {
+        "d12 ours bf16": "d12 8 7 none bf16",
+        "d12 ours fp8": "d12 8 7 none fp8 none",
+        "d12 PyTorch": "d12 8 7",
+        "d12 torchao tensorwise": "d12 8 7 tensorwise",
+        "d12 torchao rowwise": "d12 8 7 rowwise",
+    }
+    assert steps.compare_sizes(["d24", "d36"], None, 6, None, ["bf16"], None, "torch", out) == 1
+    assert saw() == {
+        "d24 ours bf16": "d24 64 6 gelu+ln bf16",
+        "d24 PyTorch": None,
+        "d36 ours bf16": "d36 32 6 gelu+ln bf16",
+        "d36 PyTorch": "d36 32 6",
+    }
     text, err = capsys.readouterr()
     assert "PyTorch d24 B 64: failed with code 1" in text and "ours bf16 d36 B 32: 100.0 ms per step" in text
     assert "no memory left" in err
-    ours, torchs = (
-        [r["report"] and r["report"]["saw"] for r in json.loads(out.read_text())["rows"] if r["program"] == program]
-        for program in ("ours bf16", "PyTorch")
-    )
-    assert ours == [
-        ["d12", "64", "6", "gelu", "bf16"],
-        ["d24", "64", "6", "gelu+ln", "bf16"],
-        ["d36", "32", "6", "gelu+ln", "bf16"],
-    ]  # fmt: skip
-    assert torchs == [["d12", "64", "6"], None, ["d36", "32", "6"]]
 
 
-@pytest.mark.parametrize("module", ["our_gpt2", "torch_gpt2"])
-@pytest.mark.parametrize(
-    "words",
-    [[], ["d12", "64", "many", "0", "gelu"], ["d12", "64", "9", "0", *"abcd"]],
-    ids=["none", "no number", "many"],
-)
-def test_programs_print_their_usage(module, words):
-    run = subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *words], capture_output=True, text=True)
-    assert run.returncode == 2 and run.stdout == ""
-    assert run.stderr.startswith(f"usage: python -m benchmarks.{module} SIZE BATCH STEPS START ")
-    assert run.stderr.count("\n") == 1
+def test_optimizers_are_compared_by_neighbouring_steps():
+    """Clocks drift between the pairs: the median of the differences is not the difference of the medians."""
+    text = optimizers.summary(dict(adamw=[100.0, 110.0, 120.0], muon=[101.0, 112.0, 119.0]))
+    assert text == "AdamW 110.00 ms, Muon 112.00 ms; Muon +1.00 ms (+0.91%), of single pairs -1.00 to +2.00"
+
+
+def test_exposed_time_is_that_without_computation():
+    """A copy of 4 ms under products of 3, whose spans overlap; a sum of 1 ms alone."""
+    kernels = [("_matmul", 0, 2), ("_dw", 1, 3), (multi_gpu.COPY, 0, 4), (multi_gpu.SUM, 4, 5)]
+    found = multi_gpu.exposed([multi_gpu.Kernel(*kernel) for kernel in kernels])
+    assert found == {multi_gpu.COPY: (1, 4.0, 1.0), multi_gpu.SUM: (1, 1.0, 1.0)}
+    waits = {multi_gpu.COPY: (1, 9.0, 6.0), multi_gpu.SUM: (1, 1.0, 1.0)}
+    lines = multi_gpu.exposure_table([found, waits]).splitlines()
+    assert lines[1].split() == ["Memcpy", "PtoP", "1", "4.000", "1.000"]
+    assert lines[-1].endswith("waits least: 2.000 ms")
+
+
+def test_speed_of_all_gpus_is_that_of_the_median_rank():
+    everyone = [{"alone": [10.0] * 3, "in step": [12.0], "together": [ms]} for ms in (12.5, 13.0, 12.6)]
+    line = multi_gpu.speed_table(everyone, tokens=126).splitlines()[-1]
+    expected = "10,000 tokens/s on each GPU: 95.2% of in step, 79.4% of the slowest alone, 79.4% of the mean alone"
+    assert line == f"together {expected}"

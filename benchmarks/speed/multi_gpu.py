@@ -1,8 +1,7 @@
-"""Measures the cost of communication: GPUs train independently and together, in turn; draws the kernels of a step.
+"""Measures the cost of communication: GPUs train independently and together, in turn.
 
-torchrun --standalone --nproc_per_node 4 -m benchmarks.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
-    [--precision fp8] [--optimizer muon] [--trace OUT.json]
-python -m benchmarks.multi_gpu --draw OUT.json PICTURE.png
+torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
+    [--precision fp8] [--optimizer muon] [--trace]
 
 GPUs of one machine differ by some percent, and at the power limit their clocks vary.  A synchronous step takes as long
 as the slowest GPU at that time, whatever is exchanged.  So three kinds of steps are timed:
@@ -14,8 +13,8 @@ together   one model on all of them
 Power, and with it speed, depends on the numbers that are multiplied and on the temperature.  So each stretch of steps
 begins with the same weights, the kinds alternate in both orders, and the first round does not count.
 
-Kernels that wait for other ranks include the lateness of those ranks.  Exposed time, in which nothing is computed, is
-therefore given for the rank with the least of it.
+--trace prints what a step exchanges.  Kernels that wait for other ranks include the lateness of those ranks.  Exposed
+time, in which nothing is computed, is therefore given for the rank with the least of it.
 """
 
 import argparse
@@ -30,8 +29,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import gpt2_triton.kernels as K
-from benchmarks.our_gpt2 import calibrated, run_steps
-from benchmarks.sizes import SIZES, T, config_of, tokens_of
+from benchmarks.speed.our_gpt2 import calibrated, run_steps
+from benchmarks.speed.sizes import SIZES, T, config_of, tokens_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
@@ -149,9 +148,8 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
-def exposure_table(steps: list[list[Kernel]]) -> str:
+def exposure_table(ranks: list[dict[str, tuple[int, float, float]]]) -> str:
     """Return one line per name: calls, and the least milliseconds and exposed milliseconds over the ranks."""
-    ranks = [exposed(kernels) for kernels in steps]
     lines = [f"{'exchange':<44}{'per step':>9}{'ms':>9}{'exposed ms':>12}"]
     for name in sorted(ranks[0]):
         calls = ranks[0][name][0]
@@ -176,48 +174,6 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
     return "\n".join(lines)
 
 
-KINDS = {  # part of the kernel's name: name in the picture, colour
-    "attention": ("attention", "#c44e52"),
-    "matmul": ("products", "#9db7d5"),
-    "_wide": ("products", "#9db7d5"),
-    "dw_kernel": ("weight gradients", "#5b83b0"),
-    "add_dw_partials": ("weight gradients", "#5b83b0"),
-    "classifier": ("classifier", "#8172b3"),
-    "layernorm": ("layernorm", "#55a868"),
-    "adamw": ("AdamW", "#dd8452"),
-    COPY: ("copies from other GPUs", "#2f2f2f"),
-    SUM: ("sums of gradients", "#d4a017"),
-    "nccl": ("NCCL: sum of losses and norms", "#e377c2"),
-}
-
-
-def draw(steps: list[list[Kernel]], title: str, out: Path) -> None:
-    """Draw computation and exchange of each rank: a whole step, and below it the exchange of gradients at its end."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    begin = min(kernels[0].start for kernels in steps)
-    length = max(k.end for kernels in steps for k in kernels) - begin
-    late = min(k.start - begin for kernels in steps for k in kernels if k.exchange and k.start - begin > length / 2)
-    figure = Figure(figsize=(12, 1.6 + 1.1 * len(steps)), layout="constrained")
-    seen = dict[str, str]()
-    for axes, (first, last) in zip(figure.subplots(2), ((0, length), (late - length / 100, length))):
-        for row, kernels in enumerate(steps):
-            for k in kernels:
-                name, colour = next((v for part, v in KINDS.items() if part in k.name), ("other", "#bbbbbb"))
-                seen[name] = colour
-                at = -row - (0.38 if k.exchange else 0.0)
-                axes.barh(at, k.end - k.start, left=k.start - begin, height=0.36, color=colour, linewidth=0)
-        axes.set(xlim=(first, last), yticks=[-row - 0.19 for row in range(len(steps))])
-        axes.set_yticklabels([f"GPU {row}" for row in range(len(steps))])
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.set_xlabel("ms")
-    figure.suptitle(title)
-    patches = [Patch(color=colour, label=name) for name, colour in seen.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(out, dpi=150)
-
-
 def configured(given: argparse.Namespace) -> Config:
     """Return the configuration of one GPU alone that the command line asks for."""
     size = SIZES[given.size]
@@ -235,24 +191,20 @@ def title_of(config: Config) -> str:
     return f"{work}, recompute {config.memory.recompute}"
 
 
-def main(config: Config, zero: int, steps: int, rounds: int, out: Path | None) -> None:
+def main(config: Config, zero: int, steps: int, rounds: int, traced: bool) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
     group = ProcessGroup("cuda", 300)
     control, pair = group.control("multi_gpu"), Pair(group, config, zero)
     times = control.all_gather(pair.times(steps, rounds))
     used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
-    traces = [[Kernel(*k) for k in kernels] for kernels in control.all_gather(trace(pair) if out else [])]
+    exchanges = control.all_gather(exposed(trace(pair)) if traced else {})
     if group.rank == 0:
-        title = f"{title_of(config)}, {group.size} GPUs, ZeRO-{zero}"
-        print(
-            f"{title}; arenas {pair.together.plan.total / GIB:.2f} and {pair.alone.plan.total / GIB:.2f} GiB, ", end=""
-        )
-        print(f"in use {max(used):.2f} GiB")
+        arenas = f"{pair.together.plan.total / GIB:.2f} and {pair.alone.plan.total / GIB:.2f} GiB"
+        print(f"{title_of(config)}, {group.size} GPUs, ZeRO-{zero}; arenas {arenas}, in use {max(used):.2f} GiB")
         print(speed_table(times, tokens=config.total_batch_tokens))
-        if out:
-            print(exposure_table(traces))
-            out.write_text(json.dumps(dict(title=title, steps=traces)) + "\n")
+        if traced:
+            print(exposure_table(exchanges))
     pair.together.release_graphs()
     group.close()
 
@@ -268,13 +220,8 @@ if __name__ == "__main__":
     parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps per step")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
-    parser.add_argument("--trace", type=Path, metavar="JSON", help="write the kernels of one step on every rank")
-    parser.add_argument("--draw", nargs=2, type=Path, metavar=("JSON", "PNG"), help="only draw such a file")
+    parser.add_argument("--trace", action="store_true", help="print the exchange of one step, and its exposed time")
     given = parser.parse_args()
-    if given.draw:
-        drawn = json.loads(given.draw[0].read_text())
-        draw([[Kernel(*k) for k in kernels] for kernels in drawn["steps"]], drawn["title"], given.draw[1])
-    elif not device.present():
+    if not device.present():
         parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
-    else:
-        main(configured(given), given.zero, given.steps, given.rounds, given.trace)
+    main(configured(given), given.zero, given.steps, given.rounds, given.trace)

@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.errors import TritonError
 
 import gpt2_triton.kernels as kernels
-from benchmarks.floors import AHEAD, events
-from benchmarks.our_gpt2 import run_steps
-from benchmarks.sizes import SIZES, VOCAB, T, config_of
+from benchmarks.speed.floors import AHEAD, events
+from benchmarks.speed.our_gpt2 import run_steps
+from benchmarks.speed.sizes import SIZES, VOCAB, T, config_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import Key, Row

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from benchmarks import accuracy
+from benchmarks.accuracy import kernels, verify
+from benchmarks.accuracy.comparison import Comparison, Sizes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the command itself runs on the GPU")
 def test_verify_passes_on_all_kernels(capsys):
-    code = accuracy.verify()
+    code = verify.verify()
     text = capsys.readouterr().out
     assert code == 0, text
     ops = "layernorm", "matmul_gelu", "attention HS 80", "classifier", "embedding", "adamw bf16", "muon 64x256"
@@ -24,8 +25,8 @@ def test_verify_fails_on_a_wrong_kernel_and_names_it(monkeypatch, capsys):
         right(out, inp, inp, w, b)
 
     monkeypatch.setattr(gpt2_triton.kernels, "matmul_add", wrong)
-    monkeypatch.setattr(accuracy, "comparisons", lambda: accuracy.matmul_add(accuracy.Sizes(B=2, T=32, C=64)))
-    assert accuracy.verify() == 1
+    monkeypatch.setattr(verify, "comparisons", lambda: kernels.matmul_add(Sizes(B=2, T=32, C=64)))
+    assert verify.verify() == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("matmul_add"))
     assert line.endswith("FAIL")
 
@@ -33,13 +34,13 @@ def test_verify_fails_on_a_wrong_kernel_and_names_it(monkeypatch, capsys):
 def test_verdict_of_an_output_without_a_counterpart_is_its_limit():
     exact = torch.ones(4).double()
     for factor, ok in ((1.009, True), (1.011, False), (float("nan"), False)):
-        found = accuracy.Comparison("op", "out", factor * torch.ones(4), None, exact, limit=0.01)
+        found = Comparison("op", "out", factor * torch.ones(4), None, exact, limit=0.01)
         assert found.verdict()[1:] == (None, ok)
 
 
 def test_verdict_fails_if_the_result_is_nan():
     nan, one = torch.full((4,), float("nan")), torch.ones(4)
-    assert not accuracy.Comparison("op", "out", nan, one.bfloat16(), one.double()).verdict()[2]
+    assert not Comparison("op", "out", nan, one.bfloat16(), one.double()).verdict()[2]
 
 
 def test_master_restores_the_weight():
@@ -49,4 +50,4 @@ def test_master_restores_the_weight():
     u = weights.view(torch.int32)
     high = ((u + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     low = (u & 0xFFFF).to(torch.int32).to(torch.int16)
-    assert torch.equal(accuracy.master(high, low).view(torch.int32), u)
+    assert torch.equal(kernels.master(high, low).view(torch.int32), u)

@@ -7,34 +7,28 @@ row's, and all are timed in turn as CUDA graphs, in rounds whose order rotates: 
 
 All candidates are screened first.  The best few are then timed longer, against the current row alone, because the best
 of forty measurements is partly luck.  A row is replaced if the launchers that use it gain 2%.
-
-Before it starts, the search is rehearsed without memory (rehearsal.py), and its time is estimated.  Each measurement is
-appended to a file beside the table, from which an interrupted search continues.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import gpt2_triton.kernels as kernels
-from benchmarks import calls, tuning_tables, tuning_time
-from benchmarks.calls import Call, Trial, trying
-from benchmarks.candidates import SPACE, candidates
-from benchmarks.tuning_record import Record
-from benchmarks.tuning_time import Work
+from benchmarks.speed.sizes import SIZES, T, config_of
+from benchmarks.tune import calls, tables
+from benchmarks.tune.calls import Call, Trial, trying
+from benchmarks.tune.candidates import SPACE, candidates
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.device import memory_bytes
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_atomic
 from gpt2_triton.kernels import table_file, tuning
 from gpt2_triton.kernels.table_file import Key, Row
-from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
-from gpt2_triton.version import code_state, package_versions
+from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, plan_memory
 
 GAIN = 1.02  # the least gain that replaces a row: twice the variation of medians of FINAL rounds
 SCREEN, FINAL = 5, 25  # rounds
@@ -43,6 +37,7 @@ FINALISTS = 3  # in addition to the current row
 # missing tile or key at least 0.1
 TOLERANCE = 2.0**-6
 DTYPE = "bf16"
+LEAST_BATCH = 4  # sequences: a size that trains with fewer is not tuned for, unless it is named
 # on Hopper, kernels/hopper runs these with its own constants, for every size that is tuned
 HOPPER_OPS = {"matmul", "matmul_dw", "classifier_fwd", "attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv"}
 
@@ -89,70 +84,72 @@ def winner(rows: list[Row], times: Times) -> int:
     return best if gain(times, best) >= GAIN else 0
 
 
+def batches_of(sizes: list[str] | None, batch: int | None, budget: int) -> dict[str, int]:
+    """Return the batch of each size to tune: `batch`, else as large as a run of the size fits `budget` bytes, at most
+    the benchmarks' own.  Without `sizes`, those whose runs fit with LEAST_BATCH sequences; d12 if none does.
+    """
+    found = {size: _fitting_batch(size, batch or SIZES[size].batch, budget) for size in sizes or SIZES}
+    if not sizes:
+        large = {size: B for size, B in found.items() if B >= min(LEAST_BATCH, batch or LEAST_BATCH)}
+        found = large or {"d12": found["d12"]}
+    return {size: batch or B for size, B in found.items()}
+
+
+def _fitting_batch(size: str, B: int, budget: int) -> int:
+    while B > 1 and plan_memory(config_of(size, B, SIZES[size].recompute), kernels, B, T)[0].total > budget:
+        B //= 2
+    return B
+
+
 class Search:
     """One pass over the sizes: times of all candidates of each row, at each call of a step that uses the row."""
 
-    def __init__(self, name: str, rows: dict[Key, Row], tries: dict[str, list[Row]], rounds: int, record: Record):
-        self.name, self.rows, self.tries, self.rounds, self.record = name, rows, tries, rounds, record
+    def __init__(self, rows: dict[Key, Row], tries: dict[str, list[Row]], rounds: int):
+        self.rows, self.tries, self.rounds = rows, tries, rounds
         self.times: dict[str, Times] = {op: {} for op in tries}
         self.dropped: dict[tuple[str, int], str] = {}
 
-    def run(self, sizes: Iterable[str], step: Callable[..., Any], on_done: Callable[..., Any]) -> "Search":
-        """Run `step(size, on_call)` for each size that the record has not complete; the step calls on_call(call) before
-        each launch.  `on_done(pass, size, call's key, op)` is called after each measurement.
+    def run(
+        self,
+        sizes: Iterable[str],
+        step: Callable[[str, Callable[[Call], None]], None],
+        on_done: Callable[[str, str], None],
+    ) -> "Search":
+        """Run `step(size, on_call)` for each size; the step calls on_call(call) before each launch.  `on_done(size,
+        op)` is called after each measurement.
         """
         for size in sizes:
-            known = self.record.of(self.name, size)
 
-            def on_call(call: Call, size: str = size, known: Mapping[tuple[str, str], Any] = known) -> None:
+            def on_call(call: Call, size: str = size) -> None:
                 for op in self.tries:
                     if (op, DTYPE) in call.used and len(self.tries[op]) > 1:
-                        found = known.get((call.key, op))
-                        self._add(size, op, found or self._measure(size, op, call))
-                        on_done(self.name, size, call.key, op)
+                        self._measure(size, op, call)
+                        on_done(size, op)
 
-            if self.record.is_complete(self.name, size):
-                for (key, op), found in known.items():
-                    self._add(size, op, found)
-                    on_done(self.name, size, key, op)
-            else:
-                step(size, on_call)
-                self.record.add({"pass": self.name, "size": size})
+            step(size, on_call)
         return self
 
-    def _alive(self, op: str) -> list[int]:
-        return [i for i in range(len(self.tries[op])) if (op, i) not in self.dropped]
-
-    def _measure(self, size: str, op: str, call: Call) -> dict[str, Any]:
-        """Compile, compare and time the candidates of `op` at this call; return the line of the record."""
-        choices = {i: self.tries[op][i] for i in self._alive(op)}
-        key = (op, DTYPE)
+    def _measure(self, size: str, op: str, call: Call) -> None:
+        """Compile, compare and time the candidates of `op` at this call, and add them to the times of the row."""
+        key, choices = (op, DTYPE), {i: row for i, row in enumerate(self.tries[op]) if (op, i) not in self.dropped}
         with kernels.compiling(ignore_errors=True):
             for row in choices.values():
                 with trying(self.rows, key, row), contextlib.suppress(*calls.REFUSED):
                     call()
-        trial, dropped, launches = Trial(call), {}, {}
+        trial, launches = Trial(call), {}
         for i, row in choices.items():
             with trying(self.rows, key, row):
                 if reason := trial.fault(TOLERANCE):
-                    dropped[str(i)] = reason
-        for i in choices:
-            if str(i) not in dropped:
-                with trying(self.rows, key, choices[i]):
+                    self.dropped[op, i] = reason
+        for i, row in choices.items():
+            if (op, i) not in self.dropped:
+                with trying(self.rows, key, row):
                     launches[i] = trial.graph()
-        ms = {str(i): time for i, time in calls.interleaved(launches, self.rounds).items()}
+        ms = calls.interleaved(launches, self.rounds)
         trial.restore()
-        line = {"pass": self.name, "size": size, "call": call.key, "op": op, "ms": ms, "dropped": dropped}
-        self.record.add(line)
-        return line
-
-    def _add(self, size: str, op: str, found: Mapping[str, Any]) -> None:
-        """Add a measurement to the times of the row."""
-        self.dropped |= {(op, int(i)): reason for i, reason in found["dropped"].items()}
         column = self.times[op].setdefault(size, [0.0] * len(self.tries[op]))
         for i, before in enumerate(column):
-            measured = found["ms"].get(str(i))
-            column[i] = before + measured if before is not None and measured is not None else None
+            column[i] = before + ms[i] if before is not None and i in ms else None
 
 
 def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path | None) -> int:
@@ -163,59 +160,34 @@ def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path
     properties, amd = torch.cuda.get_device_properties(torch.cuda.current_device()), bool(torch.version.hip)
     shared = properties.shared_memory_per_block if amd else properties.shared_memory_per_block_optin
     tries = {op: candidates(op, table.rows[op, DTYPE], shared, caps=not amd) for op in ops}
-    batches = tuning_time.batches_of(sizes, batch, memory_bytes(None) - CONTEXT_BYTES - MODULE_BYTES)
-    target = out or table_file.given_file() or tuning_tables.file_of(table, table_file.table_name(), gpu)
-    search = dict(code=code_state(), packages=package_versions(), gpu=gpu, batches=batches, rounds=[SCREEN, FINAL])
-    record = Record(target.with_name(f"{target.name}.part"), search | dict(candidates=tries))
+    batches = batches_of(sizes, batch, memory_bytes(None) - CONTEXT_BYTES - MODULE_BYTES)
+    target = out or table_file.given_file() or tables.file_of(table, table_file.table_name(), gpu)
+    print_line(f"tuning for {gpu}, some minutes: {', '.join(f'{size} B {B}' for size, B in batches.items())}")
     began = time.monotonic()
-    with calls.recorded_rows() as rows:
-        weights = _announce(tuning_time.work_of(batches, tries, rows, DTYPE), batches, gpu, record)
+    with calls.recorded_rows() as rows, Progress("tuning", None, "measurements") as progress:
 
         def step(size: str, on_call: Callable[[Call], None]) -> None:
             calls.intercepted_step(size, batches[size], rows, on_call)
 
-        with Progress("tuning", round(sum(weights.values())), "s") as progress:
+        def on_done(size: str, op: str) -> None:
+            progress.advance(1, f"{size} {op}")
 
-            def on_done(name: str, size: str, call: str, op: str) -> None:
-                progress.advance(weights.get((name, size, call, op), 0.0), f"{name} {size} {op}")
-
-            screened = Search("screening", rows, tries, SCREEN, record).run(batches, step, on_done)
-            tries = {op: finalists(tries[op], screened.times[op]) for op in ops}
-            final = Search("finals", rows, tries, FINAL, record)
-            if any(len(rows) > 1 for rows in tries.values()):
-                final.run(batches, step, on_done)
+        screened = Search(rows, tries, SCREEN).run(batches, step, on_done)
+        tries = {op: finalists(tries[op], screened.times[op]) for op in ops}
+        final = Search(rows, tries, FINAL)
+        if any(len(rows) > 1 for rows in tries.values()):
+            final.run(batches, step, on_done)
     print(f"\n{report(tries, final.times)}")
     for line in faults(screened, final):
         print(line)
     changes = {(op, DTYPE): tries[op][i] for op in ops if (i := winner(tries[op], final.times[op]))}
     if changes or not table.names(gpu):
-        new = tuning_tables.updated(table, gpu, changes)
-        write_atomic(target, tuning_tables.text(new).encode())
+        write_atomic(target, tables.text(tables.updated(table, gpu, changes)).encode())
         print(f"wrote {target}: {len(changes)} rows changed, in {time.monotonic() - began:.0f} s")
         print(f"any install takes it: {table_file.VARIABLE}={target.absolute()}")
     else:
         print(f"no row gains {GAIN - 1:.0%}: nothing is written")
-    record.remove()
     return 0
-
-
-def _announce(
-    work: list[Work], batches: dict[str, int], gpu: str, record: Record
-) -> dict[tuple[str, str, str, str], float]:
-    """Print what will be measured and how long that may take; return the seconds of each measurement."""
-    speed = tuning_time.speed_of_this_machine()
-    weights = tuning_time.seconds_of(work, speed, SCREEN, FINAL, FINALISTS + 1)
-    sizes = ", ".join(f"{size} B {B}" for size, B in batches.items())
-    trials, built = sum(w.candidates for w in work), sum(w.kernels for w in work)
-    print_line(f"tuning for {gpu}: {sizes}; {trials:,} trials, {built:,} kernels to compile on {speed.cores} cores")
-    rates = f"{speed.flops / 1e12:.0f} TFLOP/s and {speed.bandwidth / 1e12:.2f} TB/s measured here"
-    minutes = f"{sum(weights.values()) / 60:.1f} minutes"
-    print_line(f"about {minutes}, an estimate from {rates}; if interrupted, the same command continues")
-    if record.replaced:
-        print_line(f"{record.path} is of another version, GPU or set of candidates: it is replaced")
-    if record.measurements:
-        print_line(f"{record.measurements} measurements are in {record.path} already")
-    return weights
 
 
 def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:

@@ -27,10 +27,7 @@ def config_of(
     size: str, batch: int, recompute: str, n_layer: int | None = None, precision: str = "bf16",
     keep_bf16: str | None = None,
 ) -> Config:  # fmt: skip
-    """Return the configuration of a run in bf16 with stochastic rounding, the default; n_layer replaces the size's.
-
-    precision, keep_bf16   train.precision and fp8.keep_bf16; None: the default
-    """
+    """Return the configuration of a run in bf16 with stochastic rounding; n_layer replaces the size's."""
     config = Config.model_validate(
         dict(
             model=dict(size=size),
@@ -41,12 +38,6 @@ def config_of(
         )
     )
     return config.replace(model={"n_layer": n_layer}) if n_layer else config
-
-
-def bucket_elements(size: str) -> tuple[int, int]:
-    """Return the elements that GPUs exchange together: a layer's matrices, and wte with wpe."""
-    model = ModelConfig(size=size)
-    return 12 * model.n_embd**2, (model.padded_vocab + model.block_size) * model.n_embd
 
 
 def tokens_of(batch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,9 @@
-"""Times steps of this package for step_time.py, launched as the trainer launches them.  Prints one JSON line.
+"""Times steps of this package in a process, for steps.py, launched as the trainer launches them.  Prints one JSON line.
 
-python -m benchmarks.our_gpt2 SIZE BATCH STEPS START RECOMPUTE [PRECISION [KEEP_BF16]]
-
-START is time.time() when the process was started; PRECISION is train.precision, KEEP_BF16 fp8.keep_bf16.
+python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START RECOMPUTE [PRECISION [KEEP_BF16]]
 """
 
+import argparse
 import json
 import statistics
 import time
@@ -13,9 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 import gpt2_triton.kernels as K
-from benchmarks.energy import Power
-from benchmarks.options import timed_arguments
-from benchmarks.sizes import config_of, tokens_of
+from benchmarks.speed.energy import Power
+from benchmarks.speed.sizes import SIZES, config_of, tokens_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.gpt2 import GPT2
@@ -53,9 +51,9 @@ def calibrated(model: GPT2, packed: torch.Tensor) -> GPT2:
 
 
 def main(
-    size: str, batch: int, steps: int, start: float, recompute: str, precision: str = "bf16", keep: str | None = None
+    size: str, batch: int, steps: int, start: float, recompute: str, precision: str, keep_bf16: str | None
 ) -> None:
-    config = config_of(size, batch, recompute, precision=precision, keep_bf16=keep)
+    config = config_of(size, batch, recompute, precision=precision, keep_bf16=keep_bf16)
     free, _ = torch.cuda.mem_get_info()
     model = GPT2(config, K, "cuda")
     compiled = model.compile()
@@ -75,4 +73,12 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*timed_arguments("our_gpt2", "RECOMPUTE [PRECISION [KEEP_BF16]]", 1, 3))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("batch", type=int)
+    parser.add_argument("steps", type=int, help="of which the first five are not counted")
+    parser.add_argument("start", type=float, help="time.time() when the process was started")
+    parser.add_argument("recompute", help="memory.recompute")
+    parser.add_argument("precision", nargs="?", default="bf16", help="train.precision")
+    parser.add_argument("keep_bf16", nargs="?", help="fp8.keep_bf16")
+    main(**vars(parser.parse_args()))

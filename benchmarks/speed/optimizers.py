@@ -1,0 +1,76 @@
+"""Times whole steps with AdamW and with Muon in turn, for `python -m benchmarks steps --optim adamw,muon`.
+
+A step has the tokens of the size's recipe.  The two optimizers alternate in one process, and so does the one that goes
+first, because the clock drifts by more than their difference.  The device is idle before each step.
+"""
+
+import gc
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+import gpt2_triton.kernels as K
+from benchmarks.speed.our_gpt2 import calibrated, run_steps
+from benchmarks.speed.sizes import SIZES, config_of, tokens_of
+from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.model.gpt2 import GPT2
+
+OPTIMIZERS = "adamw", "muon"
+RECIPE_TOKENS = {"d48": 1_048_576}  # a step's; 524,288 with the other sizes
+BATCH = {"d24": 32, "d36": 16, "d48": 8}  # sequences, so that two models fit into 80 GB
+
+
+def compare_optimizers(
+    sizes: list[str], batch: int | None, steps: int, recompute: str | None, precisions: list[str],
+    keep_bf16: str | None, out: Path | None,
+) -> None:  # fmt: skip
+    """Print the median milliseconds of `steps` steps with each optimizer, and write all of them to `out` as JSON."""
+    rows = []
+    for size in sizes:
+        B, level = batch or BATCH.get(size, SIZES[size].batch), recompute or SIZES[size].recompute
+        for precision in precisions:
+            ms = _times(size, B, steps, level, precision, keep_bf16)
+            gc.collect()  # frees the arenas before the next ones are allocated
+            torch.cuda.empty_cache()
+            print(f"{size} {precision} B {B}: {summary(ms)}", flush=True)
+            rows.append(dict(size=size, batch=B, recompute=level, precision=precision, ms=ms))
+            if out:
+                out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
+
+
+def summary(ms: dict[str, list[float]]) -> str:
+    """Return the medians, and the median and the range of the differences of neighbouring steps."""
+    adamw, muon = (statistics.median(ms[name]) for name in OPTIMIZERS)
+    more = sorted(b - a for a, b in zip(ms["adamw"], ms["muon"], strict=True))
+    middle = statistics.median(more)
+    difference = f"{middle:+.2f} ms ({middle / adamw:+.2%}), of single pairs {more[0]:+.2f} to {more[-1]:+.2f}"
+    return f"AdamW {adamw:.2f} ms, Muon {muon:.2f} ms; Muon {difference}"
+
+
+def _times(
+    size: str, batch: int, steps: int, recompute: str, precision: str, keep_bf16: str | None
+) -> dict[str, list[float]]:
+    """Return the milliseconds of each step by optimizer; each one's first step is not counted."""
+    models = {name: _model(name, size, batch, recompute, precision, keep_bf16) for name in OPTIMIZERS}
+    packed = pack_batch(None, *tokens_of(batch), models["adamw"].config.model.vocab_size).pin_memory()
+    for model in models.values():
+        calibrated(model, packed)
+    ms: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(steps + 1):
+        for name in OPTIMIZERS[:: -1 if number % 2 else 1]:
+            [result] = run_steps(models[name], packed, range(number, number + 1))
+            ms[name] += [result.seconds * 1e3] if number else []
+    for model in models.values():
+        model.release_graphs()
+    return ms
+
+
+def _model(name: str, size: str, batch: int, recompute: str, precision: str, keep_bf16: str | None) -> GPT2:
+    config = config_of(size, batch, recompute, precision=precision, keep_bf16=keep_bf16)
+    tokens = RECIPE_TOKENS.get(size, 524_288)
+    model = GPT2(config.replace(train={"total_batch_tokens": tokens}, optim={"name": name}), K, "cuda")
+    model.compile()
+    model.initialise(config.train.seed)
+    return model
