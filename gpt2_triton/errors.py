@@ -1,12 +1,11 @@
-"""Errors that a user can correct: one line on stderr and an exit code.  Any other exception is a bug and keeps its
-traceback.
+"""Errors that a user can correct: one line on stderr and an exit code.
+
+Any other exception is a bug and keeps its traceback.
 """
 
 
 class UserError(Exception):
-    """Base class.  `exit_code` is the exit code of the process; if every rank raises the error, one of each host prints
-    it.
-    """
+    """Base class.  `exit_code` ends the process; an error that is `on_every_rank` is printed once per host."""
 
     exit_code = 2
     on_every_rank = False
@@ -15,7 +14,7 @@ class UserError(Exception):
 class ConfigError(UserError):
     """The configuration or the command line is wrong; one line for each mistake."""
 
-    on_every_rank = True  # all have the same; trainer.train decides about those that it raises
+    on_every_rank = True  # trainer.train decides about the errors that it raises
 
 
 class DataError(UserError):
@@ -39,8 +38,7 @@ class OutOfMemoryError(UserError):
 class NonFiniteError(UserError):
     """Losses or gradients stayed non-finite for train.skip_limit steps in a row, or rewinds did not help.
 
-    The host sees this while the next step is running.  AdamW skips a non-finite step on the device, so that none of its
-    updates reach the weights.
+    The host sees this while the next step runs; AdamW skips a non-finite step on the device.
     """
 
     exit_code = 6
@@ -58,23 +56,13 @@ class ReplicaMismatchError(UserError):
     exit_code = 1
 
 
-class ClosedOutputError(UserError, OSError):
-    """Stdout does not take the output of a command: a closed terminal, a full disk, or, without a message, a pipe whose
-    reader has left.
-    """
-
-    exit_code = 141
-
-
 def bad_data(where: object, what: str, got: object, expected: object, todo: str) -> DataError:
     """Return a DataError of one line: the place, the problem, the value found, the value expected, the fix."""
     return DataError(f"{where}: {what}: got {got}, expected {expected}; {todo}")
 
 
 def require_at_least(prefix: str, **options: tuple[float, float]) -> None:
-    """Raise ConfigError for each option=(value, least) whose value is smaller, with a line for each; `prefix`, such as
-    "--", comes before an option's name.
-    """
+    """Raise ConfigError with a line for each option=(value, least) below its least; `prefix` is "--" or ""."""
     wrong = [
         f"{prefix}{name}: must be at least {least}, got {value}"
         for name, (value, least) in options.items()

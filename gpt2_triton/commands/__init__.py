@@ -9,7 +9,6 @@ import sys
 from gpt2_triton.commands.app import main, make_app, usage_line
 from gpt2_triton.console import command_line, print_line
 
-OF_A_CHECKOUT = ("config-table", "bench", "verify")  # not listed
 ARGUMENTS = {  # in the usage line, where cyclopts would write [ARGS]
     "configs": "[NAME]",
     "plot": "[OPTIONS] RUNS...",
@@ -28,14 +27,15 @@ for name, path in {
     "plot": "plot:plot",
     "stats": "stats:stats",
     "config-table": "config_table:config_table",
-    "bench": "bench:bench",
-    "verify": "bench:verify",
 }.items():
     usage = {"usage": usage_line(name, ARGUMENTS[name])} if name in ARGUMENTS else {}
-    tools.command(f"gpt2_triton.commands.{path}", name=name, show=name not in OF_A_CHECKOUT, **usage)
+    tools.command(f"gpt2_triton.commands.{path}", name=name, show=name != "config-table", **usage)
 
-
-REMOVED = {"wandb-export": "train with --log.wandb offline, and run `wandb sync RUN/wandb/offline-run-*`"}
+REMOVED = {  # a command, what replaced it
+    "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",
+    "verify": "run python -m benchmarks verify in the root of a checkout",
+    "wandb-export": "train with --log.wandb offline, and run `wandb sync RUN/wandb/offline-run-*`",
+}
 
 
 def run() -> int:

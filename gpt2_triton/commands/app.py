@@ -1,9 +1,8 @@
 """Shared by all commands: parsing, exit codes, the choice of the device.
 
-A user's mistake is reported as one line on stderr and an exit code: 2 configuration or command line, 3 data,
-4 checkpoint, 5 memory, 6 non-finite numbers, 1 failures between GPUs.  0 is success; 129, 130 and 143 mean that a
-signal stopped the run, 141 that stdout lost its reader or its disk is full; one that was closed before the start is no
-failure.  Any other exception is a bug and keeps its traceback.
+A user's mistake is one line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint,
+5 memory, 6 non-finite numbers, 1 failures between GPUs.  A signal that stopped the run gives 129, 130 or 143, and a
+reader of stdout that left gives 141.  Any other exception is a bug and keeps its traceback.
 Commands import kernels inside their functions: TRITON_INTERPRET must be set before a kernel is decorated.
 """
 
@@ -26,12 +25,7 @@ from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
 PATHS = ("run_dir", "data", "source", "out", "o", "json")  # options that take a path
-OF_THE_USER = {  # errors of a path that the user has given, and what to do
-    errno.EACCES: "correct its permissions",
-    errno.EPERM: "correct its permissions",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "it is a link to itself; name a file or directory",
-}
+OF_THE_USER = {errno.EACCES: "correct its permissions", errno.ENOSPC: "make room"}
 
 
 def make_app(name: str, help: str | None = None, kind: type[App] = App) -> App:
@@ -60,6 +54,9 @@ def main(app: App, argv: list[str]) -> int:
         code = call(app, words)
         sys.stdout.flush()  # while errors are still caught
         return code
+    except BrokenPipeError:  # the reader, such as head, has all that it wants
+        discard_unwritten()
+        return 141
     except CycloptsError as error:
         return _fail(_wrong_call(error, words), 2, on_every_rank=True)
     except KeyboardInterrupt:
@@ -67,8 +64,8 @@ def main(app: App, argv: list[str]) -> int:
     except UserError as error:
         return _exit_if_distributed(_fail(str(error), error.exit_code, error.on_every_rank))
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_USER:
-            what = f"{error.filename}: {error.strerror}; {OF_THE_USER[error.errno]}"
+        if isinstance(error, OSError) and error.errno in OF_THE_USER:
+            what = f"{error.filename or 'output'}: {error.strerror}; {OF_THE_USER[error.errno]}"
             return _exit_if_distributed(_fail(what, ConfigError.exit_code))
         if not _is_distributed():
             raise
@@ -109,31 +106,28 @@ def _exit_if_distributed(code: int) -> int:
 
 
 def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
-    """Print the message to stderr, each line with the rank, and return the code.  An error of every rank is printed by
-    one of each host, since hosts may have different files, and on rank 0 without the rank.
+    """Print the message to stderr, with the rank before each line, and return the code.
+
+    One rank of each host prints an error of every rank, since hosts may have different files.
     """
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    local = os.environ.get("LOCAL_RANK", rank)
-    if on_every_rank and local.isdecimal() and size.isdecimal() and 0 < int(local) < int(size):
+    rank = int(os.environ.get("RANK", "0"))
+    if on_every_rank and int(os.environ.get("LOCAL_RANK", rank)) > 0:
         time.sleep(2)  # the rank that prints needs time before the launcher ends it
         return code
-    of_one = not on_every_rank or (rank.isdecimal() and int(rank) > 0)
-    name = f"rank {rank}: " if _is_distributed() and of_one else ""
-    if message:  # a pipe whose reader has left is no mistake
-        print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
+    name = f"rank {rank}: " if _is_distributed() and not (on_every_rank and rank == 0) else ""
+    print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
     discard_unwritten()
     return code
 
 
 def _require_paths(words: list[str]) -> None:
-    """Refuse an empty path, which would stand for the present directory."""
+    """Refuse an empty path, which would stand for the present directory: `--run_dir "$RUN"` without RUN."""
     for before, word in zip(["", *words], words):
         option, equals, value = word.partition("=")
-        name = option if equals else before if before.startswith("-") else ""
-        is_path = name.lstrip("-") in PATHS
-        if is_path and equals and not value or not word and (is_path or not name):
-            wrong = name or (f"the argument after {before}" if before else "the first argument")
-            raise ConfigError(f"{wrong}: empty, as a variable that is not set; expected a path")
+        is_empty = not word and (before.lstrip("-") in PATHS or not before.startswith("-"))
+        if is_empty or equals and not value and option.lstrip("-") in PATHS:
+            where = option or before or "the first argument"
+            raise ConfigError(f"{where}: an empty path, as of a variable that is not set")
 
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:

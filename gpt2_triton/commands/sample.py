@@ -5,8 +5,7 @@ import time
 from pathlib import Path
 
 from gpt2_triton.commands.app import require_at_least, select_device
-from gpt2_triton.console import is_terminal, printable
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.console import printable
 from gpt2_triton.inference.sampling import Sampling
 
 
@@ -49,10 +48,6 @@ def sample(
     how = Sampling(temperature, top_k, top_p)
     how.check("--", tokens, seed)
     require_at_least(num=(num, 1), batch=(batch, 1))
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("--prompt: not UTF-8; give it in the encoding of the terminal's locale") from None
     select_device(silent=True)  # stdout is the text
     print_texts(checkpoint, prompt, tokens, how, seed, num, batch)
 
@@ -60,8 +55,8 @@ def sample(
 def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int, num: int, batch: int) -> None:
     """Print `num` continuations of `prompt` by the weights at `source`, up to `batch` decoded at once.
 
-    A single text is printed while it is decoded.  The rate goes to stderr.  On a terminal only, control characters are
-    escaped and lines of --- separate texts: a file or a pipe gets the text as it is.
+    A single text is printed while it is decoded.  The rate goes to stderr.  A terminal gets control characters escaped,
+    a file or a pipe gets the text as it is.
     """
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.tokenizer import get_tokenizer
@@ -72,8 +67,7 @@ def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int
     model, tokenizer = load_for_decoding(config, tensors, min(num, batch)), get_tokenizer(config.data.tokenizer)
     if model.arena.device.type == "cuda":
         model.compile_decoding(*how)
-    on_terminal = is_terminal(sys.stdout)
-    shown = printable if on_terminal else str
+    shown = printable if sys.stdout.isatty() else str
     start = time.perf_counter()
     if num == 1:
         print(shown(prompt), end="", flush=True)

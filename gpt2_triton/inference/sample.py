@@ -7,7 +7,6 @@ text depends on the weights, the prompt and the seed alone.
 from collections.abc import Generator, Iterable, Iterator
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import valid_unicode
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
 from gpt2_triton.inference.generate import generate
 from gpt2_triton.inference.sampling import Sampling
@@ -30,7 +29,7 @@ def sample_in_training(model: GPT2, config: Config) -> str:
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the tokens of a prompt; the end-of-text token if it is empty."""
-    return tokenizer.encode(valid_unicode(prompt)).tolist() or [tokenizer.eot]
+    return tokenizer.encode(prompt).tolist() or [tokenizer.eot]
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, None, None]:

@@ -79,7 +79,7 @@ class Logger:
         """Drop the lines of steps after `step`, and open the files to append to."""
         history = truncate(self._run_dir / METRICS, step)
         self._of_last_step = [record for record in history if record["step"] == step]
-        self._file = LogFile(self._run_dir / METRICS, made_again=self._describe)
+        self._file = LogFile(self._run_dir / METRICS)
         truncate(self._run_dir / STATS, step)
         self._stats = LogFile(self._run_dir / STATS) if self.config.log.stats_every else None
         llmc, main_log = self.config.log.main_log == "llmc", self._run_dir / MAIN_LOG

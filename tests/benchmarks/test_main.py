@@ -12,7 +12,6 @@ import benchmarks
 from benchmarks.__main__ import ALL_SIZES, app
 from benchmarks.speed.sizes import SIZES
 from gpt2_triton import device
-from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 
 MISTAKES = [  # arguments, part of the message
@@ -101,22 +100,6 @@ def test_steps_names_a_missing_torchao(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(
         "error: --baseline: torchao is not installed; install the release made for"
     )
-
-
-@pytest.mark.parametrize(
-    ("argv", "command"),
-    [
-        (["bench"], "steps"),
-        (["bench", "--ops", "--sizes", "d12", "--plot", "ops.png"], "ops"),
-        (["bench", "--tune", "--only=adamw"], "tune"),
-        (["verify", "--fast"], "verify"),
-    ],
-)
-def test_moved_commands_name_the_new_ones(capsys, argv, command):
-    assert main(tools, argv) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1
-    assert "python -m benchmarks" in err and command in err and "checkout of version" in err
 
 
 def test_importing_the_commands_imports_no_torch_and_no_numpy():

@@ -144,10 +144,3 @@ def test_text_is_prepared_trained_on_and_sampled(run):
     assert (run.here / "exported" / "model.safetensors").is_file()
     start = json.loads((run.here / "run" / "run.json").read_text())["starts"][0]
     assert (start["git"], start["packages"]["gpt2_triton"]) == (code_state(), __version__)
-
-
-def test_measuring_needs_a_checkout(run):
-    for name in ("bench", "verify"):
-        message = run(name, "--sizes", "d12", code=2)
-        assert message.startswith(f"error: {name}: run python -m benchmarks ")
-        assert message.endswith(f" in the root of a checkout of version {__version__}\n")

@@ -12,8 +12,6 @@ import torch
 import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.save import save_checkpoint
 from gpt2_triton.commands import sample as sample_command
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.inference import generate, sample
 from gpt2_triton.inference.sampling import Sampling
@@ -194,13 +192,8 @@ def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
 def test_control_characters_are_escaped_on_a_terminal_only(step_dir, capsys, monkeypatch, num, terminal):
     """A file gets the text as it is."""
     prompt = "\x1b[2J\x9b\a"
-    monkeypatch.setattr(sample_command, "is_terminal", lambda stream: terminal)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     sample_command.print_texts(step_dir, prompt, 1, PLAIN, seed=3, num=num, batch=64)
     out = capsys.readouterr().out
     assert out.count(sample_command.printable(prompt) if terminal else prompt) == num
     assert terminal == (sample_command.printable(out) == out)
-
-
-def test_prompt_that_is_not_utf8_is_refused_in_one_line(step_dir, capsys):
-    assert main(tools, ["sample", str(step_dir), "--prompt", "\udcff"]) == 2
-    assert capsys.readouterr().err == "error: --prompt: not UTF-8; give it in the encoding of the terminal's locale\n"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import pytest
 
@@ -49,18 +48,6 @@ def test_logger_prints_one_line_per_step(tmp_path, capsys, monkeypatch):
         "step   12/1000 | loss 4.1234 | lr 6.00e-04 | norm 1.2345 | 112.3 ms | 72,947 tok/s "
         f"| mfu {mfu:.1%} | eta {eta}"
     )
-
-
-def test_logger_writes_a_removed_directory_again(tmp_path, capsys):
-    logger = Logger(tmp_path / "run", config(main_log="llmc"), about={"time": "now"})
-    described = [(tmp_path / "run" / name).read_text() for name in ("config.yaml", "run.json")]
-    shutil.rmtree(tmp_path / "run")
-    logger.step(5, result(loss=4.5, norm=1.25, seconds=0.5))
-    logger.close()
-    assert [(tmp_path / "run" / name).read_text() for name in ("config.yaml", "run.json")] == described
-    assert [r["step"] for r in read_metrics(tmp_path / "run" / METRICS)] == [5]
-    assert (tmp_path / "run" / MAIN_LOG).read_text().startswith("s:4 trl:4.5")
-    assert capsys.readouterr().err.count("was removed or moved") == 2
 
 
 def test_logger_syncs_its_files(tmp_path, monkeypatch):

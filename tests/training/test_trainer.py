@@ -342,24 +342,6 @@ def raise_data_error():
     raise DataError("cut off")
 
 
-def test_run_goes_on_in_a_directory_that_was_removed(tmp_path, monkeypatch, capsys):
-    """The save under way then may fail; the next one is complete."""
-    original = Trainer._train_step
-
-    def removed_before_step_3(self, index):
-        if index == 2:
-            self.checkpointer.wait()
-            shutil.rmtree(tmp_path / "run")
-        original(self, index)
-
-    monkeypatch.setattr(Trainer, "_train_step", removed_before_step_3)
-    config = run_config(eval=dict(every=0), sample=dict(every=0), checkpoint=dict(every=1, keep=2), train=dict(steps=4))
-    assert train(config, tmp_path / "run", resume=False) == 0
-    state, _ = load_checkpoint(find_checkpoint(tmp_path / "run"))
-    assert state["step"] == 4 and [r["step"] for r in metrics(tmp_path / "run")][-2:] == [3, 4]
-    assert "metrics.jsonl: was removed or moved while running" in capsys.readouterr().err
-
-
 def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path, monkeypatch):
     """The host waits for a step after it has launched the next; work that reads the weights comes after its line."""
     seen = []

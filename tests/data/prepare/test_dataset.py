@@ -129,7 +129,7 @@ def test_dataset_of_jsonl_with_another_field(tmp_path):
 def test_dataset_shows_its_progress(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(console, "DELAY", 0.0)
     monkeypatch.setattr(console, "INTERVAL", 0.0)
-    monkeypatch.setattr(console, "is_terminal", lambda *_: True)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     lines = []
     prepare(folder, tmp_path / "out", tokens=20_000, log=lines.append)
     shown = [line for line in capsys.readouterr().err.split("\r") if line.startswith("tokenising")]

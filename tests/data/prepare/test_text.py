@@ -379,7 +379,7 @@ def test_text_shows_its_progress(tmp_path, text_file, monkeypatch, capsys):
     monkeypatch.setattr(shard_writer, "BATCH_CHARS", 500)
     monkeypatch.setattr(console, "DELAY", 0.0)
     monkeypatch.setattr(console, "INTERVAL", 0.0)
-    monkeypatch.setattr(console, "is_terminal", lambda *_: True)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     lines = []
     prepare_text([text_file], tmp_path / "out", "bytes", log=lines.append)
     shown = capsys.readouterr().err.split("\r")
