@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint import resume
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import load_checkpoint
@@ -174,9 +173,10 @@ def _check_data(found: Path, saved: dict[str, Any], config: Config, data: Data) 
 
 
 def build_model(
-    config: Config, run_dir: Path, group: ProcessGroup, control: ControlGroup, data: Data, start: Start
+    config: Config, K: Any, run_dir: Path, group: ProcessGroup, control: ControlGroup, data: Data, start: Start
 ) -> GPT2:
-    """Return the model with its weights: new ones, and over them the tensors of `start`; add to the notes of `start`.
+    """Return the model over the kernels K with its weights: new ones, and over them the tensors of `start`; add to the
+    notes of `start`.
 
     On a GPU the kernels are compiled.  Raise CheckpointError if the disk has no space for a checkpoint of it, DataError
     for questions that are too long for it.

@@ -9,7 +9,9 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from gpt2_triton import kernels
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher
@@ -38,7 +40,13 @@ from gpt2_triton.training.setup import Data, build_model, open_checkpointer, ope
 from gpt2_triton.training.step_queue import StepQueue
 
 
-def train(config: Config, run_dir: Path | None, resume: Resume = False, signals: ShutdownSignals | None = None) -> int:
+def train(
+    config: Config,
+    run_dir: Path | None,
+    resume: Resume = False,
+    signals: ShutdownSignals | None = None,
+    K: Any = kernels,
+) -> int:
     """Train to the last step, or until a signal or train.max_minutes; return the exit code: 0 done or out of time, 129,
     130 or 143 stopped.  The last finished step is saved.  Every rank calls it; all take rank 0's run_dir.
     """
@@ -49,7 +57,7 @@ def train(config: Config, run_dir: Path | None, resume: Resume = False, signals:
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             consistency.require_shared_run_dir(run_dir, control)
             found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
-        with make_trainer(config, run_dir, Path(found) if found else None, watchdog, signals) as trainer:
+        with make_trainer(config, run_dir, Path(found) if found else None, watchdog, signals, K) as trainer:
             code = trainer.run()
     group.close()
     return code
@@ -61,10 +69,12 @@ def make_trainer(
     found: Path | None = None,
     watchdog: Watchdog | None = None,
     signals: ShutdownSignals | None = None,
+    K: Any = kernels,
 ) -> "Trainer":
     """Return a Trainer that continues after the checkpoint `found`, or starts a new run.
 
-    `watchdog` is that of the run's ranks; without one, the environment decides about the ranks.
+    `watchdog` is that of the run's ranks; without one, the environment decides about the ranks.  K is the kernel
+    package; tests give tests/support/reference.py.
     """
     watchdog = watchdog or Watchdog(ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
     group, control = watchdog.group, watchdog.group.control("loop")
@@ -72,7 +82,7 @@ def make_trainer(
     with watchdog.phase("loading"):
         data = open_data(config, control)
         start = restore(found, config, data)
-    model = build_model(config := start.continued(config), run_dir, group, control, data, start)
+    model = build_model(config := start.continued(config), K, run_dir, group, control, data, start)
     return Trainer(
         config,
         run_dir,

@@ -20,8 +20,8 @@ from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.training.trainer import make_trainer
 from tests.support.foreign import checkpoint_of, config_of, our_logits, random_params, token_ids
+from tests.support.loop import make_trainer
 from tests.training.test_trainer import run_config
 
 transformers = pytest.importorskip("transformers")

@@ -22,8 +22,8 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import tasks
-from gpt2_triton.training.trainer import train
 from tests.data.prepare.test_text import gpt2
+from tests.support.loop import train
 from tests.support.tiny import tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[2]

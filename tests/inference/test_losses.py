@@ -16,9 +16,9 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import losses
 from gpt2_triton.inference.load import load_for_losses
-from gpt2_triton.training.trainer import train
 from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
+from tests.support.loop import train
 from tests.support.tiny import tiny_config, tiny_model
 
 

@@ -19,9 +19,10 @@ from gpt2_triton.model.buffers import param_entries
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, activation_name, first_non_finite, format_summary
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.trainer import Trainer, train
+from gpt2_triton.training.trainer import Trainer
 from tests.conftest import DEVICE
 from tests.support.helpers import poisoned
+from tests.support.loop import train
 from tests.support.models import side_by_side
 from tests.support.tiny import packed_batch, tiny_config
 

@@ -7,6 +7,7 @@ autograd.  `acc` is the kernels' ACC: False overwrites a gradient, True adds to 
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import triton.language as tl
@@ -178,9 +179,11 @@ def cache_fill(cache, qkv):
 
 
 def sample_token(seq, logits, V, temperature, top_k, top_p):
-    """Set the most likely token; tests/kernels/test_sampling.py compares sampling with numpy."""
-    assert temperature == 0
-    seq[:, 0] = logits[:, :V].argmax(1)
+    """Draw a token from the whole softmax; tests/kernels/test_sampling.py compares the kernel's choice with numpy."""
+    assert top_k == 0 and top_p == 1.0
+    for row, z in zip(seq, logits[:, :V].cpu()):
+        key = torch.Generator().manual_seed(hash(tuple(row[2:].tolist())) % 2**63)
+        row[0] = torch.multinomial((z / temperature).softmax(0), 1, generator=key)[0] if temperature else z.argmax()
     seq[:, 1:3] += 1
 
 
@@ -311,8 +314,45 @@ def muon_update(w, low, x, step_out, step_in, step_key, first, distance, decay, 
         w.copy_(w - step_in[io.LR] * (scale * x + decay * w))
 
 
+# ---- statistics: partial results, of which the first has everything ----
+
+
+def tensor_stats(out, x, acc):
+    finite = torch.isfinite(x)
+    size = x.float().abs().where(finite, torch.zeros(()))
+    squares, bad = (size * size).sum(), (~finite).sum()
+    previous = out[:, 0].clone() if acc else torch.zeros(3)
+    out.zero_()
+    out[:, 0] = torch.stack([previous[0] + squares, previous[1].maximum(size.max()), previous[2] + bad])
+
+
+def parameter_stats(out, w, m, v, g, step_out, step_in, decay, lr_factor, beta1, beta2, eps):
+    new, first, second = w.clone(), m.clone(), v.clone()
+    adamw(new, first, second, None, g, step_out, step_in, None, 0, decay, lr_factor, beta1, beta2, eps)
+    _give_stats(out, w, new, g)
+
+
+def muon_stats(out, w, x, g, step_out, step_in, decay, scale):
+    new = w.clone()
+    muon_update(new, None, x, step_out, step_in, None, 0, 0, decay, scale)
+    _give_stats(out, w, new, g)
+
+
+def _give_stats(out, w, new, g):
+    tensor_stats(out[:3], g, False)
+    out[3:].zero_()
+    out[3, 0], out[4, 0] = (w * w).sum(), ((new - w) ** 2).sum()
+
+
+def stats_parts():
+    return 1
+
+
 def normal_init(w, low, seed, first, std):
-    w.copy_(torch.randn(w.shape, generator=torch.Generator().manual_seed(seed + first), dtype=torch.float64) * std)
+    """Draw each element by its flat index, `first` for the first, so that ranks draw what one rank would."""
+    u, v = np.random.Generator(np.random.PCG64(seed).advance(2 * first)).random((w.numel(), 2)).T
+    normal = np.sqrt(-2 * np.log(1 - u)) * np.cos(2 * np.pi * v)
+    w.copy_(torch.from_numpy(normal * std).view(w.shape))
 
 
 def fill(w, value):

@@ -15,8 +15,9 @@ from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.data.shards import Shard, map_tokens, write_shard
 from gpt2_triton.errors import CheckpointError, DataError, bad_data
 from gpt2_triton.training.setup import restore
-from gpt2_triton.training.trainer import Trainer, make_trainer, train
+from gpt2_triton.training.trainer import Trainer
 from tests.support import ranks
+from tests.support.loop import make_trainer, train
 from tests.support.tiny import tiny_config
 
 STEPS = 5

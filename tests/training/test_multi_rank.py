@@ -35,8 +35,9 @@ from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.training import recovery
 from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
-from gpt2_triton.training.trainer import Trainer, train
+from gpt2_triton.training.trainer import Trainer
 from tests.support import ranks
+from tests.support.loop import train
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")

@@ -24,7 +24,8 @@ from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFinit
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import logger, recovery, run_state, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.trainer import Trainer, make_trainer, train
+from gpt2_triton.training.trainer import Trainer
+from tests.support.loop import make_trainer, train
 from tests.support.tiny import tiny_config
 
 TIMINGS = {"ms", "tok_s", "mfu"}

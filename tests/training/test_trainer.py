@@ -25,8 +25,9 @@ from gpt2_triton.training import recovery, trainer
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
-from gpt2_triton.training.trainer import Trainer, make_trainer, train
+from gpt2_triton.training.trainer import Trainer
 from tests.support.checkpoints import TENSORS, reseal
+from tests.support.loop import make_trainer, train
 from tests.support.models import calibrate
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 

@@ -1,0 +1,26 @@
+"""The training loop for tests of loop, checkpoints and logs: over the reference launchers in plain torch.
+
+They take a step of the tiny model in milliseconds, Triton's interpreter in half a second.  Runs in bf16 and fp8, which
+the reference does not round, and all runs on a GPU go through the kernels.
+"""
+
+from typing import Any
+
+import torch
+
+from gpt2_triton import kernels
+from gpt2_triton.config.config import Config
+from gpt2_triton.training import trainer
+from tests.support import reference
+
+
+def _kernels(config: Config) -> Any:
+    return kernels if torch.cuda.is_available() or config.train.dtype == "bf16" else reference
+
+
+def train(config: Config, *args: Any, **keywords: Any) -> int:
+    return trainer.train(config, *args, K=_kernels(config), **keywords)
+
+
+def make_trainer(config: Config, *args: Any, **keywords: Any) -> trainer.Trainer:
+    return trainer.make_trainer(config, *args, K=_kernels(config), **keywords)
