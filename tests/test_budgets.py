@@ -20,7 +20,7 @@ BUDGETS = {
     "gpt2_triton/kernels": 3480,
     "gpt2_triton/kernels/hopper": 2160,
     "gpt2_triton/model": 2917,
-    "gpt2_triton/training": 1892,
+    "gpt2_triton/training": 1902,
     "benchmarks": 2819,
     "benchmarks/accuracy": 787,
     "benchmarks/speed": 1148,
@@ -41,9 +41,9 @@ BUDGETS = {
     "tests/ground": 523,
     "tests/inference": 891,
     "tests/kernels": 4660,
-    "tests/model": 2397,
-    "tests/support": 1481,
-    "tests/training": 3065,
+    "tests/model": 2398,
+    "tests/support": 1547,
+    "tests/training": 3069,
 }
 
 
