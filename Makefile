@@ -7,17 +7,19 @@ RUN ?= runs/quickstart
 # pytorch.org's index, and a virtual environment of its own: docs/guide/install.md
 TORCH := $(if $(shell command -v nvidia-smi),torch==2.11.0,torch==2.13.0 triton==3.9.0)
 
-.PHONY: quickstart test lint verify compile-all chaos clean
+.PHONY: quickstart test test-all lint verify compile-all chaos clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py configs/quickstart.yaml --run_dir $(RUN) --resume
 	$(BIN)/python -m gpt2_triton sample $(RUN) --prompt "The " --tokens 48
 	$(BIN)/python -m gpt2_triton plot $(RUN) -o loss.png
 
-test: lint
-	$(BIN)/python -m pytest --durations=20 tests/gpu # first and alone: they measure memory and time
-	$(BIN)/python -m pytest --durations=20 --ignore tests/gpu -n 2 -m "not slow"
-	$(BIN)/python -m pytest --durations=20 --ignore tests/gpu -n 2 -m slow --dist worksteal
+test: lint # lint and the fast tests: five minutes on two cores
+	$(BIN)/python -m pytest --durations=10 --ignore tests/gpu -n 2 -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest --durations=10 tests/gpu # first and alone: they measure memory and time
+	$(BIN)/python -m pytest --durations=10 --ignore tests/gpu -n 2 --dist worksteal
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
