@@ -30,7 +30,7 @@ from torch import Tensor
 from gpt2_triton import commands
 from gpt2_triton.commands.app import main as run_command
 from gpt2_triton.commands.train import parse_overrides
-from gpt2_triton.config.load import load_config
+from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.kernels import device_math, muon, step_io
 from gpt2_triton.model import gpt2
@@ -63,7 +63,7 @@ def _cautious_decay(words: Sequence[str]) -> None:
 
 def _decay_schedule(words: Sequence[str]) -> None:
     global PEAK
-    PEAK = tl.constexpr(load_config(words[0], _overrides(words)).optim.lr)
+    PEAK = tl.constexpr(Config.load(words[0], _overrides(words)).optim.lr)
     replace_update(_scheduled)
 
 
@@ -110,7 +110,7 @@ def _batch_warmup(words: Sequence[str]) -> None:
 def _bf16_at_end(words: Sequence[str]) -> None:
     if "--run_dir" not in words:
         raise ConfigError("bf16_at_end: needs --run_dir, the directory in which the run continues in bf16")
-    steps = load_config(words[0], _overrides(words)).train.steps
+    steps = Config.load(words[0], _overrides(words)).train.steps
     launch = StepQueue.launch
 
     def launch_or_stop(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_triton import device
-from gpt2_triton.config.load import load_config, read_yaml
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.load import read_yaml
 from gpt2_triton.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -143,7 +144,7 @@ def check_options(series: Series) -> None:
     for run in first.values():
         for whole in [with_trial(run, trial) for trial in series.trials(run)] if run.best_of else [run]:
             try:
-                c = load_config(ROOT / series.config, {key: str(value) for key, value in whole.options.items()})
+                c = Config.load(ROOT / series.config, {key: str(value) for key, value in whole.options.items()})
                 if c.log.every != 1:
                     wrong.setdefault("log.every: a result needs the loss of every step; leave this key out", run.arm)
                 if run.best_of and not c.eval.every:

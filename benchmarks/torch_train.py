@@ -35,7 +35,6 @@ from benchmarks.torch_rounded import kinds_of, round_operands
 from gpt2_triton.commands.app import select_device
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.load import load_config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import Progress
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
@@ -196,7 +195,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     try:
         kinds = None if rounding is None else kinds_of("--rounding", rounding)
-        config = load_config(words[0], parse_overrides(words[3:]))
+        config = Config.load(words[0], parse_overrides(words[3:]))
         if config.optim.name != "adamw":
             raise ConfigError(f"optim.name {config.optim.name}: PyTorch's run has adamw only")
         select_device()

@@ -18,7 +18,8 @@ from gpt2_triton.checkpoint import resume
 from gpt2_triton.checkpoint.format import MANIFEST, STATE
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint, verify
 from gpt2_triton.checkpoint.sources import load_weights, open_weights
-from gpt2_triton.config.load import load_config, read_yaml
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.load import read_yaml
 from gpt2_triton.data.loader import Windows
 from gpt2_triton.data.prepare.shard_writer import is_done
 from gpt2_triton.data.shards import open_shards, require_tokenizer, write_shard
@@ -118,7 +119,7 @@ WORDS = st.sampled_from([
 def test_yaml(tmp_path, content):
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
-    only_user_errors(load_config, path)
+    only_user_errors(Config.load, path)
     only_user_errors(read_yaml, path)
 
 
@@ -131,8 +132,8 @@ def test_values(tmp_path, key, value, second, other, gpus):
     path = tmp_path / "x.yaml"
     path.write_text("")
     given = {".".join(key): value, ".".join(second): other}
-    only_user_errors(load_config, path, given, gpus)
-    only_user_errors(load_config, path, {name: str(value)[:5000] for name, value in given.items()}, gpus)
+    only_user_errors(Config.load, path, given, gpus)
+    only_user_errors(Config.load, path, {name: str(value)[:5000] for name, value in given.items()}, gpus)
 
 
 # ---- checkpoints ----

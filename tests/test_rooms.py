@@ -130,7 +130,6 @@ def circles(sources: dict[str, str]) -> list[list[str]]:
 
 
 KNOWN = [
-    [f"gpt2_triton.config.{name}" for name in ("config", "load", "rules", "step_shape")],
     ["gpt2_triton.model.communicator", "gpt2_triton.model.peer_copies"],
 ]  # each is to go
 

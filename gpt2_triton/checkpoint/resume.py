@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2_triton.config.config import may_change_on_resume
 from gpt2_triton.config.removed import REMOVED
+from gpt2_triton.config.schema import may_change_on_resume
 from gpt2_triton.errors import CheckpointError, ConfigError
 
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from gpt2_triton.config.config import may_change_on_resume, options
+from gpt2_triton.config.schema import may_change_on_resume, options
 
 HEAD = """# The configuration
 

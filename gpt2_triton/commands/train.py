@@ -1,22 +1,21 @@
 """`train`, also as train.py: train a GPT-2 from a YAML file."""
 
 import contextlib
-import difflib
 import os
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 from gpt2_triton.commands import own
-from gpt2_triton.commands.app import call, make_app, require_at_least, select_device
-from gpt2_triton.commands.train_help import KEYS, TrainApp
-from gpt2_triton.config.config import Config, options
-from gpt2_triton.config.load import load_config, suggestion
+from gpt2_triton.commands.app import call, make_app, select_device
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.load import suggestion
 from gpt2_triton.config.other_projects import counterpart
+from gpt2_triton.config.schema import options
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import command_line, discard_unwritten
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
@@ -25,22 +24,18 @@ from gpt2_triton.training.preemption import ShutdownSignals
 from gpt2_triton.training.start import check_run_dir, starting
 
 FLAGS = ("data", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
-PATTERNS = {"data.train": "data/train_*.bin", "data.val": "data/val_*.bin"}  # a shell expands them unless quoted
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
-ABOUT = "Train a GPT-2 from a recipe or a YAML file; any key below can be given another value."
-config_app = make_app(NAME, ABOUT, TrainApp)
+config_app = make_app(NAME, "Train a GPT-2 from a recipe or a YAML file; any key below can be given another value.")
 config_app.usage = f"Usage: {NAME} [OPTIONS] CONFIG"
+config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
 app = config_app.meta
-config_app.group_parameters = Group("Keys of the configuration", sort_key=2, help_formatter=KEYS)
 app.group_parameters = Group("Run", sort_key=1)
 
 
 @config_app.default
 def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> None:  # noqa: B008
-    """Let --help list the configuration's keys.  cyclopts does not parse them: a value is checked only together with
-    the YAML file's, by load_config.
-    """
+    """Let --help list the keys.  cyclopts does not parse them: a value is checked together with the YAML file's."""
 
 
 @app.default
@@ -51,7 +46,7 @@ def train(
     data: Annotated[list[Path], Parameter(consume_multiple=True)] | None = None,
     plan: bool = False,
     gpu: str | None = None,
-    gpus: int | None = None,
+    gpus: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     print_config: bool = False,
     run_dir: Path | None = None,
     resume: Annotated[bool | Literal["must"], Parameter(show_choices=False)] = False,
@@ -78,11 +73,9 @@ def train(
         Continue after the newest intact checkpoint; if there is none, start a new run, or with `must` end with code 4.
     """
     if config is None:
-        raise ConfigError(own.without_recipe(data))
+        raise ConfigError("CONFIG requires an argument, as in `train own --data my.txt`; see --help")
     if str(config).startswith("-"):
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
-    if gpus is not None:
-        require_at_least(gpus=(gpus, 1))
     if plan and print_config:
         raise ConfigError("--plan: does not go with --print_config; give one of them")
     if (gpu or gpus) and not plan:
@@ -95,7 +88,7 @@ def train(
     if data:
         settings = own.settings(config, data, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
     else:
-        settings = load_config(config, overrides, gpus or 1)
+        settings = Config.load(config, overrides, gpus or 1)
     if plan:
         print(_plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(data)))
     else:
@@ -130,7 +123,7 @@ def _start(
         else:
             sys.stdout = open(os.devnull, "w")
         if not data:
-            settings = load_config(config, overrides, ranks)
+            settings = Config.load(config, overrides, ranks)
             StepShape.of(settings, ranks)  # refuses another parallel.gpus before torch is imported
         select_device()  # before numpy is imported
         if data:
@@ -145,19 +138,14 @@ def _start(
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     """Return `--section.key value` and `--section.key=value` as {"section.key": "value"}."""
-    known, given, rest, key = [key for key, _ in options()], dict[str, str](), iter(words), ""
+    known, given, rest = [key for key, _ in options()], dict[str, str](), iter(words)
     for word in rest:
+        key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
-            usual = "; options are --section.key value, as in --optim.lr 3e-4"
-            if word.lower() in ("true", "false"):
-                usual = "; a flag, such as --resume, has no value: give it or leave it out"
-            if key in PATTERNS:
-                usual = f"; a pattern goes in quotes, as in --{key} '{PATTERNS[key]}'"
+            usual = "; options are --section.key value, as in --optim.lr 3e-4; quote a pattern, as in 'train_*.bin'"
             raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")
-        key, equals, value = word[2:].partition("=")
         if key not in known:
-            near = suggestion(key, [*FLAGS, *known], "--") or "; see --help"
-            raise ConfigError(f"--{key}: unknown option{near}")
+            raise ConfigError(f"--{key}: unknown option{suggestion(key, FLAGS, '--')}")
         if key in given:
             raise ConfigError(f"--{key}: given twice; remove one")
         if not equals:
@@ -170,17 +158,11 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
 
 def _known_gpu(gpu: str | None) -> str | None:
     """Return the name in lower case; ConfigError unless the table of device.py has it."""
-    if gpu is None:
-        return None
     from gpt2_triton import device
 
-    if gpu.lower() not in device.GPUS:
-        given, names = re.sub("[ -]", "", gpu.lower()), {name.replace("-", ""): name for name in device.GPUS}
-        near = [names[n] for n in names if n in given or len(given) > 2 and n.startswith(given)]
-        near = near or [names[n] for n in difflib.get_close_matches(given, names, n=1, cutoff=0.8)]
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"--gpu: unknown GPU {gpu}; {hint}known are {', '.join(device.GPUS)}")
-    return gpu.lower()
+    if gpu is not None and gpu.lower() not in device.GPUS:
+        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
+    return gpu and gpu.lower()
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> str:
@@ -197,12 +179,7 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     import gpt2_triton.kernels as kernels
     from gpt2_triton.model.memory_plan import plan_report
 
-    if gpu:
-        name = f"the GPU {gpu}"
-    elif device.present():
-        name = "this GPU"
-    elif picked:
+    if picked and not gpu and not device.present():
         return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")
-    else:
-        name = "the GPU h200 (--gpu names another)"
-    return plan_report(config, kernels, device.memory_bytes(gpu), shape, name)
+    here = "this GPU" if device.present() else "the GPU h200 (--gpu names another)"
+    return plan_report(config, kernels, device.memory_bytes(gpu), shape, f"the GPU {gpu}" if gpu else here)

@@ -4,49 +4,34 @@ load.py reads it from YAML and the command line; rules.py has the rules between 
 the number of GPUs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationInfo, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import ValidationInfo, model_validator
 
-from gpt2_triton.config import schema, values
+from gpt2_triton.config import values
+from gpt2_triton.config.load import load
 from gpt2_triton.config.removed import without_removed
 from gpt2_triton.config.rules import conflicts
+from gpt2_triton.config.schema import ConflictError, Sections
 from gpt2_triton.config.step_shape import step_conflicts
 
 
-class Config(schema.ConfigSection):
+class Config(Sections):
     """The whole configuration of a run.  Derived sizes are properties."""
 
-    model: schema.ModelConfig = schema.ModelConfig()
-    data: schema.DataConfig = schema.DataConfig()
-    train: schema.TrainConfig = schema.TrainConfig()
-    optim: schema.OptimConfig = schema.OptimConfig()
-    fp8: schema.Fp8Config = schema.Fp8Config()
-    memory: schema.MemoryConfig = schema.MemoryConfig()
-    eval: schema.EvalConfig = schema.EvalConfig()
-    sample: schema.SampleConfig = schema.SampleConfig()
-    checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
-    log: schema.LogConfig = schema.LogConfig()
-    parallel: schema.ParallelConfig = schema.ParallelConfig()
-    debug: schema.DebugConfig = schema.DebugConfig()
-    init_from: str = Field(
-        "scratch",
-        description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE",
-        json_schema_extra=schema.FREE,
-    )
-
     @classmethod
-    def load(cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> "Config":
-        """Return the configuration in a YAML file, or in a dictionary of sections, {"train": {"steps": 10}}, with
+    def load(
+        cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, gpus: int = 1
+    ) -> "Config":
+        """Return the configuration in a recipe, a YAML file or a dictionary of sections, {"train": {"steps": 10}}, with
         `overrides` on top, {"train.steps": 20}.  ConfigError with a line for each mistake.
-        """
-        from gpt2_triton.config.load import load_config
 
-        return load_config(source, overrides)
+        The step must divide among parallel.gpus GPUs, or among `gpus` where that is null.
+        """
+        return load(cls, source, overrides or {}, gpus)
 
     @property
     def head_rows(self) -> int:
@@ -61,7 +46,7 @@ class Config(schema.ConfigSection):
 
     @property
     def total_batch_tokens(self) -> int:
-        return self.train.total_batch_tokens or self.train.batch_size * self.train.seq_len
+        return self.train.step_tokens
 
     @property
     def n_params(self) -> int:
@@ -106,21 +91,5 @@ class Config(schema.ConfigSection):
         if info.context:
             problems += step_conflicts(self.train, self.parallel.gpus or info.context["gpus"])
         if problems:
-            raise schema.ConflictError(problems)
+            raise ConflictError(problems)
         return self
-
-
-def options() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key, dotted as on the command line, with its field."""
-    for name, field in Config.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, schema.ConfigSection):
-            yield from ((f"{name}.{key}", inner) for key, inner in section.model_fields.items())
-        else:
-            yield name, field
-
-
-def may_change_on_resume(key: str) -> bool:
-    """Return whether a resumed run may have another value of this dotted key; False for an unknown key."""
-    field = dict(options()).get(key)
-    return field is not None and field.json_schema_extra == schema.FREE

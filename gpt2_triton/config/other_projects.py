@@ -1,32 +1,22 @@
-"""The options of nanoGPT's train.py and llm.c's train_gpt2cu, and what to use here: the table of docs/guide/interop.md.
+"""Options of nanoGPT's train.py and llm.c's train_gpt2cu and their names here: the table in docs/guide/interop.md.
 
-A text names keys, options or commands of this project first and the difference in units or values after a comma or a
-colon; "none: ..." says why there is no counterpart.
+A text names a key, an option or a command, then the difference in units or values; "none: ..." says why there is none.
 """
 
 NANOGPT = {
     "dataset": "data.train and data.val: token shards, not a folder's name",
-    "batch_size": "train.batch_size",
-    "block_size": "train.seq_len, at most model.block_size",
     "gradient_accumulation_steps": "train.total_batch_tokens, in tokens of all GPUs: "
     "gradient_accumulation_steps * batch_size * block_size",
+    "block_size": "train.seq_len, at most model.block_size",
     "max_iters": "train.steps, one more: nanoGPT counts from 0 to max_iters",
     "learning_rate": "optim.lr",
     "warmup_iters": "optim.warmup, in steps",
     "decay_lr": "optim.schedule, cosine, or constant for decay_lr False",
     "lr_decay_iters": "optim.schedule, which ends with the last step, train.steps",
     "min_lr": "optim.final_frac, a fraction of the peak: min_lr / learning_rate",
-    "weight_decay": "optim.weight_decay",
-    "beta1": "optim.beta1",
-    "beta2": "optim.beta2",
     "grad_clip": "optim.clip",
-    "dtype": "train.dtype, bf16 or fp32",
-    "n_layer": "model.n_layer",
-    "n_head": "model.n_head",
-    "n_embd": "model.n_embd",
     "dropout": "none: models are trained without dropout",
     "bias": "none: models have biases, as GPT-2 has",
-    "init_from": "init_from, as hf:openai-community/gpt2, or --resume",
     "eval_interval": "eval.every, and checkpoint.every for its checkpoints",
     "eval_iters": "eval.tokens, in tokens: eval_iters * batch_size * block_size",
     "eval_only": "python -m gpt2_triton perplexity",
@@ -34,7 +24,6 @@ NANOGPT = {
     "log_interval": "log.every",
     "out_dir": "--run_dir",
     "wandb_log": "log.wandb online",
-    "wandb_project": "log.wandb_project",
     "wandb_run_name": "--run_dir, whose name the run gets",
     "device": "none: a run uses the GPU if there is one; CUDA_VISIBLE_DEVICES chooses",
     "backend": "none: GPUs communicate through NCCL",
@@ -42,44 +31,24 @@ NANOGPT = {
 }
 
 LLMC = {
-    "-i": "data.train",
-    "-j": "data.val",
+    "-i": "data.train", "-j": "data.val", "-o": "--run_dir", "-y": "--resume",
     "-e": "model.size for a size such as d12, init_from llmc:FILE for a model",
-    "-o": "--run_dir",
-    "-n": "checkpoint.every",
-    "-nk": "checkpoint.keep",
-    "-nm": "checkpoint.major",
-    "-y": "--resume",
-    "-b": "train.batch_size",
-    "-t": "train.seq_len",
-    "-d": "train.total_batch_tokens",
-    "-x": "train.steps",
-    "-k": "optim.schedule",
-    "-l": "optim.lr",
-    "-u": "optim.warmup",
-    "-q": "optim.final_frac",
-    "-c": "optim.weight_decay",
-    "-sl": "train.skip_loss_z",
-    "-sg": "train.skip_norm_z",
-    "-v": "eval.every",
-    "-m": "eval.tokens, in tokens: -m * -b * -t * GPUs; 0 takes all",
-    "-s": "sample.every",
-    "-g": "sample.tokens",
-    "-h": "eval.hellaswag_every, in steps",
-    "-a": "the recipe overfit",
-    "-f": "none: TF32 is not used",
-    "-w": "optim.master, fp32 or none",
-    "-ge": "none: GELU is fused where that is faster",
-    "-z": "parallel.zero",
+    "-n": "checkpoint.every", "-nk": "checkpoint.keep", "-nm": "checkpoint.major",
+    "-b": "train.batch_size", "-t": "train.seq_len", "-d": "train.total_batch_tokens", "-x": "train.steps",
+    "-k": "optim.schedule", "-l": "optim.lr", "-u": "optim.warmup", "-q": "optim.final_frac",
+    "-c": "optim.weight_decay", "-sl": "train.skip_loss_z", "-sg": "train.skip_norm_z",
+    "-v": "eval.every", "-m": "eval.tokens, in tokens: -m * -b * -t * GPUs; 0 takes all",
+    "-s": "sample.every", "-g": "sample.tokens", "-h": "eval.hellaswag_every, in steps", "-a": "the recipe overfit",
+    "-f": "none: TF32 is not used", "-ge": "none: GELU is fused where that is faster",
+    "-w": "optim.master, fp32 or none", "-z": "parallel.zero",
     "-r": "memory.recompute, none, gelu or gelu+ln for 0, 1 or 2",
-} | dict.fromkeys(("-pn", "-pr", "-pg", "-ps", "-pf", "-pi"), "torchrun or srun, which start the processes")
+    **dict.fromkeys(("-pn", "-pr", "-pg", "-ps", "-pf", "-pi"), "torchrun or srun, which start the processes"),
+}  # fmt: skip
 
 
 def counterpart(name: str) -> str:
     """Return the end of an error about an unknown key or option that nanoGPT or llm.c has; nothing for another name."""
-    project, text = ("nanoGPT", NANOGPT.get(name)) if name in NANOGPT else ("llm.c", LLMC.get(name))
-    if not text:
-        return ""
+    project, text = ("nanoGPT", NANOGPT[name]) if name in NANOGPT else ("llm.c", LLMC.get(name, ""))
     if text.startswith("none: "):
         return f"; {project}'s {name} has no counterpart here: {text.removeprefix('none: ')}"
-    return f"; for {project}'s {name} use {text}"
+    return f"; for {project}'s {name} use {text}" if text else ""

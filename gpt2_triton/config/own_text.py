@@ -15,13 +15,15 @@ Where the rows of the tables come from:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import TOKENIZER_SIZES
-from gpt2_triton.errors import bad_data
+from gpt2_triton.errors import DataError
 
 VAL_FRACTION = 0.1  # of the characters
+Number = Callable[[str, int], int]  # the number that is given for a key, else a default
 CHARACTERS = {"bytes": 1, "gpt2": 4}  # of a token, about; bytes of other alphabets than Latin are two or three each
 
 
@@ -64,88 +66,63 @@ def choose(
 ) -> dict[str, Any]:
     """Return the keys for a text of this length that are not among the `given` ones, which they follow.
 
-    gpu_gib     memory of a GPU; None: no GPU
-    tokenizer   the one to use, that of row_for unless it is given or missing
-    DataError if the text is too short for a sequence of training and one of validation.
+    gpu_gib is the memory of a GPU, None without one.  DataError if the text is too short for a sequence of training
+    and one of validation.
     """
-    row = row_for(characters, gpu_gib)
+    row, cpu = row_for(characters, gpu_gib), gpu_gib is None
 
     def number(key: str, default: int) -> int:
         try:
             return max(1, int(given[key]))
-        except (KeyError, ValueError):  # load_config refuses a wrong value
+        except (KeyError, ValueError):  # Config.load refuses a wrong value
             return default
 
-    T = number("train.seq_len", row.seq_len)
-    _require_characters(characters, T * CHARACTERS[tokenizer])
-    tokens = int(characters * (1 - VAL_FRACTION)) // CHARACTERS[tokenizer]
-    batch, step_tokens = _batch(row, tokens // T, T, gpu_gib, given, gpus, number)
-    steps = min(row.most_steps, max(1, row.epochs * tokens // step_tokens))
-    steps = number("train.steps", steps)
-    val_tokens = int(characters * VAL_FRACTION) // CHARACTERS[tokenizer]
+    T, per_token = number("train.seq_len", row.seq_len), CHARACTERS.get(tokenizer, 1)
+    needed = math.ceil((T * per_token + 4) / VAL_FRACTION)
+    if characters < needed:
+        wrong = f"--data: {characters:,} characters are too little text, {needed:,} give a sequence of validation"
+        raise DataError(f"{wrong}; give more text, or a smaller --train.seq_len")
+    val_tokens = int(characters * VAL_FRACTION) // per_token
+    tokens = int(characters * (1 - VAL_FRACTION)) // per_token
+    batch, step_tokens = _batch(row, tokens // T, T, gpu_gib, gpus, number)
+    step_tokens = number("train.total_batch_tokens", step_tokens)
+    steps = number("train.steps", min(row.most_steps, max(1, row.epochs * tokens // step_tokens)))
+    width = number("model.n_embd", 64 * number("model.n_head", row.n_embd // 64))
+    sizes = {"model.n_layer": row.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
+    every, evaluated = max(1, steps // row.validations), row.eval_tokens // T * T
     keys: dict[str, Any] = {
-        **_model(row, given, number),
-        "model.vocab_size": TOKENIZER_SIZES[tokenizer],
+        **({} if "model.size" in given else sizes),
+        "model.vocab_size": TOKENIZER_SIZES.get(tokenizer, 256),
         "model.block_size": T,
         "data.tokenizer": tokenizer,
         "train.steps": steps,
         "train.batch_size": batch,
         "train.seq_len": T,
         "train.total_batch_tokens": step_tokens,
-        "train.dtype": "fp32" if gpu_gib is None else "bf16",
+        "train.dtype": "fp32" if cpu else "bf16",
         "optim.lr": row.lr,
         "optim.warmup": min(700, max(steps // 10, min(30, steps // 3))),  # of 10 steps, 2e-3 gives a spike
-        **_validations(row, steps, T, val_tokens),
-    }
-    if given.get("eval.every") == "0":
-        keys["checkpoint.best"] = "none"
-    return {key: value for key, value in keys.items() if key not in given}
-
-
-def _require_characters(characters: int, sequence: int) -> None:
-    needed = math.ceil((sequence + 4) / min(VAL_FRACTION, 1 - VAL_FRACTION))
-    if characters < needed:
-        got, expected = f"{characters:,} characters", f"{needed:,} or more, so that a tenth is a sequence of validation"
-        raise bad_data("--data", "too little text", got, expected, "give more text, or a smaller --train.seq_len")
-
-
-def _model(row: Row, given: Mapping[str, str], number: Any) -> dict[str, int]:
-    if "model.size" in given:
-        return {}
-    width = 64 * number("model.n_head", 0) if "model.n_head" in given else row.n_embd
-    width = number("model.n_embd", width)
-    return {"model.n_layer": row.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
-
-
-def _validations(row: Row, steps: int, T: int, val_tokens: int) -> dict[str, int]:
-    """Return the keys of validations, samples and checkpoints."""
-    every, evaluated = max(1, steps // row.validations), row.eval_tokens // T * T
-    return {
         "eval.every": every,
         "eval.tokens": evaluated if 0 < 4 * evaluated <= val_tokens else 0,  # a token may have more characters
         "sample.every": max(1, steps // 2),
         "sample.tokens": row.sample_tokens,
         "checkpoint.every": every,
     }
+    if given.get("eval.every") == "0":
+        keys["checkpoint.best"] = "none"
+    return {key: value for key, value in keys.items() if key not in given}
 
 
-def _batch(
-    row: Row, sequences: int, T: int, gpu_gib: float | None, given: Mapping[str, str], gpus: int, number: Any
-) -> tuple[int, int]:
+def _batch(row: Row, sequences: int, T: int, gpu_gib: float | None, gpus: int, number: Number) -> tuple[int, int]:
     """Return (train.batch_size, tokens of a step) of a text of `sequences` sequences.
 
     An epoch has eight steps or more, and a step the same number of sequences on each GPU.
     """
-    if "train.total_batch_tokens" in given:
-        step_rows = max(1, number("train.total_batch_tokens", 1) // (T * gpus))
-    else:
-        step_rows = max(1, _power_of_2(min(row.step_tokens // T, sequences // 8)) // gpus)
+    step_rows = max(1, _power_of_2(min(row.step_tokens // T, sequences // 8)) // gpus)
+    step_rows = max(1, number("train.total_batch_tokens", step_rows * T * gpus) // (T * gpus))
     limit = row.step_tokens if gpu_gib is None else next(n for gib, n in MICRO_BATCH_TOKENS if gpu_gib >= gib)
     batch = number("train.batch_size", math.gcd(step_rows, _power_of_2(limit // T)))
-    if "train.total_batch_tokens" in given:
-        return batch, number("train.total_batch_tokens", 1)
-    step_rows = batch * max(1, step_rows // batch)
-    return batch, step_rows * gpus * T
+    return batch, batch * max(1, step_rows // batch) * gpus * T
 
 
 def _power_of_2(n: int) -> int:
@@ -153,15 +130,12 @@ def _power_of_2(n: int) -> int:
     return 1 << max(1, n).bit_length() - 1
 
 
-def summary(config: Any, characters: int, machine: str) -> list[str]:
+def summary(config: Config, characters: int, machine: str) -> str:
     """Return lines that tell what was picked."""
     m, t, o = config.model, config.train, config.optim
-    every = dict(validation=config.eval.every, checkpoint=config.checkpoint.every, sample=config.sample.every)
-    periods = [f"a {what} every {n} steps" if n else f"no {what}" for what, n in every.items()]
-    return [
-        f"own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}",
-        f"  model: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, {config.n_params:,} parameters",
-        f"  steps: {t.steps:,} of {config.total_batch_tokens:,} tokens, sequences of {t.seq_len:,}, "
-        f"batch {t.batch_size}, learning rate {o.lr:g}, warmup {o.warmup}",
-        f"  {', '.join(periods)}; any key can be given, as in --train.steps {2 * t.steps}",
-    ]
+    return f"""own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}
+  model: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, {config.n_params:,} parameters
+  steps: {t.steps:,} of {config.total_batch_tokens:,} tokens, sequences of {t.seq_len:,}, batch {t.batch_size}, \
+learning rate {o.lr:g}, warmup {o.warmup}
+  steps between validations {config.eval.every}, checkpoints {config.checkpoint.every}, samples {config.sample.every}; \
+any key can be given, as in --train.steps {2 * t.steps}"""

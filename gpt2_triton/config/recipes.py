@@ -3,10 +3,10 @@
 `find("gpt2_124m")` is a recipe's file; wherever a configuration file is named, a recipe's name will do.
 """
 
-import difflib
 import os
 from pathlib import Path
 
+from gpt2_triton.config.values import closest
 from gpt2_triton.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
@@ -37,21 +37,12 @@ def find(given: str | Path) -> Path:
             return directory() / f"{path}.yaml"
         if os.path.isfile(path / "config.yaml"):
             return path  # its reader says how to continue a run
-        raise ConfigError(f"{path}: neither a file nor a recipe; {known_recipes(path.name)}")
+        raise ConfigError(f"{path}: neither a file nor a recipe{known_recipes(path.name)}")
     if path.stem in known and not os.path.exists(path):
         raise ConfigError(f"{path}: no such file; the recipe is called {path.stem}, without directory and ending")
     return path
 
 
 def known_recipes(name: str) -> str:
-    """Return the end of an error about an unknown name: the recipe that it is near to, if there is one, and the list.
-
-    Near means that one recipe's name contains `name`, has its letters, or differs from it in a letter or two.  If
-    variants of a recipe, whose names begin with its name, contain `name` too, the recipe itself is near.
-    """
-    name, known = name.lower().replace("-", "_"), names()
-    alike = [one for one in known if name in one or sorted(name) == sorted(one)]
-    near = [one for one in alike if not any(one.startswith(f"{other}_") for other in alike)]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    suggestion = f"did you mean {near[0]}? " if len(near) == 1 else ""
-    return f"{suggestion}recipes: {', '.join(known)}"
+    """Return the end of an error about an unknown name: a recipe of a similar name, and the list."""
+    return f"{closest(name, names())}; recipes: {', '.join(names())}"

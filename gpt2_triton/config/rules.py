@@ -4,12 +4,9 @@ step_shape.py has the rules about the number of GPUs.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from gpt2_triton.config.schema import Sections
 from gpt2_triton.config.values import kept_in_bf16
-
-if TYPE_CHECKING:
-    from gpt2_triton.config.config import Config
 
 Problem = tuple[str, str]  # a key, and what is wrong with it
 
@@ -19,13 +16,13 @@ HUB_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models 
 INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # init_from, but scratch
 
 
-def conflicts(config: "Config") -> Iterator[Problem]:
+def conflicts(config: Sections) -> Iterator[Problem]:
     """Yield every rule that this configuration breaks on any number of GPUs."""
     yield from _model_conflicts(config)
     yield from _schedule_conflicts(config)
 
 
-def _model_conflicts(config: "Config") -> Iterator[Problem]:
+def _model_conflicts(config: Sections) -> Iterator[Problem]:
     m, d, t, o = config.model, config.data, config.train, config.optim
     if m.n_embd % m.n_head:
         yield "model.n_head", f"{m.n_head} heads do not divide n_embd {m.n_embd}; {_fitting_heads(m.n_embd)}"
@@ -61,7 +58,7 @@ def _model_conflicts(config: "Config") -> Iterator[Problem]:
         yield "memory.recompute", f"{recompute} names more layers than model.n_layer {m.n_layer}; lower it"
 
 
-def _schedule_conflicts(config: "Config") -> Iterator[Problem]:
+def _schedule_conflicts(config: Sections) -> Iterator[Problem]:
     t, o, e, saved = config.train, config.optim, config.eval, config.checkpoint.every
     if o.warmup > t.steps:
         yield "optim.warmup", f"{o.warmup} steps of warmup are more than train.steps {t.steps}; lower it"

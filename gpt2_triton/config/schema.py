@@ -1,10 +1,11 @@
 """Every key of the configuration: type, limits, default (llm.c's recipe for GPT-2 124M on FineWeb) and meaning.
 
 Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration, or in
-values.py if its values have a form of their own; a rule between keys in rules.py.  A resumed run may change the keys
-marked FREE; with another value of any other key it would be another run.
+values.py if its values have a form of their own; a rule between keys in rules.py.  A resumed run may not change a key
+marked KEPT: with another value it would be another run.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -18,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
 
 from gpt2_triton.config.values import (
     HEAD,
@@ -32,7 +34,7 @@ from gpt2_triton.config.values import (
 )
 
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
-FREE: JsonDict = {"resume": "free"}
+KEPT: JsonDict = {"resume": "kept"}
 
 # On the command line every value is a string, so `null` stands for "not given", as in YAML.
 OptionalInt = Annotated[int | None, BeforeValidator(lambda value: None if value == "null" else value)]
@@ -65,12 +67,21 @@ class ModelConfig(ConfigSection):
         None,
         exclude=True,
         description="llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, for layers, heads, channels, block_size",
+        json_schema_extra=KEPT,
     )
-    n_layer: int = Field(12, ge=1, le=256, description="transformer layers")
-    n_head: int = Field(12, ge=1, le=4096, description="attention heads; n_embd / n_head is 64, 80, 96 or 128")
-    n_embd: int = Field(768, ge=1, le=1 << 17, multiple_of=16, description="channels of the residual stream")
-    vocab_size: int = Field(50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens")
-    block_size: int = Field(1024, ge=1, le=1 << 24, description="longest sequence: rows of the position embedding")
+    n_layer: int = Field(12, ge=1, le=256, description="transformer layers", json_schema_extra=KEPT)
+    n_head: int = Field(
+        12, ge=1, le=4096, description="attention heads; n_embd / n_head is 64, 80, 96 or 128", json_schema_extra=KEPT
+    )
+    n_embd: int = Field(
+        768, ge=1, le=1 << 17, multiple_of=16, description="channels of the residual stream", json_schema_extra=KEPT
+    )
+    vocab_size: int = Field(
+        50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens", json_schema_extra=KEPT
+    )
+    block_size: int = Field(
+        1024, ge=1, le=1 << 24, description="longest sequence: rows of the position embedding", json_schema_extra=KEPT
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -96,80 +107,70 @@ class ModelConfig(ConfigSection):
 class DataConfig(ConfigSection):
     # The data may move: a resume compares its content by fingerprint.
     train: str = Field(
-        "data/fineweb10B/train_*.bin",
-        min_length=1,
-        description="training shards: path, pattern or builtin",
-        json_schema_extra=FREE,
+        "data/fineweb10B/train_*.bin", min_length=1, description="training shards: path, pattern or builtin"
     )
     val: str = Field(
-        "data/fineweb10B/val_*.bin",
-        min_length=1,
-        description="validation shards: path, pattern or builtin",
-        json_schema_extra=FREE,
+        "data/fineweb10B/val_*.bin", min_length=1, description="validation shards: path, pattern or builtin"
     )
-    tokenizer: Literal["gpt2", "bytes"] = Field("gpt2", description="tokenizer of the shards and of samples")
-    seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples")
+    tokenizer: Literal["gpt2", "bytes"] = Field(
+        "gpt2", description="tokenizer of the shards and of samples", json_schema_extra=KEPT
+    )
+    seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples", json_schema_extra=KEPT)
     allow_changed: bool = Field(
-        False,
-        description="resume on other data than the checkpoint's, and record what differs",
-        json_schema_extra=FREE,
+        False, description="resume on other data than the checkpoint's, and record what differs"
     )
     verify: bool = Field(
-        False,
-        description="at the start compare the sha256 of every shard with shards.json next to it",
-        json_schema_extra=FREE,
+        False, description="at the start compare the sha256 of every shard with shards.json next to it"
     )
 
 
 class TrainConfig(ConfigSection):
-    steps: int = Field(19560, ge=1, le=1 << 40, description="optimizer steps", json_schema_extra=FREE)
+    steps: int = Field(19560, ge=1, le=1 << 40, description="optimizer steps")
     # The micro-batch may change, since the tokens of a step may not.
     batch_size: int = Field(
         64,
         ge=1,
         le=1 << 20,
         description="largest micro-batch of a GPU, in sequences; a larger step accumulates gradients",
-        json_schema_extra=FREE,
     )
-    seq_len: int = Field(1024, ge=1, le=1 << 24, description="tokens of a training sequence")
+    seq_len: int = Field(1024, ge=1, le=1 << 24, description="tokens of a training sequence", json_schema_extra=KEPT)
     total_batch_tokens: OptionalInt = Field(
-        None, ge=1, le=1 << 40, description="tokens of a step; null is batch_size * seq_len"
+        None, ge=1, le=1 << 40, description="tokens of a step; null is batch_size * seq_len", json_schema_extra=KEPT
     )
-    dtype: Literal["bf16", "fp32"] = Field("bf16", description="storage of parameters and activations")
+    dtype: Literal["bf16", "fp32"] = Field(
+        "bf16", description="storage of parameters and activations", json_schema_extra=KEPT
+    )
     precision: Literal["bf16", "fp8"] = Field(
         "bf16",
         description="operands of the layers' products; fp8 needs dtype bf16 and compute capability >= 8.9, "
         "gfx950 or no GPU",
-        json_schema_extra=FREE,
     )
-    seed: int = Field(42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding")
+    seed: int = Field(
+        42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding", json_schema_extra=KEPT
+    )
     max_minutes: float = Field(
         0,
         ge=0,
         description="minutes from the start of the program until it has saved and ended, with exit code 0 and "
         "PREEMPTED in the run directory; 0 no limit",
-        json_schema_extra=FREE,
     )
-    skip_limit: int = Field(
-        10,
-        ge=0,
-        description="stop after this many non-finite steps in a row; 0 never stops",
-        json_schema_extra=FREE,
-    )
+    skip_limit: int = Field(10, ge=0, description="stop after this many non-finite steps in a row; 0 never stops")
     skip_loss_z: float = Field(
         0,
         ge=0,
         le=11,
         description="skip an update whose loss is this many standard deviations above the mean of 128 steps; 0 never",
-        json_schema_extra=FREE,
     )
-    skip_norm_z: float = Field(0, ge=0, le=11, description="the same for the gradient norm", json_schema_extra=FREE)
+    skip_norm_z: float = Field(0, ge=0, le=11, description="the same for the gradient norm")
     rewind_after: int = Field(
         0,
         ge=0,
         description="after this many skipped steps in a row go back to a checkpoint and leave their data out; 0 never",
-        json_schema_extra=FREE,
     )
+
+    @property
+    def step_tokens(self) -> int:
+        return self.total_batch_tokens or self.batch_size * self.seq_len
 
 
 class Fp8Config(ConfigSection):
@@ -178,7 +179,6 @@ class Fp8Config(ConfigSection):
         description=f"what train.precision fp8 leaves in bf16: {HEAD} (the logits), {', '.join(OPERATIONS)} (in all "
         "layers), a layer's number (-1: the last), both as in attproj:0, or none; several are separated by commas, "
         "or a list in YAML",
-        json_schema_extra=FREE,
     )
 
 
@@ -186,40 +186,33 @@ class OptimConfig(ConfigSection):
     name: Literal["adamw", "muon"] = Field(  # decides which moments a checkpoint has
         "adamw",
         description="optimizer of the layers' matrices; embeddings, norms and biases have AdamW with either",
+        json_schema_extra=KEPT,
     )
-    lr: float = Field(6e-4, gt=0, description="peak learning rate", json_schema_extra=FREE)
-    embed_lr: float = Field(
-        1.0, gt=0, description="factor on the learning rate of the embeddings, wte and wpe", json_schema_extra=FREE
-    )
-    warmup: int = Field(700, ge=0, description="steps of linear warmup", json_schema_extra=FREE)
+    lr: float = Field(6e-4, gt=0, description="peak learning rate")
+    embed_lr: float = Field(1.0, gt=0, description="factor on the learning rate of the embeddings, wte and wpe")
+    warmup: int = Field(700, ge=0, description="steps of linear warmup")
     schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = Field(
-        "cosine", description="learning rate after the warmup", json_schema_extra=FREE
+        "cosine", description="learning rate after the warmup"
     )
-    final_frac: float = Field(
-        0.0, ge=0, le=1, description="learning rate at the end, as a fraction of lr", json_schema_extra=FREE
-    )
+    final_frac: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a fraction of lr")
     wsd_decay_frac: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="fraction of the steps over which the schedules wsd and trapezoid decay",
-        json_schema_extra=FREE,
+        0.2, gt=0, le=1, description="fraction of the steps over which the schedules wsd and trapezoid decay"
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment", json_schema_extra=FREE)
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's second moment", json_schema_extra=FREE)
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon", json_schema_extra=FREE)
-    momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's momentum", json_schema_extra=FREE)
-    weight_decay: float = Field(
-        0.1, ge=0, description="decoupled weight decay of matrices and embeddings", json_schema_extra=FREE
-    )
-    clip: float = Field(
-        1.0, ge=0, description="largest global norm of the gradient; 0 does not clip", json_schema_extra=FREE
-    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's second moment")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's momentum")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices and embeddings")
+    clip: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0 does not clip")
     master: Literal["none", "fp32"] = Field(  # decides which tensors a checkpoint has
-        "none", description="none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
+        "none",
+        description="none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight",
+        json_schema_extra=KEPT,
     )
     v: Literal["fp32", "bf16"] = Field(  # the dtype of a tensor of checkpoints
-        "fp32", description="AdamW's second moment; bf16, rounded stochastically, takes 2 bytes a parameter less"
+        "fp32",
+        description="AdamW's second moment; bf16, rounded stochastically, takes 2 bytes a parameter less",
+        json_schema_extra=KEPT,
     )
 
 
@@ -228,53 +221,26 @@ class MemoryConfig(ConfigSection):
         "gelu",
         description=f"what the backward pass recomputes: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
         "the first 4 layers, gelu in the others; auto takes the first that fits",
-        json_schema_extra=FREE,
     )
     head_rows: OptionalInt = Field(
-        None,
-        ge=1,
-        description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112",
-        json_schema_extra=FREE,
+        None, ge=1, description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112"
     )
 
 
 class EvalConfig(ConfigSection):
-    every: int = Field(
-        250, ge=0, description="steps between validations; also after the last step; 0 never", json_schema_extra=FREE
-    )
-    tokens: int = Field(
-        10_485_760, ge=0, description="validation tokens, the same each time; 0 takes all", json_schema_extra=FREE
-    )
-    hellaswag_every: int = Field(
-        0, ge=0, description="steps between HellaSwag runs; also after the last step; 0 never", json_schema_extra=FREE
-    )
-    hellaswag_data: str = Field(
-        "",
-        description="HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl",
-        json_schema_extra=FREE,
-    )
-    hellaswag_limit: int = Field(
-        0, ge=0, description="number of questions, from the first on; 0 takes all", json_schema_extra=FREE
-    )
+    every: int = Field(250, ge=0, description="steps between validations; also after the last step; 0 never")
+    tokens: int = Field(10_485_760, ge=0, description="validation tokens, the same each time; 0 takes all")
+    hellaswag_every: int = Field(0, ge=0, description="steps between HellaSwag runs; also after the last step; 0 never")
+    hellaswag_data: str = Field("", description="HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
+    hellaswag_limit: int = Field(0, ge=0, description="number of questions, from the first on; 0 takes all")
     tasks: Annotated[str, BeforeValidator(join_words), AfterValidator(check_tasks)] = Field(
-        "",
-        description=f"tasks to evaluate: {', '.join(TASKS)}; several are separated by commas, or a list in YAML",
-        json_schema_extra=FREE,
+        "", description=f"tasks to evaluate: {', '.join(TASKS)}; several are separated by commas, or a list in YAML"
     )
     tasks_every: int = Field(
-        250,
-        ge=0,
-        description="steps between evaluations of eval.tasks; also after the last step; 0 never",
-        json_schema_extra=FREE,
+        250, ge=0, description="steps between evaluations of eval.tasks; also after the last step; 0 never"
     )
-    tasks_data: str = Field(
-        "",
-        description="folder with the rows of each task as TASK.jsonl; empty downloads them",
-        json_schema_extra=FREE,
-    )
-    tasks_limit: int = Field(
-        0, ge=0, description="number of rows of a task, from the first on; 0 takes all", json_schema_extra=FREE
-    )
+    tasks_data: str = Field("", description="folder with the rows of each task as TASK.jsonl; empty downloads them")
+    tasks_limit: int = Field(0, ge=0, description="number of rows of a task, from the first on; 0 takes all")
 
     @property
     def task_names(self) -> list[str]:
@@ -283,81 +249,88 @@ class EvalConfig(ConfigSection):
 
 
 class SampleConfig(ConfigSection):
-    every: int = Field(
-        0, ge=0, description="steps between printed samples; also after the last step; 0 never", json_schema_extra=FREE
-    )
-    tokens: int = Field(64, ge=1, description="tokens of a sample", json_schema_extra=FREE)
-    prompt: str = Field(
-        "",
-        description="text that a sample continues; empty starts at the end-of-text token",
-        json_schema_extra=FREE,
-    )
-    temperature: float = Field(
-        1.0, ge=0, description="softmax temperature; 0 takes the most likely token", json_schema_extra=FREE
-    )
-    top_k: int = Field(0, ge=0, description="draw among the k most likely tokens; 0 among all", json_schema_extra=FREE)
+    every: int = Field(0, ge=0, description="steps between printed samples; also after the last step; 0 never")
+    tokens: int = Field(64, ge=1, description="tokens of a sample")
+    prompt: str = Field("", description="text that a sample continues; empty starts at the end-of-text token")
+    temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 takes the most likely token")
+    top_k: int = Field(0, ge=0, description="draw among the k most likely tokens; 0 among all")
 
 
 class CheckpointConfig(ConfigSection):
-    every: int = Field(
-        0, ge=0, description="steps between checkpoints; the last step is always saved", json_schema_extra=FREE
-    )
-    keep: int = Field(2, ge=0, description="newest checkpoints to keep; 0 keeps all", json_schema_extra=FREE)
-    major: int = Field(
-        0, ge=0, description="also keep those whose step is a multiple of this; 0 none", json_schema_extra=FREE
-    )
+    every: int = Field(0, ge=0, description="steps between checkpoints; the last step is always saved")
+    keep: int = Field(2, ge=0, description="newest checkpoints to keep; 0 keeps all")
+    major: int = Field(0, ge=0, description="also keep those whose step is a multiple of this; 0 none")
     best: Literal["none", "val_loss"] = Field(
-        "none",
-        description="val_loss: also save after each lowest validation loss, and keep it; RUN/best names it",
-        json_schema_extra=FREE,
+        "none", description="val_loss: also save after each lowest validation loss, and keep it; RUN/best names it"
     )
 
 
 class LogConfig(ConfigSection):
-    every: int = Field(1, ge=1, description="steps between logged steps", json_schema_extra=FREE)
-    main_log: Literal["none", "llmc"] = Field(
-        "none", description="llmc: also write main.log, in llm.c's format", json_schema_extra=FREE
-    )
+    every: int = Field(1, ge=1, description="steps between logged steps")
+    main_log: Literal["none", "llmc"] = Field("none", description="llmc: also write main.log, in llm.c's format")
     stats_every: int = Field(
         0,
         ge=0,
         description="steps between statistics of activations, gradients and updates; also of the last step; 0 never",
-        json_schema_extra=FREE,
     )
     wandb: Literal["online", "offline", "disabled"] = Field(
-        "disabled", description="send the metrics to Weights & Biases", json_schema_extra=FREE
+        "disabled", description="send the metrics to Weights & Biases"
     )
-    wandb_project: str = Field(
-        "gpt2_triton", min_length=1, description="Weights & Biases project", json_schema_extra=FREE
-    )
+    wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
 
 
 class ParallelConfig(ConfigSection):
-    gpus: OptionalInt = Field(
-        None,
-        ge=1,
-        description="GPUs of the run; null is as many as torchrun starts, or 1",
-        json_schema_extra=FREE,
-    )
+    gpus: OptionalInt = Field(None, ge=1, description="GPUs of the run; null is as many as torchrun starts, or 1")
     zero: int = Field(
         1,
         ge=0,
         le=2,
         description="ZeRO stage: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)",
-        json_schema_extra=FREE,
     )
     timeout: float = Field(
         100,
         gt=0,
         description="seconds without progress after which a hung run ends; until the first step ends, 3 times that",
-        json_schema_extra=FREE,
     )
 
 
 class DebugConfig(ConfigSection):
     hash_state: int = Field(
-        0,
-        ge=0,
-        description="steps between comparisons of all GPUs' weights, and moments at ZeRO stage 0; 0 never",
-        json_schema_extra=FREE,
+        0, ge=0, description="steps between comparisons of all GPUs' weights, and moments at ZeRO stage 0; 0 never"
     )
+
+
+class Sections(ConfigSection):
+    """Every key, in sections."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    fp8: Fp8Config = Fp8Config()
+    memory: MemoryConfig = MemoryConfig()
+    eval: EvalConfig = EvalConfig()
+    sample: SampleConfig = SampleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    debug: DebugConfig = DebugConfig()
+    init_from: str = Field(
+        "scratch", description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+    )
+
+
+def options() -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key, dotted as on the command line, with its field."""
+    for name, field in Sections.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, ConfigSection):
+            yield from ((f"{name}.{key}", inner) for key, inner in section.model_fields.items())
+        else:
+            yield name, field
+
+
+def may_change_on_resume(key: str) -> bool:
+    """Return whether a resumed run may have another value of this dotted key; False for an unknown key."""
+    field = dict(options()).get(key)
+    return field is not None and field.json_schema_extra != KEPT

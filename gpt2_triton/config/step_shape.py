@@ -6,13 +6,10 @@ It is no part of the configuration, so that a run can be resumed on another numb
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gpt2_triton.config.schema import TrainConfig
+from gpt2_triton.config.schema import Sections, TrainConfig
 from gpt2_triton.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gpt2_triton.config.config import Config
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class StepShape:
     zero: int  # the ZeRO stage in use; 0 on one GPU
 
     @staticmethod
-    def of(config: "Config", world_size: int | None = None) -> "StepShape":
+    def of(config: Sections, world_size: int | None = None) -> "StepShape":
         """Return the shape on `world_size` GPUs, by default parallel.gpus, else 1.
 
         ConfigError if parallel.gpus is another number, or if the batch does not divide.
@@ -37,14 +34,14 @@ class StepShape:
             )
         if problems := list(step_conflicts(t, gpus)):
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
-        rows = config.total_batch_tokens // (t.seq_len * gpus)  # of each GPU
+        rows = t.step_tokens // (t.seq_len * gpus)  # of each GPU
         micro_batch = min(t.batch_size, rows)
         return StepShape(gpus, micro_batch, rows // micro_batch, config.parallel.zero if gpus > 1 else 0)
 
 
 def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
     """Yield key and problem of a step whose sequences do not divide among the GPUs, or those of a GPU into batches."""
-    total, several = t.total_batch_tokens or t.batch_size * t.seq_len, f"{gpus} GPUs" if gpus > 1 else ""
+    total, several = t.step_tokens, f"{gpus} GPUs" if gpus > 1 else ""
     rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)

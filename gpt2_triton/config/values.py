@@ -5,7 +5,7 @@ A ValueError of these functions becomes the message about the key, in schema.py 
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # llm.c's descriptors: layers, channels, heads, longest sequence.  GPT-3's are dense here, as in llm.c.
@@ -71,6 +71,16 @@ def operations_in_fp8(precision: str, keep_bf16: str, n_layer: int) -> list[froz
     in_fp8 = {(op, l) for op in OPERATIONS for l in range(n_layer)} | {(HEAD, n_layer - 1)}
     in_fp8 -= kept_in_bf16(keep_bf16, n_layer)
     return [frozenset(op for op, layer in in_fp8 if layer == l) for l in range(n_layer)]
+
+
+def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return "; did you mean NAME?" with the known names that end as a dotted `name` does or are spelled like it, or
+    nothing.
+    """
+    known, last = list(known), name.rpartition(".")[2]
+    near = [one for one in known if one.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""
 
 
 TASKS = ("lambada", "arc_easy", "piqa", "winogrande")  # of eval.tasks; HellaSwag has keys of its own

@@ -9,7 +9,7 @@ import pytest
 
 from gpt2_triton.checkpoint import async_save
 from gpt2_triton.checkpoint.load import find_checkpoint
-from gpt2_triton.config.load import load_config
+from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError
 from gpt2_triton.training import trainer
 from gpt2_triton.training.metrics import read_metrics
@@ -131,4 +131,4 @@ def test_checkpoint_best_without_validation_is_refused(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("checkpoint: {best: val_loss}\neval: {every: 0}")
     with pytest.raises(ConfigError, match="x.yaml:1: checkpoint.best: there is no validation loss"):
-        load_config(path)
+        Config.load(path)

@@ -7,7 +7,8 @@ import torch
 
 from gpt2_triton.checkpoint import resume
 from gpt2_triton.checkpoint.sources import initial_weights
-from gpt2_triton.config.config import Config, options
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.schema import options
 from gpt2_triton.errors import CheckpointError, ConfigError
 from tests.support.foreign import checkpoint_of, config_of, random_params
 
@@ -49,8 +50,7 @@ def test_keys_of_later_versions_have_the_value_of_earlier_runs():
 
 
 def test_runs_with_the_removed_key_data_align_can_be_read_and_resumed():
-    saved = Config().to_dict()
-    saved["data"]["align"] = "none"
+    (saved := Config().to_dict())["data"]["align"] = "none"
     assert Config.model_validate(saved) == Config()
     assert resume.config_differences(saved, Config().to_dict()) == ({}, {})
     saved["data"]["align"] = "document"  # other rows

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gpt2_triton.commands.config_table import table
-from gpt2_triton.config.config import options
+from gpt2_triton.config.schema import options
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "guide" / "config.md"
 

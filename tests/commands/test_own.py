@@ -52,7 +52,7 @@ def files(root):
         (["own"], "own: needs --data and one or more text files"),
         (["own", "--data"], "own: needs --data and one or more text files"),
         (["own", "--plan"], "own: needs --data and one or more text files"),
-        (["quickstart", "--data", "my.txt"], "recipe own, as `python -m gpt2_triton train own --data my.txt`, not"),
+        (["quickstart", "--data", "my.txt"], "recipe own, as `python -m gpt2_triton train own --data my.txt`; for"),
         (["own", "--data", "my.txt", "--train.steps", "x"], "--train.steps: must be a valid integer"),
         (["own", "--data", "my.txt", "--model.n_embd", "100"], "--model.n_embd: "),
         (["own", "--data", "my.txt", "--data.tokenizer", "gpt5"], "--data.tokenizer: must be 'gpt2' or 'bytes'"),
@@ -77,7 +77,7 @@ def test_text_that_cannot_be_used_is_an_error_of_every_rank(here, trained, monke
     monkeypatch.setattr(commands_app.os, "_exit", lambda code: None)
     monkeypatch.setattr(commands_app.time, "sleep", lambda seconds: None)
     launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
-    for rank, said in (("1", ""), ("0", "error: --data: too little text")):
+    for rank, said in (("1", ""), ("0", "error: --data: 5 characters are too little text")):
         for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "stdout", sys.stdout)  # rank 1 drops its own

@@ -26,7 +26,7 @@ from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
-from gpt2_triton.config.config import options
+from gpt2_triton.config.schema import options
 from tests.support import checkpoints
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
 from tests.support.pages import (

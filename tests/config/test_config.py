@@ -5,8 +5,8 @@ import yaml
 from pydantic import ValidationError
 
 from gpt2_triton.config import load
-from gpt2_triton.config.config import Config, options
-from gpt2_triton.config.load import load_config
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.schema import options
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import SIZES
 
@@ -46,7 +46,7 @@ def test_config_yaml_reads_back_equal(tmp_path):
     )
     path = tmp_path / "x.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8")
-    assert load_config(path) == config
+    assert Config.load(path) == config
     assert Config.model_validate(yaml.safe_load(config.to_yaml())) == Config.model_validate(config.to_dict()) == config
 
 
@@ -80,18 +80,18 @@ def test_shipped_configurations_load(name, request):
     assert path.read_text().startswith("# ")
     tree, _ = load.read_yaml(path)
     assert {"n_layer", "n_head", "n_embd"} <= set(tree["model"])
-    assert StepShape.of(load_config(path)).accumulation == (1 if name == "quickstart" else 8)
+    assert StepShape.of(Config.load(path)).accumulation == (1 if name == "quickstart" else 8)
 
 
 @pytest.mark.parametrize("size", sorted(SIZES))
 def test_model_size_sets_its_keys(size, tmp_path):
     (tmp_path / "x.yaml").write_text(f"model:\n  size: {size}\n")
-    config = load_config(tmp_path / "x.yaml")
+    config = Config.load(tmp_path / "x.yaml")
     m = config.model
     assert (m.n_layer, m.n_embd, m.n_head, m.block_size) == SIZES[size]
     assert "size" not in config.to_dict()["model"]
     (tmp_path / "resolved.yaml").write_text(config.to_yaml())
-    assert load_config(tmp_path / "resolved.yaml") == config
+    assert Config.load(tmp_path / "resolved.yaml") == config
 
 
 def test_model_sizes_have_the_parameters_of_gpt2():

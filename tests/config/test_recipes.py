@@ -10,7 +10,7 @@ import pytest
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton import device
-from gpt2_triton.config.load import load_config
+from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.errors import DataError
@@ -35,7 +35,7 @@ def test_recipes_exist():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_fits_an_h200(path):
-    config = load_config(path, {})
+    config = Config.load(path, {})
     budget = device.memory_bytes("h200") - CONTEXT_BYTES - MODULE_BYTES
     config = choose_recompute(config, kernels, budget)
     plan, _ = plan_memory(config, kernels, StepShape.of(config).micro_batch, config.train.seq_len)
@@ -48,7 +48,7 @@ def test_recipe_first_line_matches_its_keys(name):
     since all are rounded.  Eight GPUs count as 8 x 0.97, at $3 per hour each.
     """
     (path,) = (path for path in RECIPES if path.stem == name)
-    config, line = load_config(path, {}), path.read_text().split("\n", 1)[0]
+    config, line = Config.load(path, {}), path.read_text().split("\n", 1)[0]
     found = re.fullmatch(
         r"# .* \((?:llm\.c's run_(\w+)M\.sh|of gpt2_124m)\): ([\d.]+)B tokens, ([\d,]+) steps to .*; "
         r"by calculation ([\d.]+) (\w+) and \$(\d+) on 8 H200s, ([\d.]+) (\w+) on one at ([\d.]+)k tokens/s"
@@ -86,7 +86,7 @@ def test_recipe_fits_a_smaller_gpu_as_the_guide_states(row):
     gpus, gpu = int(row[0]), row[1]
     bandwidth = math.inf if gpus == 1 or gpu != "4090" else HOST_BYTES_PER_SECOND
     for name, hours in zip(("gpt2_124m", "gpt2_124m_fast"), row[6:], strict=True):
-        config = load_config(name, gpus=gpus)
+        config = Config.load(name, gpus=gpus)
         shape = StepShape.of(config, gpus)
         plan, _ = plan_memory(config, kernels, shape.micro_batch, config.train.seq_len, shape=shape)
         assert plan.total <= device.memory_bytes(gpu) - CONTEXT_BYTES - MODULE_BYTES
@@ -111,7 +111,7 @@ H100 = re.findall(
 def test_recipe_fits_an_h100_as_the_guide_states(size):
     [(memory, total, without)] = [row[1:] for row in H100 if row[0] == f"gpt2_{size}"]
     assert float(total) == pytest.approx(device.GPUS["h100"].memory)
-    config = load_config(f"gpt2_{size}")
+    config = Config.load(f"gpt2_{size}")
     for planned, level in ((memory, config.memory.recompute), (without, "none")):
         plan, _ = plan_memory(
             config.replace(memory={"recompute": level}), kernels, config.train.batch_size, config.train.seq_len
@@ -127,7 +127,7 @@ def test_hours_and_dollars_to_a_loss_are_those_of_one_h200():
     rows = re.findall(r"^\| (?:`(\w+)`|the same) .*?[| ]([\d.]+)(?: to ([\d.]+))? hours, \$(\d+) \|$", part, re.M)
     assert [name for name, *_ in rows] == ["gpt2_124m", "gpt2_124m_fast", ""]
     for name, hours, hours_at_most, dollars in rows:
-        config = load_config(name or "gpt2_124m_fast", {})
+        config = Config.load(name or "gpt2_124m_fast", {})
         whole = config.train.steps * config.total_batch_tokens / H200_TOKENS_PER_SECOND / 3600
         least, most = (whole, whole) if name else (whole / 1.52, whole / 1.36)
         assert (hours, hours_at_most or hours) == (f"{least:.1f}", f"{most:.1f}")
@@ -137,7 +137,7 @@ def test_hours_and_dollars_to_a_loss_are_those_of_one_h200():
 @pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_350m", "gpt2_1558m", "gpt3_125m", "finetune_shakespeare"])
 def test_missing_data_of_a_recipe_names_the_command_that_makes_it(name):
     """The command is one of the table in docs/guide/recipes.md, or of the recipe's first lines."""
-    pattern = load_config(Path(name)).data.train
+    pattern = Config.load(Path(name)).data.train
     with pytest.raises(DataError, match="no such shards") as raised:
         open_shards(pattern, 50257, 1024)
     command = re.search(r"prepare ([^`]*)`", str(raised.value))[1]

@@ -16,7 +16,7 @@ from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after, save_checkpoint
-from gpt2_triton.config.load import load_config
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed import watchdog
@@ -342,7 +342,7 @@ def test_rewind_after_without_a_checkpoint_is_refused(tmp_path, every, what):
     path = tmp_path / "x.yaml"
     path.write_text(f"train: {{rewind_after: 3}}\ncheckpoint: {{every: {every}}}")
     with pytest.raises(ConfigError, match=f"x.yaml:1: train.rewind_after: {what}"):
-        load_config(path)
+        Config.load(path)
 
 
 @pytest.mark.parametrize("damaged", [[2], [1, 2]], ids=str)
