@@ -177,7 +177,7 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     elif config.train.precision == "fp8":
         device.require_own_fp8()
     import gpt2_triton.kernels as kernels
-    from gpt2_triton.model.memory_plan import plan_report
+    from gpt2_triton.commands.plan import plan_report
 
     if picked and not gpu and not device.present():
         return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")

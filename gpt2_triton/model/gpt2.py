@@ -24,7 +24,7 @@ from gpt2_triton.model.buffers import Decoding, Recompute, State
 from gpt2_triton.model.communicator import Communicator, make_communicator
 from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.init_weights import init_weights
-from gpt2_triton.model.memory_plan import out_of_memory, plan_memory, recompute_levels, require_fits
+from gpt2_triton.model.memory_plan import free_bytes, out_of_memory, plan_memory, recompute_levels
 from gpt2_triton.model.step import STEPS, InFlightStep
 from gpt2_triton.model.tensor_stats import StatsRecorder
 from gpt2_triton.model.view import ModelView, make_view
@@ -63,7 +63,8 @@ class GPT2:
         levels = recompute_levels(config, training)
         self.recompute = [Recompute.at(level, "mlp" in fp8) for level, fp8 in zip(levels, config.fp8_operations)]
         self.calibrated = False  # whether the scales of fp8 tensors are those of a step, a checkpoint or `calibrate`
-        require_fits(self.plan, config, K, self.shape, device, training, sequences)
+        if self.plan.total > free_bytes(device):
+            raise out_of_memory(self.plan, config, K, self.shape, device, training)
         try:
             if group:
                 self.arena, arenas = group.allocate_shared(self.plan.total)
@@ -72,7 +73,7 @@ class GPT2:
         except RuntimeError:  # on a CPU: a limit of the process, or a system that overcommits nothing
             if device != "cpu":
                 raise
-            raise out_of_memory(self.plan, config, K, self.shape, device, training, sequences) from None
+            raise out_of_memory(self.plan, config, K, self.shape, device, training) from None
         self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it

@@ -1,4 +1,4 @@
-"""Memory plan of a run: sizes from the configuration, the plan, its report, and the recompute level that fits.
+"""Memory plan of a run: sizes from the configuration, the plan, and the recompute level that fits.
 
 The plan needs no GPU; only the functions about free or used bytes query one.
 """
@@ -8,14 +8,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.config.values import RECOMPUTE_LEVELS, SIZES
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.console import format_bytes
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.device import free_and_total_bytes
@@ -170,139 +170,63 @@ def used_bytes(device: str) -> int:
 
 
 def memory_in_use_report(plan: MemoryPlan, before: int) -> str:
-    """Return one line that compares the plan with the memory in use on this GPU; `before` bytes were in use before the
-    run.
-    """
+    """Return one line that compares the plan with the memory in use; `before` bytes were in use before the run."""
     use = f"planned {format_bytes(plan.total)}, in use {format_bytes(used_bytes('cuda') - before)}"
     return f"memory: {use}, before the run {format_bytes(before)} (CUDA context, other processes)"
 
 
-def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU") -> str:
-    """Return as text whether the run fits a GPU of this size, which the text calls `gpu`, its step, the bytes of each
-    recompute level with the largest micro-batch that fits, and the plan; needs no GPU.
-    """
+class Forecast(NamedTuple):
+    """What a training step needs, and what else would fit `budget` bytes."""
+
+    config: Config  # with the recompute level that `auto` chooses
+    shape: StepShape
+    plan: MemoryPlan
+    budget: int
+    levels: dict[str, tuple[int, int]]  # recompute level: bytes, largest micro-batch that fits
+    stages: dict[int, int]  # parallel.zero: bytes; empty on one GPU
+
+
+def forecast(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> Forecast:
+    """Return the plans of a step on GPUs of this size; needs no GPU."""
     budget = gpu_bytes - CONTEXT_BYTES - MODULE_BYTES
-    chosen = choose_recompute(config, K, budget, shape)
-    plan, dims = plan_memory(chosen, K, shape.micro_batch, config.train.seq_len, shape=shape)
-    fits = "fits" if plan.total <= budget else "does not fit"
-    rest = f"and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
-    at_levels = _at_levels(chosen, K, shape, budget)
-    gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
-    largest, rows = at_levels[chosen.memory.recompute][1], shape.micro_batch * shape.accumulation
-    usable = next((batch for batch in range(min(largest, rows), 0, -1) if rows % batch == 0), 0)
-    of_step = f"; {usable:,} of those that divide a step" if usable < min(largest, rows) else ""
-    return "\n".join(
-        [
-            f"memory {format_bytes(plan.total)}, {rest}: {fits} {gpu} of {format_bytes(gpu_bytes)}",
-            f"tokens of a step {config.total_batch_tokens:,}: {gpus}{shape.accumulation} x "
-            f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
-            f"largest train.batch_size that fits {largest:,}{of_step}",
-            f"parameters {dims['N']:,}",
-            "",
-            *_recompute_table(chosen, at_levels),
-            *_zero_table(chosen, K, shape),
-            "",
-            "buffers: shapes in the letters of gpt2_triton/model/buffers.py, live in the phases of a step",
-            format_plan(plan),
-        ]
-    )
-
-
-def format_plan(plan: MemoryPlan) -> str:
-    """Return the plan as text: one line per buffer, bytes by class, the total."""
-    lines = [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>15}  {'live':<24}{'MiB':>11}{'offset':>16}"]
-    for b in plan.buffers.values():
-        dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
-        note = f"in {b.spec.within}" if b.spec.within else f"{size:,.1f}"
-        lines.append(f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>15}  {b.live:<24}{note:>11}{b.offset:>16,}")
-    lines += ["", f"{'class':<16}{'MiB':>11}"]
-    lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in plan.by_kind().items()]
-    shared = sum(plan.by_kind().values()) - plan.total
-    lines.append(f"arena {format_bytes(plan.total)} ({format_bytes(shared)} saved by sharing)")
-    return "\n".join(lines)
-
-
-def _at_levels(config: Config, K: Any, shape: StepShape, budget: int) -> dict[str, tuple[int, int]]:
-    """Return (bytes, largest micro-batch that fits) by recompute level, that of the configuration among them."""
-    taken, found = config.memory.recompute, {}
+    config = choose_recompute(config, K, budget, shape)
+    plan, _ = plan_memory(config, K, shape.micro_batch, config.train.seq_len, shape=shape)
+    taken, levels = config.memory.recompute, dict[str, tuple[int, int]]()
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
-    for level in (*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:]):
-        at_level = config.replace(memory={"recompute": level})
-        if level not in found:
-            found[level] = _plan_bytes(at_level, K, shape), _largest_batch(at_level, K, shape, budget)
-    return found
-
-
-def _recompute_table(config: Config, at_levels: dict[str, tuple[int, int]]) -> list[str]:
-    lines = [f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
-    for level, (nbytes, largest) in at_levels.items():
-        mark = "  <-" if level == config.memory.recompute else ""
-        lines.append(f"{level:<16}{format_bytes(nbytes):>12}{largest:>28,}{mark}")
-    return lines
-
-
-def _zero_table(config: Config, K: Any, shape: StepShape) -> list[str]:
-    if shape.gpus == 1:
-        return []
-    lines = ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
-    for stage in (0, 1, 2):
-        total = _plan_bytes(config, K, dataclasses.replace(shape, zero=stage))
-        lines.append(f"{stage:<16}{format_bytes(total):>12}{'  <-' if stage == shape.zero else ''}")
-    return lines
-
-
-def require_fits(
-    plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool = True, sequences: int = 0
-) -> None:
-    """Raise OutOfMemoryError, with what would fit, if the plan exceeds `free_bytes`."""
-    if plan.total > free_bytes(device):
-        raise out_of_memory(plan, config, K, shape, device, training, sequences)
+    for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
+        other = config.replace(memory={"recompute": level})
+        levels[level] = _plan_bytes(other, K, shape), _largest_batch(other, K, shape, budget)
+    stages = (0, 1, 2) if shape.gpus > 1 else ()
+    at_stages = {stage: _plan_bytes(config, K, dataclasses.replace(shape, zero=stage)) for stage in stages}
+    return Forecast(config, shape, plan, budget, levels, at_stages)
 
 
 def out_of_memory(
-    plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool, sequences: int
+    plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool
 ) -> OutOfMemoryError:
     """Return the error for a plan that the device has no room for: what it has, and what would fit."""
-    free, (unused, total) = free_bytes(device), free_and_total_bytes(device)
+    free, total = free_and_total_bytes(device)
     owner, rest = ("machine", "the interpreter") if device == "cpu" else ("GPU", "kernels and graphs")
     has = (
-        f"{format_bytes(plan.total)} and {format_bytes(MODULE_BYTES)} for {rest}, the {owner} has "
-        f"{format_bytes(unused)} of {format_bytes(total)} free"
+        f"{format_bytes(plan.total)} and {format_bytes(MODULE_BYTES)} for {rest}, "
+        f"the {owner} has {format_bytes(free)} of {format_bytes(total)} free"
     )
-    if training:
-        now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
-        return OutOfMemoryError(
-            f"the plan needs {has}: {_that_fits(config, K, shape, free)} ({now}); --plan shows the buffers"
-        )
-
-    def forward_bytes(decoded: int) -> int:
-        return plan_memory(config, K, shape.micro_batch, config.train.seq_len, False, sequences=decoded)[0].total
-
-    if sequences > 1 and (most := largest_batch(forward_bytes, free)):
-        return OutOfMemoryError(f"to decode {sequences} texts at once takes {has}: set --batch to {most}")
-    return OutOfMemoryError(f"the model needs {has}: free some memory, or use a machine with more")
+    if not training:
+        return OutOfMemoryError(f"the model needs {has}: free some memory, or decode fewer texts at once (--batch)")
+    level, batch = _that_fits(config, K, shape, free_bytes(device))
+    todo = "none fits: take a smaller model"
+    if batch:
+        step = f"train.batch_size to {batch} and train.total_batch_tokens to {config.total_batch_tokens}"
+        todo = f"set memory.recompute to {level}, {step}"
+    now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
+    return OutOfMemoryError(f"the plan needs {has}: {todo} ({now}); --plan shows the buffers")
 
 
-def _that_fits(config: Config, K: Any, shape: StepShape, free: int) -> str:
-    """Return the changes of a training run that would fit: another batch, a deeper recompute level, a smaller model."""
+def _that_fits(config: Config, K: Any, shape: StepShape, free: int) -> tuple[str, int]:
+    """Return the configuration's recompute level, else the deepest, with the largest micro-batch that fits, or 0."""
     rows = config.total_batch_tokens // config.train.seq_len // shape.gpus  # of a step: a multiple of the batch
-
-    def batch(level: str) -> int:
+    for level in (config.memory.recompute, RECOMPUTE_LEVELS[-1]):
         most = _largest_batch(config.replace(memory={"recompute": level}), K, shape, free)
-        return max((B for B in range(1, min(most, rows) + 1) if rows % B == 0), default=0)
-
-    step = f"train.total_batch_tokens to {config.total_batch_tokens}"
-    if best := batch(config.memory.recompute):
-        return f"set train.batch_size to {best} and {step}, or a deeper memory.recompute"
-    deepest = RECOMPUTE_LEVELS[-1]
-    if best := batch(deepest):
-        return f"set memory.recompute to {deepest}, train.batch_size to {best} and {step}"
-    sizes = {name: SIZES[name] for name in SIZES if name.startswith("d")}
-    for name, (layers, width, heads, _) in reversed(sizes.items()):
-        model = dict(n_layer=layers, n_embd=width, n_head=heads)
-        smaller = config.replace(model=model, memory={"recompute": deepest})
-        if smaller.n_params < config.n_params and _plan_bytes(smaller, K, shape, 1) <= free:
-            return (
-                f"take a smaller model: model.size {name} with memory.recompute {deepest} and train.batch_size 1 fits"
-            )
-    return "take a smaller model (model.n_layer, model.n_embd, train.seq_len), or a machine with more memory"
+        if batch := max((B for B in range(1, min(most, rows) + 1) if rows % B == 0), default=0):
+            return level, batch
+    return level, 0

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gpt2_triton import __version__, device, errors
-from gpt2_triton.commands import app, sample
+from gpt2_triton.commands import app, plan, sample
 from gpt2_triton.commands import run as run_command
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main, make_app
@@ -21,7 +21,6 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
 from gpt2_triton.data.prepare import builtin
 from gpt2_triton.data.prepare import text as prepare_text
-from gpt2_triton.model import memory_plan
 from gpt2_triton.training import trainer
 
 ROOT = Path(__file__).parents[2]
@@ -354,7 +353,7 @@ def test_a_missing_triton_is_one_line(here, monkeypatch, capsys, words):
 def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     seen = []
-    monkeypatch.setattr(memory_plan, "plan_report", lambda *arguments: seen.append(arguments[2]) or "the plan")
+    monkeypatch.setattr(plan, "plan_report", lambda *arguments: seen.append(arguments[2]) or "the plan")
     assert main(train_app, ["x.yaml", "--plan", "--gpu", "A100-80"]) == 0
     assert capsys.readouterr().out == "the plan\n"
     assert seen == [device.memory_bytes("a100-80")] and 79 * 2**30 < seen[0] < 80 * 2**30

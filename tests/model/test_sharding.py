@@ -7,7 +7,7 @@ from gpt2_triton.checkpoint.load import covered_length
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.model import sharding
 from gpt2_triton.model.buffers import param_entries
-from gpt2_triton.model.memory_plan import plan_memory, plan_report
+from gpt2_triton.model.memory_plan import forecast, plan_memory
 from tests.support.tiny import tiny_config
 
 SIZES = dict(L=3, C=48, Vp=128, Tmax=10, S=7)  # a bucket of 27,648, one of 6,624, of 1,968: few ranks divide them
@@ -76,12 +76,10 @@ def test_tile_refuses_spans_that_overlap_or_leave_gaps():
     assert covered_length([[[0, 4]], [[3, 5]]]) is None and covered_length([[[0, 4]], [[5, 3]]]) is None
 
 
-def test_memory_plan_shrinks_with_the_stage_and_the_report_lists_stages():
+def test_memory_plan_shrinks_with_the_stage_and_the_forecast_lists_stages():
     config = tiny_config(model=dict(n_layer=8), train=dict(batch_size=4, total_batch_tokens=64))
     shapes = [StepShape.of(config.replace(parallel={"zero": zero}), 2) for zero in (0, 1, 2)]
     assert shapes[1] == StepShape.of(config, 2) == StepShape(gpus=2, micro_batch=2, accumulation=1, zero=1)
     totals = [plan_memory(config, kernels, 2, 16, shape=shape)[0].total for shape in shapes]
     assert totals[0] > totals[1] > totals[2]
-    report = plan_report(config, kernels, 2**30, shapes[1])
-    assert "on each of 2 GPUs" in report
-    assert sum(line.startswith(("0 ", "1 ", "2 ")) for line in report.splitlines()) == 3
+    assert forecast(config, kernels, 2**30, shapes[1]).stages == dict(enumerate(totals))

@@ -1,0 +1,51 @@
+"""The text of `train --plan`."""
+
+from typing import Any
+
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import format_bytes
+from gpt2_triton.model.arena import MemoryPlan
+from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, forecast
+
+
+def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU") -> str:
+    """Return whether the run fits a GPU of this size, what each recompute level and ZeRO stage takes, and the plan."""
+    found = forecast(config, K, gpu_bytes, shape)
+    plan, level = found.plan, found.config.memory.recompute
+    fits = "fits" if plan.total <= found.budget else "does not fit"
+    rest = f"and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
+    gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
+    largest, rows = found.levels[level][1], shape.micro_batch * shape.accumulation
+    usable = next((batch for batch in range(min(largest, rows), 0, -1) if rows % batch == 0), 0)
+    of_step = f"; {usable:,} of those that divide a step" if usable < min(largest, rows) else ""
+    lines = [
+        f"memory {format_bytes(plan.total)}, {rest}: {fits} {gpu} of {format_bytes(gpu_bytes)}",
+        f"tokens of a step {config.total_batch_tokens:,}: {gpus}{shape.accumulation} x "
+        f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
+        f"largest train.batch_size that fits {largest:,}{of_step}",
+        f"parameters {config.n_params:,}",
+        "",
+        f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}",
+    ]
+    for name, (nbytes, most) in found.levels.items():
+        lines.append(f"{name:<16}{format_bytes(nbytes):>12}{most:>28,}{'  <-' if name == level else ''}")
+    if found.stages:
+        lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
+    for stage, nbytes in found.stages.items():
+        lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == shape.zero else ''}")
+    lines += ["", "buffers: shapes in the letters of gpt2_triton/model/buffers.py, live in the phases of a step"]
+    return "\n".join([*lines, *_buffers(plan)])
+
+
+def _buffers(plan: MemoryPlan) -> list[str]:
+    """Return a line for each buffer, bytes by class, and the total."""
+    lines = [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>15}  {'live':<24}{'MiB':>11}{'offset':>16}"]
+    for b in plan.buffers.values():
+        dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
+        note = f"in {b.spec.within}" if b.spec.within else f"{size:,.1f}"
+        lines.append(f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>15}  {b.live:<24}{note:>11}{b.offset:>16,}")
+    lines += ["", f"{'class':<16}{'MiB':>11}"]
+    lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in plan.by_kind().items()]
+    shared = sum(plan.by_kind().values()) - plan.total
+    return [*lines, f"arena {format_bytes(plan.total)} ({format_bytes(shared)} saved by sharing)"]
