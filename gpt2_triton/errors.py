@@ -14,7 +14,7 @@ class UserError(Exception):
 class ConfigError(UserError):
     """The configuration or the command line is wrong; one line for each mistake."""
 
-    on_every_rank = True  # trainer.train decides about the errors that it raises
+    on_every_rank = True
 
 
 class DataError(UserError):
@@ -42,6 +42,7 @@ class NonFiniteError(UserError):
     """
 
     exit_code = 6
+    on_every_rank = True
 
 
 class PeerLostError(UserError):
@@ -54,6 +55,7 @@ class ReplicaMismatchError(UserError):
     """Weights that must be equal on all ranks differ."""
 
     exit_code = 1
+    on_every_rank = True
 
 
 def bad_data(where: object, what: str, got: object, expected: object, todo: str) -> DataError:

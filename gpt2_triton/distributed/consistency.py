@@ -1,66 +1,41 @@
-"""Consistency checks across ranks: the run directory, the configuration and the data at start-up, errors at the end."""
+"""Consistency checks across ranks at start-up: the run directory, the configuration and the data."""
 
-import contextlib
 import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from gpt2_triton.distributed.control import ControlGroup
-from gpt2_triton.errors import ConfigError, PeerLostError, UserError
-from gpt2_triton.files import process_mark
-
-
-@contextlib.contextmanager
-def comparing_errors(control: ControlGroup) -> Iterator[None]:
-    """Record on a UserError whether every rank raises it; not on PeerLostError, after which ranks are missing."""
-    try:
-        yield
-    except UserError as error:
-        error.on_every_rank = error.exit_code != PeerLostError.exit_code and control.is_raised_by_all(str(error))
-        raise
+from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import process_mark, run_dir_error
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
-    """Raise ConfigError with the ranks that do not see rank 0's run directory, or cannot write to it.
+    """Raise ConfigError with the ranks that do not see rank 0's run directory: every checkpoint would be incomplete.
 
-        rank 0      create the file .seen.TOKEN.MARK.tmp; all_gather its name
-        rank r      wait until run_dir has rank 0's file, at most `seconds`, for a network file system to show it
-                    create a file of its own and remove it
-        all ranks   all_gather what was wrong
-        rank 0      remove the file
-
-    Otherwise the first checkpoint would be incomplete, or the first that fails.
+    Rank 0 makes a hidden file; a network file system has `seconds` to show it.
     """
     if control.size == 1:
         return
-    own, end = run_dir / f".seen.{secrets.token_hex(4)}.{process_mark()}.tmp", time.monotonic() + seconds
-    wrong = _write_error(run_dir, own.touch) if control.rank == 0 else ""
-    name, no_file = control.all_gather([own.name, wrong])[0]
-    while not (seen := no_file or (run_dir / name).exists()) and time.monotonic() < end:
+    name = f".seen.{secrets.token_hex(4)}.{process_mark()}.tmp"
+    path, end = run_dir / control.from_rank0(lambda: _make(run_dir, name)), time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
-    if control.rank > 0:
-        wrong = _write_error(run_dir, own.touch, own.unlink) if seen else f"do not see {run_dir}"
-    answers = control.all_gather(wrong)
-    if control.rank == 0 and not no_file:
-        own.unlink()
-    problems = sorted({*answers} - {""})
-    found = [f"ranks {[rank for rank, answer in enumerate(answers) if answer == p]} {p}" for p in problems]
-    if found:
-        raise ConfigError(f"--run_dir: {'; '.join(found)}; give one that all nodes see and may write to")
+    blind = [rank for rank, sees in enumerate(control.all_gather(path.exists())) if not sees]
+    if control.rank == 0:
+        path.unlink()
+    if blind:
+        raise ConfigError(f"--run_dir: ranks {blind} do not see {run_dir}; give one that all nodes see")
 
 
-def _write_error(directory: Path, *actions: Callable[[], None]) -> str:
-    """Perform the actions in the directory; return the error of the first that fails, or ""."""
+def _make(run_dir: Path, name: str) -> str:
     try:
-        for action in actions:
-            action()
+        (run_dir / name).touch()
     except OSError as error:
-        return f"cannot write to {directory} ({error.strerror})"
-    return ""
+        raise run_dir_error(run_dir, error) from error
+    return name
 
 
 def require_equal(control: ControlGroup, **values: Any) -> None:

@@ -5,7 +5,6 @@ poll the store for a key, because a blocking `get` would hold up the process's o
 """
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Callable
@@ -46,9 +45,7 @@ class ControlGroup:
         return values
 
     def from_rank0(self, function: Callable[[], Any]) -> Any:
-        """Call `function` on rank 0 and return its result on every rank; its OSError or UserError is raised on every
-        rank.
-        """
+        """Call `function` on rank 0; return its result, or raise its OSError or UserError, on every rank."""
         result: dict[str, Any] = {}
         error: OSError | UserError | None = None
         if self.rank == 0:
@@ -75,28 +72,8 @@ class ControlGroup:
         for rank in range(1, self.size if self.rank == 0 else 0):
             self._take(f"{self._name}/left/{rank}")
 
-    def is_raised_by_all(self, message: str, seconds: float = 2.0) -> bool:
-        """Return whether all ranks call this with the same message within `seconds`.  To be called before exiting with
-        an error: rank 0, whose process may hold the store, waits as long for the others to return.
-        """
-        if self.size == 1:
-            return False
-        end = time.monotonic() + seconds
-        try:
-            self._store.set(f"{self._name}/raised/{self.rank}", json.dumps(message))
-            raised = [self._wait(f"{self._name}/raised/{rank}", end) for rank in range(self.size)]
-            self._store.set(f"{self._name}/read/{self.rank}", "null")
-            for rank in range(1, self.size if self.rank == 0 else 0):
-                self._wait(f"{self._name}/read/{rank}", end)
-        except RuntimeError:  # the store is gone
-            return False
-        return raised == [message] * self.size
-
-    def _wait(self, key: str, end: float = math.inf) -> Any:
-        """Return the value of the key; None if it is not set at the time `end`."""
+    def _wait(self, key: str) -> Any:
         while not self._store.check([key]):
-            if time.monotonic() > end:
-                return None
             time.sleep(POLL_SECONDS)
         return json.loads(self._store.get(key))
 

@@ -4,22 +4,17 @@ with a message that names the rank at fault.
     main thread   heartbeat(step) before each micro-step; `with phase(name)` around work that takes longer
     saver         saving(what, bytes) while it writes a checkpoint: progress of a rank that waits for it
     watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase, ...) in the store
-                  no progress of this rank for the timeout: read all states; nothing more unless
-                      no rank has made progress for the timeout times the factor of the slowest phase of all ranks
-                      or a rank has published nothing for the timeout, whatever the phase
-                  wait 5 intervals, read all states again; ranks whose tick stands still are silent
-                  the first rank that comes here prints `diagnose`; all exit with 1
+                  while this rank has made no progress for the timeout: watch all states, and report if
+                      no rank makes progress for the timeout times the factor of the slowest phase of all ranks
+                      or a rank publishes nothing for the timeout, whatever the phase
+                  the first rank that reports prints `diagnose`; all exit with 1
 
 NCCL's own timeout sees neither collectives in a CUDA graph nor a suspended host, and its message names no rank.
-
-A rank that waits for the device handles no signals, because Python runs handlers in the main thread only.  So when a
-rank has died and the launcher sends SIGTERM to the others, the watchdog's thread ends them.
 """
 
 import contextlib
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +27,7 @@ STARTING, STEPPING, SAVING = "starting", "training", "saving"
 SEARCHING = "searching for non-finite numbers"
 TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1, SAVING: 3}  # of the timeout, by phase
 SLOW_PHASE_FACTOR = 10  # every other phase, without heartbeats inside: validating, sampling, ...
-DEAD_AFTER = 10  # intervals without a new tick after which a rank counts as dead, once the launcher has sent SIGTERM
+SILENT_AFTER = 5  # intervals without a new tick after which a rank is called silent
 
 
 class State(NamedTuple):
@@ -68,6 +63,26 @@ def _ranks_are(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
+class _Watch:
+    """The states of all ranks while this one stands still, with the times at which they changed."""
+
+    def __init__(self, states: Sequence[State], now: float):
+        self.states, self.began, self.last_progress = states, now, 0.0
+        self.last_ticks = [now] * len(states)
+
+    def update(self, states: Sequence[State], now: float) -> None:
+        for rank, (before, state) in enumerate(zip(self.states, states, strict=True)):
+            if state.tick != before.tick:
+                self.last_ticks[rank] = now
+            if state.progress != before.progress:
+                self.last_progress = now
+        self.states = states
+
+    def silent(self, since: float) -> list[int]:
+        """Return the ranks that have published nothing since then."""
+        return [rank for rank, tick in enumerate(self.last_ticks) if tick <= since]
+
+
 class Watchdog:
     """Publishes this rank's heartbeats and checks the others'.  Does nothing on a single rank."""
 
@@ -75,18 +90,9 @@ class Watchdog:
         self.group, self._timeout, self._interval = group, timeout, min(1.0, timeout / 20)
         self._tick, self._beats, self._step, self._phase = 0, 0, 0, STARTING
         self._save, self._saved = "", 0
-        self._last_progress, self._signalled, self._closed = time.monotonic(), False, False
-        # while this rank stands still: each rank's last state and when it was published; when one made progress
-        self._seen: list[tuple[State, float]] = []
-        self._progress_elsewhere = 0.0
+        self._last_progress, self._closed = time.monotonic(), False
+        self._watch: _Watch | None = None
         if group.size > 1:
-            self._signals, self._write_end = os.pipe()
-            os.set_blocking(self._signals, False)
-            os.set_blocking(self._write_end, False)
-            self._next_pipe = -1
-            self._listens = threading.current_thread() is threading.main_thread()
-            if self._listens:
-                self._next_pipe = signal.set_wakeup_fd(self._write_end)
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def heartbeat(self, step: int) -> None:
@@ -117,36 +123,21 @@ class Watchdog:
             self.heartbeat(self._step)
 
     def stop(self) -> None:
-        """End the thread, which closes its pipe, and put back the pipe that signals were written to before."""
-        if self.group.size > 1 and self._listens and threading.current_thread() is threading.main_thread():
-            with contextlib.suppress(ValueError, OSError):  # that pipe may be closed by now
-                signal.set_wakeup_fd(-1)
-                signal.set_wakeup_fd(self._next_pipe)
-            self._listens = False
+        """End the thread."""
         self._closed = True
 
     def _run(self) -> None:
         try:
-            self._loop()
-            if not self._listens:
-                os.close(self._signals)
-                os.close(self._write_end)
+            while not self._closed:
+                self._publish()
+                if not self._closed:
+                    self._check()
         except RuntimeError:  # the store is gone, and with it the process that holds it
             time.sleep(5 * self._interval)  # meanwhile collectives outside CUDA graphs raise a better error
             if not self._closed:
                 lost = "rank 0 or the launcher has exited; restart the job, with --resume"
                 print_line(f"error: rank {self.group.rank}: {lost}", error=True)
                 os._exit(1)
-
-    def _loop(self) -> None:
-        while not self._closed:
-            self._publish()
-            if not self._closed and self._received_signal():
-                self._exit_if_a_rank_died()
-            if time.monotonic() - self._last_progress > self._timeout:
-                self._check_progress()
-            else:
-                self._seen = []
 
     def _publish(self) -> None:
         self._tick += 1
@@ -159,49 +150,21 @@ class Watchdog:
         store, keys = self.group.store, [f"watchdog/{rank}" for rank in range(self.group.size)]
         return [State(*json.loads(store.get(k))) if store.check([k]) else State(0, 0, 0, STARTING) for k in keys]
 
-    def _received_signal(self) -> bool:
-        with contextlib.suppress(OSError):  # nothing to read
-            numbers = os.read(self._signals, 64)
-            self._signalled = True
-            if self._next_pipe >= 0:
-                os.write(self._next_pipe, numbers)
-        return self._signalled
-
-    def _exit_if_a_rank_died(self) -> None:
-        """Exit after a signal if a rank is dead: then no step can be finished and no checkpoint saved."""
-        earlier = self._read_all()
-        for _ in range(DEAD_AFTER):
-            self._publish()
-        if not self._closed and _silent(earlier, self._read_all()):
-            os._exit(128 + signal.SIGTERM)
-
-    def _check_progress(self) -> None:
-        earlier = self._read_all()
-        factor = max(TIMEOUT_FACTORS.get(state.phase, SLOW_PHASE_FACTOR) for state in earlier)
-        silence = self._longest_silence(earlier)
-        last_progress = max(self._last_progress, self._progress_elsewhere)
-        is_stalled = time.monotonic() - last_progress >= self._timeout * factor
-        if not is_stalled and silence < self._timeout:
-            return
-        for _ in range(5):
-            self._publish()  # so that the others do not count this rank as silent
-        later = self._read_all()
-        silent = [rank for rank in _silent(earlier, later) if rank != self.group.rank]
-        if is_stalled or silent:
-            self._report_and_exit(diagnose(later, silent))
-
-    def _longest_silence(self, states: Sequence[State]) -> float:
-        """Return the longest time for which a rank has published nothing; record the other ranks' progress."""
+    def _check(self) -> None:
+        """Watch all ranks while this one stands still; end the process if a rank is silent or all stand still."""
         now = time.monotonic()
-        if not self._seen:
-            self._seen, self._progress_elsewhere = [(state, now) for state in states], 0.0
-        if any(before.progress != state.progress for (before, _), state in zip(self._seen, states, strict=True)):
-            self._progress_elsewhere = now
-        self._seen = [
-            (state, since if state.tick == before.tick else now)
-            for (before, since), state in zip(self._seen, states, strict=True)
-        ]
-        return now - min(since for _, since in self._seen)
+        if now - self._last_progress <= self._timeout:
+            self._watch = None
+            return
+        states = self._read_all()
+        watch = self._watch = self._watch or _Watch(states, now)
+        watch.update(states, now)
+        factor = max(TIMEOUT_FACTORS.get(state.phase, SLOW_PHASE_FACTOR) for state in states)
+        silent = watch.silent(now - SILENT_AFTER * self._interval)
+        is_stalled = now - max(self._last_progress, watch.last_progress) >= self._timeout * factor
+        has_watched = now - watch.began >= SILENT_AFTER * self._interval
+        if is_stalled and has_watched or watch.silent(now - self._timeout):
+            self._report_and_exit(diagnose(states, silent))
 
     def _report_and_exit(self, diagnosis: str) -> None:
         if self.group.store.add("watchdog/reported", 1) == 1:
@@ -211,8 +174,3 @@ class Watchdog:
         else:
             time.sleep(2 * self._interval)  # the launcher ends all ranks with the first: let the other one report
         os._exit(1)
-
-
-def _silent(earlier: Sequence[State], later: Sequence[State]) -> list[int]:
-    """Return the ranks that have published nothing in between."""
-    return [rank for rank, (a, b) in enumerate(zip(earlier, later, strict=True)) if a.tick == b.tick]

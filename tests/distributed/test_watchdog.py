@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import signal
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -53,24 +51,6 @@ class Store(dict):
         return next(self.counts)
 
 
-def test_stop_gives_signals_back_and_closes_the_pipe():
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    before = signal.set_wakeup_fd(write_end)
-    try:
-        descriptors = set(os.listdir("/proc/self/fd"))
-        dog = Watchdog(SimpleNamespace(rank=0, size=2, store=Store()), timeout=0.2)
-        dog.stop()
-        assert signal.set_wakeup_fd(-1) == write_end
-        [thread] = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
-        thread.join()
-        assert set(os.listdir("/proc/self/fd")) == descriptors
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(read_end)
-        os.close(write_end)
-
-
 def single_watchdog() -> Watchdog:
     """Return a watchdog without a thread, whose steps take no time."""
     made = Watchdog(SimpleNamespace(rank=0, size=1, store=Store()), 0.0)
@@ -100,20 +80,6 @@ def test_state_is_read_as_it_was_published_and_starting_before_that():
     assert dog._read_all() == [State(2, 3, 7, watchdog.STEPPING)]
 
 
-def test_slow_phase_of_any_rank_extends_the_timeout(monkeypatch):
-    """Two ranks, 2 s without progress, a timeout of 1 s."""
-    reported = []
-    monkeypatch.setattr(Watchdog, "_report_and_exit", lambda self, diagnosis: reported.append(diagnosis))
-    dog = single_watchdog()
-    dog._timeout, dog._last_progress = 1.0, dog._last_progress - 2
-    for phases, reports in ((("training", "saving"), 0), (("starting", "training"), 0), (("training", "training"), 1)):
-        states = [State(1, 1, 1, phase) for phase in phases]
-        monkeypatch.setattr(Watchdog, "_read_all", lambda self, states=states: states)
-        dog._check_progress()
-        assert len(reported) == reports
-    assert reported == ["rank 1 is not responding"]
-
-
 class Watched:
     """A watchdog of rank 0 of two, with a timeout of 100 s, under a clock of its own; `published` is rank 1's state."""
 
@@ -132,8 +98,7 @@ class Watched:
         """Return the reports of the next seconds, with a check in each."""
         for _ in range(seconds):
             self.now += 1
-            if self.now - self.dog._last_progress > 100:
-                self.dog._check_progress()
+            self.dog._check()
         return self.reported
 
 
@@ -169,7 +134,7 @@ def test_saver_in_the_background_is_no_progress_of_a_step(monkeypatch):
     alive(watched)
     assert watched.after(90) == []
     watched.dog.saving("writing rank_00000.safetensors", 1 << 26)
-    assert watched.after(12) != []
+    assert watched.after(17) != []
 
 
 def test_silent_rank_is_named_after_two_timeouts_in_a_slow_phase(monkeypatch):
@@ -178,7 +143,8 @@ def test_silent_rank_is_named_after_two_timeouts_in_a_slow_phase(monkeypatch):
     assert watched.after(199) == [] and watched.after(3)[:1] == ["rank 1 is not responding"]
 
 
-def test_slow_phase_in_which_all_ranks_publish_has_ten_timeouts(monkeypatch):
-    watched = Watched(monkeypatch, "validating")
+def test_slow_phase_of_any_rank_has_ten_timeouts(monkeypatch):
+    watched = Watched(monkeypatch, watchdog.STEPPING)
+    watched.published = watched.published._replace(phase="validating")
     alive(watched)
     assert watched.after(999) == [] and watched.after(2) != []
