@@ -120,14 +120,6 @@ def is_run(directory: Path) -> bool:
     return any(os.path.exists(directory / name) for name in RUN_FILES) or bool(list_steps(directory / "checkpoints"))
 
 
-def enclosing_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint that `path` is or lies in, wherever it was copied to; None if it is in none."""
-    for directory in _with_parents(path):
-        if os.path.exists(directory / MANIFEST) and os.path.exists(directory / STATE):  # False where access is denied
-            return directory
-    return None
-
-
 def _with_parents(path: Path) -> tuple[Path, ...]:
     path = Path(os.path.realpath(path))  # Path.resolve raises for a link to itself
     return path, *path.parents

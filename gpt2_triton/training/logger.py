@@ -26,7 +26,6 @@ from gpt2_triton.training.metrics import (
     truncate,
 )
 from gpt2_triton.training.run_info import read_run, write_run
-from gpt2_triton.training.saturation import SaturationWatch
 from gpt2_triton.training.wandb_logger import WandbLogger
 
 
@@ -50,7 +49,6 @@ class Logger:
     ):
         self.config, self.steps = config, config.train.steps
         self._is_first_step = True
-        self._saturation = SaturationWatch()
         self._mean_seconds: float | None = None
         peak = device.peak_flops() if config.train.dtype == "bf16" else None  # device.py has the peaks of bf16
         self._mfu_per_tok_s = config.flops_per_token / (peak * gpus) if peak else None
@@ -148,8 +146,6 @@ class Logger:
         assert self._stats is not None
         self._stats.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
         self.info(f"{self._at(step)} | stats: {summary}")
-        for note in self._saturation.notes(record):
-            self.info(f"{self._at(step)} | {note}")
 
     def validation(self, step: int, loss: float, fp8_loss: float | None = None) -> None:
         """Log a validation loss, and in an fp8 run that of its own forward pass."""

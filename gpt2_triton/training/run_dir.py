@@ -42,32 +42,23 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
 
 
 def _begin(run_dir: Path, resume: Resume) -> None:
-    """Print that a resume found nothing; keep the log of an earlier start that saved no checkpoint."""
+    """Print that a resume found nothing; keep the logs of an earlier start that saved no checkpoint."""
     if resume == "must":
         todo = "correct --run_dir, or give --resume alone to start a new run"
         raise CheckpointError(f"--resume must: {run_dir} has no checkpoint; {todo}")
-    logged = _logged(run_dir)
+    metrics = run_dir / METRICS
+    logged = metrics.exists() and metrics.stat().st_size > 0
     if logged and not resume:
+        last = max((record["step"] for record in read_metrics(metrics)), default=0)
         todo = "add --resume to keep them aside and start again, or choose another"
-        raise ConfigError(f"--run_dir: {run_dir} has {logged}, but no checkpoint; {todo}")
+        raise ConfigError(f"--run_dir: {run_dir} has metrics up to step {last}, but no checkpoint; {todo}")
     if resume:
-        kept = _keep_aside(run_dir) if logged else ""
+        kept = f"; the logs of an earlier start, without a checkpoint, are now {_keep_aside(run_dir)}" if logged else ""
         print_line(f"nothing to resume in {run_dir}: starting a new run{kept}")
 
 
-def _logged(run_dir: Path) -> str:
-    """Return what metrics.jsonl holds, in words; empty if it holds nothing."""
-    metrics = run_dir / METRICS
-    if not metrics.exists():
-        return ""
-    last = max((record["step"] for record in read_metrics(metrics)), default=0)
-    return f"metrics up to step {last}" if metrics.stat().st_size else ""
-
-
 def _keep_aside(run_dir: Path) -> str:
-    """Rename the logs to the first free number, as metrics.jsonl.1; return that, to be printed."""
+    """Rename the logs to the first free number, as metrics.jsonl.1; return their new names."""
     names = [name for name in (METRICS, STATS, MAIN_LOG) if (run_dir / name).exists()]
     number = next(n for n in itertools.count(1) if not any((run_dir / f"{name}.{n}").exists() for name in names))
-    for name in names:
-        (run_dir / name).rename(run_dir / f"{name}.{number}")
-    return f"; the metrics of the start before, which saved no checkpoint, are now {METRICS}.{number}"
+    return ", ".join((run_dir / name).rename(run_dir / f"{name}.{number}").name for name in names)

@@ -12,12 +12,11 @@ from typing import Any
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.files import read_regular, write_atomic
+from gpt2_triton.files import write_atomic
 from gpt2_triton.kernels import table_file
 from gpt2_triton.version import code_state, package_versions
 
 RUN = "run.json"
-MOST_BYTES = 1 << 24  # of run.json, which grows by about 1 KB with each start
 
 
 def describe_start(
@@ -27,7 +26,6 @@ def describe_start(
 
     calibrated   whether the start finds new scales for the tensors in fp8
     """
-    o, tokens = config.optim, config.total_batch_tokens
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "after_step": after_step,
@@ -42,34 +40,22 @@ def describe_start(
         "plan": {"arena_bytes": arena_bytes, "recompute": config.memory.recompute, "parameters": config.n_params},
         "schedule": {
             "steps": config.train.steps,
-            "tokens": config.train.steps * tokens,
-            "tokens_per_step": tokens,
+            "tokens_per_step": config.total_batch_tokens,
             "micro_batch": shape.micro_batch,
             "accumulation": shape.accumulation,
-            "learning_rate": o.schedule,
-            "peak_lr": o.lr,
-            "warmup": o.warmup,
-            "final_lr": o.lr if o.schedule == "constant" else o.lr * o.final_frac,
+            "learning_rate": config.optim.schedule,
+            "peak_lr": config.optim.lr,
         },
     }
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """Return run.json, with a list of dictionaries as "starts"; an empty dictionary if there is none or it is
-    damaged.  OSError if it cannot be read.
-    """
+    """Return run.json, an empty dictionary if there is none or it is damaged; OSError if it cannot be read."""
     try:
-        found = json.loads(read_regular(run_dir / RUN, MOST_BYTES))
-        json.dumps(found, indent=1)  # RecursionError here, and not when it is written again
-    except (FileNotFoundError, ValueError, RecursionError):
+        found = json.loads((run_dir / RUN).read_bytes())
+        return {"wandb_id": found["wandb_id"], "starts": list(found["starts"])}
+    except (FileNotFoundError, LookupError, TypeError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    starts, run_id = found.get("starts"), found.get("wandb_id")
-    return {
-        "wandb_id": run_id if isinstance(run_id, str) else None,
-        "starts": [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else [],
-    }
 
 
 def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:

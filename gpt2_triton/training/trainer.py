@@ -13,6 +13,7 @@ from typing import Any
 
 from gpt2_triton import kernels
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.device import device_name
@@ -32,8 +33,7 @@ from gpt2_triton.model.step import StepResult
 from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.next_steps import after_interruption, after_training
-from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit, mark_preempted
+from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit, how_to_continue, mark_preempted
 from gpt2_triton.training.run_dir import Resume, open_run_dir
 from gpt2_triton.training.run_state import RunState
 from gpt2_triton.training.setup import Data, build_model, open_checkpointer, open_data, open_log, restore, saved_config
@@ -52,7 +52,7 @@ def train(
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
     control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
-    with contextlib.ExitStack() as held, consistency.comparing_errors(group.control("errors")):
+    with contextlib.ExitStack() as held:
         with watchdog.phase("reading checkpoints"):
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             consistency.require_shared_run_dir(run_dir, control)
@@ -187,15 +187,15 @@ class Trainer:
             self._save(step)
         self._wait_for_save(raise_errors=True)
         done = not stopping or step >= self.config.train.steps
-        if done and trained:
-            self.log.info("\n".join(after_training(self.config, self.run_dir, step, self.state.best)))
+        if trained and (saved := recovery.saved_steps(self.run_dir, self.control)):
+            self.log.info(f"checkpoint {step_path(self.run_dir / 'checkpoints', saved[-1])}")
         if done:
             return 0
         received = max(self.control.all_gather(self.signals.received))
         if self.is_first_rank:
             mark_preempted(self.run_dir)
-        why, steps = "" if received else ", near train.max_minutes", recovery.saved_steps(self.run_dir, self.control)
-        self.log.info("\n".join(after_interruption(self.run_dir, step, steps, why)))
+        why = "" if received else ", near train.max_minutes"
+        self.log.info(f"stopped after step {step}{why}; {how_to_continue(self.run_dir)}")
         return 128 + received if received else 0
 
     def _train_step(self, step: int) -> None:

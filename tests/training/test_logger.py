@@ -244,27 +244,12 @@ def test_run_json_has_an_entry_for_each_start(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["starts"] == [{"git": "c"}]
 
 
-@pytest.mark.parametrize("starts", [5, "text", {"git": "a"}, [5, [], None]], ids=str)
-def test_run_json_of_another_shape_counts_as_empty(tmp_path, starts):
-    (tmp_path / "run.json").write_text(json.dumps({"wandb_id": 7, "starts": starts}))
+@pytest.mark.parametrize("text", ["[", "[5]", "{}", '{"wandb_id": null, "starts": 5}'])
+def test_damaged_run_json_counts_as_empty(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
     Logger(tmp_path, config(), 6, about={"git": "b"}).close()
     assert json.loads((tmp_path / "run.json").read_text()) == {"wandb_id": None, "starts": [{"git": "b"}]}
 
 
 def test_duration_formats():
     assert [duration(s) for s in (0.4, 12, 245, 4980, 360_000)] == ["0s", "12s", "4m 05s", "1h 23m", "100h 00m"]
-
-
-def test_logger_names_an_fp8_tensor_that_saturates_in_three_records_in_a_row(tmp_path, capsys):
-    """Once, until it has recovered; two records, or a ten-thousandth, are not worth a line."""
-    logger = Logger(tmp_path, config(stats_every=10))
-    shares = dict(dfch=[0.02, 0.02, 0.0, 0.02, 0.02, 0.02, 0.02], lnf=[0.0, 0.003, 0.003, 0.003, 0, 0, 0])
-    for n in range(7):
-        fp8 = dict(dfch=dict(saturated=[1e-4, shares["dfch"][n]]), lnf=dict(saturated=[shares["lnf"][n]]))
-        logger.statistics(10 * n + 10, dict(fp8=fp8), "none")
-    logger.close()
-    cut = "saturated, above 0.01% in 3 records of statistics in a row: its largest values are cut off; if the loss"
-    assert [line for line in capsys.readouterr().out.splitlines() if "fp8:" in line] == [
-        f"step   40/1000 | fp8: 0.30% of lnf of the head {cut} suffers, add head to fp8.keep_bf16",
-        f"step   60/1000 | fp8: 2.00% of dfch of layer 1 {cut} suffers, add mlp:1 to fp8.keep_bf16",
-    ]

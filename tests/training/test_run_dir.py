@@ -89,7 +89,7 @@ def test_metrics_without_a_checkpoint_are_refused_or_kept_aside(tmp_path, capsys
             assert open_run_dir(tmp_path, True, held) is None
         assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "stats.jsonl.1").exists()
         assert (tmp_path / f"metrics.jsonl.{number}").read_text() == METRICS
-        assert capsys.readouterr().out.endswith(f", are now metrics.jsonl.{number}\n")
+        assert f", are now metrics.jsonl.{number}" in capsys.readouterr().out
 
 
 def test_metrics_of_a_start_without_a_step_are_overwritten(tmp_path, held):
@@ -116,15 +116,11 @@ def test_checkpoints_of_a_run_that_has_none_yet_are_no_run_directory(tmp_path, f
     assert os.listdir(tmp_path) == [file]
 
 
-@pytest.mark.parametrize("has_checkpoints", [False, True])
-def test_name_of_the_best_checkpoint_is_no_run_directory(tmp_path, has_checkpoints):
-    if has_checkpoints:
-        write(tmp_path / "checkpoints", 10)
-    else:
-        (tmp_path / metrics.METRICS).touch()
-    with pytest.raises(ConfigError, match=f"best is the best checkpoint of a run; give {tmp_path}, or begin a new run"):
-        check_run_dir(tmp_path / "best", True)
-    check_run_dir(tmp_path / "other" / "best", False)
+def test_checkpoint_is_no_run_directory(tmp_path):
+    (tmp_path / "best").symlink_to(write(tmp_path / "checkpoints", 10))
+    for path in (tmp_path / "best", tmp_path / "checkpoints" / STEP_10):
+        with pytest.raises(ConfigError, match=f"{path} is for checkpoints of the run {tmp_path}; give that, or"):
+            check_run_dir(path, True)
 
 
 def test_checkpoints_that_may_not_be_read_are_not_skipped(tmp_path, monkeypatch):
@@ -145,17 +141,6 @@ def test_checkpoints_that_may_not_be_read_are_not_skipped(tmp_path, monkeypatch)
 
 def raise_permission_error(path):
     raise PermissionError(errno.EACCES, "Permission denied", path)
-
-
-@pytest.mark.parametrize("inside", ["", "new", "new/run"])
-def test_checkpoint_that_was_copied_elsewhere_is_no_run_directory(tmp_path, inside):
-    shutil.copytree(write(tmp_path / "run" / "checkpoints", 10), tmp_path / "kept" / STEP_10)
-    (tmp_path / "link").symlink_to(tmp_path / "kept" / STEP_10)
-    for path in (tmp_path / "kept" / STEP_10, tmp_path / "link"):
-        which = f"lies in the checkpoint {tmp_path / 'kept' / STEP_10}" if inside else "is a checkpoint"
-        with pytest.raises(ConfigError, match=f"^--run_dir: {path / inside} {which}, not a run; give the directory of"):
-            check_run_dir(path / inside, True)
-    check_run_dir(tmp_path / "kept", True)
 
 
 def test_directory_of_that_name_may_hold_runs(tmp_path):

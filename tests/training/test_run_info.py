@@ -13,6 +13,6 @@ def test_describe_start_has_plan_packages_and_schedule():
     assert {"torch", "triton", "numpy", "python", "gpt2_triton"} <= about["packages"].keys()
     assert (about["device"], about["gpus"], about["zero"], about["after_step"]) == ("a GPU", 1, 0, 5)
     assert about["schedule"] == {
-        "steps": 10, "tokens": 640, "tokens_per_step": 64, "micro_batch": 2, "accumulation": 2,
-        "learning_rate": "cosine", "peak_lr": 1e-3, "warmup": 0, "final_lr": 1e-4,
+        "steps": 10, "tokens_per_step": 64, "micro_batch": 2, "accumulation": 2,
+        "learning_rate": "cosine", "peak_lr": 1e-3,
     }  # fmt: skip
