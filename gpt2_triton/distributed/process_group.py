@@ -79,11 +79,14 @@ class ProcessGroup:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), []
         self._allocations += 1
         own, arenas, reason = shared_memory.allocate(nbytes, self.device, self.control(f"memory {self._allocations}"))
+        if arenas and self.device == "cuda" and self._stream_barrier is None:
+            try:
+                self._stream_barrier = shared_memory.StreamBarrier(self.rank, self.size, self._timeout)
+            except AttributeError as error:  # of this torch, on every rank
+                arenas, reason = [], str(error)
         if reason and self.rank == 0:
             problem = f"the ranks of this host cannot read each other's memory ({reason})"
             print_line(f"warning: {problem}; gradients and parameters go through collectives, slower", error=True)
-        if arenas and self.device == "cuda" and self._stream_barrier is None:
-            self._stream_barrier = shared_memory.StreamBarrier(self.rank, self.size, self._timeout)
         return own, arenas
 
     # ---- collectives, in the order of the current stream ----

@@ -2,13 +2,11 @@
 
 A GPU's memory is opened through CUDA's IPC handles, and copy engines read it over NVLink or PCIe; a CPU's has a file
 descriptor.  Every private or barely public name of torch that this project uses is in this file, tested with torch
-2.11.  If one of them is missing, or the GPUs are AMD's, `allocate` gives the reason, and ranks exchange through
-collectives.
+2.11.  If one of them is missing, or the GPUs are AMD's, ranks exchange through collectives.
 """
 
 import os
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,42 +15,6 @@ from torch import Tensor
 
 from gpt2_triton.distributed.control import ControlGroup
 
-NEEDED: dict[str, tuple[str, ...]] = {  # names of torch that memory shared by devices of this kind needs
-    "cpu": (),
-    "cuda": (
-        "UntypedStorage._share_cuda_",
-        "UntypedStorage._new_shared_cuda",
-        "cuda.MemPool",
-        "cuda.use_mem_pool",
-        "distributed.ProcessGroup._get_backend",
-        "distributed.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO",
-        "distributed.ProcessGroupNCCL.NCCLConfig.cta_policy",
-        "distributed.ProcessGroupNCCL.mem_allocator",
-        "distributed.ProcessGroupNCCL.register_mem_pool",
-        "distributed.ProcessGroupNCCL.deregister_mem_pool",
-    ),
-}
-
-
-def unusable(device: str) -> str:
-    """Return why memory of this device is not shared here, "" if it may be."""
-    if device == "cuda" and torch.version.hip:
-        return "AMD's GPUs have not been tried"
-    missing = missing_names(device)
-    return f"torch {version('torch')} has no {', '.join(missing)}" if missing else ""
-
-
-def missing_names(device: str) -> list[str]:
-    """Return the names in NEEDED that this torch lacks."""
-    return [f"torch.{name}" for name in NEEDED[device] if not _exists(name)]
-
-
-def _exists(name: str) -> bool:
-    value: Any = torch
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return value is not None
-
 
 def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, list[Tensor], str]:
     """Allocate `nbytes` on each rank of a host; all ranks call it together.
@@ -60,15 +22,13 @@ def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, l
     Returns this rank's memory, that of all ranks by rank, and "".  If a rank cannot open the memory of another, the
     list is empty on all ranks, and the text is the first such rank's reason.
     """
-    buffer, reason, opened = SharedBuffer(nbytes, device), "", list[Tensor]()
-    problem, own = unusable(device), control.rank
-    shares = [not problem and rank != own for rank in range(control.size)]
-    handles = [row[own] for row in control.all_gather([buffer.handle() if yes else None for yes in shares])]
+    buffer, own = SharedBuffer(nbytes, device), control.rank
+    given = [None if rank == own else buffer.handle() for rank in range(control.size)]
+    handles = [row[own] for row in control.all_gather(given)]
+    opened, reason = list[Tensor](), ""
     try:
-        if problem:
-            raise RuntimeError(problem)
         opened = [buffer.memory if r == own else open_shared(h, nbytes, device) for r, h in enumerate(handles)]
-    except RuntimeError as error:
+    except (AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
     reasons = [text for text in control.all_gather(reason) if text]
     buffer.close_handle()
@@ -98,9 +58,11 @@ class SharedBuffer:
         """
         if self._file is not None:
             return [self._path]
+        if torch.version.hip:  # not tried
+            return None
         try:
             parts = self.memory.untyped_storage()._share_cuda_()
-        except RuntimeError:
+        except (AttributeError, RuntimeError):
             return None
         return [part.hex() if isinstance(part, bytes) else part for part in parts]
 
@@ -113,7 +75,7 @@ class SharedBuffer:
 def open_shared(handle: list[Any] | None, nbytes: int, device: str) -> Tensor:
     """Return another process's SharedBuffer as bytes; raise RuntimeError if this process cannot read it."""
     if handle is None:
-        raise RuntimeError("the driver does not share it")
+        raise RuntimeError("the driver or torch does not share it")
     if device == "cpu":
         return _map(handle[0], nbytes)
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]

@@ -2,7 +2,6 @@
 
 import gc
 import os
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 
 from gpt2_triton.distributed import shared_memory
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.distributed.shared_memory import SharedBuffer, missing_names, open_shared
+from gpt2_triton.distributed.shared_memory import SharedBuffer, open_shared
 from tests.support import ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
@@ -35,7 +34,7 @@ def test_shared_buffer_is_read_by_another_and_freed():
 
 
 def test_open_shared_refuses_memory_without_a_handle():
-    with pytest.raises(RuntimeError, match="the driver does not share it"):
+    with pytest.raises(RuntimeError, match="the driver or torch does not share it"):
         open_shared(None, 1000, "cpu")
 
 
@@ -92,35 +91,18 @@ def test_allocate_shared_needs_one_host_and_all_ranks(tmp_path, local_world_size
     assert (tmp_path / "stderr").read_text().count(warning) == 2 * refused
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_allocate_shared_falls_back_if_torch_lacks_a_private_name(tmp_path, monkeypatch, missing):
-    """CUDA's names, here as if memory of CPUs needed them."""
-    monkeypatch.setitem(shared_memory.NEEDED, "cpu", ("UntypedStorage._share_cuda_", "UntypedStorage._new_shared_cuda"))
-    if missing:
-        monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", None, raising=False)  # inherited from a C type
-    want = [] if missing else [1, 2]
-    assert ranks.run(2, tmp_path / "stderr", allocate, "2", False) == [[want, want]] * 2
-    errors = (tmp_path / "stderr").read_text()
-    assert errors.count(f"(torch {version('torch')} has no torch.UntypedStorage._share_cuda_)") == 2 * missing
-    assert errors.count("warning: ") == 2 * missing
+def test_memory_that_torch_or_the_driver_does_not_share_has_no_handle(monkeypatch):
+    """A torch without the private name, a driver that refuses, and AMD's GPUs."""
 
+    def refuse():
+        raise RuntimeError("refused")
 
-def namespace(names: list[str]) -> SimpleNamespace:
-    """Return an object that has each of these dotted names."""
-    tops = {name.split(".")[0] for name in names}
-    rest = {top: [n.partition(".")[2] for n in names if n.split(".")[0] == top and "." in n] for top in tops}
-    return SimpleNamespace(**{top: namespace(found) if found else 1 for top, found in rest.items()})
-
-
-@pytest.mark.parametrize("missing", shared_memory.NEEDED["cuda"])
-def test_missing_names_finds_each_name_that_cuda_needs(monkeypatch, missing):
-    names = shared_memory.NEEDED["cuda"]
-    monkeypatch.setattr(shared_memory, "torch", namespace(list(names)))
-    assert missing_names("cuda") == []
-    monkeypatch.setattr(shared_memory, "torch", namespace([name for name in names if name != missing]))
-    assert missing_names("cuda") == [f"torch.{missing}"]
-
-
-def test_memory_of_amd_gpus_is_not_shared(monkeypatch):
+    buffer = SharedBuffer(8, "cpu")
+    buffer._file = None  # as if the memory were a GPU's
+    for storage in (SimpleNamespace(), SimpleNamespace(_share_cuda_=refuse)):
+        buffer.memory = SimpleNamespace(untyped_storage=lambda storage=storage: storage)
+        assert buffer.handle() is None
+    buffer.memory = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: (b"\1", 2)))
+    assert buffer.handle() == ["01", 2]
     monkeypatch.setattr(torch.version, "hip", "7.2")
-    assert shared_memory.unusable("cuda") and not shared_memory.unusable("cpu")
+    assert buffer.handle() is None
