@@ -548,12 +548,14 @@ def test_killed_rank_ends_the_others_and_a_restart_gives_the_unbroken_bytes(tmp_
 
 
 def hanging_rank_1(config, run, how):
-    """Train; rank 1 stops or sleeps before its second step.  Once it does, rank 0's watchdog waits for half a second,
-    so that nothing depends on the time that a step takes.
+    """Train; rank 1 stops or sleeps before its second step.  Once it does, rank 0's watchdog waits for seconds only, so
+    that nothing depends on the time that a step takes.
     """
     original = Trainer._train_step
 
     def train_step(self, step):
+        if step == 1:
+            self.watchdog._interval = 0.4  # a rank is silent after five
         if step == 1 and self.group.rank == 1:
             (run / "hanging").touch()
             time.sleep(600) if how == "sleep" else os.kill(os.getpid(), how)
@@ -561,7 +563,7 @@ def hanging_rank_1(config, run, how):
             while not (run / "hanging").exists():
                 time.sleep(0.02)
             self.watchdog.heartbeat(2)
-            self.watchdog._timeout, self.watchdog._interval = 0.5, 0.5
+            self.watchdog._timeout = 2.5
         original(self, step)
 
     Trainer._train_step = train_step
