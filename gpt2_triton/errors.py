@@ -36,10 +36,7 @@ class OutOfMemoryError(UserError):
 
 
 class NonFiniteError(UserError):
-    """Losses or gradients stayed non-finite for train.skip_limit steps in a row, or rewinds did not help.
-
-    The host sees this while the next step runs; AdamW skips a non-finite step on the device.
-    """
+    """Losses or gradients stayed non-finite for train.skip_limit steps in a row, or rewinds did not help."""
 
     exit_code = 6
     on_every_rank = True
