@@ -44,17 +44,17 @@ def torch_losses(params, dims, questions, device: str, autocast: bool) -> np.nda
 
 def our_losses(model, questions) -> np.ndarray:
     """Return the summed loss of each ending's tokens, float64 [endings]."""
-    from gpt2_triton.inference import tasks
+    from gpt2_triton.inference.hellaswag import ending_losses
 
-    return tasks.answer(model, "hellaswag", questions).losses
+    return ending_losses(model, questions)
 
 
 def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int, float]]:
     """Return, for choices by sum and by sum over length, how many differ from the reference's and the largest gap."""
-    from gpt2_triton.inference import tasks
+    from gpt2_triton.inference.hellaswag import predictions
 
-    firsts, found = np.cumsum(questions.counts) - questions.counts, []
-    pairs = zip(tasks.predictions(questions, losses), tasks.predictions(questions, reference))
+    firsts, found = 4 * np.arange(len(questions.labels)), []
+    pairs = zip(predictions(questions, losses), predictions(questions, reference))
     for (mine, theirs), scale in zip(pairs, (1.0, questions.lengths)):
         likely = reference / scale
         gap = likely[firsts + mine] - likely[firsts + theirs]
@@ -63,15 +63,15 @@ def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int
 
 
 def report(style: str, questions, runs: dict[str, tuple[np.ndarray, float]]) -> None:
-    from gpt2_triton.inference import tasks
+    from gpt2_triton.inference.hellaswag import scores
 
     print(f"\n{style}, {len(questions.labels):,} questions")
     head = ("acc", "acc_norm", "seconds", "differ", "largest gap", "differ, norm", "largest gap, norm")
     print(f"{'':<20}" + "".join(f"{name:>{max(len(name), 8) + 2}}" for name in head))
     for name, (losses, seconds) in runs.items():
-        scores = tasks.scores(questions, tasks.Answers(losses, np.zeros(len(losses), bool)))
+        found = scores(questions, losses)
         (plain, gap), (norm, gap_norm) = gaps(questions, losses, runs["PyTorch fp32"][0])
-        cells = (f"{scores['acc']:.4f}", f"{scores['acc_norm']:.4f}", f"{seconds:.1f}", plain, f"{gap:.4f}", norm)
+        cells = (f"{found['acc']:.4f}", f"{found['acc_norm']:.4f}", f"{seconds:.1f}", plain, f"{gap:.4f}", norm)
         cells = (*map(str, cells), f"{gap_norm:.4f}")
         print(f"{name:<20}" + "".join(f"{c:>{max(len(h), 8) + 2}}" for c, h in zip(cells, head)), flush=True)
 
@@ -92,13 +92,13 @@ def main(argv: list[str] | None = None) -> int:
     select_device()
     from benchmarks.torch_reference import leaves
     from gpt2_triton.checkpoint.sources import load_weights
-    from gpt2_triton.data.hellaswag import TEXTS, load_questions
+    from gpt2_triton.data.hellaswag import STYLES, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference.load import load_for_losses
 
     config, tensors = load_weights(a.checkpoint)
     start = time.perf_counter()
-    styles = (a.style,) if a.style else tuple(TEXTS)
+    styles = (a.style,) if a.style else tuple(STYLES)
     questions_by_style = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)
     print(f"questions tokenised in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()

@@ -21,7 +21,6 @@ for name, path in {
     "prepare": "prepare:app",
     "sample": "sample:sample",
     "export": "export:export",
-    "evaluate": "evaluate:evaluate",
     "hellaswag": "evaluate:hellaswag",
     "perplexity": "evaluate:perplexity",
     "plot": "plot:plot",
@@ -33,6 +32,7 @@ for name, path in {
 
 REMOVED = {  # a command, what replaced it
     "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",
+    "evaluate": "eval/lm_eval.sh CHECKPOINT OUT TASKS scores by lm-evaluation-harness, and hellaswag remains",
     "verify": "run python -m benchmarks verify in the root of a checkout",
     "wandb-export": "train with --log.wandb offline, and run `wandb sync RUN/wandb/offline-run-*`",
 }

@@ -1,4 +1,4 @@
-"""Commands `evaluate`, `hellaswag` and `perplexity`: evaluate a model."""
+"""Commands `hellaswag` and `perplexity`: evaluate a model."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -41,74 +41,21 @@ def hellaswag(
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import load_weights
-    from gpt2_triton.data import hellaswag as rows
+    from gpt2_triton.data.hellaswag import STYLES, URL, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
-    from gpt2_triton.inference import tasks
+    from gpt2_triton.inference.hellaswag import evaluate, format_table, require_fitting
     from gpt2_triton.inference.load import load_for_losses
 
     config, tensors = load_weights(checkpoint)
-    questions = rows.load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(rows.TEXTS))
+    asked = load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(STYLES))
     model = load_for_losses(config, tensors, batch_tokens, dtype)
-    tasks.require_fitting(model, {f"hellaswag {style}": asked for style, asked in questions.items()})
-    results = {style: tasks.evaluate(model, f"hellaswag {style}", asked) for style, asked in questions.items()}
-    print(f"HellaSwag, {len(next(iter(questions.values())).labels):,} questions")
-    print(tasks.format_styles(results))
+    for questions in asked.values():
+        require_fitting(model, questions)
+    results = {style: evaluate(model, questions) for style, questions in asked.items()}
+    print(f"HellaSwag, {len(next(iter(asked.values())).labels):,} questions")
+    print(format_table(results))
     if json:
-        _write(json, {"checkpoint": checkpoint, "data": str(data or rows.URL)} | results)
-
-
-def evaluate(
-    checkpoint: Checkpoint,
-    /,
-    *,
-    tasks: str = "hellaswag,lambada,arc_easy,piqa,winogrande",
-    data: Path | None = None,
-    limit: int = 0,
-    json: Json = None,
-    batch_tokens: BatchTokens = 65536,
-    dtype: Dtype = None,
-) -> None:
-    """Print a model's scores on evaluation tasks, by the rules of lm-evaluation-harness.
-
-    Parameters
-    ----------
-    tasks: str
-        Names of tasks, separated by commas; by default all.
-    data: Path
-        Rows of the one task as published, .jsonl, or a folder of TASK.jsonl; by default downloaded.
-    limit: int
-        Number of rows of each task, from the first on; 0 takes all.
-    """
-    require_at_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
-    require_directory("json", json)
-    select_device()
-    from gpt2_triton.checkpoint.sources import load_weights
-    from gpt2_triton.config.values import unknown_task
-    from gpt2_triton.data.tasks import IN_COMMAND, IN_FILE, TASKS, load_questions
-    from gpt2_triton.data.tokenizer import get_tokenizer
-    from gpt2_triton.inference import tasks as inference
-    from gpt2_triton.inference.load import load_for_losses
-
-    names = [*dict.fromkeys(tasks.replace(",", " ").split())]
-    if not names:
-        raise ConfigError(f"--tasks: names no task; known are {', '.join(TASKS)}")
-    if unknown := [name for name in names if name not in TASKS]:
-        raise ConfigError(f"--tasks: {unknown_task(unknown[0], [*TASKS])}")
-    folder = data is not None and data.is_dir()
-    if len(names) != 1 and data and not folder:
-        raise ConfigError(f"--data: {data} is no folder of TASK.jsonl; give one, or one task with its file")
-    config, tensors = load_weights(checkpoint)
-    tokenizer, results = get_tokenizer(config.data.tokenizer), {}
-    files = {name: data / f"{name}.jsonl" if data and folder else data for name in names}
-    todo = IN_FILE if data else IN_COMMAND
-    asked = {name: load_questions(name, file, tokenizer, limit, todo) for name, file in files.items()}
-    model = load_for_losses(config, tensors, batch_tokens, dtype)
-    inference.require_fitting(model, asked)
-    for name, questions in asked.items():
-        results[name] = inference.evaluate(model, name, questions)
-    print(inference.format_table(results))
-    if json:
-        _write(json, {"checkpoint": checkpoint} | ({"data": str(data)} if data else {}) | {"tasks": results})
+        _write(json, {"checkpoint": checkpoint, "data": str(data or URL)} | results)
 
 
 def perplexity(

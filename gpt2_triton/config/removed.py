@@ -15,7 +15,13 @@ class Removed(NamedTuple):
 
 
 # A key that a resume could not change is also in LATER_KEYS of checkpoint/resume.py.
-REMOVED = {"data.align": Removed("none", "it ended 0.07 higher in validation; take it out")}
+REMOVED = {
+    "data.align": Removed("none", "it ended 0.07 higher in validation; take it out"),
+    "eval.tasks": Removed("", "`eval/lm_eval.sh CHECKPOINT OUT TASKS` scores a checkpoint"),
+    "eval.tasks_every": Removed(250, "it went with eval.tasks; take it out"),
+    "eval.tasks_data": Removed("", "it went with eval.tasks; take it out"),
+    "eval.tasks_limit": Removed(0, "it went with eval.tasks; take it out"),
+}
 
 
 def without_removed(sections: Mapping[str, Any], any_value: bool = False) -> dict[str, Any]:

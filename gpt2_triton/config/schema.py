@@ -27,9 +27,7 @@ from gpt2_triton.config.values import (
     RECOMPUTE_LEVELS,
     SIZE_KEYS,
     SIZES,
-    TASKS,
     check_recompute,
-    check_tasks,
     join_words,
 )
 
@@ -233,19 +231,6 @@ class EvalConfig(ConfigSection):
     hellaswag_every: int = Field(0, ge=0, description="steps between HellaSwag runs; also after the last step; 0 never")
     hellaswag_data: str = Field("", description="HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
     hellaswag_limit: int = Field(0, ge=0, description="number of questions, from the first on; 0 takes all")
-    tasks: Annotated[str, BeforeValidator(join_words), AfterValidator(check_tasks)] = Field(
-        "", description=f"tasks to evaluate: {', '.join(TASKS)}; several are separated by commas, or a list in YAML"
-    )
-    tasks_every: int = Field(
-        250, ge=0, description="steps between evaluations of eval.tasks; also after the last step; 0 never"
-    )
-    tasks_data: str = Field("", description="folder with the rows of each task as TASK.jsonl; empty downloads them")
-    tasks_limit: int = Field(0, ge=0, description="number of rows of a task, from the first on; 0 takes all")
-
-    @property
-    def task_names(self) -> list[str]:
-        """The tasks that are evaluated."""
-        return self.tasks.split(",") if self.tasks and self.tasks_every else []
 
 
 class SampleConfig(ConfigSection):

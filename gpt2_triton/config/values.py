@@ -1,11 +1,11 @@
-"""Values of keys that have a form of their own: sizes of models, recompute levels, what fp8 leaves in bf16, tasks.
+"""Values of keys that have a form of their own: sizes of models, recompute levels, what fp8 leaves in bf16.
 
 A ValueError of these functions becomes the message about the key, in schema.py or in rules.py.
 """
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 # llm.c's descriptors: layers, channels, heads, longest sequence.  GPT-3's are dense here, as in llm.c.
@@ -81,27 +81,6 @@ def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
     near = [one for one in known if one.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""
-
-
-TASKS = ("lambada", "arc_easy", "piqa", "winogrande")  # of eval.tasks; HellaSwag has keys of its own
-
-
-def unknown_task(name: str, known: Sequence[str] = TASKS) -> str:
-    """Return what is wrong with the name of a task, with the known one that it is near to."""
-    spelt = name.lower().replace("-", "_").removesuffix("_openai")  # lm-eval has a task lambada_openai
-    near = difflib.get_close_matches(spelt, known, n=1)
-    return f"unknown task {name}; {f'did you mean {near[0]}? ' if near else ''}known are {', '.join(known)}"
-
-
-def check_tasks(value: str) -> str:
-    """Return the names of tasks, separated by commas; ValueError for an unknown one."""
-    names = value.replace(",", " ").split()
-    for name in names:
-        if name == "hellaswag":
-            raise ValueError("hellaswag has a key of its own; set eval.hellaswag_every")
-        if name not in TASKS:
-            raise ValueError(unknown_task(name))
-    return ",".join(dict.fromkeys(names))
 
 
 def join_words(value: Any) -> Any:

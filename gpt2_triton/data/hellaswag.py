@@ -11,20 +11,22 @@ context (acc) and by that sum divided by the ending's length (acc_norm):
 The rows come from the published .jsonl, or from llm.c's .bin, which holds tokens of the completion style only.
 """
 
+import codecs
 import hashlib
 import re
+import textwrap
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 
-from gpt2_triton.data.questions import PublishedRow, Question, Questions, encode, harness_question, read_jsonl, reading
 from gpt2_triton.data.tokenizer import Tokenizer
-from gpt2_triton.errors import bad_data
+from gpt2_triton.errors import DataError
 from gpt2_triton.files import sha256, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -37,10 +39,8 @@ IN_COMMAND = f"{GET} and give it as --data FILE"
 IN_TRAINING = f"{GET} and set eval.hellaswag_data to it, or eval.hellaswag_every to 0"
 
 
-class Row(PublishedRow):
+class Row(BaseModel):
     """The fields of a line of the .jsonl that are used."""
-
-    expected: ClassVar[str] = "an object with activity_label, ctx_a, ctx_b, ctx, 4 endings and a label from 0 to 3"
 
     activity_label: str
     ctx_a: str
@@ -48,6 +48,15 @@ class Row(PublishedRow):
     ctx: str
     endings: Annotated[list[str], Field(min_length=ENDINGS, max_length=ENDINGS)]
     label: Annotated[int, Field(ge=0, lt=ENDINGS)]
+
+
+class Questions(NamedTuple):
+    """Rows as tokens: contexts and endings [4 * rows], uint16 arrays of at least one token."""
+
+    contexts: list[np.ndarray]
+    endings: list[np.ndarray]
+    lengths: np.ndarray  # by which acc_norm divides: float64 [4 * rows]
+    labels: np.ndarray  # the right ending: int64 [rows]
 
 
 def load_questions(
@@ -60,50 +69,99 @@ def load_questions(
     where = path or downloaded(todo)
     if where.suffix == ".bin":
         return {"completion": _read_bin(where, tokenizer, limit, todo)}
-    rows = read_jsonl(where, Row, limit, todo)
-    return {style: encode([*map(TEXTS[style], rows)], tokenizer) for style in styles}
+    rows = _read_jsonl(where, limit, todo)
+    return {style: STYLES[style](rows, tokenizer) for style in styles}
+
+
+@contextmanager
+def _reading(path: Path, todo: str) -> Iterator[None]:
+    """Raise DataError if `path` is no regular file, and for an OSError of the block."""
+    try:
+        if path.exists() and not path.is_file():  # to read a pipe would wait for its writer
+            raise DataError(f"{path}: not a regular file; {todo}")
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be used: {error.strerror}; {todo}") from None
 
 
 def downloaded(todo: str = IN_COMMAND) -> Path:
     """Return the .jsonl in the cache, where it is downloaded to if it is not there."""
-    with reading(where := Path.home() / CACHED, todo):
+    with _reading(where := Path.home() / CACHED, todo):
         _download(where, todo)
     return where
 
 
 def _download(target: Path, todo: str = IN_COMMAND) -> None:
-    """Download the .jsonl, 12 MB, unless it is at `target`; it appears there whole or not at all.
-
-    Any number of processes may do so at once: each writes a hidden file and renames it.
-    """
+    """Download the .jsonl, 12 MB, unless it is at `target`; any number of processes may do so at once."""
     if target.is_file() and sha256(target) == SHA256:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    todo = f"try again; else {todo}"
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             data = response.read()
     except (OSError, HTTPException) as error:  # URLError and a timeout are OSErrors, a cut connection is the other
-        got = getattr(error, "reason", None) or error
-        raise bad_data(URL, "cannot download", got, "the file", todo) from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != SHA256:
-        raise bad_data(URL, "wrong sha256", found, SHA256, todo)
+        why = getattr(error, "reason", None) or error
+        raise DataError(f"{URL}: cannot download: {why}; try again; else {todo}") from error
+    if (found := hashlib.sha256(data).hexdigest()) != SHA256:
+        raise DataError(f"{URL}: wrong sha256 {found}, expected {SHA256}; try again; else {todo}")
     write_atomic(target, data)
 
 
 # ---- text ----
 
 
-def completion(row: Row) -> Question:
-    """Return llm.c's question, with the text unchanged."""
-    return Question([row.ctx] * ENDINGS, [" " + ending for ending in row.endings], None, row.label)
+def _read_jsonl(path: Path, limit: int, todo: str) -> list[Row]:
+    """Return the first `limit` rows (0: all); empty lines do not count."""
+    rows: list[Row] = []
+    with _reading(path, todo), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                rows.append(_parse(line, f"{path}:{number}", todo))
+            if len(rows) == limit > 0:
+                break
+    if not rows:
+        raise DataError(f"{path}: no rows; {todo}")
+    return rows
 
 
-def harness(row: Row) -> Question:
-    """Return lm-evaluation-harness's question."""
-    context = clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}")
-    return harness_question([context] * ENDINGS, [*map(clean, row.endings)], row.label)
+def _parse(line: bytes, where: str, todo: str) -> Row:
+    try:
+        return Row.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = f"{'.'.join(map(str, first['loc'])) or 'not a row'}: {first['msg']}"
+        got = textwrap.shorten(line.decode(errors="replace"), 100, placeholder=" ...")
+        raise DataError(f"{where}: {what}, in {got}; {todo}") from None
+
+
+def completion(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
+    """Return llm.c's questions, with the text unchanged."""
+    endings = [tokenizer.encode(" " + ending) for row in rows for ending in row.endings]
+    return _questions([row.ctx for row in rows], endings, [*map(len, endings)], rows, tokenizer)
+
+
+def harness(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
+    """Return lm-evaluation-harness's questions: spaces at the end of a context belong to the ending.
+
+    The harness tokenises context and ending together.  Tokenised alone they have the same tokens: the ending begins
+    with a space, and GPT-2 splits text there before it merges bytes.
+    """
+    contexts = [clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}") for row in rows]
+    texts = [[clean(ending) for ending in row.endings] for row in rows]
+    spaces = [context[len(context.rstrip()) :] + " " for context in contexts]
+    endings = [tokenizer.encode(space + text) for space, of_row in zip(spaces, texts) for text in of_row]
+    lengths = [len(text) for of_row in texts for text in of_row]
+    return _questions([context.rstrip() for context in contexts], endings, lengths, rows, tokenizer)
+
+
+def _questions(
+    contexts: list[str], endings: list[np.ndarray], lengths: list[int], rows: Sequence[Row], tokenizer: Tokenizer
+) -> Questions:
+    """Return the questions; an empty context becomes the end-of-text token."""
+    tokens = [tokenizer.encode(text) if text else np.array([tokenizer.eot], np.uint16) for text in contexts]
+    repeated = [context for context in tokens for _ in range(ENDINGS)]
+    return Questions(repeated, endings, np.array(lengths, np.float64), np.array([row.label for row in rows]))
 
 
 def clean(text: str) -> str:
@@ -112,7 +170,7 @@ def clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-TEXTS: dict[str, Callable[[Row], Question]] = {"completion": completion, "harness": harness}
+STYLES: dict[str, Callable[[Sequence[Row], Tokenizer], Questions]] = {"completion": completion, "harness": harness}
 
 
 # ---- llm.c's tokens ----
@@ -120,29 +178,26 @@ TEXTS: dict[str, Callable[[Row], Question]] = {"completion": completion, "harnes
 
 def _read_bin(path: Path, tokenizer: Tokenizer, limit: int, todo: str) -> Questions:
     """Read llm.c's evaluation file: a header of 256 int32 (magic, version, rows), then the rows, of uint16."""
-    with reading(path, todo):
+    with _reading(path, todo):
         raw = path.read_bytes().ljust(BIN_HEADER_BYTES, b"\0")
     header = np.frombuffer(raw[:BIN_HEADER_BYTES], "<i4")
     stream = np.frombuffer(raw[BIN_HEADER_BYTES : len(raw) // 2 * 2], "<u2")
     if header[:2].tolist() != [BIN_MAGIC, BIN_VERSION]:
-        expected = f"{[BIN_MAGIC, BIN_VERSION]} (llm.c's evaluation file)"
-        raise bad_data(path, "wrong magic number and version", header[:2].tolist(), expected, todo)
+        raise DataError(f"{path}: not llm.c's evaluation file: it begins with {header[:2].tolist()}; {todo}")
     contexts, endings, labels, at = [], [], [], 0
     for number in range(min(int(header[2]), limit or int(header[2]))):
         row = stream[at : at + int(stream[at + 1]) // 2] if at + 1 < len(stream) else stream[:0]
         parts = _bin_parts(row)
         if parts is None or max(part.max() for part in parts) >= tokenizer.vocab_size:
-            where, got = f"{path}: row {number} (byte {BIN_HEADER_BYTES + 2 * at:,})", f"{row[:6].tolist()}..."
-            expected = f"65535, bytes, row, label, 4, then a context and 4 endings of {tokenizer.name} tokens"
-            raise bad_data(where, "damaged", got, expected, todo)
+            where = f"{path}: row {number} (byte {BIN_HEADER_BYTES + 2 * at:,})"
+            raise DataError(f"{where}: damaged, or no {tokenizer.name} tokens: {row[:6].tolist()}...; {todo}")
         contexts += parts[:1] * ENDINGS
         endings += parts[1:]
         labels.append(int(row[3]))
         at += len(row)
     if not labels:
-        raise bad_data(path, "no rows", f"a count of {header[2]} in the header", "1 or more", todo)
-    lengths, counts = np.array([*map(len, endings)], np.float64), np.full(len(labels), ENDINGS)
-    return Questions(contexts, endings, lengths, counts, np.array(labels))
+        raise DataError(f"{path}: no rows; {todo}")
+    return Questions(contexts, endings, np.array([*map(len, endings)], np.float64), np.array(labels))
 
 
 def _bin_parts(row: np.ndarray) -> list[np.ndarray] | None:

@@ -19,7 +19,6 @@ from gpt2_triton.training.metrics import (
     MAIN_LOG,
     METRICS,
     STATS,
-    TASK_METRICS,
     Record,
     llmc_line,
     null_non_finite,
@@ -158,16 +157,6 @@ class Logger:
     def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:
         self._write({"step": step, "hellaswag": acc_norm, "hellaswag_acc": acc})
         self.info(f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, acc {acc:.4f} (completion style)")
-
-    def tasks(self, step: int, scores: dict[str, dict[str, float]]) -> None:
-        """Log the scores of tasks, as the keys TASK_METRIC of one record."""
-        shown = {
-            name: {metric: value for metric, value in found.items() if metric in TASK_METRICS}
-            for name, found in scores.items()
-        }
-        self._write({"step": step} | {f"{name}_{m}": value for name, of in shown.items() for m, value in of.items()})
-        parts = [f"{name} " + ", ".join(f"{m} {value:.4f}" for m, value in of.items()) for name, of in shown.items()]
-        self.info(f"{self._at(step)} | {'; '.join(parts)}")
 
     def sample(self, step: int, text: str) -> None:
         self._write({"step": step, "sample": text})

@@ -4,7 +4,6 @@ One object per line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
     {"step": 250, "val_loss": ..., "val_loss_fp8": ...}, the second in runs in fp8
     {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
-    {"step": 250, "lambada_perplexity": ..., "lambada_acc": ..., "piqa_acc": ..., "piqa_acc_norm": ...}
     {"step": 250, "sample": ...}   {"step": 300, "rewound_from": 412, "sample": ...}
 A step also has "loss_z" and "norm_z" once 128 steps are known, "skipped": true if its update was skipped, and
 "outlier": true if it was skipped as an outlier.  Numbers that are not finite are null, since JSON has no NaN.
@@ -28,9 +27,6 @@ NUMBERS = (
 )  # fmt: skip
 
 LARGEST = sys.float_info.max
-
-TASK_METRICS = ("perplexity", "acc", "acc_norm")  # of the tasks of eval.tasks, in keys such as piqa_acc
-TASK_ENDINGS = tuple(f"_{metric}" for metric in TASK_METRICS)
 
 Record = dict[str, Any]
 
@@ -60,7 +56,7 @@ def _record(line: str) -> Record | None:
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
         return None
-    numbers = [value for key, value in record.items() if key in NUMBERS or key.endswith(TASK_ENDINGS)]
+    numbers = [value for key, value in record.items() if key in NUMBERS]
     return record if all(value is None or _is_finite(value) for value in numbers) else None
 
 

@@ -15,16 +15,16 @@ from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import Progress, format_bytes, print_line
+from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import pattern_of
-from gpt2_triton.data.questions import Questions
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
-from gpt2_triton.inference import tasks
+from gpt2_triton.inference import hellaswag
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
 from gpt2_triton.model.gpt2 import GPT2
@@ -40,18 +40,12 @@ class Data(NamedTuple):
     train: TrainLoader
     validation: ValidationLoader | None  # None if eval.every is 0
     hellaswag: Questions | None  # None if eval.hellaswag_every is 0
-    tasks: dict[str, Questions]  # those of eval.tasks
 
     @property
     def shards(self) -> dict[str, Sequence[Shard]]:
         """The shards by the keys of state.json that hold their fingerprints."""
         validation = {"validation_data": self.validation.windows.shards} if self.validation else {}
         return {"data": self.train.windows.shards} | validation
-
-    @property
-    def questions(self) -> dict[str, Questions]:
-        """Return the questions of all tasks by their names."""
-        return self.tasks | ({"hellaswag": self.hellaswag} if self.hellaswag else {})
 
     def fingerprints(self) -> dict[str, Any]:
         """Return what identifies the data, on any machine."""
@@ -83,7 +77,7 @@ def open_data(config: Config, control: ControlGroup) -> Data:
     T = config.train.seq_len
     train = TrainLoader(_open_shards(config, "train"), T, config.data.seed)
     validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
-    data = Data(train, validation, tasks.hellaswag_of_run(config), tasks.tasks_of_run(config))
+    data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
     if config.sample.every:
         get_tokenizer(config.data.tokenizer)  # if it is missing, fail now and not at the first sample
@@ -186,7 +180,8 @@ def build_model(
     if fitting is not config:
         start.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
     model = GPT2(fitting, K, group.device, group=group)
-    tasks.require_fitting(model, data.questions)  # now, and not at the first evaluation
+    if data.hellaswag:
+        hellaswag.require_fitting(model, data.hellaswag)  # now, and not at the first evaluation
     if group.rank == 0:
         require_space(run_dir / "checkpoints", model.checkpoint_spec())
     if group.device == "cuda":
@@ -206,16 +201,10 @@ def build_model(
 def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
     """Compile on one rank of each host; the other ranks then find all kernels in Triton's cache."""
     validated = data.validation.shapes(model.B) if data.validation else set()
-    answered = {shape for questions in data.questions.values() for shape in tasks.shapes(model, questions)}
-
-    def compile_all() -> Any:
-        for questions in data.tasks.values():
-            tasks.compile_kernels(model, questions)
-        return model.compile(validated, answered)
-
-    made = compile_all() if group.local_rank == 0 else None
+    answered = hellaswag.shapes(model, data.hellaswag) if data.hellaswag else set()
+    made = model.compile(validated, answered) if group.local_rank == 0 else None
     control.all_gather(None)
-    return made or compile_all()
+    return made or model.compile(validated, answered)
 
 
 def open_checkpointer(config: Config, run_dir: Path, watchdog: Watchdog, loaded: int) -> AsyncCheckpointer:

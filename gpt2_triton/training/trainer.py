@@ -22,7 +22,7 @@ from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, SEARCHING, Watchdog
 from gpt2_triton.errors import DataError, NonFiniteError
-from gpt2_triton.inference import tasks
+from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
@@ -294,7 +294,6 @@ class Trainer:
         return {
             "eval.every": (c.eval.every, self._validate),
             "eval.hellaswag_every": (c.eval.hellaswag_every, self._answer_hellaswag),
-            "eval.tasks_every": (c.eval.tasks_every if self.data.tasks else 0, self._answer_tasks),
             "sample.every": (c.sample.every, self._sample),
             "debug.hash_state": (c.debug.hash_state, self._compare_replicas),
         }
@@ -318,7 +317,8 @@ class Trainer:
 
     def _call(self, due: list[str], step: int) -> None:
         """Call the tasks of these keys, until the run is to stop; state.left_out keeps the others."""
-        tasks, self.state.left_out = self._tasks(), list(due)
+        tasks = self._tasks()
+        self.state.left_out = [key for key in due if key in tasks]  # a key of an earlier version may be gone
         while self.state.left_out and not self._stops_at(step):
             every, task = tasks[self.state.left_out[0]]
             if every:
@@ -339,15 +339,8 @@ class Trainer:
     def _answer_hellaswag(self, step: int) -> None:
         assert self.data.hellaswag
         with self.watchdog.phase("answering HellaSwag"):
-            scores = tasks.evaluate(self.model, "hellaswag", self.data.hellaswag, self.control)
+            scores = hellaswag.evaluate(self.model, self.data.hellaswag, self.control)
         self.log.hellaswag(step, scores["acc"], scores["acc_norm"])
-
-    def _answer_tasks(self, step: int) -> None:
-        scores = {}
-        for name, questions in self.data.tasks.items():
-            with self.watchdog.phase(f"answering {name}"):
-                scores[name] = tasks.evaluate(self.model, name, questions, self.control)
-        self.log.tasks(step, scores)
 
     def _sample(self, step: int) -> None:
         if self.is_first_rank:

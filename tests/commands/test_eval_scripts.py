@@ -47,7 +47,7 @@ def test_stdout_of_sample_is_the_text_alone(capsys):
     assert out.startswith("The ") and err.startswith("2 tokens in ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["hellaswag", "perplexity", "evaluate"])
+@pytest.mark.parametrize("name", ["hellaswag", "perplexity"])
 def test_directory_in_the_place_of_a_file_is_refused_before_the_work(tmp_path, capsys, name):
     assert main(tools, [name, str(FIXTURES / "run"), "--json", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: --json: {tmp_path} is a directory; name a file in it\n"

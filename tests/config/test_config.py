@@ -19,7 +19,6 @@ optim.name optim.lr optim.embed_lr optim.warmup optim.schedule optim.final_frac 
 optim.beta1 optim.beta2 optim.eps optim.momentum optim.weight_decay optim.clip optim.master optim.v
 fp8.keep_bf16 memory.recompute memory.head_rows
 eval.every eval.tokens eval.hellaswag_every eval.hellaswag_data eval.hellaswag_limit
-eval.tasks eval.tasks_every eval.tasks_data eval.tasks_limit
 sample.every sample.tokens sample.prompt sample.temperature sample.top_k
 checkpoint.every checkpoint.keep checkpoint.major checkpoint.best
 log.every log.main_log log.stats_every log.wandb log.wandb_project

@@ -14,6 +14,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("optim:\n  lrr: 1", {}, "x.yaml:2: optim.lrr: unknown key; did you mean optim.lr?"),
     ("data: {align: document}", {}, "x.yaml:1: data.align: unknown key; it was removed: it ended 0.07 higher"),
     ("", {"data.align": "document"}, "--data.align: unknown key; it was removed: it ended"),
+    ("eval: {tasks: piqa}", {}, "x.yaml:1: eval.tasks: unknown key; it was removed: `eval/lm_eval.sh"),
     ("modle: {n_layer: 6}", {}, "x.yaml:1: modle: unknown key"),
     ("weight_decay: 0.1", {}, "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?"),
     ("optim.lr: 0.1", {}, "x.yaml:1: optim.lr: unknown key; keys are nested: write lr under optim"),

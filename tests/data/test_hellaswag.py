@@ -63,7 +63,7 @@ def test_download_happens_once(server, target):
 @pytest.mark.parametrize("sent", [0, 4000])
 def test_download_cut_short_leaves_no_file(server, target, sent):
     server.sent = sent
-    with pytest.raises(DataError, match=rf"/file: cannot download: got .*{sent} bytes.*; try again; else get it with"):
+    with pytest.raises(DataError, match=rf"/file: cannot download: .*{sent} bytes.*; try again; else get it with"):
         hellaswag._download(target)
     assert names(target) == []
 
@@ -72,7 +72,7 @@ def test_download_with_wrong_sha256_leaves_no_file(server, target):
     server.content = CONTENT[::-1]
     found, expected = hashlib.sha256(server.content).hexdigest(), hellaswag.SHA256
     with pytest.raises(
-        DataError, match=f"/file: wrong sha256: got {found}, expected {expected}; try again; else get it with"
+        DataError, match=f"/file: wrong sha256 {found}, expected {expected}; try again; else get it with"
     ):
         hellaswag._download(target)
     assert names(target) == []
@@ -88,7 +88,7 @@ def test_download_replaces_a_damaged_file(server, target):
 def test_download_failure_is_one_line(server, target, monkeypatch):
     for url, reason in ((hellaswag.URL + "s", "Not Found"), ("http://127.0.0.1:1/file", "Connection refused")):
         monkeypatch.setattr(hellaswag, "URL", url)
-        with pytest.raises(DataError, match=rf"{re.escape(url)}: cannot download: got .*{reason}, expected the file"):
+        with pytest.raises(DataError, match=rf"{re.escape(url)}: cannot download: .*{reason}; try again"):
             hellaswag._download(target)
 
 

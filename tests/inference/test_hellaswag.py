@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from benchmarks import torch_reference
 from gpt2_triton.data import hellaswag as data
-from gpt2_triton.data.questions import Questions
+from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
-from gpt2_triton.inference import tasks
+from gpt2_triton.inference import hellaswag
 from tests.data.prepare.test_text import gpt2
 from tests.support.loop import train
 from tests.support.tiny import tiny_config, tiny_model
@@ -76,10 +76,6 @@ def plain_losses(model, questions):
     return np.array(losses)
 
 
-def answer(model, questions):
-    return tasks.answer(model, "hellaswag", questions).losses
-
-
 # ---- scores ----
 
 
@@ -87,9 +83,9 @@ def answer(model, questions):
 def test_ending_losses_equal_a_plain_evaluation(model, rows_file, style):
     """float64 against fp32: 1e-5 is 100 roundings of a sum of up to 70 losses; predictions are equal."""
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, (style,))[style]
-    losses, want = answer(model, questions), plain_losses(model, questions)
+    losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
-    np.testing.assert_array_equal(tasks.predictions(questions, losses), tasks.predictions(questions, want))
+    np.testing.assert_array_equal(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, want))
 
 
 @pytest.mark.skipif(not PUBLISHED.is_file(), reason="no hellaswag_val.jsonl in data/ or named by HELLASWAG")
@@ -103,24 +99,26 @@ def test_ending_losses_of_published_rows_equal_a_plain_evaluation(style, rows):
 
     questions = data.load_questions(PUBLISHED, Folded(gpt2()._encoding), rows, (style,))[style]
     model = model_of(batch_size=64, vocab_size=1024)
-    losses, want = answer(model, questions), plain_losses(model, questions)
+    losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
-    np.testing.assert_array_equal(tasks.predictions(questions, losses), tasks.predictions(questions, want))
+    np.testing.assert_array_equal(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, want))
 
 
 @pytest.mark.slow
 def test_batching_changes_no_prediction(model, rows_file):
     """In the interpreter, blocks and so sums depend on the shape of a batch: hence 1e-6 instead of equality."""
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 4, ("completion",))["completion"]
-    losses, one_by_one = (answer(m, questions) for m in (model, model_of(batch_size=1)))
+    losses, one_by_one = (hellaswag.ending_losses(m, questions) for m in (model, model_of(batch_size=1)))
     np.testing.assert_allclose(losses, one_by_one, rtol=1e-6)
-    np.testing.assert_array_equal(tasks.predictions(questions, losses), tasks.predictions(questions, one_by_one))
+    np.testing.assert_array_equal(
+        hellaswag.predictions(questions, losses), hellaswag.predictions(questions, one_by_one)
+    )
 
 
 @pytest.mark.gpu
 def test_batching_changes_no_bit_on_a_gpu(rows_file):
     questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
-    losses = [answer(model_of(b, dtype="bf16"), questions) for b in (1, 3, 16)]
+    losses = [hellaswag.ending_losses(model_of(b, dtype="bf16"), questions) for b in (1, 3, 16)]
     np.testing.assert_array_equal(losses[0], losses[1])
     np.testing.assert_array_equal(losses[0], losses[2])
 
@@ -128,7 +126,7 @@ def test_batching_changes_no_bit_on_a_gpu(rows_file):
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(100, 400))
 def test_batches_hold_every_sequence_once_and_fit(lengths, budget):
     lengths, seen, shapes = np.array(lengths), [], set()
-    for chosen, T in tasks.batches(lengths, budget, 100):
+    for chosen, T in hellaswag.batches(lengths, budget, 100):
         assert 0 < len(chosen) * T <= budget and lengths[chosen].max() <= T and (T % 32 == 0 or T == 100)
         assert T - lengths[chosen].max() < 32
         seen += chosen.tolist()
@@ -139,22 +137,23 @@ def test_batches_hold_every_sequence_once_and_fit(lengths, budget):
 def test_long_contexts_lose_their_beginning(model):
     """As in lm-evaluation-harness, the model sees the last 192 tokens before the last one of the ending."""
     context, ending = np.arange(300, dtype=np.uint16) % 256, np.arange(8, dtype=np.uint16)
-    whole = Questions([context] * 4, [ending] * 4, np.full(4, 8.0), np.array([4]), np.array([0]))
+    whole = Questions([context] * 4, [ending] * 4, np.full(4, 8.0), np.array([0]))
     cut = whole._replace(contexts=[context[-(192 + 1 - 8) :]] * 4)
-    np.testing.assert_array_equal(answer(model, whole), answer(model, cut))
+    np.testing.assert_array_equal(*(hellaswag.ending_losses(model, asked) for asked in (whole, cut)))
     too_long = whole._replace(endings=[np.zeros(193, np.uint16)] * 4)
-    with pytest.raises(DataError, match="hellaswag: an ending too long: got 193 tokens in row "):
-        tasks.require_fitting(model, {"lambada": whole, "hellaswag": too_long})
+    hellaswag.require_fitting(model, whole)
+    with pytest.raises(DataError, match="HellaSwag: an ending of row 1 has 193 tokens, the longest input .* is 192; "):
+        hellaswag.require_fitting(model, too_long)
 
 
 def test_scores_are_fractions_and_standard_errors_by_sum_and_by_length():
     """Two rows; the second ending of the first row is empty after the clean-up and is not chosen for any loss."""
     losses = np.array([4.0, 3.0, 9.0, 9.0, 1.0, 4.0, 8.0, 8.0])
     lengths = np.array([4.0, 0.0, 1.0, 1.0, 1.0, 8.0, 1.0, 1.0])
-    asked = Questions([], [], lengths, np.array([4, 4]), np.array([0, 0]))
-    scores = tasks.scores(asked, tasks.Answers(losses, np.zeros(8, bool)))
+    asked = Questions([], [], lengths, np.array([0, 0]))
+    scores = hellaswag.scores(asked, losses)
     assert scores == {"rows": 2, "acc": 0.5, "acc_stderr": 0.5, "acc_norm": 0.5, "acc_norm_stderr": 0.5}
-    predictions = tasks.predictions(asked, losses)
+    predictions = hellaswag.predictions(asked, losses)
     assert [chosen.tolist() for chosen in predictions] == [[1, 0], [0, 1]]
 
 
@@ -202,15 +201,12 @@ def test_empty_context_becomes_an_end_of_text(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            "{",
-            r"rows.jsonl:2: not a row: Invalid JSON: EOF while parsing.*, expected an object with activity_label",
-        ),
+        ("{", r"rows.jsonl:2: not a row: Invalid JSON: EOF while parsing.*, in \{; get it with"),
         ("[1]", r"rows.jsonl:2: not a row: Input should be an object"),
         (b"\xff".decode("latin1"), r"rows.jsonl:2: not a row: Invalid JSON"),
-        (json.dumps(row(0, label="")), r"rows.jsonl:2: label: Input should be a valid integer.*got ''"),
-        (json.dumps(row(0, label=4)), r"rows.jsonl:2: label: Input should be less than 4: got 4"),
-        (json.dumps(row(0, endings=["a"])), r"rows.jsonl:2: endings: List should have at least 4 items.*got \['a'\]"),
+        (json.dumps(row(0, label="")), r"rows.jsonl:2: label: Input should be a valid integer"),
+        (json.dumps(row(0, label=4)), r"rows.jsonl:2: label: Input should be less than 4"),
+        (json.dumps(row(0, endings=["a"])), r"rows.jsonl:2: endings: List should have at least 4 items"),
         (json.dumps({k: v for k, v in row(0).items() if k != "ctx"}), r"rows.jsonl:2: ctx: Field required"),
     ],
 )
@@ -239,7 +235,7 @@ def test_load_questions_downloads_to_the_cache(tmp_path, rows_file, monkeypatch)
     assert len(asked.labels) == 10
     assert (tmp_path / ".cache/gpt2_triton/hellaswag_val.jsonl").read_bytes() == rows_file.read_bytes()
     monkeypatch.setenv("HOME", str(rows_file))  # no directory can be made there
-    with pytest.raises(DataError, match="rows.jsonl/.cache.*: cannot be used: got Not a directory"):
+    with pytest.raises(DataError, match="rows.jsonl/.cache.*: cannot be used: Not a directory"):
         data.load_questions(None, get_tokenizer("bytes"), 0, ("completion",))
 
 
@@ -276,21 +272,25 @@ def test_damaged_llmc_bin_is_reported_in_one_line(tmp_path, rows_file):
     whole = llmc_bin(tmp_path / "val.bin", data.load_questions(rows_file, gpt2(), 0, ("completion",))["completion"])
     good = whole.read_bytes()
     for name, content, message in (
-        ("magic", b"\0" * 4 + good[4:], r"wrong magic number and version: got \[0, 1\]"),
-        ("short", good[:100], "wrong magic number|damaged"),
+        ("magic", b"\0" * 4 + good[4:], r"not llm.c's evaluation file: it begins with \[0, 1\]"),
+        ("short", good[:100], "not llm.c's|damaged"),
         ("cut", good[:-10], r"row 9 \(byte [\d,]+\): damaged"),
         ("start", good[:1024] + b"\0\0" + good[1026:], r"row 0 \(byte 1,024\): damaged"),
-        ("label", good[:1030] + b"\4\0" + good[1032:], r"row 0 \(byte 1,024\): damaged: got \[65535, \d+, 0, 4, 4,"),
+        (
+            "label",
+            good[:1030] + b"\4\0" + good[1032:],
+            r"row 0 \(byte 1,024\): damaged, or no gpt2 tokens: \[65535, \d+, 0, 4, 4,",
+        ),
         ("count", good[:1034] + b"\xff\0" + good[1036:], "row 0"),
         ("none", good[:8] + b"\0" * 4 + good[12:], "no rows"),
-        ("empty", b"", "wrong magic number"),
+        ("empty", b"", "not llm.c's"),
     ):
         path = tmp_path / f"{name}.bin"
         path.write_bytes(content)
         with pytest.raises(DataError, match=message) as error:
             data.load_questions(path, gpt2(), 0, ("completion",))
         assert "\n" not in str(error.value)
-    with pytest.raises(DataError, match="expected 65535.* of bytes tokens"):
+    with pytest.raises(DataError, match="damaged, or no bytes tokens"):
         data.load_questions(whole, get_tokenizer("bytes"), 0, ("completion",))
 
 
@@ -311,16 +311,15 @@ def test_each_of_two_ranks_has_the_scores_of_one(rows_file):
     model, store = MadeUpLosses(), torch.distributed.HashStore()
 
     def evaluate(*group):
-        return tasks.evaluate(model, "hellaswag", questions, *group)
+        return hellaswag.evaluate(model, questions, *group)
 
     with ThreadPoolExecutor(2) as ranks:
         together = ranks.map(lambda rank: evaluate(ControlGroup("hellaswag", rank, 2, store)), range(2))
         assert [*together] == [evaluate()] * 2
-    parts = [tasks.answer(model, "hellaswag", questions, shard=(rank, 2)).losses for rank in range(2)]
-    assert np.array_equal(sum(parts), answer(model, questions))
+    parts = [hellaswag.ending_losses(model, questions, rank, 2) for rank in range(2)]
+    assert np.array_equal(sum(parts), hellaswag.ending_losses(model, questions))
     for part in parts:  # neither has the scores without the other
-        answers = tasks.Answers(part, np.zeros(len(part), bool))
-        assert part.any() and tasks.scores(questions, answers) != evaluate()
+        assert part.any() and hellaswag.scores(questions, part) != evaluate()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A run compiles all its kernels before the first step, those of validation and tasks in every shape included.
+"""A run compiles all its kernels before the first step, those of validation and HellaSwag in every shape included.
 
     python -m tests.model.test_precompile rows.jsonl DIRECTORY h200
 
@@ -48,7 +48,6 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
     JITFunction.run = note
     for i, shape in enumerate(SHAPES):
         asked = dict(every=1, tokens=5 * shape["seq_len"], hellaswag_every=1, hellaswag_data=rows)
-        asked |= dict(tasks="lambada", tasks_every=1, tasks_data=str(Path(rows).parent))
         train = dict(steps=2, dtype="bf16") | shape
         config = tiny_config(model=dict(block_size=192), train=train, eval=asked)
         trainer = make_trainer(config, directory / str(i))
@@ -68,7 +67,6 @@ def test_compile_covers_all_kernels_of_evaluation(gpu, tmp_path):
     from tests.inference.test_hellaswag import row, write  # not in that process, before it has its driver
 
     rows = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
-    (tmp_path / "lambada.jsonl").write_text('{"text": "to be or not to be"}\n' * 2)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.model.test_precompile", str(rows), str(tmp_path), gpu],

@@ -113,9 +113,11 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
 def test_checkpoint_may_leave_out_all_that_is_due_between_steps(unbroken, tmp_path):
     trainer = make_trainer(run_config(), tmp_path)
     due = list(trainer._tasks())
+    trainer._call(["eval.tasks_every"], 0)  # a key of an earlier version
+    assert trainer.state.left_out == []
     trainer.close()
     saved = json.loads((find_checkpoint(unbroken) / "state.json").read_text())
-    assert len(due) >= 5 and state_problem(saved | {"left_out": due}) is None
+    assert len(due) >= 4 and state_problem(saved | {"left_out": due}) is None
     assert state_problem(saved | {"left_out": ["train.steps"]}).startswith("left_out.0: ")
 
 

@@ -1,0 +1,148 @@
+"""HellaSwag: the loss of every ending of every question, and the accuracies that follow.
+
+The losses of a sequence depend neither on the rest of its batch nor on padding after it: attention is causal and every
+sum has a fixed order.  So batches are made for speed alone, the longest sequences first.  Each batch is padded to its
+longest sequence, rounded up to 32 tokens so that all batches run through the same kernels (see matmul.py), and holds as
+many sequences as fit the arena.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from gpt2_triton.config.config import Config
+from gpt2_triton.console import Progress
+from gpt2_triton.data.hellaswag import ENDINGS, IN_TRAINING, Questions, load_questions
+from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
+from gpt2_triton.errors import DataError
+from gpt2_triton.model.gpt2 import GPT2
+
+MULTIPLE = 32
+
+Scores = dict[str, float]  # rows, and acc and acc_norm with the standard error of each
+
+
+def questions_of_run(config: Config) -> Questions | None:
+    """Return the questions of a run, in llm.c's style; None if eval.hellaswag_every is 0."""
+    e = config.eval
+    if not e.hellaswag_every:
+        return None
+    path = Path(e.hellaswag_data) if e.hellaswag_data else None
+    tokenizer, style = get_tokenizer(config.data.tokenizer), "completion"
+    return load_questions(path, tokenizer, e.hellaswag_limit, (style,), IN_TRAINING)[style]
+
+
+def evaluate(model: GPT2, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:
+    """Return the scores of `model` on `questions`, divided among the ranks of `control`."""
+    part = ending_losses(model, questions, control.rank, control.size)
+    answered = np.flatnonzero(part)  # gather these alone: the messages are as long for any number of ranks
+    losses = np.zeros_like(part)
+    for places, values in control.all_gather([answered.tolist(), part[answered].tolist()]):
+        losses[places] = values
+    return scores(questions, losses)
+
+
+def ending_losses(model: GPT2, questions: Questions, rank: int = 0, ranks: int = 1) -> np.ndarray:
+    """Return the summed loss of each ending's tokens given its context, float64 [4 * rows].
+
+    A context that is too long for the model loses its beginning, as in lm-evaluation-harness.  Every `ranks`-th batch
+    from `rank` on is computed; the other endings keep 0.
+    """
+    lengths = _lengths(model, questions)
+    losses = np.zeros(len(lengths), np.float64)
+    mine = list(itertools.islice(_batches(model, lengths), rank, None, ranks))
+    total = sum(int(lengths[chosen].sum()) for chosen, _ in mine)
+    with Progress("HellaSwag", total, "tokens") as progress:
+        for chosen, T in mine:
+            ids, targets = _batch(questions, lengths, chosen, T)
+            each = model.evaluate(ids, targets).numpy().reshape(ids.shape)
+            # numpy's sum pairs numbers by position, so that padding would change the last bit; cumsum adds in order
+            losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
+            progress.advance(int(lengths[chosen].sum()))
+    return losses
+
+
+def _batch(questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids, targets), int32 [chosen, T], of the endings `chosen`; a target is a token of the ending, or -1."""
+    ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
+    for row, i in enumerate(chosen.tolist()):
+        n, ending = lengths[i], questions.endings[i]
+        ids[row, :n] = np.concatenate([questions.contexts[i], ending])[-n - 1 : -1]
+        targets[row, n - len(ending) : n] = ending
+    return ids, targets
+
+
+def shapes(model: GPT2, questions: Questions) -> set[tuple[int, int]]:
+    """Return (sequences, T) of the batches that `evaluate` makes of these questions, for GPT2.compile."""
+    return {(len(chosen), T) for chosen, T in _batches(model, _lengths(model, questions))}
+
+
+def require_fitting(model: GPT2, questions: Questions) -> None:
+    """Raise DataError for an ending that the model cannot take as a whole."""
+    lengths, longest = [len(ending) for ending in questions.endings], _longest(model)
+    if (length := max(lengths)) > longest:
+        row = lengths.index(length) // ENDINGS + 1
+        what = f"an ending of row {row:,} has {length} tokens, the longest input of this model is {longest}"
+        raise DataError(f"HellaSwag: {what}; ask fewer questions, or leave it out")
+
+
+def _longest(model: GPT2) -> int:
+    return min(model.config.model.block_size, model.B * model.T)
+
+
+def _lengths(model: GPT2, questions: Questions) -> np.ndarray:
+    """Return the number of inputs of each ending with its context; the last token is only a target."""
+    pairs = zip(questions.contexts, questions.endings, strict=True)
+    return np.minimum(np.array([len(context) + len(ending) for context, ending in pairs]) - 1, _longest(model))
+
+
+def _batches(model: GPT2, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    return batches(lengths, model.B * model.T, _longest(model))
+
+
+def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield batches as (indices of sequences, T), every sequence once, the longest first.
+
+    T is the longest of the batch rounded up to a multiple of 32, at most `longest`; sequences * T is at most `budget`.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    while len(order):
+        T = min(-(-int(lengths[order[0]]) // MULTIPLE) * MULTIPLE, longest)
+        yield order[: budget // T], T
+        order = order[budget // T :]
+
+
+def predictions(questions: Questions, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row's ending with the smallest loss and with the smallest loss over the length, int64 [rows] each."""
+    with np.errstate(divide="ignore"):  # an ending that is empty after the clean-up is never chosen
+        normalised = losses / questions.lengths
+    return losses.reshape(-1, ENDINGS).argmin(1), normalised.reshape(-1, ENDINGS).argmin(1)
+
+
+def scores(questions: Questions, losses: np.ndarray) -> Scores:
+    """Return acc and acc_norm, fractions of the rows, from the loss of each ending."""
+    rows = len(questions.labels)
+    found: Scores = {"rows": rows}
+    for metric, chosen in zip(("acc", "acc_norm"), predictions(questions, losses), strict=True):
+        found[metric] = acc = float((chosen == questions.labels).mean())
+        found[f"{metric}_stderr"] = math.sqrt(acc * (1 - acc) / max(rows - 1, 1))  # of the sample / sqrt(rows)
+    return found
+
+
+LABELS = {
+    "completion": "the text as it is; norm: loss per token (llm.c, build-nanogpt)",
+    "harness": "text cleaned up, with its activity; norm: loss per character (lm-evaluation-harness)",
+}
+
+
+def format_table(results: dict[str, Scores]) -> str:
+    """Return a table with one line for each style."""
+    lines = [f"{'style':<12}{'acc':>8}{'+-':>8}{'acc_norm':>10}{'+-':>8}"]
+    for style, s in results.items():
+        numbers = f"{s['acc']:>8.4f}{s['acc_stderr']:>8.4f}{s['acc_norm']:>10.4f}{s['acc_norm_stderr']:>8.4f}"
+        lines.append(f"{style:<12}{numbers}  {LABELS[style]}")
+    return "\n".join(lines)
