@@ -21,7 +21,7 @@ from gpt2_triton.checkpoint.sources import load_weights, open_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import read_yaml
 from gpt2_triton.data.loader import Windows
-from gpt2_triton.data.prepare.shard_writer import is_done
+from gpt2_triton.data.prepare.build import is_done
 from gpt2_triton.data.shards import open_shards, require_tokenizer, write_shard
 from gpt2_triton.errors import UserError
 from gpt2_triton.training.metrics import llmc_line, read_metrics

@@ -3,14 +3,15 @@
 import functools
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from gpt2_triton.commands.app import make_app, require_at_least, usage_line
 from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
 Tokenizer = Literal["gpt2", "bytes"]
-CLIMBMIX, CLIMBMIX_TOKENS = "nvidia/ClimbMix", 400_000_000_000  # on the Hub; of its card
 
 
 @app.command(name="text", usage=usage_line("prepare text", "[OPTIONS] INPUTS..."))
@@ -125,41 +126,11 @@ for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items(
     app.command(_command, name=_name, help=_help)
 
 
-@app.command(name="climbmix")
-def prepare_climbmix(
-    *,
-    source: str = CLIMBMIX,
-    revision: str | None = None,
-    out: Path = Path("data/climbmix"),
-    tokens: int | None = None,
-    shard_tokens: int = 100_000_000,
-) -> None:
-    """Convert ClimbMix, published as GPT-2's tokens, while it is streamed; the same command resumes it.
-
-    The dataset has 400 billion tokens and is under CC BY-NC 4.0, which allows no commercial use.
-
-    Parameters
-    ----------
-    source: str
-        Name of the dataset on the Hub, or a folder of its files (jsonl or parquet).
-    revision: str
-        Branch or commit of the dataset; by default the newest, which a resumed conversion keeps.
-    out: Path
-        Directory of the shards, val_000000.bin and train_*.bin.
-    tokens: int
-        Stop after this many tokens, of which at most a tenth become validation data; by default take all.
-    shard_tokens: int
-        Tokens per shard; the first shard is the validation data.
-    """
-    require_at_least(shard_tokens=(shard_tokens, 1), tokens=(10 if tokens is None else tokens, 10))
-    from gpt2_triton.console import print_line
-    from gpt2_triton.data.prepare import dataset
-
-    print_line("ClimbMix is under CC BY-NC 4.0: no commercial use")
-    given = dataset.Dataset(source, None, revision, "tokens")
-    nominal = CLIMBMIX_TOKENS if source == CLIMBMIX else None
-    todo = "give a dataset with the rows of ClimbMix as --source"
-    dataset.prepare_dataset(given, out, "gpt2", tokens, 1, shard_tokens, nominal=nominal, other_field=todo, kind=list)
+@app.command(name="climbmix", show=False)
+def prepare_climbmix(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+    """Say what takes its place."""
+    other = "`prepare fineweb --source OWNER/NAME --version NAME` takes other datasets of text from the Hub"
+    raise ConfigError(f"prepare climbmix: was removed, as its rows are tokens; {other}")
 
 
 @app.command(name="pretokenized")

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from gpt2_triton.console import print_line
-from gpt2_triton.data.prepare.shard_writer import SHARD_TOKENS, Log
+from gpt2_triton.data.prepare.build import SHARD_TOKENS, Log
 from gpt2_triton.data.prepare.text import prepare_texts
 
 
@@ -20,7 +20,7 @@ def prepare_builtin(out_dir: Path, tokenizer: str = "bytes", log: Log = print_li
     text = builtin_text()
     source = [{"file": "pydoc_data.topics", "sha256": _sha256(text)}]
     recipe = dict(tokenizer=tokenizer, val_fraction=0.1, shard_tokens=SHARD_TOKENS, source=source)
-    return prepare_texts(lambda: [(0, text)], len(text), recipe, Path(out_dir), log, map)
+    return prepare_texts(lambda: [(0, text)], len(text), recipe, Path(out_dir), 1, log)
 
 
 def builtin_shards(tokenizer: str, root: Path = Path("data")) -> Path:
@@ -30,7 +30,7 @@ def builtin_shards(tokenizer: str, root: Path = Path("data")) -> Path:
 
 
 def pattern_of(given: str, split: str, tokenizer: str) -> str:
-    """Return the path or glob in data.train or data.val; for `builtin` that of its shards of this split."""
+    """Return the path or glob in data.train or data.val; `builtin` stands for the built-in shards of this split."""
     return str(builtin_shards(tokenizer) / f"{split}_*.bin") if given == "builtin" else given
 
 

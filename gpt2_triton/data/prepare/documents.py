@@ -9,13 +9,14 @@ import glob
 import gzip
 import json
 import re
+import shlex
+import textwrap
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from gpt2_triton.data.prepare.encoding import conversion, likely_encoding
-from gpt2_triton.errors import DataError, bad_data
+from gpt2_triton.errors import DataError
 from gpt2_triton.files import expand_glob, is_text, sha256
 
 READ_BYTES = 1 << 20
@@ -40,12 +41,11 @@ def find_files(inputs: Sequence[Path]) -> list[File]:
     seen: set[Path] = set()
     for path, _ in files:
         if not path.exists():
-            got, expected = "No such file or directory", "a file, a folder or a quoted glob"
-            raise bad_data(path, "cannot read", got, expected, "correct the path")
+            raise DataError(f"{path}: no such file; give a file, a folder or a quoted glob")
         if not is_text(path):
-            raise bad_data(path, "unknown kind of text", path.name, ENDINGS, "rename it or leave it out")
+            raise DataError(f"{path}: unknown kind of text; text has {ENDINGS}: rename it or leave it out")
         if path.resolve() in seen:
-            raise bad_data(path, "the same file again", "it twice", "each file once", "leave one out")
+            raise DataError(f"{path}: the same file again; leave one out")
         seen.add(path.resolve())
     return files
 
@@ -60,7 +60,7 @@ def _matches(given: Path) -> list[File]:
     else:
         found = [File(given, given.name)]
     if not found:
-        raise bad_data(given, "no text here", "0 files", ENDINGS, "correct the path")
+        raise DataError(f"{given}: no text here; text has {ENDINGS}: correct the path")
     return found
 
 
@@ -75,7 +75,7 @@ def measure(path: Path) -> tuple[str, int]:
         raise _unreadable(path, error) from None
     characters = sum(len(text) for _, text in read(path))
     if not characters:
-        raise bad_data(path, "empty", "0 characters", "text in UTF-8", "leave this file out")
+        raise DataError(f"{path}: empty; leave this file out")
     return digest, characters
 
 
@@ -98,41 +98,34 @@ def read(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _unreadable(where: object, error: Exception) -> DataError:
-    got = getattr(error, "strerror", None) or str(error)
-    return bad_data(where, "cannot read", got, "a whole text file", "correct the path or copy the file again")
+    why = getattr(error, "strerror", None) or error
+    return DataError(f"{where}: cannot read: {why}; correct the path or copy the file again")
 
 
 def _decode(path: Path, line: int, data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        at = error.start
-        where, got = f"{path}, line {line + data.count(bytes([10]), 0, at):,}", f"byte 0x{data[at]:02x}"
-        encoding = likely_encoding(data, at)
-        likely = "damaged UTF-8" if encoding == "UTF-8" else encoding
-        todo = f"it is likely {likely}: prepare what this command writes: {conversion(path, encoding)}"
-        raise bad_data(where, "not UTF-8", got, "text in UTF-8", todo) from None
+        where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
+        todo = f"convert it, `iconv -f ENCODING -t utf-8 {shlex.quote(str(path))}`, from UTF-16 or CP1252 for example"
+        raise DataError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}; {todo}") from None
 
 
 def _json_text(path: Path, line: int, data: bytes) -> str:
     """Return the field "text" of one line; "" for a blank line."""
-    row, where, todo = _decode(path, line, data), f"{path}, line {line:,}", "correct or remove this line"
+    row, where = _decode(path, line, data), f"{path}, line {line:,}"
     if not row.strip():
         return ""
     try:
-        value = json.loads(row)
-    except (ValueError, RecursionError) as error:
-        raise bad_data(where, "not JSON", error, 'an object {"text": "..."}', todo) from None
-    text = value.get("text") if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        got = f"the fields {', '.join(value) or 'of none'}" if isinstance(value, dict) else type(value).__name__
-        got = f"one of type {type(text).__name__}" if text is not None else got
-        raise bad_data(where, 'no string in field "text"', got, 'an object {"text": "..."}', todo)
-    try:
+        text = json.loads(row)["text"]
         text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x} alone"
-        raise bad_data(where, "half a surrogate pair", half, "whole characters", todo) from None
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: half a surrogate pair; correct or remove this line") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}; correct or remove this line") from None
+    except (KeyError, TypeError, AttributeError):  # no such field, no object, no string
+        wrong = 'no {"text": "..."} but ' + textwrap.shorten(row, 100, placeholder=" ...")
+        raise DataError(f"{where}: {wrong}; correct or remove this line") from None
     return text
 
 

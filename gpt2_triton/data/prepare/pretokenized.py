@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_triton.console import Progress, print_line
-from gpt2_triton.data.hub import hub_errors_as, repository
-from gpt2_triton.data.prepare import shard_writer
-from gpt2_triton.data.prepare.shard_writer import Log, ShardRecords
+from gpt2_triton.data.prepare.build import Log, ShardRecords, count_tokens, directory_in_use, disk_errors, require_space
+from gpt2_triton.data.prepare.hub import hub_errors, repository
 from gpt2_triton.data.shards import RECORD, map_tokens, read_record
-from gpt2_triton.errors import bad_data
+from gpt2_triton.errors import DataError
 from gpt2_triton.files import fsync, sha256, write_atomic
 
 REPOSITORIES = {
@@ -45,14 +44,13 @@ def download(name: str, out_dir: Path, shards: int | None = None, log: Log = pri
     """
     repo = REPOSITORIES.get(name, name)
     if "/" not in repo:
-        expected = f"{', '.join(REPOSITORIES)} or a repository's owner/name"
-        raise bad_data("prepare pretokenized", "unknown data", repr(name), expected, "choose one of them")
-    info = repository(repo, None, "an answer from the Hugging Face Hub", OFFLINE, files_metadata=True)
+        known = f"{', '.join(REPOSITORIES)} or a repository's owner/name"
+        raise DataError(f"prepare pretokenized: unknown data {name!r}; choose {known}")
+    info = repository(repo, None, OFFLINE, files_metadata=True)
     files = _choose(repo, info.siblings, shards)
-    with shard_writer.disk_errors_as(out_dir):
+    with disk_errors(out_dir):
         rows = _download_missing(repo, info.sha, files, out_dir)
-    tokens = sum(row["tokens"] for row in rows.values())
-    log(f"prepared {out_dir}: {len(rows)} shards, {tokens:,} tokens")
+    log(f"prepared {out_dir}: {len(rows)} shards, {count_tokens(rows):,} tokens")
     return out_dir
 
 
@@ -61,10 +59,10 @@ def _choose(repo: str, siblings: Any, shards: int | None) -> list[File]:
     files = sorted(File(f.rfilename, f"{m[1]}_{m[2]}.bin", f.size, f.lfs.sha256) for m, f in found)
     train, val = ([f for f in files if f.local.startswith(split)] for split in ("train", "val"))
     if not train or not val:
-        got, expected = f"{len(train)} and {len(val)}", "files *_train_NNNNNN.bin and *_val_NNNNNN.bin"
-        raise bad_data(repo, "no training or no validation shards", got, expected, "choose another repository")
+        what = "no files *_train_NNNNNN.bin or no *_val_NNNNNN.bin"
+        raise DataError(f"{repo}: {what}; choose another repository")
     if shards is not None and shards > len(train):
-        raise bad_data("--shards", f"more than {repo} has", shards, f"up to {len(train)}", "ask for fewer")
+        raise DataError(f"--shards {shards}: {repo} has {len(train)}; ask for fewer")
     return val + train[:shards]
 
 
@@ -79,7 +77,7 @@ def _download_missing(repo: str, commit: str, files: list[File], out_dir: Path) 
                 missing.append(file)
             progress.advance(1)
     size = sum(file.size for file in missing)
-    shard_writer.require_space(out_dir, size // 2)
+    require_space(out_dir, size // 2)
     with Progress(f"downloading {repo}", size, "bytes") as progress:
         for file in files:
             if file in missing:
@@ -100,12 +98,12 @@ def _is_there(path: Path, file: File, ours: bool) -> bool:
         return False
     same = path.stat().st_size == file.size and sha256(path) == file.sha256
     if not same and not ours:
-        raise shard_writer.directory_in_use(path)
+        raise directory_in_use(path)
     return same
 
 
 def _download_file(repo: str, commit: str, file: File, out_dir: Path) -> None:
-    with hub_errors_as(f"{repo}/{file.name}", f"{file.size:,} bytes", AGAIN):
+    with hub_errors(f"{repo}/{file.name}", AGAIN):
         from huggingface_hub import hf_hub_download
 
         folder = out_dir / ".download"
@@ -113,7 +111,7 @@ def _download_file(repo: str, commit: str, file: File, out_dir: Path) -> None:
     digest = sha256(path)
     if digest != file.sha256:
         path.unlink()
-        raise bad_data(f"{repo}/{file.name}", "damaged on the way", f"sha256 {digest}", file.sha256, AGAIN)
+        raise DataError(f"{repo}/{file.name}: damaged on the way; {AGAIN}")
     map_tokens(path)  # its header
     fsync(path)
     os.rename(path, out_dir / file.local)

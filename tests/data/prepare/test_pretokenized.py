@@ -6,7 +6,7 @@ import pytest
 
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
-from gpt2_triton.data.prepare import pretokenized, shard_writer
+from gpt2_triton.data.prepare import build, pretokenized
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
 
@@ -23,7 +23,7 @@ def test_pretokenized_shards_are_checked_renamed_and_recorded(hub, tmp_path, mon
         assert (out / name).read_bytes() == hub.files[f"fineweb_{name}"]
     record = json.loads((out / "shards.json").read_text())
     assert record["source"] == {"name": "kjj0/fineweb10B-gpt2", "revision": hub.commit}
-    assert record["shards"] == {name: shard_writer.shard_record(out / name) for name in ("val_000000.bin", *names[1:3])}
+    assert record["shards"] == {name: build.shard_record(out / name) for name in ("val_000000.bin", *names[1:3])}
     assert "prepared data/fineweb10B: 3 shards, 1,500 tokens" in capsys.readouterr().out
 
 
@@ -41,7 +41,7 @@ def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
 
 def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "broken", True)
-    with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged on the way: .* run the same command again"):
+    with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged on the way; run the same command again"):
         pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
     assert not list((tmp_path / "out").glob("*.bin"))
     monkeypatch.setattr(hub, "broken", False)
@@ -56,12 +56,12 @@ def test_pretokenized_refuses_other_files(hub, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "out").glob("*.bin")] == ["val_000000.bin"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "val_000000.bin").write_bytes(b"mine")
-    with pytest.raises(DataError, match="val_000000.bin: in use: got another file, "):
+    with pytest.raises(DataError, match="val_000000.bin: in use: "):
         pretokenized.download("fineweb10B", tmp_path / "other", 1, lambda line: None)
     assert (tmp_path / "other" / "val_000000.bin").read_bytes() == b"mine"
-    with pytest.raises(DataError, match="--shards: more than kjj0/fineweb10B-gpt2 has: got 9, expected up to 3"):
+    with pytest.raises(DataError, match="--shards 9: kjj0/fineweb10B-gpt2 has 3; ask"):
         pretokenized.download("fineweb10B", tmp_path / "out", 9, lambda line: None)
-    with pytest.raises(DataError, match="unknown data: got 'fineweb', expected fineweb10B, .* choose one of them"):
+    with pytest.raises(DataError, match="unknown data 'fineweb'; choose fineweb10B, "):
         pretokenized.download("fineweb", tmp_path / "out", 9, lambda line: None)
 
 

@@ -1,0 +1,254 @@
+"""From documents to a directory of shards: tokenise by several processes, cut, record.
+
+progress.json holds the finished shards, the place in the source where each begins, and where the next one begins; at
+the end shards.json replaces it.  The same command resumes a stopped preparation after its last finished shard.  The
+bytes depend neither on stops nor on the number of processes.
+"""
+
+import fcntl
+import functools
+import itertools
+import json
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from gpt2_triton.console import Progress
+from gpt2_triton.data.prepare.workers import paired_map
+from gpt2_triton.data.shards import HEADER_BYTES, RECORD, map_tokens, read_record, write_shard
+from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.errors import DataError
+from gpt2_triton.files import missing_space, sha256, write_atomic
+
+PROGRESS, LOCK = "progress.json", ".lock"
+BATCH_CHARS = 1 << 20  # characters tokenised at a time, by one process
+SHARD_TOKENS = 100_000_000  # llm.c's
+
+Log = Callable[[str], None]
+ShardRecords = dict[str, dict[str, Any]]  # {"tokens": ..., "sha256": ...} of each shard, by name
+Place = dict[str, Any]  # {"state": the source before a batch, "skip": tokens of the batch to skip}, for JSON
+
+
+class Batch(NamedTuple):
+    """Text that one process tokenises at a time."""
+
+    split: str  # of its shards; the batches of a split follow each other
+    state: Any  # of the source before this batch, for JSON
+    pieces: list[tuple[bool, str]]  # whether the end-of-text token comes first, and text
+
+    @property
+    def characters(self) -> int:
+        return sum(len(text) for _, text in self.pieces)
+
+
+class Source(Protocol):
+    """Documents in a fixed order."""
+
+    name: str
+    unit: str  # of the progress: "tokens" or "characters"; of characters a state is their number
+    size: int | None  # in that unit, if known
+
+    def batches(self, state: Any) -> Iterator[Batch]:
+        """Yield batches from `state` on (None: from the beginning), always the same ones."""
+
+    def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int] | None:
+        """Return the name of the shard that follows those written, and its most tokens; None after the last."""
+
+
+def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int, log: Log) -> bool:
+    """Write the shards of `source` into out_dir; return False if they are there already.
+
+    recipe            what decides the bytes; shards.json holds it with the shards
+    expected_tokens   about, for the check of the disk's space
+
+    DataError if out_dir has other shards, or a preparation begun with another recipe.
+    """
+    with disk_errors(out_dir):
+        if not is_done(out_dir, recipe):
+            with _locked(out_dir, log):
+                if not is_done(out_dir, recipe):  # by a process that held the lock
+                    _build(source, recipe, out_dir, expected_tokens, workers, log)
+                    return True
+        log(f"{out_dir} is prepared already")
+        _remove(out_dir, PROGRESS, LOCK)
+        return False
+
+
+def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int, log: Log) -> None:
+    get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
+    shards, places = _resume(recipe, out_dir, log)
+    done = count_tokens(shards)
+    require_space(out_dir, max(0, expected_tokens - done))
+    _record_progress(out_dir, recipe, shards, places)
+    start = places[-1] or {"state": None, "skip": 0}
+    before = start["state"] or 0 if source.unit == "characters" else done
+    title = f"tokenising {source.name}"
+    with paired_map(workers) as run, Progress(title, source.size, source.unit, before) as progress:
+        tokenised = run(functools.partial(tokenize, recipe["tokenizer"]), source.batches(start["state"]))
+        for name, tokens, place in _cut(source, shards, tokenised, start["skip"], progress):
+            write_shard(out_dir / name, tokens)
+            shards[name] = shard_record(out_dir / name)
+            places.append(place)
+            _record_progress(out_dir, recipe, shards, places)
+    if not any(name.startswith("train") for name in shards):
+        _remove(out_dir, *shards, PROGRESS, LOCK)  # else they would refuse the command that the message asks for
+        few = f"its {count_tokens(shards):,} tokens all go into the validation shard"
+        raise DataError(f"{source.name}: too little text: {few}; give that number as --tokens, or less")
+    for split in ("train", "val"):
+        names = [name for name in shards if name.startswith(split)]
+        shards |= balance_last_two(out_dir, names, recipe["shard_tokens"])
+    write_atomic(out_dir / RECORD, json.dumps(recipe | {"shards": shards}, indent=1).encode())
+    _remove(out_dir, PROGRESS, LOCK)
+
+
+def tokenize(tokenizer: str, batch: Batch) -> np.ndarray:
+    """Return the tokens of a batch, uint16."""
+    coder, parts = get_tokenizer(tokenizer), []
+    for eot_first, text in batch.pieces:
+        if eot_first:
+            parts.append(np.array([coder.eot], np.uint16))
+        parts.append(coder.encode(text))
+    return np.concatenate(parts)
+
+
+def _cut(
+    source: Source, shards: ShardRecords, tokenised: Iterator[tuple[Batch, np.ndarray]], skip: int, progress: Progress
+) -> Iterator[tuple[str, np.ndarray, Place]]:
+    """Yield (name, tokens, place after them) of each shard; the caller adds it to `shards` before the next one.
+
+    The first `skip` tokens are in a shard already.
+    """
+    for split, of_split in itertools.groupby(tokenised, key=lambda pair: pair[0].split):
+        rest, state, length = np.empty(0, np.uint16), None, 0  # the last two are of the newest batch
+        while shard := source.next_shard(split, shards):
+            name, size = shard
+            held = [rest]
+            while sum(map(len, held)) < size and (pair := next(of_split, None)):
+                batch, tokens = pair
+                state, length = batch.state, len(tokens)
+                held.append(tokens[skip:])
+                skip = max(0, skip - length)
+                progress.advance(batch.characters if source.unit == "characters" else len(held[-1]))
+            tokens = np.concatenate(held)
+            if not len(tokens):
+                break
+            rest = tokens[size:].copy()  # a view would keep the whole shard in memory
+            yield name, tokens[:size], {"state": state, "skip": length - len(rest)}
+        else:
+            return
+
+
+# ---- the directory ----
+
+
+def _resume(recipe: dict[str, Any], out_dir: Path, log: Log) -> tuple[ShardRecords, list[Place | None]]:
+    """Return the finished shards, and the place where each begins and where the next one begins (None: the start)."""
+    record, shards = read_record(out_dir / PROGRESS), {}
+    if not record and ((out_dir / RECORD).exists() or any(out_dir.glob("*.bin"))):
+        _remove(out_dir, LOCK)
+        raise directory_in_use(out_dir)
+    if not record.get("shards"):
+        return {}, [None]
+    found, places = record.pop("shards"), record.pop("places")
+    for key in sorted(key for key in recipe if record.get(key) != recipe[key]):
+        then, now = (textwrap.shorten(str(value), 300) for value in (record.get(key), recipe[key]))
+        todo = "give that again, remove the directory, or choose another --out"
+        raise DataError(f"{out_dir}: begun with another {key}: {then}, now {now}; {todo}")
+    with Progress("checking finished shards", count_tokens(found), "tokens") as progress:
+        for name, row in found.items():
+            path = out_dir / name
+            if not path.exists() or shard_record(path) != row:
+                log(f"{path} is damaged: preparing again from there")
+                break
+            shards[name] = row
+            progress.advance(row["tokens"])
+    log(f"resuming after {len(shards)} finished shards, {count_tokens(shards):,} tokens")
+    return shards, places[: len(shards) + 1]
+
+
+def _record_progress(out_dir: Path, recipe: dict[str, Any], shards: ShardRecords, places: list[Place | None]) -> None:
+    write_atomic(out_dir / PROGRESS, json.dumps(recipe | {"shards": shards, "places": places}, indent=1).encode())
+
+
+def balance_last_two(directory: Path, names: list[str], limit: int) -> ShardRecords:
+    """Give the last two shards equal lengths if the last has fewer than limit / 2 tokens; return the changed records.
+
+    The last one is written first: a kill in between leaves the one before as it was.
+    """
+    if len(names) < 2 or 2 * len(map_tokens(directory / names[-1])) >= limit:
+        return {}
+    tokens = np.concatenate([map_tokens(directory / name) for name in names[-2:]])
+    halves = zip(names[-2:], np.array_split(tokens, 2), strict=True)
+    for name, half in reversed(list(halves)):
+        write_shard(directory / name, half)
+    return {name: shard_record(directory / name) for name in names[-2:]}
+
+
+def shard_record(path: Path) -> dict[str, Any]:
+    return {"tokens": (path.stat().st_size - HEADER_BYTES) // 2, "sha256": sha256(path)}
+
+
+def count_tokens(shards: ShardRecords, split: str = "") -> int:
+    """Return the tokens of the shards of a split, or of all."""
+    return sum(row["tokens"] for name, row in shards.items() if name.startswith(split))
+
+
+def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
+    """Return whether out_dir holds what `recipe` makes, by its record and the sizes of its shards."""
+    record = read_record(out_dir / RECORD)
+    try:
+        sizes = {name: (out_dir / name).stat().st_size for name in record["shards"]}
+        whole = {name: HEADER_BYTES + 2 * row["tokens"] for name, row in record.pop("shards").items()}
+    except (OSError, LookupError, TypeError, AttributeError, ValueError):  # ValueError: a name with a zero byte
+        return False
+    return record == recipe and sizes == whole
+
+
+def _remove(out_dir: Path, *names: str) -> None:
+    for name in names:
+        (out_dir / name).unlink(missing_ok=True)
+
+
+def directory_in_use(place: Path) -> DataError:
+    return DataError(f"{place}: in use: it holds other data; choose another directory as --out, or remove it")
+
+
+def require_space(directory: Path, tokens: int) -> None:
+    """DataError unless `tokens` more tokens, of two bytes each, fit on the disk."""
+    if missing := missing_space(directory, 2 * tokens):
+        needed, free = missing
+        what = f"{free:,} bytes free, {needed:,} needed for {tokens:,} tokens"
+        raise DataError(f"{directory}: not enough room: {what}; make room or choose another directory")
+
+
+@contextmanager
+def disk_errors(out_dir: Path) -> Iterator[None]:
+    """Raise an OSError of the block as a DataError about out_dir."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise DataError(f"{out_dir}: cannot write: {why}; make room or choose another directory") from None
+
+
+@contextmanager
+def _locked(out_dir: Path, log: Log) -> Iterator[None]:
+    """Hold out_dir against other preparations, and wait for one at work.
+
+    The lock's file is removed only when shards.json is there, which a process that waits for it then finds.
+    Where the file system has no locks, processes with the same recipe write the same bytes; others are refused.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with open(out_dir / LOCK, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"waiting for another process that prepares {out_dir}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield

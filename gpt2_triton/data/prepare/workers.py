@@ -1,0 +1,57 @@
+"""A `map` over several processes."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Any
+
+from gpt2_triton.errors import DataError
+
+PairedMap = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[tuple[Any, Any]]]
+
+
+@contextmanager
+def paired_map(processes: int) -> Iterator[PairedMap]:
+    """Yield a `map` that yields (task, result) in the order of the tasks, and takes a few of them ahead."""
+    if processes <= 1:
+        yield lambda function, tasks: ((task, function(task)) for task in tasks)
+        return
+    # spawn: this process may have threads (tiktoken's, torch's), whose locks a fork would copy in whatever state
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin_worker)
+
+    def parallel_map(function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        waiting: deque[tuple[Any, Future[Any]]] = deque()
+        for task in tasks:
+            waiting.append((task, pool.submit(function, task)))
+            if len(waiting) > 2 * processes:
+                task, future = waiting.popleft()
+                yield task, future.result()
+        for task, future in waiting:
+            yield task, future.result()
+
+    try:
+        yield parallel_map
+    except BrokenProcessPool:
+        todo = "perhaps for lack of memory; try again with fewer --workers"
+        raise DataError(f"prepare: one of {processes} workers died, {todo}") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """Leave Ctrl-C to the parent, and end with it: a killed parent closes no queue, so a worker would wait forever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def follow_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, name="follow parent", daemon=True).start()
