@@ -16,7 +16,7 @@ import torch
 
 from gpt2_triton.data.packing import pack_batch, packed_size
 from gpt2_triton.data.shards import Shard
-from gpt2_triton.errors import bad_data
+from gpt2_triton.errors import DataError
 
 # ---- samples ----
 
@@ -113,9 +113,9 @@ class ValidationLoader:
         self.count = tokens // seq_len if tokens else self.windows.n
         self.tokens = self.count * seq_len
         if not 1 <= self.count <= self.windows.n:
-            most = f"{self.windows.n * seq_len:,} (all {self.windows.n:,} windows of {len(shards)} shard(s))"
-            expected, todo = f"{seq_len:,} (one window) to {most}", "set eval.tokens, to 0 for all, or data.val"
-            raise bad_data(shards[0].path, "eval.tokens does not suit this data", f"{tokens:,}", expected, todo)
+            most = f"{self.windows.n * seq_len:,}, all {self.windows.n:,} windows of {len(shards)} shard(s)"
+            what = f"eval.tokens {tokens:,} is not within {seq_len:,}, one window, and {most}"
+            raise DataError(f"{shards[0].path}: {what}; set eval.tokens, to 0 for all, or data.val")
 
     def batches(self, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (ids, targets), int32 [rows, seq_len] each, of every `ranks`-th batch from number `rank` on; the last

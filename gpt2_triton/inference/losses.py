@@ -12,7 +12,7 @@ from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
-from gpt2_triton.errors import DataError, bad_data
+from gpt2_triton.errors import DataError
 from gpt2_triton.model.gpt2 import GPT2
 
 
@@ -54,8 +54,7 @@ def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
     byte_lengths = _byte_lengths(model.config)
     most = sum((shard.count - 1) // model.T for shard in shards) * model.T
     if tokens and not model.T <= tokens <= most:
-        expected, todo = f"0, or {model.T:,} (one window) to {most:,}", "change it or name more shards"
-        raise bad_data("--tokens", "does not suit these shards", f"{tokens:,}", expected, todo)
+        raise DataError(f"--tokens {tokens:,}: must be 0, or {model.T:,} (one window) to {most:,} in these shards")
     loader = ValidationLoader(shards, model.T, tokens)
     total, of_text, text_bytes = 0.0, 0.0, 0
     with Progress("perplexity", loader.tokens, "tokens") as progress:

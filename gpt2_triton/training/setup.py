@@ -154,14 +154,13 @@ def _began_from(saved: dict[str, Any]) -> str:
 
 def _check_data(found: Path, saved: dict[str, Any], config: Config, data: Data) -> dict[str, resume.Change]:
     """Return the files of training and validation data that differ from the checkpoint's, which data.allow_changed
-    accepts.  Earlier versions recorded no validation data, and other hashes.
+    accepts.  Earlier versions recorded no validation data.
     """
     changed: dict[str, resume.Change] = {}
     given = {"data": ("data.train", config.data.train), "validation_data": ("data.val", config.data.val)}
     for key, shards in data.shards.items():
         if key in saved:
-            rows = [*saved[key], *[{}] * len(shards)]
-            now = [s.fingerprint_of_ends if "sha256" in row else s.fingerprint for s, row in zip(shards, rows)]
+            now = [shard.fingerprint for shard in shards]
             changed |= resume.check_data(found, saved[key], now, *given[key], allow=config.data.allow_changed)
     return changed
 

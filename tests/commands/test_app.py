@@ -250,7 +250,7 @@ def test_train_refuses_shards_of_another_tokenizer(here, trained, capsys, split)
     assert main(train_app, argv) == 0
     (here / "others" / "shards.json").write_text('{"tokenizer": "gpt2"}')
     assert main(train_app, argv) == 3 and len(trained) == 1
-    assert "others/shards.json: made with another tokenizer: got gpt2" in capsys.readouterr().err
+    assert "others/shards.json: made with another tokenizer, gpt2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("run_dir", "holds", "stays"), [("new", [], False), ("new", ["a"], True), ("own", [], True)])

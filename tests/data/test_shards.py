@@ -36,13 +36,7 @@ def refusal(path, vocab_size=VOCAB, seq_len=SEQ_LEN):
     with pytest.raises(DataError) as error:
         open_shards(str(path), vocab_size, seq_len)
     message = str(error.value)
-    assert (
-        "\n" not in message
-        and str(path) in message
-        and "got " in message
-        and "expected " in message
-        and "; " in message
-    )
+    assert "\n" not in message and str(path) in message and "; " in message
     return message
 
 
@@ -59,41 +53,28 @@ def test_open_shards_returns_the_tokens(shard):
         np.testing.assert_array_equal(out, TOKENS[first : first + length])
 
 
-def test_shard_with_wrong_magic_is_refused(shard):
-    patched(shard, 0, 20240801)
-    assert "got 20240801, expected 20240520 (llm.c's uint16 shards; nanoGPT's have no header)" in refusal(shard)
+@pytest.mark.parametrize("header", [(20240801, 1), (20240520, 7)])
+def test_shard_of_another_format_is_refused(shard, header):
+    patched(shard, 0, *header)
+    assert f"no shard: it begins with {header[0]} {header[1]}, llm.c's uint16 shards with 20240520 1;" in refusal(shard)
 
 
-def test_shard_with_wrong_version_is_refused(shard):
-    patched(shard, 4, 7)
-    assert "version: got 7, expected 1" in refusal(shard)
-
-
-@pytest.mark.parametrize("count", [0, -5])
-def test_shard_without_tokens_is_refused(shard, count):
+@pytest.mark.parametrize("count", [0, -5, 99, 101])
+def test_shard_of_wrong_size_is_refused(shard, count):
     patched(shard, 8, count)
-    assert f"got a count of {count} in the header" in refusal(shard)
-
-
-@pytest.mark.parametrize("change", [-1, -2, 1, 2])
-def test_shard_of_wrong_size_is_refused(shard, change):
-    data = shard.read_bytes()
-    shard.write_bytes(data[:change] if change < 0 else data + bytes(change))
     message = refusal(shard)
-    assert (
-        f"got {1224 + change:,} bytes, expected 1,224 for the 100 tokens" in message and "prepare it again" in message
-    )
+    assert f"wrong size: 1,224 bytes, and {count} tokens by its header" in message and "prepare it again" in message
 
 
 @pytest.mark.parametrize("size", [0, 3, 1023])
 def test_shard_without_a_whole_header_is_refused(shard, size):
     shard.write_bytes(shard.read_bytes()[:size])
-    assert f"no header: got {size:,} bytes" in refusal(shard)
+    assert f"no header in {size:,} bytes" in refusal(shard)
 
 
 def test_shard_shorter_than_one_window_is_refused(shard):
     assert len(open_shards(str(shard), VOCAB, 99)) == 1
-    assert "got 100 tokens, expected seq_len + 1 = 101 or more; lower train.seq_len" in refusal(shard, seq_len=100)
+    assert "100 tokens, fewer than seq_len + 1 = 101; lower train.seq_len" in refusal(shard, seq_len=100)
 
 
 @pytest.mark.parametrize("place", [50, 10**5])
@@ -108,7 +89,7 @@ def test_shard_token_outside_the_vocabulary_is_located(shard, place):
     with pytest.raises(DataError) as error:
         opened.fingerprint if place == 50 else windows.read(np.arange(place // SEQ_LEN - 2, place // SEQ_LEN + 5))
     at = place + 20
-    assert f"token {at:,} (byte {1024 + 2 * at:,}) outside the vocabulary: got 300, expected less than 300" in str(
+    assert f"token {at:,} (byte {1024 + 2 * at:,}) outside the vocabulary: 300, must be less than 300" in str(
         error.value
     )
     assert struct.unpack_from("<H", shard.read_bytes(), 1024 + 2 * at) == (300,)
@@ -120,9 +101,7 @@ def test_open_shards_refuses_a_pattern_without_match(tmp_path):
 
 
 def test_open_shards_refuses_a_directory(tmp_path):
-    assert f"got a directory, expected a path or glob of .bin files; name its files, as {tmp_path}/train" in refusal(
-        tmp_path
-    )
+    assert f"a directory; name the shards in it, as {tmp_path}/train" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("record", [{"tokenizer": "bytes"}, {"source": "others"}, [], None])
@@ -134,7 +113,7 @@ def test_require_tokenizer_refuses_another_tokenizer(shard, record):
     if record != {"tokenizer": "bytes"}:
         return require_tokenizer(str(shard.parent / "train_*.bin"), "gpt2")
     for given in (shard, shard.parent / "train_*.bin"):
-        with pytest.raises(DataError, match="shards.json: made with another tokenizer: got bytes, expected gpt2; set"):
+        with pytest.raises(DataError, match="shards.json: made with another tokenizer, bytes, not gpt2; set"):
             require_tokenizer(str(given), "gpt2")
 
 
@@ -191,10 +170,10 @@ def test_fingerprint_covers_names_sizes_and_the_whole_file(tmp_path, count):
     assert first not in changed
 
 
-def test_fingerprint_of_ends_is_that_of_earlier_versions(tmp_path):
-    write_shard(tmp_path / "a.bin", np.arange(100_000).astype(np.uint16))
+def test_fingerprint_of_a_small_shard_is_the_same_in_all_versions(tmp_path):
+    write_shard(tmp_path / "a.bin", np.arange(50_000).astype(np.uint16))
     data = (tmp_path / "a.bin").read_bytes()
-    found = Shard(tmp_path / "a.bin", 1 << 16, SEQ_LEN).fingerprint_of_ends
+    found = Shard(tmp_path / "a.bin", 1 << 16, SEQ_LEN).fingerprint
     assert found["sha256"] == hashlib.sha256(data[: 1024 + 65536] + data[-65536:]).hexdigest()
 
 
@@ -208,9 +187,7 @@ def test_verify_compares_with_the_record(shard):
     shard.with_name("shards.json").write_text(json.dumps({"shards": {shard.name: {"sha256": digest}}}))
     assert opened.verify()
     patched(shard, 1024 + 150, 1)
-    with pytest.raises(
-        DataError, match=f"train_000000.bin: damaged: got sha256 .*, expected {digest} as in shards.json"
-    ):
+    with pytest.raises(DataError, match=f"train_000000.bin: damaged: sha256 .*, not {digest} as in shards.json"):
         opened.verify()
 
 
@@ -237,32 +214,26 @@ def replace(path):
 
 
 CHANGES = {
-    cut: "cut off while it was read, at byte 1,124",
-    overwrite: "changed while it was read, at byte 1,114",
-    lengthen: "changed while it was read, at byte 1,114",
-    replace: "removed or replaced while it was read, at byte 1,114",
-    os.unlink: "removed or replaced while it was read, at byte 1,114",
+    cut: "cut off at byte 1,124 of 1,224 while the run reads it",
+    overwrite: "changed while the run reads it, at byte 1,114",
+    lengthen: "changed while the run reads it, at byte 1,114",
+    replace: "changed while the run reads it, at byte 1,114",
+    os.unlink: "cannot read: No such file or directory",
 }
 
 
-@pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_shard_that_changes_while_it_is_read_is_a_data_error(shard, change, is_open):
+def test_shard_that_changes_while_it_is_read_is_a_data_error(shard, change):
     [opened] = open_shards(str(shard), VOCAB, SEQ_LEN)
     out = np.empty(9, np.uint16)
     assert opened.fingerprint
-    if is_open:
-        opened.read(45, out)
+    opened.read(45, out)
     os.utime(shard, ns=(1, opened._state.st_mtime_ns - 10**9))  # the clock of a file system can be coarse
     opened._state = shard.stat()
     change(shard)
     with pytest.raises(DataError) as error:
         opened.read(45, out)
-    expected = CHANGES[change]
-    if not is_open:
-        missing = "cannot read byte 1,114: got No such file or directory"
-        expected = {os.unlink: missing, replace: "changed while it was read, at byte 1,114"}.get(change, expected)
-    assert f"{shard}: {expected}" in str(error.value) and str(error.value).endswith("restore it and resume")
+    assert f"{shard}: {CHANGES[change]}" in str(error.value) and str(error.value).endswith("restore it and resume")
 
 
 def test_shard_with_a_new_time_and_the_same_content_is_read(shard):
@@ -318,15 +289,13 @@ def test_many_shards_open_fast_in_little_memory_and_few_descriptors(tmp_path, co
 
 def test_things_that_are_no_files_are_refused_at_once(shard):
     os.mkfifo(shard.with_name("train_000001.bin"))
-    assert "no shard: got a pipe or a device, expected a .bin file; leave it out" in refusal(
-        shard.with_name("train_000001.bin")
-    )
-    with pytest.raises(DataError, match="train_000001.bin: no shard: got a pipe or a device"):
+    assert "a pipe or a device, no shard; leave it out" in refusal(shard.with_name("train_000001.bin"))
+    with pytest.raises(DataError, match="train_000001.bin: a pipe or a device, no shard"):
         open_shards(str(shard.with_name("*.bin")), VOCAB, SEQ_LEN)
-    assert "got a pipe or a device" in refusal("/dev/zero")
+    assert "a pipe or a device" in refusal("/dev/zero")
     shard.with_name("train_000001.bin").unlink()
     shard.with_name("train_000001.bin").mkdir()
-    with pytest.raises(DataError, match="train_000001.bin: no shard: got a directory"):
+    with pytest.raises(DataError, match="train_000001.bin: a directory, no shard"):
         open_shards(str(shard.with_name("*.bin")), VOCAB, SEQ_LEN)
 
 

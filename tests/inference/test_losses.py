@@ -56,7 +56,7 @@ def test_perplexity_refuses_shards_of_another_tokenizer(trained, tmp_path, capsy
     (tmp_path / "shards.json").write_text('{"tokenizer": "gpt2"}')
     (tmp_path / "val.bin").touch()
     assert main(app, ["perplexity", str(trained[0] / "run"), str(tmp_path / "val.bin")]) == 3
-    found = "made with another tokenizer: got gpt2, expected bytes; name others after"
+    found = "made with another tokenizer, gpt2, not bytes; name others after"
     assert found in capsys.readouterr().err
 
 
@@ -70,7 +70,7 @@ def test_perplexity_takes_all_windows_of_the_shards(trained):
     found = losses.perplexity(model, opened, 0)
     assert found.tokens == 199 // 16 * 16
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # one byte per token, no end of text
-    with pytest.raises(DataError, match=r"--tokens: does not suit these shards: got 15, expected 0, or 16 .* to 192"):
+    with pytest.raises(DataError, match=r"--tokens 15: must be 0, or 16 .* to 192 in"):
         losses.perplexity(model, opened, 15)
 
 
@@ -145,12 +145,12 @@ def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, caps
         (
             ["perplexity", "RUN", "none_*.bin"],
             3,
-            "none_*.bin: no such shards: got 0 files, expected a path or glob of ",
+            "none_*.bin: no such shards; ",
         ),
         (["perplexity", "RUN", "none_*.bin"], 3, "prepare`, or name others after RUN"),
         (["perplexity", "RUN", "short.bin"], 3, "or more; name others after RUN"),
         (["perplexity", "RUN", "large.bin"], 3, "expected less than 256; name others after RUN"),
-        (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "--tokens: does not suit these shards: got 15"),
+        (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "--tokens 15: must be 0, or 16"),
         (["perplexity", "RUN", "VAL", "--batch_tokens", "0"], 2, "--batch_tokens: must be at least 1"),
     ],
 )

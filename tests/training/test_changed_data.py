@@ -89,11 +89,11 @@ def wrong_ids(path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (cut, "train_1.bin: cut off while it was read, at byte"),
+        (cut, "train_1.bin: cut off at byte .* while the run reads it"),
         (cut_a_little, r"train_1.bin: (cut off|changed) while it was read, at byte"),
-        (other_tokens, "train_1.bin: changed while it was read, at byte .*: got 9,024 bytes of other content"),
-        (unknown_tokens, "outside the vocabulary: got 65535"),
-        (wrong_ids, "outside the vocabulary: got 65535"),
+        (other_tokens, "train_1.bin: changed while the run reads it, at byte "),
+        (unknown_tokens, "outside the vocabulary: 65535"),
+        (wrong_ids, "outside the vocabulary: 65535"),
     ],
 )
 def test_run_saves_and_ends_where_training_data_is_damaged(data, tmp_path, monkeypatch, change, message):
@@ -121,7 +121,7 @@ def test_run_saves_and_ends_where_training_data_is_damaged(data, tmp_path, monke
     assert final_bytes(tmp_path / "run") == final_bytes(tmp_path / "unbroken")
 
 
-@pytest.mark.parametrize("change, message", [(cut, "cut off"), (other_tokens, "changed while it was read")])
+@pytest.mark.parametrize("change, message", [(cut, "cut off"), (other_tokens, "changed while the run reads it")])
 def test_run_saves_and_ends_where_validation_data_is_damaged(data, tmp_path, monkeypatch, change, message):
     original = Trainer._validate
 
@@ -291,12 +291,11 @@ def test_resume_names_large_shards_that_may_have_changed_between_the_blocks_comp
 
 
 def test_resume_from_a_checkpoint_without_validation_data_continues(data, stopped):
-    """Earlier versions recorded the training data only, by the hash of its ends."""
+    """Earlier versions recorded the training data only."""
     trainer = make_trainer(resume_config(data), stopped.with_name("new"))
     state = find_checkpoint(stopped) / "state.json"
     saved = json.loads(state.read_text())
     del saved["validation_data"]
-    saved["data"] = [shard.fingerprint_of_ends for shard in trainer.data.train.windows.shards]
     trainer.close()
     state.write_text(json.dumps(saved))
     assert restore(state.parent, resume_config(data), trainer.data).changed_data == {}
@@ -317,5 +316,5 @@ def test_verify_refuses_a_shard_that_differs_from_its_record(data, tmp_path, cap
     make_trainer(config, tmp_path / "run").close()
     assert "data.verify: 1 of 4 shards have no sha256 in shards.json" in capsys.readouterr().err
     changed_shard(data / "train_1.bin")
-    with pytest.raises(DataError, match="train_1.bin: damaged: got sha256"):
+    with pytest.raises(DataError, match="train_1.bin: damaged: sha256"):
         make_trainer(config, tmp_path / "run")
