@@ -450,7 +450,7 @@ def test_prepare_passes_its_options(monkeypatch):
         (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
         (["export", "--dtype", "-a"], "one that begins with a dash goes as --dtype=VALUE"),
         (["export", "a"], "--out requires an argument; see --help"),
-        (["evaluate", "a", "--batch-tokens", "-a"], "a dash goes as --batch_tokens=VALUE"),
+        (["hellaswag", "a", "--batch-tokens", "-a"], "a dash goes as --batch_tokens=VALUE"),
         (["sample", "a", "Once upon"], "Once upon: unexpected; options are --name value; see --help"),
         (["sample", "a", "--num_samples", "2"], "Unknown option: --num_samples; see --help"),
         (["smaple", "a"], 'Unknown command "smaple"'),

@@ -140,7 +140,7 @@ def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, caps
         (
             ["perplexity", "RUN", "my.txt"],
             3,
-            "got text, expected a .bin file of tokens; `python -m gpt2_triton prepare text my.txt --tokenizer bytes ",
+            "my.txt: text, no shard; `python -m gpt2_triton prepare text my.txt --tokenizer bytes ",
         ),
         (
             ["perplexity", "RUN", "none_*.bin"],
@@ -148,8 +148,8 @@ def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, caps
             "none_*.bin: no such shards; ",
         ),
         (["perplexity", "RUN", "none_*.bin"], 3, "prepare`, or name others after RUN"),
-        (["perplexity", "RUN", "short.bin"], 3, "or more; name others after RUN"),
-        (["perplexity", "RUN", "large.bin"], 3, "expected less than 256; name others after RUN"),
+        (["perplexity", "RUN", "short.bin"], 3, "fewer than seq_len + 1 = 17; name others after RUN"),
+        (["perplexity", "RUN", "large.bin"], 3, "must be less than 256; name others after RUN"),
         (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "--tokens 15: must be 0, or 16"),
         (["perplexity", "RUN", "VAL", "--batch_tokens", "0"], 2, "--batch_tokens: must be at least 1"),
     ],
