@@ -16,30 +16,8 @@ FLOOR, MEASURED, FP8 = "#1f4e79", "#9db7d5", "#f2b880"
 Figures = Mapping[str, Any]
 
 
-def operations(figures: Figures) -> Any:
-    """Return the picture of a step: two bars per kind of operation, its milliseconds and its floor."""
-    from matplotlib.figure import Figure
-
-    shown = [o for o in figures["operations"] if o["ms"] > 0.003 * figures["step_ms"]]
-    shown.sort(key=lambda o: o["ms"])
-    names = [o["name"] for o in shown]
-    figure = Figure(figsize=(8, 0.36 * len(names) + 1.4), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(names, [o["ms"] for o in shown], color=MEASURED, label="measured")
-    axes.barh(names, [o["floor_ms"] for o in shown], color=FLOOR, height=0.4, label="floor")
-    for i, o in enumerate(shown):
-        note = f"  {o['ms']:.1f} ms, floor {o['floor_ms']:.1f} ms, {o['ms'] / figures['step_ms']:.1%} of step"
-        axes.text(max(o["ms"], o["floor_ms"]), i, note, va="center", fontsize=8)
-    title = f"{figures['title']}: step {figures['step_ms']:.1f} ms, floors {figures['floors_ms']:.1f} ms"
-    axes.set(xlabel="ms per step", title=title)
-    axes.set_xlim(0, 1.65 * max(max(o["ms"], o["floor_ms"]) for o in shown))
-    axes.legend(loc="lower right", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def precisions(figures: Sequence[Figures]) -> Any:
-    """Return the picture of a step in bf16 and in fp8: two bars per kind of operation, with a line at the floor."""
+def operations(figures: Sequence[Figures]) -> Any:
+    """Return the picture of a step in one or two precisions: a bar for each per operation, with a line at its floor."""
     from matplotlib.figure import Figure
 
     longest = max(f["step_ms"] for f in figures)
@@ -48,7 +26,7 @@ def precisions(figures: Sequence[Figures]) -> Any:
     names = sorted((name for name in most if most[name] > 0.003 * longest), key=most.__getitem__)
     figure = Figure(figsize=(8, 0.46 * len(names) + 1.6), layout="constrained")
     axes = figure.subplots()
-    for i, (f, kind, color) in enumerate(zip(figures, kinds, (MEASURED, FP8), strict=True)):
+    for i, (f, kind, color) in enumerate(zip(figures, kinds, (MEASURED, FP8))):
         at = [row + 0.4 * (0.5 - i) for row in range(len(names))]  # the first above the second
         ms, floors = ([kind[name][key] if name in kind else 0.0 for name in names] for key in ("ms", "floor_ms"))
         energy = "" if f.get("joules") is None else f", {f['joules']:.1f} J"
@@ -110,7 +88,7 @@ def _bars(
 
 DRAWN: dict[str, Callable[[Figures], Any]] = {
     "comparison": comparison,
-    "ops_d12": lambda figures: precisions(figures["precisions"]),
+    "ops_d12": lambda figures: operations(figures["precisions"]),
 }
 
 

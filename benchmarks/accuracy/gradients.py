@@ -1,6 +1,6 @@
 """Compares the gradients of bf16 and fp8 with float64's, tensor by tensor, at the weights of a checkpoint.
 
-    python -m benchmarks.accuracy.gradients RUN --data 'SHARDS/train_*.bin' [--json FILE]
+    python -m benchmarks.accuracy.gradients RUN --data 'SHARDS/train_*.bin' [--out FILE]
 
 The gradient is that of the mean loss of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
 with our gradient g and float64's e from the same bf16 weights:
@@ -13,10 +13,10 @@ The last arithmetic is float64 on other batches: how much the gradient of one ba
 """
 
 import gc
+import json
 import math
 import sys
 from collections.abc import Sequence
-from json import dumps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,66 +114,41 @@ def exact(
     return total, found
 
 
-class Products(NamedTuple):
-    """Inner products of a gradient g with one to compare with, e."""
-
-    ge: float
-    gg: float
-    ee: float
-    difference: float  # of g - e with itself
-
-
-def products(g: Tensor, e: Tensor) -> Products:
-    """Return the inner products in float64, on the GPU if there is one."""
+def products(g: Tensor, e: Tensor) -> tuple[float, ...]:
+    """Return g e, g g, e e and (g - e)(g - e), in float64."""
     g, e = (t.flatten().to(device.device_name(), torch.float64) for t in (g, e))
-    d = g - e
-    return Products(*(torch.dot(a, b).item() for a, b in ((g, e), (g, g), (e, e), (d, d))))
+    return tuple(torch.dot(a, b).item() for a, b in ((g, e), (g, g), (e, e), (g - e, g - e)))
 
 
-def agreement(tensors: Sequence[Products]) -> Agreement:
-    """Return the agreement of the tensors of one kind: least cosine, least and largest part along e, largest error."""
-    along = [p.ge / p.ee for p in tensors]
-    cosine = min(p.ge / math.sqrt(p.gg * p.ee) for p in tensors)
-    return Agreement(cosine, (min(along), max(along)), max(math.sqrt(p.difference / p.ee) for p in tensors))
+def agreement(tensors: Sequence[tuple[float, ...]]) -> Agreement:
+    """Return the agreement of the tensors with these products."""
+    along = [ge / ee for ge, _, ee, _ in tensors]
+    cosine = min(ge / math.sqrt(gg * ee) for ge, gg, ee, _ in tensors)
+    return Agreement(cosine, (min(along), max(along)), max(math.sqrt(dd / ee) for _, _, ee, dd in tensors))
 
 
 def by_kind(found: Gradients, want: Gradients) -> dict[str, Agreement]:
-    """Return the agreement of each kind of tensor, and of all tensors as one."""
-    kinds: dict[str, list[Products]] = {}
+    """Return the agreement of each kind of tensor, q, k and v apart, and of all tensors as one."""
+    kinds: dict[str, list[tuple[float, ...]]] = {}
     for name, g in found.items():
         kind, e = name.partition("[")[0], want[name]
         parts = zip("qkv", g.chunk(3), e.chunk(3), strict=True) if kind == "qkvw" else [("", g, e)]
         for part, some, exactly in parts:
             kinds.setdefault(f"{part}w" if part else kind, []).append(products(some, exactly))
-    every = [p for tensors in kinds.values() for p in tensors]
-    whole = Products(*(math.fsum(column) for column in zip(*every, strict=True)))
+    every = [values for tensors in kinds.values() for values in tensors]
+    whole = tuple(math.fsum(column) for column in zip(*every, strict=True))
     return {kind: agreement(tensors) for kind, tensors in kinds.items()} | {"all": agreement([whole])}
 
 
-class Report:
-    """The agreement of each arithmetic with float64, printed when it is added."""
-
-    def __init__(self, loss: float, gradients: Gradients):
-        """`loss` and `gradients` are float64's."""
-        self._loss, self._gradients = loss, gradients
-        self._found: dict[str, dict[str, Agreement]] = {}
-
-    def add(self, name: str, loss: float, gradients: Gradients) -> None:
-        """Add the loss and gradients of an arithmetic."""
-        self._found[name] = by_kind(gradients, self._gradients)
-        print(f"{name}: loss {loss:.5f} ({loss - self._loss:+.5f})")
-        for kind, a in self._found[name].items():
-            along = f"along {a.along[0]:.4f} .. {a.along[1]:.4f}"
-            print(f"  {kind:<10}cosine {a.cosine:.5f}  {along}  error {a.error:.4f}", flush=True)
-
-    def write(self, file: Path) -> None:
-        """Write the figures as JSON."""
-        figures = {name: {kind: list(a) for kind, a in kinds.items()} for name, kinds in self._found.items()}
-        file.write_text(dumps({"exact_loss": self._loss, "agreement": figures}, indent=1) + "\n")
+def report(name: str, loss: float, exact_loss: float, kinds: dict[str, Agreement]) -> None:
+    print(f"{name}: loss {loss:.5f} ({loss - exact_loss:+.5f})")
+    for kind, a in kinds.items():
+        along = f"along {a.along[0]:.4f} .. {a.along[1]:.4f}"
+        print(f"  {kind:<10}cosine {a.cosine:.5f}  {along}  error {a.error:.4f}", flush=True)
 
 
 @app.default
-def compare(run: str, *, data: str, batch: int = 2, batches: int = 4, json: Path | None = None) -> None:
+def compare(run: str, *, data: str, batch: int = 2, batches: int = 4, out: Path | None = None) -> None:
     """Compare the gradients of bf16 and fp8 with float64's at the weights of a run.
 
     Parameters
@@ -186,26 +161,32 @@ def compare(run: str, *, data: str, batch: int = 2, batches: int = 4, json: Path
         Sequences of a micro-batch.
     batches: int
         Micro-batches.
-    json: Path
-        Also write the figures to this file.
+    out: Path
+        Also write the figures to this file, as JSON.
     """
     commands.require_at_least(batch=(batch, 1), batches=(batches, 1))
-    commands.require_directory("json", json)
+    commands.require_directory("out", out)
     if not (device.present() or INTERPRET):
         raise ConfigError("gradients: needs a CUDA GPU, found none; TRITON_INTERPRET=1 runs the kernels on the CPU")
     saved, tensors = load_weights(run)
     params = tensors["params"].to(torch.bfloat16)
     configs = configs_of(saved, batch, batches)
     batched, others = (windows(data, configs["bf16"], batches, first) for first in (0, batches))
-    (first, config), *rest = configs.items()
-    loss, found, dims = ours(config, params, batched)
-    report = Report(*exact(params, dims, batched))
-    report.add(first, loss, found)
-    for name, config in rest:
-        report.add(name, *ours(config, params, batched)[:2])
-    report.add("float64, other batches", *exact(params, dims, others))
-    if json:
-        report.write(json)
+    bf16 = ours(configs.pop("bf16"), params, batched)
+    dims = bf16[2]
+    exact_loss, want = exact(params, dims, batched)
+    figures = {}
+
+    def compared(name: str, loss: float, gradients: Gradients) -> None:
+        figures[name] = by_kind(gradients, want)
+        report(name, loss, exact_loss, figures[name])
+
+    compared("bf16", *bf16[:2])
+    for name, config in configs.items():
+        compared(name, *ours(config, params, batched)[:2])
+    compared("float64, other batches", *exact(params, dims, others))
+    if out:
+        out.write_text(json.dumps({"exact_loss": exact_loss, "agreement": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

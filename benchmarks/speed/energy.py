@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+
+import torch
 
 INTERVAL = 0.003  # seconds between samples
 Sample = tuple[float, float]  # seconds, joules
@@ -26,25 +27,14 @@ class Power:
     watts: float | None = None
 
     def __init__(self) -> None:
-        import torch
-
         self._samples: list[Sample] = []
         self._over = threading.Event()
+        self._joules = _counter()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-            self._gpu: Any = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            self._counter: Any = pynvml.nvmlDeviceGetTotalEnergyConsumption
-            self._counter(self._gpu)
-        except (ImportError, AttributeError, pynvml_errors()):
-            self._over.set()
 
     def _sample(self) -> None:
-        while not self._over.is_set():
-            self._samples.append((time.perf_counter(), self._counter(self._gpu) / 1e3))
+        while self._joules and not self._over.is_set():
+            self._samples.append((time.perf_counter(), self._joules()))
             time.sleep(INTERVAL)
 
     def __enter__(self) -> "Power":
@@ -52,8 +42,6 @@ class Power:
         return self
 
     def __exit__(self, *_: object) -> None:
-        import torch
-
         torch.cuda.synchronize()
         self._over.set()
         self._thread.join()
@@ -64,10 +52,17 @@ class Power:
         return None if self.watts is None else self.watts * seconds
 
 
-def pynvml_errors() -> type[Exception]:
-    """Return the class of NVML's errors, or one that is never raised."""
+def _counter() -> Callable[[], float] | None:
+    """Return a function that reads this GPU's joules; None without pynvml or a counter."""
     try:
-        from pynvml import NVMLError
+        import pynvml
     except ImportError:
-        return ImportError
-    return NVMLError
+        return None
+    try:
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu)
+    except (AttributeError, pynvml.NVMLError):  # AttributeError: AMD's devices have no uuid
+        return None
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3

@@ -1,7 +1,7 @@
 """Measures the cost of communication: GPUs train independently and together, in turn.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
-    [--precision fp8] [--optimizer muon] [--trace]
+    [--precision fp8] [--optimizer muon] [--trace DIR]
 
 GPUs of one machine differ by some percent, and at the power limit their clocks vary.  A synchronous step takes as long
 as the slowest GPU at that time, whatever is exchanged.  So three kinds of steps are timed:
@@ -12,18 +12,12 @@ together   one model on all of them
 
 Power, and with it speed, depends on the numbers that are multiplied and on the temperature.  So each stretch of steps
 begins with the same weights, the kinds alternate in both orders, and the first round does not count.
-
---trace prints what a step exchanges.  Kernels that wait for other ranks include the lateness of those ranks.  Exposed
-time, in which nothing is computed, is therefore given for the rank with the least of it.
 """
 
 import argparse
-import json
 import statistics
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -40,24 +34,6 @@ from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.gpt2 import GPT2
 
 SETTLE = 12  # first steps of a stretch, not timed: ranks synchronise, graphs are captured, clocks fall
-TRACED = 3  # steps in a trace; the second is kept
-
-
-class Kernel(NamedTuple):
-    """A kernel, or a copy from another GPU, with its start and end in milliseconds."""
-
-    name: str
-    start: float
-    end: float
-
-    @property
-    def exchange(self) -> bool:
-        """True for communication and the sums of its data; NCCL's kernels wait for other ranks."""
-        return "nccl" in self.name or self.name in (COPY, SUM)
-
-
-COPY = "Memcpy PtoP"  # the profiler's name
-SUM = "_add_partials_kernel"
 
 
 class Pair:
@@ -99,65 +75,15 @@ def shared(config: Config, ranks: int, zero: int) -> Config:
     return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero})
 
 
-def trace(pair: Pair) -> list[Kernel]:
-    """Return this rank's kernels in one step of all ranks."""
+def trace(pair: Pair, file: Path) -> None:
+    """Write this rank's kernels in three steps of all ranks, for Perfetto or chrome://tracing."""
     pair.begin(pair.together)
     list(run_steps(pair.together, pair.packed, range(SETTLE)))
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        list(run_steps(pair.together, pair.packed, range(TRACED)))
+        list(run_steps(pair.together, pair.packed, range(3)))
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return one_step(json.loads(path.read_text())["traceEvents"], pair.together.shape.accumulation)
-
-
-def one_step(events: Iterable[dict[str, Any]], micro_steps: int = 1) -> list[Kernel]:
-    """Return the second step's kernels, from its first embedding to the next step's."""
-    found = [
-        Kernel(e["name"].split("(")[0].strip(), e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
-        for e in events
-        if e.get("cat") == "kernel" or e.get("cat") == "gpu_memcpy" and e["name"].startswith(COPY)
-    ]
-    found.sort(key=lambda kernel: kernel.start)
-    starts = [kernel.start for kernel in found if kernel.name.startswith("_embedding_fwd")]
-    assert len(starts) == TRACED * micro_steps, f"{len(starts)} embeddings in {TRACED} steps"
-    begin, end = starts[micro_steps], starts[2 * micro_steps]
-    return [kernel for kernel in found if begin <= kernel.start < end]
-
-
-def exposed(kernels: list[Kernel]) -> dict[str, tuple[int, float, float]]:
-    """Return communication by name: calls, milliseconds, and milliseconds in which this rank computes nothing."""
-    busy, out = union((k.start, k.end) for k in kernels if not k.exchange), dict[str, tuple[int, float, float]]()
-    for k in kernels:
-        if k.exchange:
-            covered = sum(max(0.0, min(k.end, end) - max(k.start, start)) for start, end in busy)
-            calls, ms, bare = out.get(k.name, (0, 0.0, 0.0))
-            out[k.name] = calls + 1, ms + k.end - k.start, bare + k.end - k.start - covered
-    return out
-
-
-def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the spans sorted, with overlapping ones joined."""
-    out: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if out and start <= out[-1][1]:
-            out[-1] = out[-1][0], max(out[-1][1], end)
-        else:
-            out.append((start, end))
-    return out
-
-
-def exposure_table(ranks: list[dict[str, tuple[int, float, float]]]) -> str:
-    """Return one line per name: calls, and the least milliseconds and exposed milliseconds over the ranks."""
-    lines = [f"{'exchange':<44}{'per step':>9}{'ms':>9}{'exposed ms':>12}"]
-    for name in sorted(ranks[0]):
-        calls = ranks[0][name][0]
-        ms, bare = (min(rank[name][i] for rank in ranks) for i in (1, 2))
-        lines.append(f"{name[:43]:<44}{calls:>9}{ms:>9.3f}{bare:>12.3f}")
-    total = min(sum(bare for _, _, bare in rank.values()) for rank in ranks)
-    lines.append(f"exposed in all, on the rank that waits least: {total:.3f} ms")
-    return "\n".join(lines)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(file))
 
 
 def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
@@ -191,20 +117,19 @@ def title_of(config: Config) -> str:
     return f"{work}, recompute {config.memory.recompute}"
 
 
-def main(config: Config, zero: int, steps: int, rounds: int, traced: bool) -> None:
+def main(config: Config, zero: int, steps: int, rounds: int, traces: Path | None) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
     group = ProcessGroup("cuda", 300)
     control, pair = group.control("multi_gpu"), Pair(group, config, zero)
     times = control.all_gather(pair.times(steps, rounds))
     used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
-    exchanges = control.all_gather(exposed(trace(pair)) if traced else {})
+    if traces:
+        trace(pair, traces / f"rank{group.rank}.json")
     if group.rank == 0:
         arenas = f"{pair.together.plan.total / GIB:.2f} and {pair.alone.plan.total / GIB:.2f} GiB"
         print(f"{title_of(config)}, {group.size} GPUs, ZeRO-{zero}; arenas {arenas}, in use {max(used):.2f} GiB")
         print(speed_table(times, tokens=config.total_batch_tokens))
-        if traced:
-            print(exposure_table(exchanges))
     pair.together.release_graphs()
     group.close()
 
@@ -220,7 +145,7 @@ if __name__ == "__main__":
     parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps per step")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
-    parser.add_argument("--trace", action="store_true", help="print the exchange of one step, and its exposed time")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="write the kernels of three steps, a file per rank")
     given = parser.parse_args()
     if not device.present():
         parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")

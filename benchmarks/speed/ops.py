@@ -239,8 +239,7 @@ def report(
         record.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
         print(f"wrote {record}")
     if plot:
-        picture = pictures.operations(found[0]) if len(found) == 1 else pictures.precisions(found)
-        picture.savefig(plot, dpi=150)
+        pictures.operations(found).savefig(plot, dpi=150)
         print(f"wrote {plot}")
 
 

@@ -19,6 +19,7 @@ from triton.errors import TritonError
 
 import gpt2_triton.kernels as kernels
 from benchmarks.speed.floors import AHEAD, events
+from benchmarks.speed.ops import ACCUMULATED, IN_PLACE
 from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.speed.sizes import SIZES, VOCAB, T, config_of
 from gpt2_triton.data.packing import pack_batch
@@ -79,10 +80,6 @@ class Call:
 
     def __call__(self) -> None:
         self.launcher(*self.args, **self.keywords)
-
-    def __str__(self) -> str:
-        shape = next(value.shape for value in self.args if isinstance(value, Tensor))
-        return f"{self.launcher.__name__} {'x'.join(map(str, shape))}"
 
     @property
     def key(self) -> str:
@@ -228,11 +225,6 @@ class Trial:
             tensor.copy_(before)
 
 
-# outputs that are updated in place, or added to in calls that accumulate
-UPDATED = {"adamw": {"w", "m", "v", "low"}, "embedding_bwd": {"dwte"}}
-ADDED_TO = {"dx", "dw", "db", "dbias", "dwpe", "losses"}
-
-
 def _name(call: Call, tensor: Tensor) -> str:
     arguments = inspect.signature(call.launcher).bind(*call.args, **call.keywords).arguments
     return next(name for name, value in arguments.items() if value is tensor)
@@ -241,7 +233,7 @@ def _name(call: Call, tensor: Tensor) -> str:
 def _updated(call: Call, out: Tensor) -> bool:
     """Return whether the call reads this output's old content."""
     name, inputs = _name(call, out), call.args[call.launcher.outputs :]
-    added_to = name in UPDATED.get(call.launcher.__name__, ()) or name in ADDED_TO
+    added_to = name in ACCUMULATED or name == "dx" or name in IN_PLACE.get(call.launcher.__name__, ())
     return added_to or any(_overlap(out, t) for t in inputs if isinstance(t, Tensor))
 
 

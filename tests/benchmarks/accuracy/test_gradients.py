@@ -1,6 +1,5 @@
 """benchmarks/accuracy/gradients.py: its measures, and fp8's gradients beside PyTorch's with rounded operands."""
 
-import json
 import math
 
 import numpy as np
@@ -34,17 +33,6 @@ def test_kinds_of_tensors_have_q_k_and_v_apart():
     g, e = (torch.cat([tensors[name].flatten() for name in want]) for tensors in (found, want))
     assert math.isclose(kinds["all"].error, (g - e).norm() / e.norm(), rel_tol=1e-6)
     assert math.isclose(kinds["all"].cosine, torch.dot(g, e) / (g.norm() * e.norm()), rel_tol=1e-6)
-
-
-def test_report_prints_each_arithmetic_and_writes_all(tmp_path, capsys):
-    report = gradients.Report(2.0, {"wte": torch.ones(2)})
-    report.add("bf16", 2.25, {"wte": torch.tensor([1.0, -1.0])})
-    line = "cosine 0.00000  along 0.0000 .. 0.0000  error 1.4142"
-    assert capsys.readouterr().out == f"bf16: loss 2.25000 (+0.25000)\n  wte       {line}\n  all       {line}\n"
-    report.write(tmp_path / "f.json")
-    written = json.loads((tmp_path / "f.json").read_text())
-    figures = [0.0, [0.0, 0.0], pytest.approx(math.sqrt(2))]
-    assert written == {"exact_loss": 2.0, "agreement": {"bf16": {"wte": figures, "all": figures}}}
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import pictures
 from benchmarks.speed import floors, ops
 from benchmarks.speed.our_gpt2 import calibrated, run_steps
 from gpt2_triton.kernels.contract import LAUNCHERS
@@ -71,28 +72,26 @@ def test_flops_of_a_step_are_6n_plus_attention(record, level):
     assert total == 6 * d.R * (12 * d.L * C2 + d.Vp * d.C) + 7 * d.L * attention + again
 
 
-def test_moved_bytes_of_layernorm(record):
-    """fp32 rows of C.  Forward: x and out, mean and rstd, w and b.  Backward: dout, x and dx.  dx is also read, except
-    by the head's call; layer 0 has no bias in front of it.
-    """
+def test_moved_bytes_of_a_step(record):
+    """Tensors in fp32.  Operands and results count once, what is added to or updated twice, scratch not at all."""
     d, operations = record()
     rows, row, stats = 4 * d.R * d.C, 4 * d.C, 2 * 4 * d.R
+    square, wide, numbers = 4 * d.C * d.C, 4 * 4 * d.C, 4 * (4 + 8 + 4)  # step_out, step_in, step_key
+    # x and out, mean and rstd, w and b
     assert calls(operations, "layernorm_fwd") == [(2 * rows + stats + 2 * row, 2 * d.L + 1)]
+    # dout, x and dx, which is also read except by the head's call; layer 0 has no bias in front of it
     head, first, others = 3 * rows + stats + 5 * row, 4 * rows + stats + 4 * row, 4 * rows + stats + 5 * row
     assert calls(operations, "layernorm_bwd") == [(head, 1), (first, 1), (others, 2 * d.L - 1)]
-
-
-def test_moved_bytes_of_products(record):
-    """Operands and results count once; the head's second chunk also reads dwte, as it adds to it.  Scratch is free."""
-    d, operations = record()
-    x, square, wide = 4 * d.R * d.C, 4 * d.C * d.C, 4 * 4 * d.C
-    assert calls(operations, "matmul_gelu") == [(x + 4 * square + wide + 2 * 4 * x, d.L)]
+    assert calls(operations, "matmul_gelu") == [(rows + 4 * square + wide + 2 * 4 * rows, d.L)]
     # dout, w, pre in; dpre, dbias and, at `gelu`, gelu_out
-    assert calls(operations, "matmul_dx_dgelu") == [(x + 4 * square + 3 * 4 * x + wide, d.L)]
-    dwte = 4 * d.Vp * d.C
-    first, second = (4 * rows * (d.Vp + d.C) + times * dwte for rows, times in ((20, 1), (12, 2)))
-    heads = [c for c in calls(operations, "matmul_dw") if c[1] == 1]
-    assert heads == sorted([(first, 1), (second, 1)])
+    assert calls(operations, "matmul_dx_dgelu") == [(rows + 4 * square + 3 * 4 * rows + wide, d.L)]
+    # the head's second chunk also reads dwte, as it adds to it
+    chunks = [4 * n * (d.Vp + d.C) + times * 4 * d.Vp * d.C for n, times in ((20, 1), (12, 2))]
+    assert [c for c in calls(operations, "matmul_dw") if c[1] == 1] == sorted((chunk, 1) for chunk in chunks)
+    # x, ids, the tokens' rows of wte, all of wpe
+    assert calls(operations, "embedding_fwd") == [(2 * rows + 4 * d.R + d.Tmax * row, 1)]
+    # w, m, v read and written, g read; embedding, layers, norms and biases
+    assert sum(n for n, _ in calls(operations, "adamw")) == 4 * 7 * d.N + 3 * numbers
 
 
 @pytest.mark.slow
@@ -105,23 +104,13 @@ def test_bytes_and_products_of_a_step_in_fp8(record):
     assert calls(operations, "layernorm_fwd") == [(3 * x + stats + 4 * d.C, 2 * d.L), (5 * x + stats + 4 * d.C, 1)]
     # inp, w, bias; rows, columns, and a byte of the slope
     assert calls(operations, "matmul_gelu") == [(x + 4 * square + 2 * 4 * d.C + 3 * 4 * x, d.L)]
-    casts = sorted([(4 * n * square, d.L) for n in (1, 3)] + [(4 * 4 * square, 2 * d.L), (3 * d.Vp * d.C, 1)])
-    # fcw and fcprojw have shapes of their own
-    assert sum(n * count for n, count in calls(operations, "cast_operand")) == sum(n * count for n, count in casts)
+    casts = d.L * 12 * 4 * square + 3 * d.Vp * d.C  # read in bf16, written in both orders; the head's only as rows
+    assert sum(n * count for n, count in calls(operations, "cast_operand")) == casts
     in_fp8 = {op.name for op in operations if op.fp8}
     assert {"matmul", "matmul_add", "matmul_gelu", "matmul_dx", "matmul_dx_dgelu", "classifier_fwd"} <= in_fp8
     assert not {"classifier_dx", "attention_bwd", "adamw"} & in_fp8
     assert {op.fp8 for op in operations if op.name == "matmul_dw"} == {True, False}  # the head's is in bf16
     assert sum(op.flops for op in operations if op.name == "classifier_fwd") > 0
-
-
-def test_moved_bytes_of_gathers_and_updates(record):
-    d, operations = record()
-    row, numbers = 4 * d.C, 4 * (4 + 8 + 4)  # step_out, step_in, step_key
-    # x, ids, the tokens' rows of wte, all of wpe
-    assert calls(operations, "embedding_fwd") == [(d.R * row + 4 * d.R + d.R * row + d.Tmax * row, 1)]
-    # w, m, v read and written, g read; embedding, layers, norms and biases
-    assert sum(n for n, _ in calls(operations, "adamw")) == 4 * 7 * d.N + 3 * numbers
 
 
 # ---- floors and tables ----
@@ -167,10 +156,14 @@ def test_table_of_operations_adds_up():
     assert floors == "floors 5.0 ms; operations 1.600x, step 1.998x"  # 8.01 / 5.005, 10 / 5.005
 
 
-def test_figures_add_up_equal_names():
+def test_figures_add_up_equal_names_and_are_drawn():
     found = ops.figures([*ROWS, ROWS[0]], ops.Step(20.0, None), "d12, B 64", "fp8")
-    assert found["title"] == "d12, B 64" and found["step_ms"] == 20.0 and found["joules"] is None
     assert found["floors_ms"] == pytest.approx(10.005)
     first, second = found["operations"]
     assert first == dict(name="matmul", ms=16.0, floor_ms=10.0)
     assert second["name"] == "layernorm_fwd" and second["ms"] == pytest.approx(0.01)
+    for figures in ([found], [found | dict(precision="bf16", joules=7.0), found]):
+        [axes] = pictures.operations(figures).axes
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["matmul"]  # the other is under 0.3%
+    labels = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert labels == {"floor", "bf16: step 20.0 ms, 7.0 J", "fp8: step 20.0 ms"}

@@ -2,15 +2,13 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.speed import energy, multi_gpu, optimizers, steps, torch_gpt2
 from benchmarks.speed.our_gpt2 import run_steps
-from benchmarks.speed.sizes import SIZES, config_of
+from benchmarks.speed.sizes import config_of
 from gpt2_triton.config.schema import ModelConfig
 from tests.support.tiny import packed_batch, tiny_model
 
@@ -24,16 +22,10 @@ def test_two_micro_steps_equal_one_step_of_the_same_batch():
         assert model.shape.accumulation == micro_steps and len(results) == 2
         losses += [[(result.loss, result.norm) for result in results]]
     assert losses[1] == [pytest.approx(step, rel=1e-5) for step in losses[0]]  # other roundings of the same sums
+    assert losses[0][1] < losses[0][0]
 
 
-def test_run_steps_trains():
-    model, config = tiny_model()
-    results = list(run_steps(model, packed_batch(config), range(3)))
-    assert [r.applied for r in results] == [True] * 3
-    assert results[2].loss < results[1].loss < results[0].loss
-
-
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["d12", "d24"])
 def test_torch_model_has_as_many_parameters(size):
     with torch.device("meta"):
         model = torch_gpt2.GPT2(ModelConfig(size=size))
@@ -78,24 +70,6 @@ def test_without_a_counter_there_are_no_joules(monkeypatch):
     with energy.Power() as power:
         pass
     assert power.joules(1.0) is None
-
-
-def test_torchao_takes_the_linears_of_the_layers_and_not_the_head(monkeypatch):
-    seen = {}
-
-    def convert(model, config, module_filter_fn):
-        seen[config] = [
-            name for name, m in model.named_modules() if isinstance(m, nn.Linear) and module_filter_fn(m, name)
-        ]
-        return model
-
-    recipes = SimpleNamespace(from_recipe_name=lambda name: name)
-    float8 = SimpleNamespace(Float8LinearConfig=recipes, convert_to_float8_training=convert)
-    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=float8))
-    monkeypatch.setitem(sys.modules, "torchao.float8", float8)
-    with torch.device("meta"):
-        torch_gpt2.in_float8(torch_gpt2.GPT2(ModelConfig(size="d12")), "rowwise")
-    assert len(seen["rowwise"]) == 4 * 12 and all(name.startswith("layers.") for name in seen["rowwise"])
 
 
 RUN = """
@@ -143,17 +117,6 @@ def test_optimizers_are_compared_by_neighbouring_steps():
     """Clocks drift between the pairs: the median of the differences is not the difference of the medians."""
     text = optimizers.summary(dict(adamw=[100.0, 110.0, 120.0], muon=[101.0, 112.0, 119.0]))
     assert text == "AdamW 110.00 ms, Muon 112.00 ms; Muon +1.00 ms (+0.91%), of single pairs -1.00 to +2.00"
-
-
-def test_exposed_time_is_that_without_computation():
-    """A copy of 4 ms under products of 3, whose spans overlap; a sum of 1 ms alone."""
-    kernels = [("_matmul", 0, 2), ("_dw", 1, 3), (multi_gpu.COPY, 0, 4), (multi_gpu.SUM, 4, 5)]
-    found = multi_gpu.exposed([multi_gpu.Kernel(*kernel) for kernel in kernels])
-    assert found == {multi_gpu.COPY: (1, 4.0, 1.0), multi_gpu.SUM: (1, 1.0, 1.0)}
-    waits = {multi_gpu.COPY: (1, 9.0, 6.0), multi_gpu.SUM: (1, 1.0, 1.0)}
-    lines = multi_gpu.exposure_table([found, waits]).splitlines()
-    assert lines[1].split() == ["Memcpy", "PtoP", "1", "4.000", "1.000"]
-    assert lines[-1].endswith("waits least: 2.000 ms")
 
 
 def test_speed_of_all_gpus_is_that_of_the_median_rank():

@@ -27,23 +27,17 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpr
 @pytest.mark.parametrize(
     ("times", "keep"),
     [
-        ({"d12": [1.0, 0.99]}, 0),
         ({"d12": [1.0, 0.982]}, 0),  # 1.8%
         ({"d12": [1.0, 0.979, 0.99]}, 1),  # 2.1%
-        ({"d12": [1.0, 0.97, 0.9]}, 2),
         ({"d12": [1.0, 0.9], "d48": [2.0, 2.03]}, 1),  # 1.5% slower at one size
         ({"d12": [1.0, 0.9], "d48": [2.0, 2.05]}, 0),  # 2.5%
         ({"d12": [1.0, 0.9], "d48": [2.0, None]}, 0),  # failed or wrong at one size
-        ({"d12": [1.0, 1.3, 1.4]}, 0),
         ({}, 0),  # no call used it
     ],
 )
 def test_winner_gains_2_percent_and_loses_2_percent_at_no_size(times, keep):
     rows = [{}] * len(next(iter(times.values()), [0]))
     assert search.winner(rows, times) == keep
-
-
-def test_gain_is_the_geometric_mean_over_sizes():
     assert search.gain({"d12": [2.0, 1.0], "d24": [8.0, 8.0]}, 1) == pytest.approx(math.sqrt(2))
 
 
@@ -62,21 +56,16 @@ def test_sizes_and_batches_follow_the_memory():
     assert search.batches_of(["d12", "d48"], 2, 1 << 30) == dict(d12=2, d48=2)
 
 
-def test_select_takes_operations_and_families(monkeypatch):
+def test_select_takes_operations_and_families_but_those_with_hopper_kernels(monkeypatch):
     monkeypatch.setattr(tuning, "is_hopper", lambda: False)
     assert search.select(None) == list(candidates.SPACE)
     assert search.select("attention,adamw") == ["attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq", "adamw"]
-    assert search.select("layernorm_fwd") == ["layernorm_fwd"]
     with pytest.raises(ConfigError, match="--only: unknown conv; known are matmul, classifier, embedding"):
         search.select("adamw,conv")
-
-
-def test_select_leaves_out_operations_with_hopper_kernels(monkeypatch):
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     assert "classifier_dx" in search.select(None) and "matmul" not in search.select(None)
-    for only in ("matmul", "attention"):
-        with pytest.raises(ConfigError, match=f"--only: {only} has no rows to tune on this GPU"):
-            search.select(only)
+    with pytest.raises(ConfigError, match="--only: attention has no rows to tune on this GPU"):
+        search.select("attention")
 
 
 def test_worst_is_the_error_of_the_worst_256_numbers():
@@ -162,23 +151,16 @@ def read_table_of(file: Path):
     return read_table(file)._replace(gpu="NVIDIA RTX 9 Ada")
 
 
-def launch(out):
-    """A launcher of the row of adamw."""
-    tuning.tuned("adamw", "bf16")
-
-
-launch.outputs = 1
-
-
-def step_of_one_call(size, batch, rows, on_call):
-    """Take the place of calls.intercepted_step."""
-    on_call(calls.Call(launch, (torch.zeros(4),), {}, {("adamw", "bf16")}))
-
-
 @no_gpu
 def test_tune_writes_nothing_without_a_gain(tiny, tmp_path, monkeypatch, capsys):
     """A GPU that uses another one's table gets its own, with the same rows."""
-    monkeypatch.setattr(calls, "intercepted_step", step_of_one_call)
+
+    def launch(out):
+        tuning.tuned("adamw", "bf16")
+
+    launch.outputs = 1
+    call = calls.Call(launch, (torch.zeros(4),), {}, {("adamw", "bf16")})
+    monkeypatch.setattr(calls, "intercepted_step", lambda size, batch, rows, on_call: on_call(call))
     tiny(dict(adamw=dict(BLOCK=(32768, 65536))))
     assert search.tune(["d12"], None, "adamw", tmp_path / "new.json") == 0
     assert "0 rows changed" in capsys.readouterr().out
