@@ -137,26 +137,26 @@ class Trainer:
     def run(self) -> int:
         """Train from the present step to the last, or until a signal or the time limit; return the exit code.
 
-        If data cannot be read, save the last finished step, unless fp8 has no scales for it yet, before DataError,
-        which every rank raises.
+        If data cannot be read, save the last finished step; then every rank raises DataError.
         """
         self.signals.begin_loop(self.run_dir)
         if self.is_first_rank:
-            with contextlib.suppress(OSError):  # none is there, or a directory of that name
+            with contextlib.suppress(OSError):  # none is there, or the disk is read-only
                 (self.run_dir / PREEMPTED).unlink()  # of an earlier start
         try:
             return self._loop()
-        except DataError:
-            self.queue.discard()
-            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):
-                self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
-                self._save(self.state.step)
-                self._wait_for_save()
+        except (DataError, NonFiniteError) as error:
+            if isinstance(error, DataError):
+                self._save_finished_step()
             self.control.leave()
             raise
-        except NonFiniteError:  # on every rank; a later rank still reads what was gathered for the message
-            self.control.leave()
-            raise
+
+    def _save_finished_step(self) -> None:
+        self.queue.discard()
+        if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # else it has no scales yet
+            self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
+            self._save(self.state.step)
+            self._wait_for_save()
 
     def _loop(self) -> int:
         first = step = self.state.step
@@ -209,8 +209,7 @@ class Trainer:
         """Wait until at most `running` steps are in flight; count and log the one that finished, if any.
 
         Return True if the run has to rewind.  With running=1 the device computes a step meanwhile.  Evaluation, samples
-        and checkpoints come after the last step was read, so that lines and numbers are those of a loop that waits for
-        every step.
+        and checkpoints wait for the last step, so that lines and numbers are those of a loop without steps in flight.
         """
         result = self.queue.finish(running)
         if result is None:

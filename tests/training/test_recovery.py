@@ -1,11 +1,9 @@
 """Outliers are skipped in their own step; a rewound run equals one without the bad data; both resume exactly."""
 
 import errno
-import inspect
 import json
 import math
 import signal
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,14 +11,12 @@ import torch
 
 import gpt2_triton.model.memory_plan
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
-from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after, save_checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.distributed import watchdog
-from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError, UserError
+from gpt2_triton.errors import CheckpointError, ConfigError, NonFiniteError, UserError
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import logger, recovery, run_state, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -204,21 +200,6 @@ def test_resume_around_a_rewind_gives_the_same_run(rewound, tmp_path, monkeypatc
     assert final(tmp_path) == final(rewound) and metrics(tmp_path) == metrics(rewound)
 
 
-def test_watchdog_gives_a_rewind_the_time_of_a_slow_phase(bad_data, tmp_path, monkeypatch):
-    """Reading a checkpoint takes as long as at the start of a run."""
-    restore, factors = recovery.restore_model, []
-
-    def restore_model(*arguments):
-        [frame] = [info.frame for info in inspect.stack() if info.function == "_rewind"]
-        phase = frame.f_locals["self"].watchdog._phase
-        factors.append(watchdog.TIMEOUT_FACTORS.get(phase, watchdog.SLOW_PHASE_FACTOR))
-        return restore(*arguments)
-
-    monkeypatch.setattr(recovery, "restore_model", restore_model)
-    assert train(rewind_config(), tmp_path, resume=False) == 0
-    assert factors == [watchdog.SLOW_PHASE_FACTOR]
-
-
 def test_stop_before_a_rewind_names_the_checkpoint_that_exists(bad_data, tmp_path, monkeypatch, capfd):
     """SIGTERM arrives during the failing step, which is read when nothing else is in flight."""
     original = Trainer._train_step
@@ -277,62 +258,10 @@ def test_rewinds_that_do_not_help_end_the_run(tmp_path, monkeypatch):
         train(rewind_config(), tmp_path, resume=False)
 
 
-def test_rewinds_are_counted_also_if_a_checkpoint_is_due_during_the_skipped_steps(tmp_path, monkeypatch):
-    """Steps 4 and 5 are skipped: the checkpoint of step 4 is none to rewind to, so that rewinds to step 2 add up."""
-    monkeypatch.setattr(run_state, "MAX_REWINDS", 1)
-    poison_from(monkeypatch, 3)
-    config = run_config(train=dict(steps=20, rewind_after=2), checkpoint=dict(every=2, keep=1))
-    with pytest.raises(NonFiniteError, match="step 5: skipped 2 steps .* after 1 rewinds to step 2"):
-        train(config, tmp_path, resume=False)
-
-
-@pytest.mark.parametrize("case", ["another checkpoint.every", "no rewind_after before"])
-def test_rewind_takes_the_newest_checkpoint_if_that_which_was_due_is_missing(tmp_path, monkeypatch, case):
-    if case == "another checkpoint.every":
-        assert train(run_config(train=dict(steps=4), checkpoint=dict(every=2)), tmp_path, resume=False) == 0
-        config, target = run_config(train=dict(steps=7, rewind_after=1), checkpoint=dict(every=3)), 4
-    else:
-        before, config = (
-            run_config(train=dict(steps=7, rewind_after=after), checkpoint=dict(every=4, keep=1)) for after in (0, 1)
-        )
-        target = 5
-        with monkeypatch.context() as patch:
-            stop_after(patch, 5)
-            assert train(before, tmp_path, resume=False) == 128 + signal.SIGTERM
-    launched, original = [], Trainer._train_step
-
-    def poisoned_once(self, index):
-        if index == 5 and index not in launched:
-            self.model.K.fill(self.model.train_view.w.lnb[0], math.nan)
-        launched.append(index)
-        original(self, index)
-
-    monkeypatch.setattr(Trainer, "_train_step", poisoned_once)
-    assert train(config, tmp_path, resume=True) == 0
-    assert [r["step"] for r in metrics(tmp_path) if "rewound_from" in r] == [target]
-
-
 def test_rewind_that_is_due_before_the_first_checkpoint_is_told(tmp_path, monkeypatch, capsys):
     poison_from(monkeypatch, 1, 1)
     assert train(run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=4)), tmp_path, resume=False) == 0
     assert "step 2: no checkpoint to rewind to; steps are only skipped" in capsys.readouterr().out
-
-
-def test_a_step_whose_data_cannot_be_read_again_is_counted_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
-    """Step 3 is not finite, and step 4 in flight, when the search for the first tensor fails to read step 3's data."""
-    poison_from(monkeypatch, 2, 2)
-    config = run_config(train=dict(steps=6), log=dict(stats_every=100))
-    reads, read = [], recovery.batches_of_step
-
-    def unreadable(batches, first_sample, control):
-        if first_sample == 0:  # a run in fp8 calibrates its scales
-            return read(batches, first_sample, control)
-        reads.append(1)
-        raise DataError("x.bin: cut off")
-
-    monkeypatch.setattr(recovery, "batches_of_step", unreadable)
-    assert train(config, tmp_path, resume=False) == 0 and reads
-    assert "unknown, as its data cannot be read again (x.bin: cut off)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -384,17 +313,3 @@ def test_checkpoints_that_a_rewind_may_need_are_kept(tmp_path):
     assert sorted(p.name[-2:] for p in (tmp_path / "c").iterdir()) == ["04", "08", "10"]
     discard_after(tmp_path / "c", 4)
     assert [p.name[-2:] for p in (tmp_path / "c").iterdir()] == ["04"]
-
-
-def test_a_rewind_loads_a_step_with_its_own_configuration(tmp_path, monkeypatch):
-    """It may have had other tensors in fp8 than the present run."""
-    loaded, tensors = [], {"params": torch.zeros(1)}
-    monkeypatch.setattr(recovery, "_restore_from_host", lambda *arguments: False)
-    monkeypatch.setattr(recovery, "latest_checkpoint", lambda directory, last: step_path(directory, last))
-    monkeypatch.setattr(recovery, "load_checkpoint", lambda path: ({"config": {"of": path.name}}, tensors))
-    model = SimpleNamespace(load=lambda *arguments: loaded.append(arguments))
-    control = SimpleNamespace(all_gather=lambda value: [value], from_rank0=lambda function: function())
-    checkpointer = SimpleNamespace(add_loaded=loaded.append)
-    monkeypatch.setattr(recovery, "_best_at", lambda *arguments: [2, 1.0])
-    assert recovery.restore_model(3, tmp_path, model, checkpointer, control) == (3, (2, 1.0))
-    assert loaded == [(tensors, {"of": "step_00000003"}), 3]

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.format import state_problem
@@ -21,12 +20,11 @@ from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFinit
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.training import recovery, trainer
+from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
 from gpt2_triton.training.trainer import Trainer
-from tests.support.checkpoints import TENSORS, reseal
 from tests.support.loop import make_trainer, train
 from tests.support.models import calibrate
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
@@ -181,24 +179,6 @@ def test_init_from_of_a_resume_is_not_used_and_not_recorded(tmp_path, capsys):
         assert train(config, tmp_path, resume=steps > 1) == 0
     assert "--init_from checkpoint:nowhere is not used: the run continues" in capsys.readouterr().out
     assert "init_from: scratch\n" in (tmp_path / "config.yaml").read_text()
-
-
-@pytest.mark.parametrize("change", ["scale is absent", "scale is shorter", "history is of int32"])
-def test_scales_that_do_not_fit_their_configuration_are_refused(tmp_path, change):
-    sections = dict(train=dict(dtype="bf16", precision="fp8", steps=1), eval=dict(every=0))
-    assert train(run_config(**sections), tmp_path, resume=False) == 0
-    step_dir = find_checkpoint(tmp_path)
-    _, tensors = load_checkpoint(step_dir)
-    if change == "history is of int32":
-        tensors["history"] = tensors["history"].to(torch.int32)
-    else:
-        scale = tensors.pop("scale")
-        tensors |= {"scale": scale[1:].clone()} if change == "scale is shorter" else {}
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, step_dir / TENSORS)
-    reseal(step_dir)
-    sections["train"]["steps"] = 2
-    with pytest.raises(CheckpointError, match="does not fit this model"):
-        train(run_config(**sections), tmp_path, resume=True)
 
 
 @pytest.mark.slow
@@ -383,12 +363,6 @@ def test_exception_keeps_the_line_of_the_step_in_flight(tmp_path, monkeypatch):
     assert [r["step"] for r in metrics(tmp_path) if "loss" in r] == [1, 2]
 
 
-def test_run_json_has_plan_schedule_and_device(unbroken):
-    start = json.loads((unbroken / "run.json").read_text())["starts"][0]
-    assert start["after_step"] == 0 and start["plan"]["arena_bytes"] > 0
-    assert start["schedule"]["steps"] == STEPS and start["device"]
-
-
 def test_losses_of_five_steps_are_the_recorded_ones():
     """tests/support/reference.py computes the same losses in float64 from the same initial weights.
 
@@ -426,25 +400,3 @@ def test_train_refuses_to_start_without_space_for_a_checkpoint(tmp_path, monkeyp
     with pytest.raises(CheckpointError, match="no room for a checkpoint: .* bytes needed, 1,000 free; make"):
         train(run_config(), tmp_path / "run", resume=False)
     assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_directory_named_as_the_marker_of_a_stopped_run_is_left_alone(tmp_path):
-    (tmp_path / PREEMPTED).mkdir()
-    config = run_config(train=dict(steps=1), eval=dict(every=0), sample=dict(every=0))
-    assert train(config, tmp_path, resume=False) == 0 and (tmp_path / PREEMPTED).is_dir()
-
-
-def test_parallel_timeout_reaches_the_process_group_and_the_watchdog(tmp_path, monkeypatch):
-    class Seen(Exception):
-        pass
-
-    def watchdog(group, timeout):
-        raise Seen(group, timeout)
-
-    monkeypatch.setattr(trainer, "ProcessGroup", lambda device, timeout: timeout)
-    monkeypatch.setattr(trainer, "Watchdog", watchdog)
-    config = run_config(parallel=dict(timeout=7))
-    for start in (lambda: train(config, tmp_path, False), lambda: make_trainer(config, tmp_path)):
-        with pytest.raises(Seen) as seen:
-            start()
-        assert seen.value.args == (7.0, 7.0)
