@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from gpt2_triton import device
 from gpt2_triton.commands import own
 from gpt2_triton.commands.app import call, make_app, select_device
 from gpt2_triton.config.config import Config
@@ -84,7 +85,8 @@ def train(
     own.require_data(config, data)
     if not (plan or print_config):
         return _start(config, overrides, run_dir, resume, data)
-    gpu = _known_gpu(gpu)
+    if (gpu := gpu and gpu.lower()) and gpu not in device.GPUS:
+        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
     if data:
         settings = own.settings(config, data, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
     else:
@@ -156,21 +158,10 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     return given
 
 
-def _known_gpu(gpu: str | None) -> str | None:
-    """Return the name in lower case; ConfigError unless the table of device.py has it."""
-    from gpt2_triton import device
-
-    if gpu is not None and gpu.lower() not in device.GPUS:
-        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
-    return gpu and gpu.lower()
-
-
 def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> str:
     """Return the plan for a GPU of this name, else for this one; without a GPU for an h200, or for this machine if the
     keys were `picked` for it.
     """
-    from gpt2_triton import device
-
     device.require_triton()
     if config.train.precision == "fp8" and gpu:
         device.require_fp8(gpu, device.GPUS[gpu].architecture)
