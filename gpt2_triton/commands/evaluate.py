@@ -15,7 +15,7 @@ Checkpoint = Annotated[
 ]
 Json = Annotated[Path | None, Parameter(help="File to write the results to, as JSON.")]
 BatchTokens = Annotated[int, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]
-Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="Precision; by default that of training.")]
+Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="Precision; by default as in training.")]
 
 
 def hellaswag(

@@ -75,7 +75,7 @@ def settings(
         print_line(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
     if prepare:
         log = print_line if rank == 0 else lambda line: None
-        text.prepare_measured(measured, shards, tokenizer, own_text.VAL_FRACTION, workers, log=log)
+        text.prepare_text(data, shards, tokenizer, own_text.VAL_FRACTION, workers, log=log, measured=measured)
     return config
 
 

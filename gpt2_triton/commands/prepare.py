@@ -98,7 +98,7 @@ def prepare_dataset(
     tokenizer: str
         Tokenizer; data.tokenizer of the configuration must be the same.
     tokens: int
-        Stop after this many tokens, of which at most a tenth become validation data; by default take all.
+        Stop after this many tokens; at most a tenth of them become validation data.  By default take all.
     shard_tokens: int
         Tokens per shard; the first shard is the validation data.
     workers: int

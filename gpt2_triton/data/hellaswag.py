@@ -1,4 +1,4 @@
-"""HellaSwag's questions as tokens: a context, and four endings of which one is right.
+"""HellaSwag's questions as tokens: a context, and four endings, one of them right.
 
 Two styles are in use, which give different figures.  Both score each ending by the sum of its tokens' losses given the
 context (acc) and by that sum divided by the ending's length (acc_norm):

@@ -26,7 +26,7 @@ def scatter_table(ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> tupl
 
     Entry e < R adds dx[e] to wte[ids[e]]; entry e >= R adds ks[e - R] * lnf[e - R] to wte[targets[e - R]].  A target
     of -1 has no entry.  Unused elements of the tables are zero.
-    order [2R]:         entries sorted by token, those of one token by e.
+    order [2R]:         entries sorted by token, and by e for equal tokens.
     segments [Ns, 4]:   (token, start, length, slot): order[start : start + length] are entries of `token`, at most
                         SEGMENT of them.  With slot -1 these are all of its entries, and their sum is added to its row;
                         otherwise the sum is stored in partial row `slot`.

@@ -13,7 +13,7 @@ from gpt2_triton.model.memory_plan import free_bytes, largest_batch, plan_memory
 def load_for_losses(
     config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None, sequences: int = 0
 ) -> GPT2:
-    """Return a model with the weights tensors["params"] whose batches hold up to `tokens` tokens, kernels compiled.
+    """Return a model with the weights tensors["params"] for batches of up to `tokens` tokens, kernels compiled.
 
     The batch is a whole number of sequences of train.seq_len.  It is smaller if memory is short, but holds at least one
     sequence of block_size.  The model computes in `dtype`, "bf16" or "fp32"; None is the configuration's.

@@ -19,7 +19,7 @@ from gpt2_triton.model.gpt2 import GPT2
 def validation_loss(
     model: GPT2, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS, fp8: bool = False
 ) -> float:
-    """Return the mean loss of a run's validation tokens, with `fp8` that of the forward pass of an fp8 step.  Rank r of
+    """Return the mean loss of a run's validation tokens, with `fp8` by the forward pass of an fp8 step.  Rank r of
     `control` computes every size-th batch from r.
 
     If a rank cannot read its batches, all ranks raise DataError.
@@ -74,8 +74,8 @@ def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
 def mean_loss(model: GPT2, tokens: np.ndarray) -> float:
     """Return the mean loss of the tokens after the first of each sequence; tokens int32 [sequences, n], n at least 2.
 
-    Sequences longer than model.T + 1 are cut into windows of model.T, in which a token is predicted from those of its
-    window alone, as in `perplexity`; the last window may be shorter.
+    Sequences longer than model.T + 1 are cut into windows of model.T, in which a token is predicted from
+    its window alone, as in `perplexity`; the last window may be shorter.
     """
     ids, targets = tokens[:, :-1], tokens[:, 1:]
     whole = ids.shape[1] // model.T * model.T

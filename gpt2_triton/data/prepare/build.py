@@ -9,6 +9,7 @@ import fcntl
 import functools
 import itertools
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,9 +23,10 @@ from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import HEADER_BYTES, RECORD, map_tokens, read_record, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import missing_space, sha256, write_atomic
+from gpt2_triton.files import MARK, missing_space, remove_abandoned, sha256, write_atomic
 
 PROGRESS, LOCK = "progress.json", ".lock"
+HIDDEN = re.compile(r"\..*\." + MARK + r"\.tmp")  # a file that a process is writing
 BATCH_CHARS = 1 << 20  # characters tokenised at a time, by one process
 SHARD_TOKENS = 100_000_000  # llm.c's
 
@@ -94,7 +96,7 @@ def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_token
             shards[name] = shard_record(out_dir / name)
             places.append(place)
             _record_progress(out_dir, recipe, shards, places)
-    if not any(name.startswith("train") for name in shards):
+    if not count_tokens(shards, "train"):
         _remove(out_dir, *shards, PROGRESS, LOCK)  # else they would refuse the command that the message asks for
         few = f"its {count_tokens(shards):,} tokens all go into the validation shard"
         raise DataError(f"{source.name}: too little text: {few}; give that number as --tokens, or less")
@@ -147,6 +149,7 @@ def _cut(
 
 def _resume(recipe: dict[str, Any], out_dir: Path, log: Log) -> tuple[ShardRecords, list[Place | None]]:
     """Return the finished shards, and the place where each begins and where the next one begins (None: the start)."""
+    remove_abandoned(out_dir, HIDDEN)
     record, shards = read_record(out_dir / PROGRESS), {}
     if not record and ((out_dir / RECORD).exists() or any(out_dir.glob("*.bin"))):
         _remove(out_dir, LOCK)

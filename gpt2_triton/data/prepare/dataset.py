@@ -87,7 +87,7 @@ def _commit(dataset: Dataset, out_dir: Path) -> str | None:
 
 
 class _Rows:
-    """The rows of a dataset as a Source; a state is that of `datasets`."""
+    """The rows of a dataset as a Source; a state is what `datasets` returns as one."""
 
     unit = "tokens"
 

@@ -33,7 +33,7 @@ class File(NamedTuple):
 
 
 def find_files(inputs: Sequence[Path]) -> list[File]:
-    """Return the files: as given, those of a folder (with its folders) and of a glob sorted.
+    """Return the files as given; the files of a folder, with its folders, and of a glob are sorted.
 
     DataError if one is missing, of an unknown kind, or given twice.
     """

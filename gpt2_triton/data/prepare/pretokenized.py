@@ -30,7 +30,9 @@ OFFLINE = "check the network and HF_ENDPOINT, or copy the files by hand and poin
 AGAIN = "run the same command again: it resumes after the last finished shard"
 
 
-class File(NamedTuple):
+class Remote(NamedTuple):
+    """A shard on the Hub."""
+
     name: str  # in the repository
     local: str
     size: int
@@ -54,9 +56,9 @@ def download(name: str, out_dir: Path, shards: int | None = None, log: Log = pri
     return out_dir
 
 
-def _choose(repo: str, siblings: Any, shards: int | None) -> list[File]:
+def _choose(repo: str, siblings: Any, shards: int | None) -> list[Remote]:
     found = [(match, file) for file in siblings if (match := NAME.fullmatch(file.rfilename)) and file.lfs]
-    files = sorted(File(f.rfilename, f"{m[1]}_{m[2]}.bin", f.size, f.lfs.sha256) for m, f in found)
+    files = sorted(Remote(f.rfilename, f"{m[1]}_{m[2]}.bin", f.size, f.lfs.sha256) for m, f in found)
     train, val = ([f for f in files if f.local.startswith(split)] for split in ("train", "val"))
     if not train or not val:
         what = "no files *_train_NNNNNN.bin or no *_val_NNNNNN.bin"
@@ -66,7 +68,7 @@ def _choose(repo: str, siblings: Any, shards: int | None) -> list[File]:
     return val + train[:shards]
 
 
-def _download_missing(repo: str, commit: str, files: list[File], out_dir: Path) -> ShardRecords:
+def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path) -> ShardRecords:
     out_dir.mkdir(parents=True, exist_ok=True)
     recipe, shards = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}, {}
     ours = read_record(out_dir / RECORD).get("source", {}).get("name") == repo
@@ -89,7 +91,7 @@ def _download_missing(repo: str, commit: str, files: list[File], out_dir: Path) 
     return shards
 
 
-def _is_there(path: Path, file: File, ours: bool) -> bool:
+def _is_there(path: Path, file: Remote, ours: bool) -> bool:
     """Return whether a file need not be downloaded.
 
     DataError if it differs and no record shows that it was downloaded from this repository.
@@ -102,7 +104,7 @@ def _is_there(path: Path, file: File, ours: bool) -> bool:
     return same
 
 
-def _download_file(repo: str, commit: str, file: File, out_dir: Path) -> None:
+def _download_file(repo: str, commit: str, file: Remote, out_dir: Path) -> None:
     with hub_errors(f"{repo}/{file.name}", AGAIN):
         from huggingface_hub import hf_hub_download
 

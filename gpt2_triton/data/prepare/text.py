@@ -55,30 +55,20 @@ def prepare_text(
     workers: int = 1,
     shard_tokens: int = SHARD_TOKENS,
     log: Log = print_line,
+    measured: MeasuredText | None = None,
 ) -> Path:
-    """Tokenise files, folders and globs of text into out_dir; the last val_fraction of characters is validation."""
-    measured = measure_text(inputs, workers)
-    return prepare_measured(measured, out_dir, tokenizer, val_fraction, workers, shard_tokens, log)
+    """Tokenise files, folders and globs of text into out_dir; the last val_fraction of characters is validation.
 
-
-def prepare_measured(
-    measured: MeasuredText,
-    out_dir: Path,
-    tokenizer: str,
-    val_fraction: float = 0.1,
-    workers: int = 1,
-    shard_tokens: int = SHARD_TOKENS,
-    log: Log = print_line,
-) -> Path:
-    """Tokenise text that has been measured, as `prepare_text` does."""
-    files = measured.files
-    rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, measured.digests, strict=True)]
+    measured    what measure_text has returned for the inputs, if it was called
+    """
+    files, digests, characters = measured or measure_text(inputs, workers)
+    rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)]
     recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
 
     def texts() -> Iterator[Text]:
         return (((i, document), text) for i, (path, _) in enumerate(files) for document, text in read(path))
 
-    return prepare_texts(texts, measured.characters, recipe, Path(out_dir), _processes(files, workers), log)
+    return prepare_texts(texts, characters, recipe, Path(out_dir), _processes(files, workers), log)
 
 
 def _processes(files: list[File], workers: int) -> int:

@@ -22,7 +22,7 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
     if processes <= 1:
         yield lambda function, tasks: ((task, function(task)) for task in tasks)
         return
-    # spawn: this process may have threads (tiktoken's, torch's), whose locks a fork would copy in whatever state
+    # spawn: this process may have threads (tiktoken's, torch's), and a fork would copy their locks as they are
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin_worker)
 
     def parallel_map(function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:

@@ -7,14 +7,12 @@ import hashlib
 import json
 import multiprocessing
 import os
-import re
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gpt2_triton import console
 from gpt2_triton.data import tokenizer
 from gpt2_triton.data.prepare import build
 from gpt2_triton.data.prepare import text as text_module
@@ -335,18 +333,3 @@ def test_text_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(text_module, "measure", _die)
     with pytest.raises(DataError, match="one of 2 workers died, .* try again with fewer --workers"):
         prepare_text([text_file], tmp_path / "out", "bytes", workers=2)
-
-
-def test_text_shows_its_progress(tmp_path, text_file, monkeypatch, capsys):
-    monkeypatch.setattr(build, "BATCH_CHARS", 500)
-    monkeypatch.setattr(console, "DELAY", 0.0)
-    monkeypatch.setattr(console, "INTERVAL", 0.0)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    lines = []
-    prepare_text([text_file], tmp_path / "out", "bytes", log=lines.append)
-    shown = capsys.readouterr().err.split("\r")
-    assert any(re.match(r"measuring: 100%\|.*1.00/1.00", line) for line in shown)
-    assert any(re.match(r"tokenising text: +[1-9]\d%\|.*\| [\d.]+k/[\d.]+k \[.*characters/s\]", line) for line in shown)
-    assert len(shown) > 10 and lines == [
-        f"prepared {tmp_path}/out: 2 shards, 4,128 tokens to train on, 458 tokens for validation"
-    ]
