@@ -21,17 +21,14 @@ from gpt2_triton.files import is_text
 
 def require_data(config: Path, data: Sequence[Path] | None) -> None:
     """Refuse the recipe without text, text in the place of a recipe, and text for another recipe."""
+    command = f"{command_line(f'train {OWN}')} --data"
     if is_text(config):
-        raise ConfigError(f"{config}: text, no configuration; `{_command([config])}` trains on it")
+        raise ConfigError(f"{config}: text, no configuration; `{command} {shlex.quote(str(config))}` trains on it")
     if config.stem == OWN and not data:
         raise ConfigError("own: needs --data and one or more text files, folders or globs, as in --data my.txt")
     if config.stem != OWN and data is not None:
         find(config)  # a name that is no recipe's may be mistyped
-        raise ConfigError(f"--data: goes with the recipe own, as `{_command(data)}`; for {config} give --data.train")
-
-
-def _command(data: Sequence[Path]) -> str:
-    return f"{command_line(f'train {OWN}')} --data {shlex.join(map(str, data)) or 'my.txt'}"
+        raise ConfigError(f"--data: goes with the recipe own, as `{command} my.txt`; for {config} give --data.train")
 
 
 def settings(

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from gpt2_triton import device
 from gpt2_triton.commands import own
 from gpt2_triton.commands.app import call, make_app, select_device
 from gpt2_triton.config.config import Config
@@ -85,6 +84,8 @@ def train(
     own.require_data(config, data)
     if not (plan or print_config):
         return _start(config, overrides, run_dir, resume, data)
+    from gpt2_triton import device  # imports torch
+
     if (gpu := gpu and gpu.lower()) and gpu not in device.GPUS:
         raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
     if data:
@@ -162,6 +163,8 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     """Return the plan for a GPU of this name, else for this one; without a GPU for an h200, or for this machine if the
     keys were `picked` for it.
     """
+    from gpt2_triton import device
+
     device.require_triton()
     if config.train.precision == "fp8" and gpu:
         device.require_fp8(gpu, device.GPUS[gpu].architecture)
