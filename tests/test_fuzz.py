@@ -24,7 +24,7 @@ from gpt2_triton.data.loader import Windows
 from gpt2_triton.data.prepare.build import is_done
 from gpt2_triton.data.shards import open_shards, require_tokenizer, write_shard
 from gpt2_triton.errors import UserError
-from gpt2_triton.training.metrics import llmc_line, read_metrics
+from gpt2_triton.training.metrics import read_metrics
 from gpt2_triton.training.run_info import read_run
 from gpt2_triton.training.run_state import RunState
 from tests.support import checkpoints
@@ -314,14 +314,11 @@ def test_records_of_shards_and_runs(tmp_path, tree, content):
 
 
 @fuzz
-@given(
-    lines=st.lists(JSON | st.fixed_dictionaries({"step": NUMBERS, "loss": JSON, "lr": JSON, "norm": JSON}), max_size=5)
-)
+@given(lines=st.lists(JSON | st.fixed_dictionaries({"step": NUMBERS}), max_size=5))
 def test_metrics(tmp_path, lines):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for record in read_metrics(path):
-        only_user_errors(llmc_line, record)
+    assert all(isinstance(record["step"], int) for record in read_metrics(path))
 
 
 def test_files_as_they_were_written_are_read(run, exported):
