@@ -3,10 +3,8 @@
 It is no part of the configuration, so that a run can be resumed on another number of GPUs.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from gpt2_triton.config.schema import Sections, TrainConfig
 from gpt2_triton.errors import ConfigError
@@ -46,11 +44,9 @@ def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
         unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
-        todo = table = ""
-        if gpus > 1 and total % t.seq_len == 0:
-            near, table = _fitting_gpus(t, total // t.seq_len, gpus)
-            todo = f"start {near} GPUs, or, in a new run, "
-        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}{table}"
+        near = _fitting_gpus(t, gpus) if gpus > 1 and total % t.seq_len == 0 else ""
+        todo = f"start {near} GPUs, or, in a new run, " if near else ""
+        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
         below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
@@ -59,16 +55,14 @@ def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
         yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"
 
 
-def _fitting_gpus(t: TrainConfig, sequences: int, gpus: int) -> tuple[str, str]:
-    """Return the nearest numbers of GPUs that divide the sequences of a step, and a table of up to three below and
-    three above with what each would do.  A resumed run can change its GPUs but not the tokens of a step.
-    """
-    small = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
-    each = {n: sequences // n for n in sorted({*small, *(sequences // n for n in small)})}
-    batch = {n: min(t.batch_size, rows) for n, rows in each.items()}
-    fits = [n for n in each if each[n] % batch[n] == 0]
-    below, above = [n for n in fits if n < gpus][-3:], [n for n in fits if n > gpus][:3]
-    table: list[tuple[Any, ...]] = [("GPUs", "sequences each", "at once", "micro-steps")]
-    table += [(n, each[n], batch[n], each[n] // batch[n]) for n in below + above]
-    lines = ["".join(f"{cell:>{len(title) + 2}}" for cell, title in zip(row, table[0], strict=True)) for row in table]
-    return " or ".join(str(n) for n in below[-1:] + above[:1]), "".join(f"\n{line}" for line in lines)
+def _fitting_gpus(t: TrainConfig, gpus: int) -> str:
+    """Return the nearest numbers of GPUs that divide a step, since a resume can change them but not its tokens."""
+    sequences = t.step_tokens // t.seq_len
+
+    def divides(n: int) -> bool:
+        rows, rest = divmod(sequences, n)
+        return not rest and rows % min(t.batch_size, rows) == 0
+
+    fits = [n for n in range(1, min(sequences, 8 * gpus) + 1) if divides(n)]
+    near = [n for n in fits if n < gpus][-1:] + [n for n in fits if n > gpus][:1]
+    return " or ".join(map(str, near))
