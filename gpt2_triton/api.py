@@ -17,7 +17,7 @@ import numpy as np
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config as Config
 from gpt2_triton.console import silent
-from gpt2_triton.errors import CheckpointError, ConfigError, bad_data, require_at_least
+from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -45,14 +45,8 @@ def _free_unused_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# ---- training ----
-
-
 class Run:
-    """A run on disk, of `train` or of another process; the properties read its files.
-
-    directory   Path; ConfigError if it holds no run
-    """
+    """A run on disk, of `train` or of another process; the properties read its files.  ConfigError if it is none."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -74,9 +68,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl in their order: {"step": 12, "loss": ...}, {"step": 250, "val_loss": ...}; see
-        docs/guide/logging.md for their keys.
-        """
+        """The records of metrics.jsonl in their order, such as {"step": 12, "loss": 3.1}; see docs/guide/logging.md."""
         from gpt2_triton.training.metrics import METRICS, read_metrics
 
         with silent():
@@ -105,21 +97,10 @@ class Run:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint of the lowest validation loss; None unless the run has checkpoint.best val_loss.
+        """The checkpoint of the lowest validation loss; None unless the run has checkpoint.best val_loss."""
+        from gpt2_triton.checkpoint.load import best_checkpoint
 
-        CheckpointError if the state of the newest checkpoint cannot be read.
-        """
-        from gpt2_triton.checkpoint.load import attempts, best_checkpoint
-
-        for _ in attempts(self.directory):
-            newest = self.last
-            try:
-                return best_checkpoint(newest) if newest else None
-            except OSError as error:
-                if newest and newest.exists():
-                    raise CheckpointError(f"{error.filename}: {error.strerror}; choose another step") from None
-                # else deleted meanwhile by the run, which has a newer one
-        raise AssertionError
+        return best_checkpoint(self.last) if self.last else None
 
 
 def train(
@@ -129,26 +110,18 @@ def train(
     resume: bool | Literal["must"] = False,
     console: bool = False,
 ) -> Run:
-    """Train to the last step and return the run; its files are those that train.py writes.
+    """Train to the last step, or to train.max_minutes, and return the run; `config` is what Config.load takes.
 
-    config      a Config, or what Config.load takes
-    run_dir     the run's directory, which is made
-    resume      continue after the newest checkpoint in run_dir that verifies; without one True starts a new run, "must"
-                raises CheckpointError.  False refuses a directory that has any
-    console     print what train.py prints; the files are the same
-
-    In the main thread, the first SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM or SIGHUP lets the run finish its
-    step and save; then the program's own handler receives the signal, which raises KeyboardInterrupt for SIGINT.  A
-    second signal after 1 s reaches that handler at once, as does one before the first step.  A run that ends by its
-    time limit, train.max_minutes, is returned with state "stopped".  Raise UserError: see errors.py for its classes.
+    resume    continue after run_dir's newest checkpoint that verifies; without one "must" raises CheckpointError
+    console   print what train.py prints; the files are the same
+    A first signal in the main thread saves after the step and then reaches the program's handler, a second at once.
     """
     from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
     from gpt2_triton.training.preemption import BorrowedSignals
     from gpt2_triton.training.start import starting
 
     if str(config) == recipes.OWN:
-        todo = "prepare the text, and train a configuration whose data.train and data.val name its shards"
-        raise ConfigError(f"config: {recipes.OWN} prepares text on the command line only (`train own --data`); {todo}")
+        raise ConfigError("config: own is a recipe of the command line: `gpt2-triton train own --data FILES`")
     if resume not in (False, True, "must"):
         raise ConfigError(f'resume: expected False, True or "must", got {resume!r}')
     settings, directory = config if isinstance(config, Config) else Config.load(config), Path(run_dir)
@@ -169,27 +142,15 @@ def train(
     return Run(directory)
 
 
-# ---- models ----
-
-
 def load(
-    source: Run | str | Path,
-    *,
-    dtype: Literal["bf16", "fp32"] | None = None,
-    batch_tokens: int = 16384,
+    source: Run | str | Path, *, dtype: Literal["bf16", "fp32"] | None = None, batch_tokens: int = 16384
 ) -> "Model":
-    """Return a model that only runs forward.
+    """Return a model that only runs forward; CheckpointError if nothing verifies, OutOfMemoryError if it does not fit.
 
-    source         a Run, its directory (the newest checkpoint that verifies), one of its step directories, RUN/best,
-                   or hf:DIR_OR_NAME, llmc:FILE, nanogpt:FILE
-    dtype          storage of weights and activations on the device; None: that of the run's training, bf16 for others
+    source         a Run, its directory, one of its steps, RUN/best, or hf:DIR_OR_NAME, llmc:FILE, nanogpt:FILE
+    dtype          storage of weights and activations; None: that of the training, bf16 for other projects' weights
     batch_tokens   tokens that go through the model at once, at most; the results do not depend on it
-
-    Raise CheckpointError if the source has no weights that verify, OutOfMemoryError if they do not fit the device.
     """
-    if dtype not in (None, "bf16", "fp32"):
-        raise ConfigError(f"dtype: expected bf16, fp32 or None, got {dtype!r}")
-    require_at_least("", batch_tokens=(batch_tokens, 1))
     with _exclusive():
         from gpt2_triton import device
 
@@ -209,9 +170,7 @@ class Model:
 
     config    the Config of its training
     context   the most tokens that it sees at once, train.seq_len
-
-    `close`, or leaving its `with` block, frees its memory on the device.  The memory of a model that is garbage-
-    collected is free for the next `load` or `train`, and for torch.
+    `close`, the end of its `with` block, and garbage collection free its memory on the device.
     """
 
     def __init__(self, source: str, config: Config, tensors: "dict[str, Tensor]", model: "GPT2"):
@@ -251,10 +210,7 @@ class Model:
         return np.asarray(self._tokenizer().encode(text), np.int32)
 
     def decode(self, tokens: Any) -> str:
-        """Return the text of tokens [n]; bytes that are not UTF-8 become replacement characters.
-
-        Raise DataError for other arrays and for unknown tokens.
-        """
+        """Return the text of tokens [n]; bytes that are not UTF-8 become replacement characters."""
         if np.array_equal(tokens, []):
             return ""
         return self._tokenizer().decode(self._sequences(tokens, 1).reshape(-1).tolist())
@@ -269,15 +225,11 @@ class Model:
         top_p: float = 1.0,
         seed: int = 42,
     ) -> str:
-        """Return a continuation of `prompt`, without it, of `tokens` tokens.
+        """Return a continuation of `prompt`, without it; equal calls return equal texts.
 
-        prompt        text of any length; of more than `context` tokens the newest count; empty: the end-of-text token
+        prompt        of more than `context` tokens the newest count; empty: the end-of-text token
         temperature   of the softmax; 0 takes the most likely token
-        top_k         draw among the k most likely tokens; 0 among all
-        top_p         draw among the most likely tokens (of those that top_k keeps) that together have probability p
-        seed          of the random numbers: equal calls return equal texts
-
-        Raise ConfigError for values out of range.
+        top_k, top_p  draw among the k most likely tokens (0: all), and of these among the likeliest of probability p
         """
         with _exclusive():
             return "".join(self.stream(prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
@@ -323,24 +275,19 @@ class Model:
     def loss(self, tokens: Any) -> float:
         """Return the mean loss in nats of all tokens but the first of each sequence.
 
-        tokens   integers [n] or [sequences, n], n at least 2
-
-        Sequences of more than context + 1 tokens are cut into windows of `context` predictions, each from the tokens of
-        its window alone, as by the command `perplexity`.  Raise DataError for other arrays and for unknown tokens.
+        tokens   integers [n] or [sequences, n], n at least 2; DataError for other arrays and for unknown tokens
+        Longer sequences are cut into windows of `context` predictions, as by the command `perplexity`.
         """
         with _exclusive():
             from gpt2_triton.inference.losses import mean_loss
 
-            model = self._open()
-            return mean_loss(model, self._sequences(tokens, 2))
+            return mean_loss(self._open(), self._sequences(tokens, 2))
 
     def logits(self, tokens: Any, positions: Literal["last", "all"] = "last") -> np.ndarray:
-        """Return the logits of the next token: float32 [vocab_size] after the last token, or with positions="all"
-        [n, vocab_size] after each; for [sequences, n], that for each sequence.
+        """Return the logits of the token after the last one, or after each: float32 [vocab_size] or [n, vocab_size].
 
-        tokens   integers [n] or [sequences, n], n from 1 to `context`
-
-        The device holds 16 rows of them at once.  Raise DataError as `loss`, and for longer sequences.
+        tokens   integers [n] or [sequences, n], n from 1 to `context`; of the latter the result is for each sequence
+        The device holds 16 rows of logits at once.  DataError as of `loss`, and for longer sequences.
         """
         if positions not in ("last", "all"):
             raise ConfigError(f"positions: expected last or all, got {positions!r}")
@@ -350,40 +297,28 @@ class Model:
             model, sequences = self._open(), self._sequences(tokens, 1)
             n = sequences.shape[1]
             if n > self.context:
-                raise bad_data("tokens", "sequences too long", n, f"at most {self.context}, the context", "cut them")
+                raise DataError(f"tokens: sequences of {n}, but the context is {self.context}; cut them")
             out = losses.logits(model, sequences, n - 1 if positions == "last" else 0)
             out = out[:, 0] if positions == "last" else out
             return out[0] if np.ndim(tokens) == 1 else out
 
     def _sequences(self, tokens: Any, least: int) -> np.ndarray:
         """Return tokens as int32 [sequences, n]; DataError if n is below `least`, or for unknown tokens."""
-        try:
-            array = np.asarray(tokens)
-            got = f"{array.dtype} {list(array.shape)}"
-        except ValueError:
-            array, got = np.empty(0), "rows of unequal lengths"
+        array, vocabulary = np.asarray(tokens), self.config.model.vocab_size
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size or array.shape[-1] < least:
             expected = f"integers [n] or [sequences, n], n at least {least}"
-            raise bad_data("tokens", "not tokens", got, expected, "see Model.encode")
-        vocabulary = self.config.model.vocab_size
-        if not 0 <= array.min() <= array.max() < vocabulary:
-            got = f"{array.min()} to {array.max()}"
-            raise bad_data("tokens", "not in the vocabulary", got, f"0 to {vocabulary - 1}", "use its tokenizer")
+            raise DataError(f"tokens: got {array.dtype} {list(array.shape)}, expected {expected}")
+        if array.min() < 0 or array.max() >= vocabulary:
+            raise DataError(f"tokens: {array.min()} to {array.max()}, but the vocabulary is 0 to {vocabulary - 1}")
         return np.atleast_2d(array).astype(np.int32)
 
     def export(
-        self,
-        directory: str | Path,
-        *,
-        format: Literal["hf", "llmc"] = "hf",
-        dtype: Literal["fp32", "bf16"] = "fp32",
+        self, directory: str | Path, *, format: Literal["hf", "llmc"] = "hf", dtype: Literal["fp32", "bf16"] = "fp32"
     ) -> Path:
         """Write the weights, as they were loaded, and the tokenizer to a new directory; return its path.
 
         format   "hf" for transformers and programs that build on it, "llmc" for llm.c
         dtype    "fp32" loses nothing, "bf16" takes half the space
-
-        Raise ConfigError if the directory is there already or cannot be written.
         """
         with _exclusive():
             from gpt2_triton.checkpoint.export import export

@@ -1,11 +1,12 @@
-"""The device of a process, its GPU or Triton's interpreter, and what is free of its memory; the known GPUs' peak speed,
-for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
+"""The device of a process, its GPU or Triton's interpreter, its free memory, and a table of known GPUs.
+
+The table has peak speeds, for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
 """
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -52,20 +53,16 @@ def count() -> int:
 
 
 def select_interpreter() -> bool:
-    """Select Triton's interpreter if there is no GPU; return True if it is selected.  Must run before a kernel is
-    imported.
+    """Select Triton's interpreter if there is no GPU, before a kernel is imported; return True if it is selected.
 
-    ConfigError if it is too late, since triton.language was imported to compile, if numpy is too new for it, or if
-    there is no Triton.
+    ConfigError if triton.language was imported to compile, if numpy is too new, or if there is no Triton.
     """
     triton, numpy = require_triton(), installed("numpy") or ""
     if present():
         return False
     if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
-        found = f"triton {triton} with numpy {numpy}"
-        raise ConfigError(
-            f'no GPU, and {found}: the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
-        )
+        needs = 'the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
+        raise ConfigError(f"no GPU, and triton {triton} with numpy {numpy}: {needs}")
     language = sys.modules.get("triton.language")
     if language and type(language.sum).__name__ == "JITFunction":  # its functions were decorated when it was imported
         raise ConfigError(
@@ -78,11 +75,10 @@ def select_interpreter() -> bool:
 
 
 def patch_language_once() -> None:
-    """Make Triton's interpreter patch triton.language once per process, in a Triton whose interpreter patches it.
+    """Make Triton's interpreter patch triton.language once per process.
 
-    The interpreter replaces about 200 functions of triton.language before each launch and before each call of a device
-    function inside it, and restores them after the launch.  That was half of the function calls of a small model's
-    step.  Where there is no GPU no kernel is compiled, so nothing needs the originals.
+    It patches about 200 functions before each launch and device function, and restores them after: half of the calls
+    of a small model's step.  Without a GPU no kernel is compiled, so nothing needs the originals.
     """
     from triton.runtime import interpreter
 
@@ -131,7 +127,7 @@ def has_fp8(architecture: str) -> bool:
 def require_fp8(name: str, architecture: str) -> None:
     """Raise ConfigError if the GPU of this name and architecture has no fp8 products."""
     if not has_fp8(architecture):
-        needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from compute capability 8.9, AMD gfx950)"
+        needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from 8.9, AMD gfx950)"
         raise ConfigError(f"train.precision: {needs}, {name} is {architecture}; set it to bf16")
 
 
@@ -172,41 +168,17 @@ def free_and_total_bytes(device: str) -> tuple[int, int]:
 
 
 def _host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return (available, total) bytes of this machine, within the limits of this process's control groups.
-
-    Page cache counts as available, since the kernel drops it when memory is short.
-    """
+    """Return (available, total) bytes of this machine, within its control groups' limits; page cache is available."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
     free, total = 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]
-    for limit, used in _group_limits(root):
-        free, total = min(free, max(0, limit - used)), min(total, limit)
+    unified = (root / "proc/self/cgroup").read_text().partition("0::/")[2]  # of version 2
+    inside = Path(unified.partition("\n")[0])
+    for group in (inside, *inside.parents):  # in a container the mount itself is its own group
+        directory = root / "sys/fs/cgroup" / group
+        with contextlib.suppress(OSError, ValueError):  # not mounted, or "max", which is no limit
+            limit = int((directory / "memory.max").read_text())
+            statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            used = int((directory / "memory.current").read_text()) - int(statistics["inactive_file"])
+            free, total = min(free, max(0, limit - used)), min(total, limit)
     return free, total
-
-
-def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, bytes in use) of each control group that holds this process and limits its memory.
-
-    In a container the path may be the host's: groups that are not mounted are left out, and the mount itself is the
-    container's own group.
-    """
-    mounted = root / "sys/fs/cgroup"
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        version1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        names = version1 if controllers else ("memory.max", "memory.current", "inactive_file")
-        inside = Path(path.lstrip("/"))
-        for group in (inside, *inside.parents):
-            yield from _limit(mounted / ("memory" if controllers else "") / group, *names)
-
-
-def _limit(group: Path, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
-    """Yield (limit, bytes in use without page cache) of a control group, if it exists and has a limit."""
-    try:
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        in_use = int((group / used).read_text()) - int(statistics[cached])
-        yield int((group / limit).read_text()), in_use
-    except (OSError, LookupError, ValueError):  # "max" is no limit
-        return

@@ -1,6 +1,5 @@
 """The Python API: what it promises about results, files, output, imports, threads, signals, memory and errors."""
 
-import errno
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ import torch
 import gpt2_triton
 import gpt2_triton.kernels as K
 from gpt2_triton import api
-from gpt2_triton.checkpoint import load
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import tools
@@ -93,12 +91,6 @@ def test_config_takes_a_file_a_dictionary_and_overrides(tmp_path):
     assert sections == {"model": {"n_layer": 2}, "optim": {"lr": 1e-3}}  # overrides change no argument
 
 
-def test_config_reports_each_mistake_in_a_line():
-    with pytest.raises(ConfigError, match="^config: model.n_heads: unknown key") as error:
-        gpt2_triton.Config.load({"model": {"n_heads": 3}}, {"optim.lr": -1})
-    assert len(str(error.value).splitlines()) == 2 and "--optim.lr: must be greater than 0" in str(error.value)
-
-
 # ---- training ----
 
 
@@ -128,21 +120,6 @@ def test_run_that_has_only_begun_has_no_losses(tmp_path):
     assert repr(run) == f"Run('{tmp_path}': stopped, loss None, val_loss None)"
 
 
-def test_best_step_is_found_although_the_newest_is_deleted_meanwhile(run, monkeypatch):
-    best, newest, deleted = run.best, run.last, iter([True, True, False])
-
-    def read(step):
-        if next(deleted):
-            raise FileNotFoundError(errno.ENOENT, "No such file", str(step / "state.json"))
-        return best
-
-    monkeypatch.setattr(load, "best_checkpoint", read)
-    with pytest.raises(CheckpointError, match="state.json: No such file; choose another step"):
-        assert run.best
-    monkeypatch.setattr(api.Run, "last", newest.with_name("step_00000003"))
-    assert run.best == best and next(deleted, None) is None
-
-
 @pytest.mark.slow
 def test_train_prints_only_when_asked(tmp_path, capfd):
     config = tiny_config(model=dict(n_layer=1), train=dict(steps=1), sample=dict(every=1, tokens=2))
@@ -157,7 +134,7 @@ def test_train_prints_only_when_asked(tmp_path, capfd):
 
 
 def test_train_refuses_what_the_command_refuses(run, tmp_path):
-    with pytest.raises(ConfigError, match="^config: own prepares text on the command line only"):
+    with pytest.raises(ConfigError, match="^config: own is a recipe of the command line"):
         gpt2_triton.train("own", tmp_path / "own")
     with pytest.raises(ConfigError, match="has checkpoints up to step_00000004"):
         gpt2_triton.train(small_config(), run.directory)
@@ -167,9 +144,6 @@ def test_train_refuses_what_the_command_refuses(run, tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="expected the directory of a run"):
         api.Run(tmp_path)
-    (tmp_path / "config.yaml").write_text("model: 1\n")
-    with pytest.raises(ConfigError, match="config.yaml:1: model: must be a section of keys, got 1"):
-        api.Run(tmp_path).config  # noqa: B018
 
 
 @pytest.mark.slow
@@ -351,29 +325,17 @@ def test_export_writes_the_files_of_the_command(run, model, tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m: m.loss([1]), DataError, "tokens: not tokens: got int64 [1], expected integers [n]"),
-        (lambda m: m.loss([[1, 2], [3]]), DataError, "got rows of unequal lengths"),
+        (lambda m: m.loss([1]), DataError, "tokens: got int64 [1], expected integers [n]"),
         (lambda m: m.loss([0.5, 1]), DataError, "got float64 [2]"),
-        (lambda m: m.loss(np.zeros((0, 4), int)), DataError, "got int64 [0, 4]"),
-        (lambda m: m.loss([1, 256]), DataError, "not in the vocabulary: got 1 to 256, expected 0 to 255"),
-        (lambda m: m.logits([1] * 17), DataError, "got 17, expected at most 16, the context"),
+        (lambda m: m.loss([1, 256]), DataError, "tokens: 1 to 256, but the vocabulary is 0 to 255"),
+        (lambda m: m.logits([1] * 17), DataError, "tokens: sequences of 17, but the context is 16; cut them"),
         (lambda m: m.logits([1], "first"), ConfigError, "positions: expected last or all, got 'first'"),
-        (lambda m: m.decode([65, 999]), DataError, "not in the vocabulary: got 65 to 999, expected 0 to 255"),
-        (lambda m: m.decode([[1], [2, 3]]), DataError, "got rows of unequal lengths"),
-        (lambda m: m.decode([1.5]), DataError, "got float64 [1]"),
+        (lambda m: m.decode([65, 999]), DataError, "65 to 999, but the vocabulary is 0 to 255"),
         (lambda m: m.generate("a", 0), ConfigError, "tokens: must be at least 1, got 0"),
         (lambda m: m.stream("a", temperature=-1), ConfigError, "temperature: must be at least 0, got -1"),
-        (lambda m: m.generate("a", top_p=0), ConfigError, "top_p: must be above 0 and at most 1, got 0"),
-        (lambda m: m.export(".", format="gguf"), ConfigError, "format: expected hf or llmc, got gguf"),
         (lambda m: m.export("."), ConfigError, "is there already"),
-        (
-            lambda m: gpt2_triton.train("quickstart", "run", resume="mst"),
-            ConfigError,
-            "resume: expected False, True or",
-        ),
+        (lambda m: gpt2_triton.train("quickstart", "run", resume="mst"), ConfigError, "resume: expected False, True"),
         (lambda m: gpt2_triton.load("nowhere"), CheckpointError, "nowhere: no checkpoint found"),
-        (lambda m: gpt2_triton.load("nowhere", dtype="fp16"), ConfigError, "dtype: expected bf16, fp32 or None"),
-        (lambda m: gpt2_triton.load("nowhere", batch_tokens=0), ConfigError, "batch_tokens: must be at least 1, got 0"),
     ],
 )
 def test_mistakes_raise_user_errors_of_one_line(model, call, error, message):

@@ -8,8 +8,6 @@ import torch
 from gpt2_triton import device
 
 MEMINFO = "MemTotal:        8000 kB\nMemFree:         1000 kB\nMemAvailable:    6000 kB\nHugePages_Total:       0\n"
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @pytest.fixture
@@ -21,51 +19,30 @@ def root(tmp_path):
     return tmp_path
 
 
-def group(root, path, names, limit, used, cached):
+def group(root, path, limit, used, cached):
+    """Make a control group of version 2 at `path` with these KiB: limit, in use, page cache among them."""
     directory = root / "sys/fs/cgroup" / path
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / names[0]).write_text(f"{limit}\n")
-    (directory / names[1]).write_text(f"{used}\n")
-    (directory / "memory.stat").write_text(f"rss 1\n{names[2]} {cached}\n")
-
-
-def kib(root):
-    return tuple(n // 1024 for n in device._host_memory(root))
-
-
-def test_host_memory_is_what_the_machine_has_available(root):
-    assert kib(root) == (6000, 8000)
+    (directory / "memory.max").write_text(f"{limit if limit == 'max' else limit * 1024}\n")
+    (directory / "memory.current").write_text(f"{used * 1024}\n")
+    (directory / "memory.stat").write_text(f"anon 1\ninactive_file {cached * 1024}\n")
 
 
 @pytest.mark.parametrize(
-    ("names", "line", "place"),
+    ("path", "place", "limit", "kib"),
     [
-        (V2, "0::/a/b", "a/b"),
-        (V2, "0::/a/b", "a"),
-        (V1, "4:cpu,memory:/a/b", "memory/a/b"),
-        (V1, "4:memory:/a", "memory"),
+        ("a/b", "a/b", 2000, (1200, 2000)),
+        ("a/b", "a", 2000, (1200, 2000)),  # a group above limits the process too
+        ("docker/0123", "", 1000, (200, 1000)),  # a container that sees the host's path
+        ("", "", "max", (6000, 8000)),
+        ("", "", 600, (0, 600)),
     ],
 )
-def test_host_memory_is_within_the_limit_of_each_control_group(root, names, line, place):
-    """2,000 KiB are allowed, 1,500 in use, 700 of those page cache.  A group above it limits the process too."""
-    (root / "proc/self/cgroup").write_text(f"1:cpu:/other\n{line}\n")
-    group(root, place, names, 2000 * 1024, 1500 * 1024, 700 * 1024)
-    assert kib(root) == (1200, 2000)
-
-
-@pytest.mark.parametrize(
-    ("names", "line", "place", "limit"), [(V2, "0::/", "", "max"), (V1, "4:memory:/", "memory", 2**63)]
-)
-def test_host_memory_of_groups_without_a_limit_is_the_machine_s(root, names, line, place, limit):
-    (root / "proc/self/cgroup").write_text(f"{line}\n")
-    group(root, place, names, limit, 1500 * 1024, 0)
-    assert kib(root) == (6000, 8000)
-
-
-def test_host_memory_in_a_container_that_sees_the_host_s_path(root):
-    (root / "proc/self/cgroup").write_text("0::/docker/0123\n")
-    group(root, "", V2, 3000 * 1024, 4000 * 1024, 0)
-    assert kib(root) == (0, 3000)
+def test_host_memory_is_available_within_the_limit_of_each_control_group(root, path, place, limit, kib):
+    """1,500 KiB are in use, 700 of them page cache."""
+    (root / "proc/self/cgroup").write_text("4:memory:/other\n" + f"0::/{path}\n")
+    group(root, place, limit, 1500, 700)
+    assert tuple(n // 1024 for n in device._host_memory(root)) == kib
 
 
 def test_free_and_total_bytes_of_this_machine():
