@@ -1,8 +1,7 @@
 """The wheel, installed into an empty environment, does from an empty directory what a user does.
 
-The environment has the packages that the wheel declares, and those that these declare, as links into the environment of
-the tests.  Nothing else can be imported, and `pip check` compares the versions: a package that is used but not declared
-is missing here as it is for a user.  Only the build backend is downloaded.
+The environment links to the packages that the wheel declares and to their requirements, and to nothing else: a package
+that is used but not declared is missing, as for a user.  Only the build backend is downloaded.
 """
 
 import json
@@ -77,12 +76,11 @@ def run(wheel, tmp_path_factory):
     subprocess.run([*pip, "check"], check=True)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TRITON_INTERPRET"))}
 
-    def run(*words, program="gpt2-triton", code=0):
-        """Return stdout, or stderr if a code other than 0 is expected."""
+    def run(*words, program="gpt2-triton"):
         command = [environment / "bin" / program, *words]
         ran = subprocess.run(command, cwd=here, env=kept, capture_output=True, text=True)
-        assert ran.returncode == code, (words, ran.stdout, ran.stderr)
-        return ran.stderr if code else ran.stdout
+        assert ran.returncode == 0, (words, ran.stdout, ran.stderr)
+        return ran.stdout
 
     run.here = here
     return run
@@ -99,33 +97,15 @@ def test_wheel_holds_the_package_with_the_recipes_and_nothing_else(wheel):
         assert modules == {name for name in names if name.endswith(".py")}
 
 
-def test_every_command_has_help_and_the_version_has_the_commit(run):
-    program = """
-import contextlib, io, sys
-import gpt2_triton
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
-assert gpt2_triton.__file__.startswith(sys.prefix), gpt2_triton.__file__
-for argv in [[], *([name] for name in tools if not name.startswith("-"))]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = main(tools, [*argv, "--help"])
-    print(code, len(out.getvalue()) > 50, *argv)
-"""
-    lines = run("-c", program, program="python").splitlines()
-    assert len(lines) > 12 and all(line.startswith("0 True") for line in lines), lines
+def test_commands_and_recipes_are_there(run):
     versions, state = run("--version"), code_state()
     assert versions.startswith(f"gpt2_triton {__version__}\n" + (f"commit {state['commit']}" if state else "torch "))
     assert versions == run("-m", "gpt2_triton", "--version", program="python")
-
-
-def test_recipes_are_listed_printed_and_planned(run):
+    assert "Usage: " in run("--help") and "--optim.lr" in run("train", "--help")
     listed = run("configs")
     assert [name for name in recipes.names() if f"\n{name} " not in listed] == []
     (run.here / "mine.yaml").write_text(run("configs", "gpt2_124m"))
     assert run("train", "mine.yaml", "--plan", "--gpu", "h200") == run("train", "gpt2_124m", "--plan", "--gpu", "h200")
-    message = run("train", "gpt2-124m", code=2)
-    assert message.startswith("error: gpt2-124m: neither a file nor a recipe; did you mean gpt2_124m?")
 
 
 def test_text_is_prepared_trained_on_and_sampled(run):
