@@ -35,7 +35,7 @@ BUDGETS = {
     "tests/commands": 1471,
     "tests/config": 687,
     "tests/data": 872,
-    "tests/data/prepare": 1052,
+    "tests/data/prepare": 1048,
     "tests/distributed": 745,
     "tests/gpu": 911,
     "tests/ground": 500,

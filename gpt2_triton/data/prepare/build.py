@@ -213,7 +213,8 @@ def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
 
 def _remove(out_dir: Path, *names: str) -> None:
     for name in names:
-        (out_dir / name).unlink(missing_ok=True)
+        if (out_dir / name).exists():  # a read-only file system also refuses to remove what is not there
+            (out_dir / name).unlink(missing_ok=True)
 
 
 def directory_in_use(place: Path) -> DataError:
@@ -234,8 +235,7 @@ def disk_errors(out_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or error
-        raise DataError(f"{out_dir}: cannot write: {why}; make room or choose another directory") from None
+        raise DataError(f"{out_dir}: cannot write: {error.strerror or error}; make room or choose another") from None
 
 
 @contextmanager
