@@ -213,18 +213,6 @@ def test_main_log_has_the_lines_of_llm_c(tmp_path):
     assert llmc_line({"step": 250, "hellaswag": 0.25, "n": 10042}) == "s:250 eval:0.2500\n"
 
 
-def test_main_log_of_a_resumed_run_has_each_step_once(tmp_path):
-    run(tmp_path / "whole", range(1, 13), main_log="llmc")
-    run(tmp_path / "parts", range(1, 9), main_log="llmc")
-    run(tmp_path / "parts", range(7, 13), resume_step=6, main_log="llmc")
-    assert (tmp_path / "parts" / MAIN_LOG).read_text() == (tmp_path / "whole" / MAIN_LOG).read_text()
-
-
-def test_main_log_is_not_written_by_default(tmp_path):
-    run(tmp_path, [1])
-    assert not (tmp_path / MAIN_LOG).exists()
-
-
 def test_main_log_and_statistics_lose_undone_steps_also_if_they_are_turned_off(tmp_path):
     first = Logger(tmp_path, config(main_log="llmc", stats_every=1))
     for step in (1, 2, 3):
