@@ -36,14 +36,14 @@ BUDGETS = {
     "tests/config": 687,
     "tests/data": 872,
     "tests/data/prepare": 1048,
-    "tests/distributed": 745,
+    "tests/distributed": 738,
     "tests/gpu": 911,
     "tests/ground": 500,
     "tests/inference": 731,
     "tests/kernels": 4660,
     "tests/model": 2358,
     "tests/support": 1547,
-    "tests/training": 2710,
+    "tests/training": 2685,
 }
 
 

@@ -1,7 +1,7 @@
 """Object collectives over the key-value store of torch.distributed (set, check, get, delete_key).
 
-All ranks must call those of one group in the same order.  No GPU takes part, and any thread may use a group.  Ranks
-poll the store for a key, because a blocking `get` would hold up the process's other threads.
+All ranks must call the functions of one group in the same order.  No GPU takes part, and any thread may use a group.
+Ranks poll the store for a key, because a blocking `get` would hold up the process's other threads.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The launcher's environment variables: torchrun's, or those of srun translated to torchrun's."""
+"""The launcher's environment variables: torchrun's, or srun's translated to torchrun's."""
 
 import math
 import os

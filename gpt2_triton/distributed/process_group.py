@@ -1,6 +1,6 @@
 """The process group: rendezvous, the collectives of a step, and memory shared by the ranks of one host.
 
-NCCL carries tensors of GPUs, gloo those of CPUs.  Other values go through the key-value store of the rendezvous
+NCCL carries tensors of GPUs, gloo tensors of CPUs.  Other values go through the key-value store of the rendezvous
 (control.py).
 """
 
@@ -43,7 +43,7 @@ class ProcessGroup:
         """Select this rank's GPU and join the group; device is "cuda" or "cpu".
 
         timeout is the watchdog's, in seconds.  Rendezvous may take 3 times and a collective 12 times as long, so that
-        the watchdog, whose message names the rank at fault, reports first.
+        the watchdog reports first: its message names the rank at fault.
         """
         self.rank, self.size = rank_and_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -72,8 +72,8 @@ class ProcessGroup:
     def allocate_shared(self, nbytes: int) -> tuple[Tensor, list[Tensor]]:
         """Allocate `nbytes` on each rank; all ranks call it together.
 
-        Returns this rank's memory and that of all ranks by rank; the list is empty unless all ranks are on one host and
-        can read each other's memory.
+        Returns this rank's memory, and the memory of all ranks by rank.  The list is empty unless all ranks are on one
+        host and can read each other's memory.
         """
         if self.size == 1 or not self.single_node:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), []

@@ -19,7 +19,7 @@ from gpt2_triton.distributed.control import ControlGroup
 def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, list[Tensor], str]:
     """Allocate `nbytes` on each rank of a host; all ranks call it together.
 
-    Returns this rank's memory, that of all ranks by rank, and "".  If a rank cannot open the memory of another, the
+    Returns this rank's memory, the memory of all ranks by rank, and "".  If a rank cannot open another's memory, the
     list is empty on all ranks, and the text is the first such rank's reason.
     """
     buffer, own = SharedBuffer(nbytes, device), control.rank

@@ -34,7 +34,7 @@ class Logger:
     resume_step: 0 for a new run; else records of later steps are dropped
     wandb_id: id of the run in checkpoints of earlier versions; the one in run.json comes first
     about: this start, from run_info.describe_start
-    gpus: those of the run, whose peak the MFU is a fraction of
+    gpus: GPUs of the run; the MFU is a fraction of their peak
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Logger:
         self.info(f"{self._at(step)} | stats: {summary}")
 
     def validation(self, step: int, loss: float, fp8_loss: float | None = None) -> None:
-        """Log a validation loss, and in an fp8 run that of its own forward pass."""
+        """Log a validation loss, and in an fp8 run also the loss of the fp8 forward pass."""
         record, also = {"step": step, "val_loss": loss}, ""
         if fp8_loss is not None:
             record["val_loss_fp8"], also = fp8_loss, f", in fp8 {fp8_loss:.4f}"

@@ -39,7 +39,7 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
 
 
 def step_inputs(step: int, config: Config, loss_scale: float) -> np.ndarray:
-    """Return the fp32 row step_in, whose elements kernels/step_io.py names; STOP is 0."""
+    """Return the fp32 row step_in, with the elements that kernels/step_io.py names; STOP is 0."""
     o, limits, t = config.optim, config.train, step + 1
     row = np.zeros(io.STEP_IN, np.float32)
     row[io.LR] = learning_rate(step, o, config.train.steps)

@@ -28,7 +28,7 @@ class RunState:
     wandb_id: str | None = None  # only from checkpoints of earlier versions: run.json holds it
     best: tuple[int, float] | None = None  # (step, loss) of the lowest validation loss; None if the run keeps none
     skipped: int = 0  # skipped steps
-    outliers: int = 0  # those of them whose numbers were finite
+    outliers: int = 0  # skipped steps with finite numbers
     skipped_in_a_row: int = 0  # not finite
     without_update: int = 0  # skipped in a row for either reason
     rewinds: int = 0  # to the step of the next field, in a row
@@ -40,7 +40,7 @@ class RunState:
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any]) -> "RunState":
-        """Return the state in a state.json, whose other keys are ignored."""
+        """Return the state in a state.json, without its other keys."""
         best = saved.get("best")  # older checkpoints have none
         own = {f.name: saved[f.name] for f in fields(cls) if f.name in saved and f.name != "best"}
         return cls(best=(best[0], best[1]) if best else None, **own)
@@ -84,11 +84,11 @@ class RunState:
         return 0 < config.train.rewind_after <= self.without_update
 
     def rewind_target(self, config: Config, saved: Collection[int]) -> int:
-        """Return the step of `saved`, those of the checkpoints, to which the run has to rewind; 0 if to none.
+        """Return the step to which the run has to rewind, or 0; `saved` are the steps of the checkpoints.
 
-        It is the last one that was due before the steps without an update: one written because of a signal does not
-        count, so that interruptions do not change the target.  If that is missing, because checkpoint.every was another
-        or the run had no rewind_after, it is the newest one before them.
+        The target is the last checkpoint that was due before the steps without an update.  A checkpoint that a signal
+        caused does not count, so that interruptions do not change the target.  If the due one is missing, because
+        checkpoint.every was another or the run had no rewind_after, the newest before these steps is the target.
         """
         if not self.is_rewind_due(config):
             return 0
@@ -119,7 +119,7 @@ class RunState:
     def rewind_to(self, step: int, best: tuple[int, float] | None) -> None:
         """Set the step back; the position in the data stays, so that the run continues with the samples after it.
 
-        best: the lowest validation loss up to `step`, whose checkpoint exists
+        best: the lowest validation loss up to `step`, if its checkpoint exists
         """
         self.step, self.skipped_in_a_row, self.without_update = step, 0, 0
         self.rewinds, self.rewound_to = (self.rewinds + 1 if step == self.rewound_to else 1), step

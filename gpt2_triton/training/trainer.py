@@ -1,8 +1,8 @@
 """The training loop: data in, schedule on the device, metrics and checkpoints out.
 
-A run is a pure function of its configuration: a step takes the global samples after those of the step before, also
-after a rewind, draws its rounding noise from (seed, step), and logs no clock but in fields named so.  Stopping after
-any step and resuming from its checkpoint therefore gives the bytes of the unbroken run.
+A run is a pure function of its configuration.  A step takes the global samples that follow the samples of the step
+before, also after a rewind; it draws its rounding noise from (seed, step), and logs no clock but in fields named so.
+Stopping after any step and resuming from its checkpoint therefore gives the bytes of the unbroken run.
 """
 
 import contextlib
