@@ -4,7 +4,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from gpt2_triton.config import load
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
 from gpt2_triton.config.step_shape import StepShape
@@ -71,15 +70,6 @@ def test_head_rows_fill_the_waves_of_an_h200(C, width):
     model = dict(n_embd=C, n_head=C // 64)
     tiles = -(-Config.model_validate(dict(model=model)).head_rows // 128) * -(-C // width)
     assert tiles / (132 * -(-tiles // 132)) > 0.96
-
-
-@pytest.mark.parametrize("name", ["quickstart", "gpt2_124m"])
-def test_shipped_configurations_load(name, request):
-    path = request.config.rootpath / "configs" / f"{name}.yaml"
-    assert path.read_text().startswith("# ")
-    tree, _ = load.read_yaml(path)
-    assert {"n_layer", "n_head", "n_embd"} <= set(tree["model"])
-    assert StepShape.of(Config.load(path)).accumulation == (1 if name == "quickstart" else 8)
 
 
 @pytest.mark.parametrize("size", sorted(SIZES))

@@ -1,13 +1,11 @@
 """Keys for a user's own text: valid on every machine, in proportion to the text, and after the keys that are given."""
 
-from pathlib import Path
-
 import pytest
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.own_text import CPU, GPU, VAL_FRACTION, choose, row_for, summary
+from gpt2_triton.config.own_text import VAL_FRACTION, choose, row_for, summary
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
@@ -96,19 +94,6 @@ def test_too_little_text_is_refused_with_what_is_needed():
     with pytest.raises(DataError, match=r"2,599 characters are too little text, 2,600 give .*; give more"):
         config_for(2599)
     assert config_for(1000, train__seq_len="64").train.seq_len == 64
-
-
-def test_guide_has_the_rows_of_the_tables():
-    page = (Path(__file__).parents[2] / "docs/guide/own_text.md").read_text()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
-    tokenizers, numbers = {"bytes": "bytes", "gpt2": "GPT-2's"}, []
-    for row in (*CPU, *GPU):
-        sizes = row.seq_len, row.step_tokens, row.epochs, row.most_steps
-        numbers.append([tokenizers[row.tokenizer], f"{row.n_layer} x {row.n_embd}", *(f"{n:,}" for n in sizes)])
-    assert [line[1:] for line in cells[1:]] == numbers
-    texts = ["any, without a GPU", f"under {GPU[1].characters:,}", f"from {GPU[1].characters:,}"]
-    texts += [f"from {row.characters // 10**6} million" for row in GPU[2:4]]
-    assert [line[0] for line in cells[1:]] == [*texts, f"from {GPU[4].characters // 10**9} billion"]
 
 
 def test_summary_tells_what_was_picked():
