@@ -14,24 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt2_triton.kernels as K
-from benchmarks.accuracy.comparison import (
-    BF16,
-    DEVICE,
-    F32,
-    GPU,
-    STORAGE,
-    Comparison,
-    Sizes,
-    empty,
-    empty32,
-    randn,
-    same,
-    scratch,
-)  # fmt: skip
+from benchmarks.accuracy.comparison import DEVICE, GPU, STORAGE, Comparison, Sizes, empty, empty32, randn, same, scratch
 from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.tuning import is_hopper
 
-E4M3 = torch.float8_e4m3fn
+BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 # Rounding to bf16 costs 1.66e-3, and 2.42e-3 with tensor cores' sums of 6,400 fp8 products in 14 bits, which Hopper's
 # kernels do not have.  Rounding to e4m3 costs 2.65e-2, however exact the number was.  dW is stored in fp32: what is
 # left is of the sums of 128 products.  The interpreter stores and adds in fp32.

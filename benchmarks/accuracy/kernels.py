@@ -10,22 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt2_triton.kernels as K
-from benchmarks.accuracy.comparison import (
-    BF16,
-    DEVICE,
-    F32,
-    F64,
-    Comparison,
-    Sizes,
-    compare,
-    empty,
-    empty32,
-    randn,
-    same,
-    scratch,
-)  # fmt: skip
+from benchmarks.accuracy.comparison import DEVICE, Comparison, Sizes, compare, empty, empty32, randn, same, scratch
 from gpt2_triton.data.packing import scatter_table
 
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 BETA1, BETA2, EPS, DECAY = 0.9, 0.95, 1e-8, 0.1
 gelu = functools.partial(F.gelu, approximate="tanh")
 
