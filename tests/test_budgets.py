@@ -14,7 +14,7 @@ BUDGETS = {
     "gpt2_triton/commands": 1319,
     "gpt2_triton/config": 1076,
     "gpt2_triton/data": 923,
-    "gpt2_triton/data/prepare": 954,
+    "gpt2_triton/data/prepare": 952,
     "gpt2_triton/distributed": 743,
     "gpt2_triton/inference": 497,
     "gpt2_triton/kernels": 3480,

@@ -149,7 +149,6 @@ def _cut(
 
 def _resume(recipe: dict[str, Any], out_dir: Path, log: Log) -> tuple[ShardRecords, list[Place | None]]:
     """Return the finished shards, and the place where each begins and where the next one begins (None: the start)."""
-    remove_abandoned(out_dir, HIDDEN)
     record, shards = read_record(out_dir / PROGRESS), {}
     if not record and ((out_dir / RECORD).exists() or any(out_dir.glob("*.bin"))):
         _remove(out_dir, LOCK)
@@ -254,4 +253,6 @@ def _locked(out_dir: Path, log: Log) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             pass
+        else:  # without a lock, another host's file may be at work
+            remove_abandoned(out_dir, HIDDEN)
         yield

@@ -92,10 +92,7 @@ def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path
 
 
 def _is_there(path: Path, file: Remote, ours: bool) -> bool:
-    """Return whether a file need not be downloaded.
-
-    DataError if it differs and no record shows that it was downloaded from this repository.
-    """
+    """Return whether a file is there; DataError for another one, unless the record is `ours`: of this repository."""
     if not path.exists():
         return False
     same = path.stat().st_size == file.size and sha256(path) == file.sha256
