@@ -33,6 +33,7 @@ for name, path in {
 REMOVED = {  # a command, what replaced it
     "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",
     "evaluate": "eval/lm_eval.sh CHECKPOINT OUT TASKS scores by lm-evaluation-harness, and hellaswag remains",
+    "prepare climbmix": "`prepare fineweb --source OWNER/NAME --version NAME` takes other datasets of the Hub",
     "verify": "run python -m benchmarks verify in the root of a checkout",
     "wandb-export": "train with --log.wandb offline, and run `wandb sync RUN/wandb/offline-run-*`",
 }
@@ -41,7 +42,8 @@ REMOVED = {  # a command, what replaced it
 def run() -> int:
     """Run the command in sys.argv and return its exit code."""
     words = sys.argv[1:]
-    if words and words[0] in REMOVED:
-        print_line(f"error: {words[0]} has gone: {REMOVED[words[0]]}", error=True)
-        return 2
+    for name in (" ".join(words[:1]), " ".join(words[:2])):
+        if name in REMOVED:
+            print_line(f"error: {name} has gone: {REMOVED[name]}", error=True)
+            return 2
     return main(tools, words)

@@ -3,9 +3,7 @@
 import functools
 import os
 from pathlib import Path
-from typing import Annotated, Literal
-
-from cyclopts import Parameter
+from typing import Literal
 
 from gpt2_triton.commands.app import make_app, require_at_least, usage_line
 from gpt2_triton.errors import ConfigError
@@ -124,13 +122,6 @@ for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items(
         f"Tokenise {_title} or another dataset of the Hugging Face Hub; the same command resumes a stopped preparation."
     )
     app.command(_command, name=_name, help=_help)
-
-
-@app.command(name="climbmix", show=False)
-def prepare_climbmix(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
-    """Say what takes its place."""
-    other = "`prepare fineweb --source OWNER/NAME --version NAME` takes other datasets of text from the Hub"
-    raise ConfigError(f"prepare climbmix: was removed, as its rows are tokens; {other}")
 
 
 @app.command(name="pretokenized")

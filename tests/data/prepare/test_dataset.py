@@ -154,14 +154,6 @@ def test_rows_that_are_no_text_are_refused_with_the_fields_that_there_are(tmp_pa
         assert message in capsys.readouterr().err
 
 
-def test_climbmix_says_what_took_its_place(capsys):
-    assert main(app, ["prepare", "climbmix", "--tokens", "1000"]) == 2
-    assert "prepare climbmix: was removed, as its rows are tokens; `prepare fineweb --source" in capsys.readouterr().err
-
-
-# ---- stopping and resuming ----
-
-
 class Stop(Exception):
     pass
 
