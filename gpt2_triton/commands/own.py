@@ -59,7 +59,7 @@ def settings(
             recipe, picked = run_dir / "config.yaml", {}
             tokenizer: str = Config.load(recipe, given, gpus).data.tokenizer
         else:
-            usual = own_text.row_for(measured.characters, gpu_gib).tokenizer
+            usual = own_text.preset_for(measured.characters, gpu_gib).tokenizer
             tokenizer = given.get("data.tokenizer") or _available(usual)
             picked = own_text.choose(measured.characters, gpu_gib, tokenizer, given, gpus)
     except DataError as error:

@@ -27,7 +27,7 @@ Number = Callable[[str, int], int]  # the number that is given for a key, else a
 CHARACTERS = {"bytes": 1, "gpt2": 4}  # of a token, about; bytes of other alphabets than Latin are two or three each
 
 
-class Row(NamedTuple):
+class Preset(NamedTuple):
     """The keys of a text of at least `characters` characters."""
 
     characters: int
@@ -44,21 +44,21 @@ class Row(NamedTuple):
     sample_tokens: int
 
 
-CPU = (Row(0, "bytes", 2, 128, 256, 1024, 2e-3, 10, 100, 4096, 4, 100),)
+CPU = (Preset(0, "bytes", 2, 128, 256, 1024, 2e-3, 10, 100, 4096, 4, 100),)
 GPU = (
-    Row(0, "bytes", 4, 256, 256, 16_384, 1e-3, 10, 20_000, 262_144, 10, 300),
-    Row(500_000, "bytes", 6, 384, 256, 16_384, 1e-3, 10, 20_000, 262_144, 10, 300),
-    Row(20_000_000, "gpt2", 6, 384, 512, 65_536, 1e-3, 4, 20_000, 524_288, 20, 100),
-    Row(500_000_000, "gpt2", 8, 512, 1024, 131_072, 1e-3, 4, 20_000, 1_048_576, 40, 100),
-    Row(5_000_000_000, "gpt2", 12, 768, 1024, 524_288, 6e-4, 4, 19_560, 10_485_760, 80, 100),
+    Preset(0, "bytes", 4, 256, 256, 16_384, 1e-3, 10, 20_000, 262_144, 10, 300),
+    Preset(500_000, "bytes", 6, 384, 256, 16_384, 1e-3, 10, 20_000, 262_144, 10, 300),
+    Preset(20_000_000, "gpt2", 6, 384, 512, 65_536, 1e-3, 4, 20_000, 524_288, 20, 100),
+    Preset(500_000_000, "gpt2", 8, 512, 1024, 131_072, 1e-3, 4, 20_000, 1_048_576, 40, 100),
+    Preset(5_000_000_000, "gpt2", 12, 768, 1024, 524_288, 6e-4, 4, 19_560, 10_485_760, 80, 100),
 )
 # tokens of a micro-batch by GPU memory in GiB: the plan of GPT-2 124M fits with some recomputation
 MICRO_BATCH_TOKENS = ((70, 65_536), (20, 16_384), (0, 4096))
 
 
-def row_for(characters: int, gpu_gib: float | None) -> Row:
-    """Return the row for a text of this length on a GPU, or on a CPU if `gpu_gib` is None."""
-    return [row for row in (CPU if gpu_gib is None else GPU) if row.characters <= characters][-1]
+def preset_for(characters: int, gpu_gib: float | None) -> Preset:
+    """Return the preset for a text of this length on a GPU, or on a CPU if `gpu_gib` is None."""
+    return [preset for preset in (CPU if gpu_gib is None else GPU) if preset.characters <= characters][-1]
 
 
 def choose(
@@ -69,7 +69,7 @@ def choose(
     gpu_gib is the memory of a GPU, None without one.  DataError if the text is too short for a sequence of training
     and one of validation.
     """
-    row, cpu = row_for(characters, gpu_gib), gpu_gib is None
+    preset, cpu = preset_for(characters, gpu_gib), gpu_gib is None
 
     def number(key: str, default: int) -> int:
         try:
@@ -77,19 +77,19 @@ def choose(
         except (KeyError, ValueError):  # Config.load refuses a wrong value
             return default
 
-    T, per_token = number("train.seq_len", row.seq_len), CHARACTERS.get(tokenizer, 1)
+    T, per_token = number("train.seq_len", preset.seq_len), CHARACTERS.get(tokenizer, 1)
     needed = math.ceil((T * per_token + 4) / VAL_FRACTION)
     if characters < needed:
         wrong = f"--data: {characters:,} characters are too little text, {needed:,} give a sequence of validation"
         raise DataError(f"{wrong}; give more text, or a smaller --train.seq_len")
     val_tokens = int(characters * VAL_FRACTION) // per_token
     tokens = int(characters * (1 - VAL_FRACTION)) // per_token
-    batch, step_tokens = _batch(row, tokens // T, T, gpu_gib, gpus, number)
+    batch, step_tokens = _batch(preset, tokens // T, T, gpu_gib, gpus, number)
     step_tokens = number("train.total_batch_tokens", step_tokens)
-    steps = number("train.steps", min(row.most_steps, max(1, row.epochs * tokens // step_tokens)))
-    width = number("model.n_embd", 64 * number("model.n_head", row.n_embd // 64))
-    sizes = {"model.n_layer": row.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
-    every, evaluated = max(1, steps // row.validations), row.eval_tokens // T * T
+    steps = number("train.steps", min(preset.most_steps, max(1, preset.epochs * tokens // step_tokens)))
+    width = number("model.n_embd", 64 * number("model.n_head", preset.n_embd // 64))
+    sizes = {"model.n_layer": preset.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
+    every, evaluated = max(1, steps // preset.validations), preset.eval_tokens // T * T
     keys: dict[str, Any] = {
         **({} if "model.size" in given else sizes),
         "model.vocab_size": TOKENIZER_SIZES.get(tokenizer, 256),
@@ -100,12 +100,12 @@ def choose(
         "train.seq_len": T,
         "train.total_batch_tokens": step_tokens,
         "train.dtype": "fp32" if cpu else "bf16",
-        "optim.lr": row.lr,
+        "optim.lr": preset.lr,
         "optim.warmup": min(700, max(steps // 10, min(30, steps // 3))),  # of 10 steps, 2e-3 gives a spike
         "eval.every": every,
         "eval.tokens": evaluated if 0 < 4 * evaluated <= val_tokens else 0,  # a token may have more characters
         "sample.every": max(1, steps // 2),
-        "sample.tokens": row.sample_tokens,
+        "sample.tokens": preset.sample_tokens,
         "checkpoint.every": every,
     }
     if given.get("eval.every") == "0":
@@ -113,14 +113,14 @@ def choose(
     return {key: value for key, value in keys.items() if key not in given}
 
 
-def _batch(row: Row, sequences: int, T: int, gpu_gib: float | None, gpus: int, number: Number) -> tuple[int, int]:
+def _batch(preset: Preset, sequences: int, T: int, gpu_gib: float | None, gpus: int, number: Number) -> tuple[int, int]:
     """Return (train.batch_size, tokens of a step) of a text of `sequences` sequences.
 
     An epoch has eight steps or more, and a step the same number of sequences on each GPU.
     """
-    step_rows = max(1, _power_of_2(min(row.step_tokens // T, sequences // 8)) // gpus)
+    step_rows = max(1, _power_of_2(min(preset.step_tokens // T, sequences // 8)) // gpus)
     step_rows = max(1, number("train.total_batch_tokens", step_rows * T * gpus) // (T * gpus))
-    limit = row.step_tokens if gpu_gib is None else next(n for gib, n in MICRO_BATCH_TOKENS if gpu_gib >= gib)
+    limit = preset.step_tokens if gpu_gib is None else next(n for gib, n in MICRO_BATCH_TOKENS if gpu_gib >= gib)
     batch = number("train.batch_size", math.gcd(step_rows, _power_of_2(limit // T)))
     return batch, batch * max(1, step_rows // batch) * gpus * T
 

@@ -5,7 +5,7 @@ import pytest
 import gpt2_triton.kernels as kernels
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.own_text import VAL_FRACTION, choose, row_for, summary
+from gpt2_triton.config.own_text import VAL_FRACTION, choose, preset_for, summary
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
@@ -17,7 +17,7 @@ DATA = {"data.train": "t.bin", "data.val": "v.bin"}
 
 def config_for(characters, gpu_gib=None, gpus=1, **given):
     given = {key.replace("__", "."): value for key, value in given.items()}
-    tokenizer = given.get("data.tokenizer", row_for(characters, gpu_gib).tokenizer)
+    tokenizer = given.get("data.tokenizer", preset_for(characters, gpu_gib).tokenizer)
     keys = choose(characters, gpu_gib, tokenizer, given, gpus)
     assert not keys.keys() & given.keys()
     return Config.load("own", keys | given | DATA, gpus)
