@@ -115,10 +115,10 @@ class DataConfig(ConfigSection):
     )
     seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples", json_schema_extra=KEPT)
     allow_changed: bool = Field(
-        False, description="resume on other data than the checkpoint's, and record what differs"
+        False, description="true: resume on other data than the checkpoint's, and record what differs"
     )
     verify: bool = Field(
-        False, description="at the start compare the sha256 of every shard with shards.json next to it"
+        False, description="true: at the start compare the sha256 of every shard with shards.json next to it"
     )
 
 
