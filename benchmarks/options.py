@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from gpt2_triton.config.values import kept_in_bf16
 from gpt2_triton.errors import ConfigError
 
-NO_GPU = "needs a CUDA GPU, found none; with TRITON_INTERPRET=1 the kernels run on the CPU"
-
 
 def timed_arguments(
     module: str, others: str, least: int, most: int

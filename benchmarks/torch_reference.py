@@ -67,14 +67,12 @@ def gpt2_loss(
 def train(
     params: Params, dims: dict[str, int], batches: Iterable[tuple[Tensor, Tensor]], lrs: Iterable[float], *,
     betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, clip: float = 1.0,
-    embed_lr: float = 1.0, autocast: bool = False, compiled: bool = False,
-    report: Callable[[float], None] = lambda loss: None,
+    embed_lr: float = 1.0, autocast: bool = False,
 ) -> tuple[list[float], list[float]]:  # fmt: skip
     """Update `params` with AdamW and clipping by global norm, one step per batch; return losses and norms.
 
-    `embed_lr` is a factor on the learning rate of wte and wpe; `report` is called with each loss when it is known.
+    `embed_lr` is a factor on the learning rate of wte and wpe.
     """
-    loss_of = torch.compile(gpt2_loss, dynamic=False) if compiled else gpt2_loss
     listed = list(tensors(params, dims))
     embedding = dict(params=[params.wte, params.wpe], weight_decay=weight_decay)
     matrices = dict(params=[t for name, t, decay in listed if decay and "[" in name], weight_decay=weight_decay)
@@ -86,12 +84,11 @@ def train(
             group["lr"] = lr
         optimizer.param_groups[0]["lr"] = embed_lr * lr
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-            loss = loss_of(params, ids, targets, dims["V"], dims["NH"])
+            loss = gpt2_loss(params, ids, targets, dims["V"], dims["NH"])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([t for _, t, _ in listed], clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         norms.append(norm.item())
-        report(losses[-1])
     return losses, norms

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.loss_compare import read_result
+from benchmarks.losses.loss_compare import read_result
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"

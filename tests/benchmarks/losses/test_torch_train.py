@@ -1,4 +1,4 @@
-"""benchmarks/torch_train.py: training on a CPU, without a variable of Triton's."""
+"""benchmarks/losses/torch_train.py: training on a CPU, without a variable of Triton's."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 import torch.nn.functional as F
 from torch.backends import cuda
 
-from benchmarks import torch_train
+from benchmarks.losses import torch_train
 from gpt2_triton.data.shards import write_shard
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
@@ -28,7 +28,7 @@ def words(tmp_path):
 def test_it_trains_without_a_gpu(words, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.torch_train", *words],
+        [sys.executable, "-m", "benchmarks.losses.torch_train", *words],
         env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

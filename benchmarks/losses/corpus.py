@@ -1,6 +1,6 @@
 """A corpus without a network: the text files of the packages installed on this machine, as shards of tokens.
 
-    python -m benchmarks.corpus OUT [--mb 400] [--tokenizer gpt2|bytes]
+    python -m benchmarks.losses.corpus OUT [--mb 400] [--tokenizer gpt2|bytes]
 
 Python sources, headers and documentation of site-packages, the standard library, CUDA and /usr/share/doc; files of the
 same first 2,000 characters count once.  Whole packages are kept for validation, so that no text of a training file

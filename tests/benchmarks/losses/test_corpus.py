@@ -1,10 +1,10 @@
-"""benchmarks/corpus.py: texts are distinct, and a package is in one split only."""
+"""benchmarks/losses/corpus.py: texts are distinct, and a package is in one split only."""
 
 import sys
 
 import numpy as np
 
-from benchmarks import corpus
+from benchmarks.losses import corpus
 from gpt2_triton.data.shards import open_shards
 
 

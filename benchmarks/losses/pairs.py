@@ -1,0 +1,302 @@
+"""Trains the arms of a series with several seeds, and compares their losses in pairs of runs of one seed.
+
+    python -m benchmarks.losses.pairs FILE --data SHARDS --out RESULTS.jsonl [--arm NAME ...] [--seeds 0,1]
+    python -m benchmarks.losses.pairs FILE --out RESULTS.jsonl --report [--plot FILE.png]
+
+FILE is YAML: `config`, a configuration file; `options` of every run; `arms`, the options of each by its name; `seeds`,
+the number of runs of each arm; `baseline`, an arm, by default the first.  An arm may also set:
+
+    seeds      its own number of runs
+    program    what trains in place of `gpt2_triton train`, such as benchmarks.losses.torch_train
+    against    the arm of its pairs, in place of the baseline
+
+Runs of one seed have the same initial weights and the same data in the same order.  Each finished run is one line of
+RESULTS.jsonl, and a run that has its line is not made again: the same command continues a series.  With several GPUs
+start the command once for each, with CUDA_VISIBLE_DEVICES and other --seeds.
+
+The training loss is the mean of the last fifth of the steps.  The report has the mean and standard deviation of each
+arm, and the mean difference of its pairs with the 95% interval by Student's t.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from gpt2_triton.config.config import Config
+from gpt2_triton.errors import ConfigError, DataError, UserError
+from gpt2_triton.training.metrics import METRICS, read_metrics
+from gpt2_triton.training.run_info import read_run
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = "gpt2_triton train"
+POINTS = 200  # of a run's curve that are kept: means of equal numbers of steps
+COLORS = ("#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+T_QUANTILES = (  # Student's t, 97.5%, for 1 to 30 degrees of freedom
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+Result = dict[str, Any]
+
+
+class Arm(NamedTuple):
+    options: dict[str, Any]
+    seeds: int
+    program: str
+    against: str  # the arm of its pairs
+
+
+class Series(NamedTuple):
+    config: str
+    baseline: str
+    arms: dict[str, Arm]
+
+    def options(self, arm: str, seed: int) -> dict[str, Any]:
+        return self.arms[arm].options | {"train.seed": 42 + seed, "data.seed": 42 + seed}
+
+
+def read_series(path: Path) -> Series:
+    """Read the file of a series; ConfigError if it is none."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+        baseline, arms = tree.get("baseline", next(iter(tree["arms"]))), {}
+        for name, keys in tree["arms"].items():
+            keys = {"seeds": tree["seeds"], "program": PROGRAM, "against": baseline} | (keys or {})
+            own = [keys.pop(key) for key in ("seeds", "program", "against")]
+            arms[name] = Arm(tree.get("options", {}) | keys, *own)
+        unknown = {baseline, *(arm.against for arm in arms.values())} - arms.keys()
+        if unknown or not all(isinstance(arm.seeds, int) for arm in arms.values()):
+            raise ValueError(f"unknown arms {unknown}" if unknown else "seeds is not a number")
+        return Series(tree["config"], baseline, arms)
+    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: no series ({error!r}); benchmarks/losses has examples") from None
+
+
+def read_results(path: Path) -> list[Result]:
+    """Return the results in a file; none if there is no file."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise DataError(f"{path}:{number}: not a result; remove the line, and its run is made again") from None
+    return rows
+
+
+def data_digest(folder: Path) -> str:
+    """Return 16 hexadecimal digits of a sha256 of the shards' names and contents."""
+    total = hashlib.sha256()
+    for path in sorted([*folder.glob("train_*.bin"), *folder.glob("val_*.bin")]):
+        with open(path, "rb") as file:
+            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two values of an option are equal: 2e-3, which YAML reads as text, is 0.002."""
+    try:
+        return float(a) == float(b)
+    except (TypeError, ValueError):
+        return str(a) == str(b)
+
+
+def require_same(series: Series, rows: list[Result], data: str) -> None:
+    """Raise ConfigError for a result of other options than the series has now, or of other data."""
+    for row in rows:
+        options = series.options(row["arm"], row["seed"]) if row["arm"] in series.arms else row["options"]
+        keys = {key: (row["options"].get(key), options.get(key)) for key in row["options"].keys() | options.keys()}
+        keys["data"] = row.get("data", data), data
+        if wrong := [f"{key} {old}, now {new}" for key, (old, new) in keys.items() if not _equal(old, new)]:
+            todo = "choose another --out, or remove its line"
+            raise ConfigError(f"{row['arm']} seed {row['seed']}: the result has {', '.join(wrong)}; {todo}")
+
+
+def require_trainable(series: Series, name: str) -> None:
+    """Raise ConfigError for an arm that could not be trained."""
+    arm = series.arms[name]
+    config = Config.load(ROOT / series.config, {key: str(value) for key, value in arm.options.items()})
+    if config.log.every != 1:
+        raise ConfigError(f"arm {name}: log.every must be 1: a result has the loss of every step")
+    if importlib.util.find_spec(arm.program.split()[0]) is None:
+        raise ConfigError(f"arm {name}: there is no program {arm.program}; --report shows its results")
+
+
+# ---- a run ----
+
+
+def train(series: Series, arm: str, seed: int, data: Path, digest: str) -> Result | None:
+    """Make a run in a process of its own; None, after the end of its output, if it fails."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
+    with tempfile.TemporaryDirectory(dir=shared) as run_dir:
+        options, program = series.options(arm, seed), series.arms[arm].program
+        words = [sys.executable, "-m", *program.split(), str(ROOT / series.config), "--run_dir", run_dir]
+        shards = {"data.train": f"{data}/train_*.bin", "data.val": f"{data}/val_*.bin"}
+        words += [word for key, value in (shards | options).items() for word in (f"--{key}", str(value))]
+        begin = time.monotonic()
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if done.returncode:
+            last = "\n".join(done.stdout.splitlines()[-8:])
+            print(f"{arm} seed {seed}: exit code {done.returncode}\n{last}", file=sys.stderr, flush=True)
+            return None
+        found = {"arm": arm, "seed": seed, "config": series.config, "program": program, "options": options}
+        return found | {"data": digest, "seconds": round(time.monotonic() - begin, 1)} | figures(Path(run_dir))
+
+
+def figures(run_dir: Path) -> Result:
+    """Return the losses, the speed and the curve of a run.  A loss that is not finite counts as the last finite one."""
+    records, start = read_metrics(run_dir / METRICS), read_run(run_dir)["starts"][-1]
+    steps = [record for record in records if "loss" in record]
+    val = [record for record in records if "val_loss" in record][-1:] or [{}]
+    losses: list[float] = []
+    for record in steps:
+        losses.append(losses[-1] if record["loss"] is None else record["loss"])
+    stride = max(1, len(losses) // POINTS)
+    pieces = [losses[i : i + stride] for i in range(0, len(losses) - stride + 1, stride)]
+    return {
+        "steps": len(losses),
+        "train_loss": statistics.fmean(losses[-(len(losses) // 5 or 1) :]),
+        "val_loss": val[0].get("val_loss"),
+        "val_loss_fp8": val[0].get("val_loss_fp8"),
+        "largest_z": max((record["loss_z"] for record in steps if "loss_z" in record), default=None),
+        "ms": statistics.median(record["ms"] for record in steps if record.get("ms")),
+        "tokens": steps[-1]["tokens"],
+        "stride": stride,
+        "curve": [round(statistics.fmean(piece), 4) for piece in pieces],
+        "commit": (start["git"] or {}).get("commit"),
+        "device": start["device"],
+    }
+
+
+# ---- report ----
+
+
+def difference(rows: list[Result], arm: str, other: str, key: str) -> str:
+    """Return the mean of `arm` minus `other` over the seeds that both have, its 95% interval, and the pairs."""
+    mine, others = ({r["seed"]: r for r in rows if r["arm"] == name and r[key] is not None} for name in (arm, other))
+    both = [(mine[seed], others[seed]) for seed in sorted(mine.keys() & others.keys())]
+    # results of earlier versions do not name their data
+    found = [a[key] - b[key] for a, b in both if len({r["data"] for r in (a, b) if "data" in r}) < 2]
+    n = len(found)
+    if n < 2:
+        return f"{found[0]:+.4f} (1)" if found else ""
+    t = T_QUANTILES[n - 2] if n - 2 < len(T_QUANTILES) else 1.96 + 2.4 / (n - 1)
+    return f"{statistics.fmean(found):+.4f} ± {t * statistics.stdev(found) / math.sqrt(n):.4f} ({n})"
+
+
+def report(series: Series, rows: list[Result]) -> str:
+    """Return the table, a line for each arm with results: first the arms of the series, then earlier ones."""
+    lines = [
+        "| arm | runs | training loss | sd | validation | sd | ms | tok/s | difference in training | in validation |"
+    ]
+    lines.append("|---" * 10 + "|")
+    for arm in dict.fromkeys([*series.arms, *(row["arm"] for row in rows)]):
+        mine = [row for row in rows if row["arm"] == arm]
+        if not mine:
+            continue
+        cells, other = [arm, str(len(mine))], series.arms[arm].against if arm in series.arms else series.baseline
+        for key in ("train_loss", "val_loss"):
+            values = [row[key] for row in mine if row[key] is not None]
+            cells.append(f"{statistics.fmean(values):.4f}" if values else "")
+            cells.append(f"{statistics.stdev(values):.4f}" if len(values) > 1 else "")
+        ms = statistics.median(row["ms"] for row in mine)
+        cells += [f"{ms:.2f}", f"{1e3 * mine[0]['tokens'] / mine[0]['steps'] / ms:,.0f}"]
+        against = "" if other == series.baseline else f" against {other}"
+        for key in ("train_loss", "val_loss"):
+            found = difference(rows, arm, other, key) if arm != other else ""
+            cells.append(found and found + against)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[Result], out: Path) -> None:
+    """Draw the training loss of each arm, the mean of its runs, over minutes of its own step time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for arm, color in zip(dict.fromkeys(row["arm"] for row in rows), COLORS * 9):
+        mine = [row for row in rows if row["arm"] == arm]
+        means = [statistics.fmean(values) for values in zip(*(row["curve"] for row in mine), strict=False)]
+        minutes = mine[0]["stride"] * statistics.median(row["ms"] for row in mine) / 60e3
+        label = f"{arm}: {mine[0]['tokens'] / 1e6:.0f}M tokens"
+        if ends := [row["val_loss"] for row in mine if row["val_loss"] is not None]:
+            label += f", validation loss {statistics.fmean(ends):.3f}"
+        axes.plot([(i + 0.5) * minutes for i in range(len(means))], means, color=color, lw=1.4, label=label)
+    low = min(min(row["curve"]) for row in rows)
+    axes.set(xlabel="minutes of training on one GPU", ylabel="training loss", ylim=(low - 0.05, low + 2.5))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out, dpi=150)
+
+
+def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> int:
+    """Make the runs that have no result; return the number of runs that failed."""
+    if not (a.data and any(a.data.glob("train_*.bin")) and any(a.data.glob("val_*.bin"))):
+        raise ConfigError(f"--data {a.data}: expected a directory of train_*.bin and val_*.bin")
+    rows, digest, failed = read_results(a.out), data_digest(a.data), 0
+    require_same(series, rows, digest)
+    done = {(row["arm"], row["seed"]) for row in rows}
+    seeds = a.seeds or range(max(series.arms[name].seeds for name in names))
+    runs = [(name, seed) for seed in seeds for name in names if seed < series.arms[name].seeds]
+    runs = [run for run in runs if run not in done]
+    for name in {name for name, _ in runs}:
+        require_trainable(series, name)
+    for number, (name, seed) in enumerate(runs, start=1):
+        if row := train(series, name, seed, a.data, digest):
+            with open(a.out, "a") as file:
+                file.write(json.dumps(row) + "\n")
+            losses = f"train {row['train_loss']:.4f}, val {row['val_loss']}, {row['ms']:.2f} ms a step"
+            print(f"{number} of {len(runs)}: {name} seed {seed}: {losses}, {row['seconds']:.0f} s", flush=True)
+        failed += row is None
+    return failed
+
+
+def compare(a: argparse.Namespace) -> int:
+    """Train unless --report, and print the table; return the exit code."""
+    series = read_series(a.file)
+    names = a.arm or [*series.arms]
+    if unknown := [name for name in names if name not in series.arms]:
+        raise ConfigError(f"--arm {unknown[0]}: the series has {', '.join(series.arms)}")
+    failed = 0 if a.report else train_missing(series, a, names)
+    rows = read_results(a.out)
+    print(report(series, rows))
+    if a.plot:
+        plot([row for row in rows if row["arm"] in names], a.plot)
+    return 1 if failed else 0
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the series, YAML")
+    parser.add_argument("--out", type=Path, required=True, help="results, a JSON object per run and line")
+    parser.add_argument("--data", type=Path, help="directory of train_*.bin and val_*.bin")
+    parser.add_argument("--arm", action="append", help="an arm to train and draw; may be repeated; by default all")
+    parser.add_argument("--seeds", type=lambda s: [int(n) for n in s.split(",")], help="seeds to train, as 0,1")
+    parser.add_argument("--report", action="store_true", help="train nothing, print the table")
+    parser.add_argument("--plot", type=Path, help="picture of training loss over minutes: .png, .svg or .pdf")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, which ends the run under way too
+    try:
+        return compare(parser.parse_args(words))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

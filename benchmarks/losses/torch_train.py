@@ -1,0 +1,195 @@
+"""Trains a configuration with PyTorch as nanoGPT does: fp32 weights, bf16 autocast, torch.compile, fused AdamW.
+
+    python -m benchmarks.losses.torch_train CONFIG --run_dir DIR [--fp32] [--key value ...]
+
+Initial weights, batches and learning rates are those of `gpt2-triton train` with the same options, on one GPU.  The
+model is torch_gpt2.py's, with cuDNN's attention and the padded vocabulary.  With --fp32, or train.dtype fp32, PyTorch
+computes in fp32 without TF32, and compiles nothing.  Without a GPU it trains on the CPU.  The host does not wait for
+single steps.  Writes metrics.jsonl and run.json into DIR, the validation loss last; there are no checkpoints.
+"""
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+
+from benchmarks.speed.floors import ATTENTION
+from benchmarks.speed.torch_gpt2 import GPT2
+from gpt2_triton.commands.app import select_device
+from gpt2_triton.commands.train import parse_overrides
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.console import Progress
+from gpt2_triton.data.loader import TrainLoader, ValidationLoader
+from gpt2_triton.data.prepare.builtin import pattern_of
+from gpt2_triton.data.shards import Shard, open_shards
+from gpt2_triton.device import device_name
+from gpt2_triton.errors import ConfigError, UserError
+from gpt2_triton.model.buffers import param_views
+from gpt2_triton.training.metrics import METRICS
+
+SYNC = 20  # steps that may be launched before the host waits for their losses
+
+Batch = tuple[Tensor, Tensor]  # ids and targets, int64 [B, T]
+Step = tuple[int, Tensor, Tensor, float]  # index, loss and gradient norm on the device, learning rate
+
+
+def model_like_ours(config: Config) -> GPT2:
+    """Return PyTorch's model on this device with the weights that a run of ours begins with."""
+    import gpt2_triton.kernels as K  # after select_device
+    from gpt2_triton.model.gpt2 import GPT2 as OurGPT2
+
+    if config.optim.master == "fp32":  # the same weights, without bf16's halves
+        config = config.replace(train={"dtype": "fp32"}, optim={"master": "none"})
+    ours = OurGPT2(config, K, device_name())
+    ours.initialise(config.train.seed)
+    p = param_views(ours.state.params.to("cpu", copy=True), ours.dims)
+    del ours
+    gc.collect()  # frees its arena
+    torch.cuda.empty_cache()
+    model = GPT2(config.model)
+    pairs = [(model.wte.weight, p.wte), (model.wpe.weight, p.wpe)]
+    norms = [norm for layer in model.layers for norm in (layer.ln_1, layer.ln_2)] + [model.ln_f]
+    for norm, w, b in zip(norms, p.lnw, p.lnb, strict=True):
+        pairs += [(norm.weight, w), (norm.bias, b)]
+    for name in ("qkv", "attproj", "fc", "fcproj"):
+        for layer, w, b in zip(model.layers, getattr(p, f"{name}w"), getattr(p, f"{name}b"), strict=True):
+            linear = getattr(layer, name)
+            pairs += [(linear.weight, w), (linear.bias, b)]
+    with torch.no_grad():
+        for theirs, value in pairs:
+            theirs.copy_(value)
+    return model.to(device_name())
+
+
+def optimizer_of(model: GPT2, config: Config) -> torch.optim.AdamW:
+    """Return AdamW with the decay of matrices and embeddings; the first group's learning rate has optim.embed_lr."""
+    o, embeddings = config.optim, [model.wte.weight, model.wpe.weight]
+    rest = [p for name, p in model.named_parameters() if not name.startswith(("wte", "wpe", "head"))]
+    groups = [
+        dict(params=embeddings, weight_decay=o.weight_decay),
+        dict(params=[p for p in rest if p.dim() == 2], weight_decay=o.weight_decay),
+        dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0),
+    ]
+    fused = device_name() == "cuda"
+    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=fused)
+
+
+def shards_of(config: Config, split: str) -> list[Shard]:
+    pattern = pattern_of(getattr(config.data, split), split, config.data.tokenizer)
+    return open_shards(pattern, config.model.vocab_size, config.train.seq_len)
+
+
+def on_device(tokens: np.ndarray) -> Tensor:
+    return torch.from_numpy(tokens).to(device_name(), non_blocking=True).long()
+
+
+def micro_batches(config: Config, shape: StepShape) -> Iterator[Batch]:
+    """Yield all micro-batches of a run."""
+    T, B = config.train.seq_len, shape.micro_batch
+    loader = TrainLoader(shards_of(config, "train"), T, config.data.seed)
+    for i in range(config.train.steps * shape.accumulation):
+        tokens = on_device(loader.batch(i * B, B))
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def autocast(fp32: bool) -> torch.autocast:
+    return torch.autocast(device_name(), torch.bfloat16, enabled=not fp32)
+
+
+def train_steps(
+    config: Config, model: GPT2, loss_of: Callable[..., Tensor], accumulation: int, batches: Iterator[Batch], fp32: bool
+) -> Iterator[Step]:
+    """Train, and yield every step.  `loss_of` is the model, or the model compiled."""
+    from gpt2_triton.training.lr_schedule import learning_rate
+
+    o, optimizer = config.optim, optimizer_of(model, config)
+    for step in range(config.train.steps):
+        lr = learning_rate(step, o, config.train.steps)
+        for group, factor in zip(optimizer.param_groups, (o.embed_lr, 1.0, 1.0), strict=True):
+            group["lr"] = factor * lr
+        total = torch.zeros((), device=device_name())
+        for batch in itertools.islice(batches, accumulation):
+            with autocast(fp32):
+                loss = loss_of(*batch) / accumulation
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), o.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield step, total, norm, lr
+
+
+def write_steps(config: Config, steps: Iterator[Step], file: TextIO) -> None:
+    """Write the steps' records; SYNC steps share their mean time in milliseconds."""
+    last, tokens = time.perf_counter(), config.total_batch_tokens
+    with Progress("PyTorch", config.train.steps, "steps") as progress:
+        while group := list(itertools.islice(steps, SYNC)):
+            losses = [loss.item() for _, loss, _, _ in group]
+            now = time.perf_counter()
+            ms, last = 1e3 * (now - last) / len(group), now
+            for (i, _, norm, lr), loss in zip(group, losses, strict=True):
+                record = dict(step=i + 1, loss=loss, lr=lr, norm=norm.item(), ms=ms, tokens=(i + 1) * tokens)
+                file.write(json.dumps(record) + "\n")
+            progress.advance(len(group), f"loss {statistics.fmean(losses):.4f}")
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, config: Config, fp32: bool) -> float:
+    """Return the mean loss over the first eval.tokens of the validation shards, 0 for all of them."""
+    T = config.train.seq_len
+    loader = ValidationLoader(shards_of(config, "val"), T, config.eval.tokens)
+    total = torch.zeros((), dtype=torch.float64, device=device_name())
+    for ids, targets in loader.batches(config.train.batch_size):
+        with autocast(fp32):
+            total += model(on_device(ids), on_device(targets)) * len(ids)
+    return total.item() / loader.count
+
+
+def train(config: Config, run_dir: Path, fp32: bool) -> None:
+    """Train and validate; write run.json and metrics.jsonl."""
+    from gpt2_triton.training.run_info import describe_start, write_run
+
+    shape, model, fast = StepShape.of(config, 1), model_like_ours(config), device_name() == "cuda" and not fp32
+    loss_of = torch.compile(model) if fast else model  # a CPU would compile for longer than it trains
+    run_dir.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if device_name() == "cuda" else "CPU"
+    write_run(run_dir, None, [describe_start(config, shape, 0, device, 0)])
+    with open(run_dir / METRICS, "w") as file, sdpa_kernel(ATTENTION) if fast else contextlib.nullcontext():
+        steps = train_steps(config, model, loss_of, shape.accumulation, micro_batches(config, shape), fp32)
+        write_steps(config, steps, file)
+        file.write(json.dumps(dict(step=config.train.steps, val_loss=validation_loss(model, config, fp32))) + "\n")
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="configuration file")
+    parser.add_argument("--run_dir", type=Path, required=True, help="directory for metrics.jsonl and run.json")
+    parser.add_argument("--fp32", action="store_true", help="compute in fp32, without autocast")
+    a, keys = parser.parse_known_args(words)
+    try:
+        config = Config.load(a.config, parse_overrides(keys))
+        if config.optim.name != "adamw":
+            raise ConfigError(f"optim.name {config.optim.name}: PyTorch's run has adamw only")
+        select_device()
+        train(config, a.run_dir, a.fp32 or config.train.dtype == "fp32")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""benchmarks/losses/pairs.py: which runs are made, what is kept of one, and the statistics of the report."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.losses import pairs
+from gpt2_triton.data.shards import write_shard
+from gpt2_triton.training.metrics import METRICS
+from gpt2_triton.training.run_info import write_run
+
+SERIES = sorted(Path("benchmarks/losses").glob("*.yaml"))
+TINY = """
+config: configs/quickstart.yaml
+options: {train.steps: 5, train.batch_size: 2, train.seq_len: 16, train.total_batch_tokens: 32, model.n_layer: 1,
+  model.n_head: 1, model.n_embd: 64, model.block_size: 16, optim.warmup: 2, eval.every: 5, eval.tokens: 64,
+  sample.every: 0, checkpoint.every: 0}
+seeds: 2
+arms:
+  one: {}
+  other rate: {optim.lr: 2e-3, seeds: 1}
+  PyTorch: {program: benchmarks.losses.torch_train, against: other rate, seeds: 1}
+"""
+
+
+def row(arm, seed, loss, val=None, **more):
+    figures = dict(train_loss=loss, val_loss=val, curve=[3.0, 2.0, loss], stride=4, steps=12, tokens=12 * 64, ms=2.0)
+    return figures | dict(arm=arm, seed=seed, options={}, seconds=60.0) | more
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The arguments of the tiny series, whose file of results has the run of `one` with seed 1."""
+    for name in ("train_000000", "val_000000"):
+        write_shard(tmp_path / f"{name}.bin", np.arange(4000).astype(np.uint16) % 250)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    options = pairs.read_series(tmp_path / "tiny.yaml").options("one", 1)
+    (tmp_path / "r.jsonl").write_text(json.dumps(row("one", 1, 2.0, options=options)) + "\n")
+    return [str(tmp_path / "tiny.yaml"), "--data", str(tmp_path), "--out", str(tmp_path / "r.jsonl")]
+
+
+@pytest.mark.slow
+def test_missing_runs_are_trained_and_compared(words, tmp_path, capsys):
+    assert pairs.main(words) == 0
+    _, *rows = pairs.read_results(tmp_path / "r.jsonl")
+    assert [(r["arm"], r["seed"], r["steps"]) for r in rows] == [("one", 0, 5), ("other rate", 0, 5), ("PyTorch", 0, 5)]
+    assert all(0 < r["train_loss"] < 7 and 0 < r["val_loss"] < 7 and len(r["curve"]) == 5 for r in rows)
+    assert rows[0]["curve"][0] == rows[1]["curve"][0]  # the same weights and data
+    assert abs(rows[2]["curve"][0] - rows[0]["curve"][0]) < 0.02
+    assert {r["data"] for r in rows} == {pairs.data_digest(tmp_path)}
+    assert "against other rate |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("old, new, more, message", [
+    ("optim.lr: 2e-3", "optim.lrr: 2e-3", (), "unknown key"),
+    ("losses.torch_train", "losses.torch_trian", (), "arm PyTorch: there is no program"),
+    ("options: {", "options: {log.every: 2, ", ("--seeds", "0"), "one seed 1: the result has log.every None, now 2"),
+    ("against: other rate", "against: others", (), "no series (ValueError(\"unknown arms {'others'}\"))"),
+    ("seeds: 2", "seed: 2", (), "no series (KeyError('seeds'))"),
+    ("", "", ("--arm", "two"), "--arm two: the series has one, other rate, PyTorch"),
+    ("", "", ("--data", "docs"), "--data docs: expected a directory of train_*.bin and val_*.bin"),
+])  # fmt: skip
+def test_mistakes_are_one_line_before_any_run(words, tmp_path, monkeypatch, capsys, old, new, more, message):
+    monkeypatch.setattr(pairs, "train", lambda *_: pytest.fail("a run began"))
+    (tmp_path / "tiny.yaml").write_text(TINY.replace(old, new))
+    assert pairs.main([*words, *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_results_of_other_data_and_lines_that_are_none_are_refused(words, tmp_path, capsys):
+    out = tmp_path / "r.jsonl"
+    out.write_text(out.read_text().replace('"ms"', '"data": "0123", "ms"'))
+    assert pairs.main(words) == 2
+    out.write_text(out.read_text() + '{"arm": "one", "se')
+    assert pairs.main(words) == 3
+    other, none = capsys.readouterr().err.splitlines()
+    assert "one seed 1: the result has data 0123, now " in other and "r.jsonl:2: not a result" in none
+
+
+def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
+    before = (tmp_path / "r.jsonl").read_text()
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("benchmarks.losses.torch_train", "json.tool --none"))
+    assert pairs.main([*words, "--arm", "PyTorch"]) == 1
+    assert capsys.readouterr().err.startswith("PyTorch seed 0: exit code 2\n")
+    assert (tmp_path / "r.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("file", SERIES, ids=lambda path: path.stem)
+def test_the_committed_results_are_those_of_their_series(file, capsys):
+    series, rows = pairs.read_series(file), pairs.read_results(file.with_suffix(".jsonl"))
+    pairs.require_same(series, [r | {"data": ""} for r in rows], "")
+    for arm in [arm for arm in series.arms if file.stem != "fp8_deep"]:  # its program is gone
+        pairs.require_trainable(series, arm)
+    assert pairs.main([str(file), "--out", str(file.with_suffix(".jsonl")), "--report"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len({r["arm"] for r in rows})
+
+
+def test_a_loss_that_is_not_finite_counts_as_the_one_before(tmp_path):
+    losses = [5.0, 4.0, None, 3.0, 2.0]
+    steps = [dict(step=n + 1, loss=loss, ms=1.0, tokens=8 * n + 8) for n, loss in enumerate(losses)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in steps))
+    write_run(tmp_path, None, [dict(schedule=dict(steps=5), git=None, device="cpu", packages={})])
+    found = pairs.figures(tmp_path)
+    assert found["curve"] == [5.0, 4.0, 4.0, 3.0, 2.0] and found["train_loss"] == 2.0
+
+
+def test_differences_are_those_of_pairs_on_the_same_data():
+    rows = [row("a", seed, loss) for seed, loss in enumerate((2.0, 2.2, 2.1))]
+    rows += [row("b", 0, 2.03), row("b", 1, 2.21), row("c", 0, 2.5, data="x"), row("d", 0, 2.5, data="y")]
+    half = 12.706 * math.sqrt(2 * 0.01**2) / math.sqrt(2)  # t of 1 degree, sd 0.01 sqrt 2, over sqrt 2
+    assert pairs.difference(rows, "b", "a", "train_loss") == f"+0.0200 ± {half:.4f} (2)"
+    assert pairs.difference(rows, "b", "a", "val_loss") == ""
+    assert pairs.difference(rows, "c", "a", "train_loss") == "+0.5000 (1)"
+    assert pairs.difference(rows, "c", "d", "train_loss") == ""
+
+
+def test_picture(words, tmp_path):
+    assert pairs.main([*words, "--report", "--plot", str(tmp_path / "p.png")]) == 0
+    assert (tmp_path / "p.png").stat().st_size > 1000

@@ -1,0 +1,28 @@
+"""benchmarks/losses/vs_torch.py: both programs train the same steps, and differences are found."""
+
+import pytest
+
+from benchmarks.losses import vs_torch
+from benchmarks.losses.vs_torch import differences, main
+
+SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --model.block_size 16 --model.vocab_size 256
+    --train.seq_len 16 --train.batch_size 2 --train.total_batch_tokens 32 --train.steps 3 --optim.warmup 3
+    --optim.lr 1e-3 --eval.tokens 32""".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [[], ["--train.dtype", "fp32"], ["--optim.master", "none"]], ids=str)
+def test_ours_and_pytorch_agree(keys, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert main([*SMALL, *keys]) == 0
+    out = capfd.readouterr().out
+    assert "agreed: the bounds are" in out and out.count("\n") == 7
+
+
+def test_a_difference_is_found(monkeypatch, capsys):
+    ours = [dict(step=n, loss=4.0, norm=1.0) for n in (1, 2)]
+    theirs = [ours[0], dict(step=2, loss=4.04, norm=1.0)]
+    assert differences(ours, theirs) == pytest.approx(dict(relative=0.04 / 4.04, absolute=0.04, norm=0))
+    monkeypatch.setattr(vs_torch, "metrics_of", lambda program, _: ours if "train" in program else theirs)
+    assert main([]) == 1
+    assert "DISAGREED" in capsys.readouterr().out
