@@ -26,7 +26,7 @@ BUDGETS = {
     "benchmarks/losses": 958,
     "benchmarks/speed": 1067,
     "benchmarks/tune": 626,
-    "tests": 1136,
+    "tests": 1138,
     "tests/benchmarks": 200,
     "tests/benchmarks/accuracy": 135,
     "tests/benchmarks/losses": 410,
