@@ -9,7 +9,7 @@ from typing import Any
 
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import process_mark, run_dir_error
+from gpt2_triton.files import run_dir_error
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
@@ -19,7 +19,7 @@ def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float 
     """
     if control.size == 1:
         return
-    name = f".seen.{secrets.token_hex(4)}.{process_mark()}.tmp"
+    name = f".seen.{secrets.token_hex(4)}.tmp"
     path, end = run_dir / control.from_rank0(lambda: _make(run_dir, name)), time.monotonic() + seconds
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)

@@ -4,7 +4,6 @@ earlier start logged kept.
 
 import contextlib
 import itertools
-import re
 from pathlib import Path
 from typing import Literal
 
@@ -12,15 +11,12 @@ from gpt2_triton.checkpoint.load import latest_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.errors import CheckpointError, ConfigError
-from gpt2_triton.files import MARK, remove_abandoned, run_dir_error
+from gpt2_triton.files import run_dir_error
 from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
 
-# files that a killed start leaves: of write_atomic, and of consistency.require_shared_run_dir
-HIDDEN_NAME = re.compile(
-    r"\.(?:metrics\.jsonl|stats\.jsonl|main\.log|config\.yaml|run\.json|seen)\.[0-9a-f]{8}\." + MARK + r"\.tmp"
-)
+WRITTEN = (METRICS, STATS, MAIN_LOG, "config.yaml", "run.json", "seen")  # as hidden files first
 
 
 def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:
@@ -30,8 +26,9 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
     """
     held.enter_context(lock_run_dir(run_dir))
-    with contextlib.suppress(OSError):  # the first write of this start reports it
-        remove_abandoned(run_dir, HIDDEN_NAME, own=True)
+    for name in WRITTEN:
+        for hidden in run_dir.glob(f".{name}.*.tmp"):  # of a killed start: the lock excludes a running one
+            hidden.unlink(missing_ok=True)
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
     if found is None:
         try:
