@@ -26,15 +26,15 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
     """
     held.enter_context(lock_run_dir(run_dir))
-    for name in WRITTEN:
-        for hidden in run_dir.glob(f".{name}.*.tmp"):  # of a killed start: the lock excludes a running one
-            hidden.unlink(missing_ok=True)
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
-    if found is None:
-        try:
+    try:
+        for name in WRITTEN:
+            for hidden in run_dir.glob(f".{name}.*.tmp"):  # of a killed start: the lock excludes a running one
+                hidden.unlink()
+        if found is None:
             _begin(run_dir, resume)
-        except OSError as error:
-            raise run_dir_error(run_dir, error) from error
+    except OSError as error:
+        raise run_dir_error(run_dir, error) from error
     return found
 
 
