@@ -55,28 +55,20 @@ def test_main_refuses_to_measure_without_a_gpu(monkeypatch, capsys, command):
             [(["d12"], None, 9, None, ["fp8"], None, None)],
         ),
         (
-            "ops --sizes d24 --batch 4 --recompute block --plot a.png", "speed.ops", "report",
-            [("d24", 4, "block", ["bf16"], None, Path("a.png"), None)],
-        ),
-        (
             "ops --sizes d12,d36 --precision bf16,fp8 --keep_bf16 none", "speed.ops", "report",
             [(size, None, None, ["bf16", "fp8"], "none", None, None) for size in ("d12", "d36")],
         ),
-        (
-            "tune --sizes d12 --batch 8 --only adamw --out a.json", "tune.search", "tune",
-            [(["d12"], 8, "adamw", Path("a.json"))],
-        ),
+        ("tune --sizes d12 --batch 8 --only adamw", "tune.search", "tune", [(["d12"], 8, "adamw", None)]),
         ("tune", "tune.search", "tune", [(None, None, None, None)]),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("code", [0, 1])
-def test_commands_pass_their_options_and_return_the_code(monkeypatch, tmp_path, argv, module, function, expected, code):
+def test_commands_pass_their_options_and_return_the_code(monkeypatch, tmp_path, argv, module, function, expected):
     calls = []
-    stand_in = SimpleNamespace(**{function: lambda *arguments: calls.append(arguments) or code})
+    stand_in = SimpleNamespace(**{function: lambda *arguments: calls.append(arguments) or 1})
     monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.setitem(sys.modules, f"benchmarks.{module}", stand_in)
     monkeypatch.chdir(tmp_path)
-    assert main(app, argv.split()) == (0 if module in ("speed.ops", "speed.optimizers") else code)
+    assert main(app, argv.split()) == (0 if module in ("speed.ops", "speed.optimizers") else 1)
     assert calls == expected
 
 

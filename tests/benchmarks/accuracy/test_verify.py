@@ -8,6 +8,7 @@ from benchmarks.accuracy import kernels, verify
 from benchmarks.accuracy.comparison import Comparison, Sizes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the command itself runs on the GPU")
 def test_verify_passes_on_all_kernels(capsys):
     code = verify.verify()

@@ -121,6 +121,7 @@ def small_model(K=None, n_layer=2):
 
 
 @no_gpu
+@pytest.mark.slow
 def test_tune_writes_only_the_row_that_gains(tiny, tmp_path, capsys):
     """adamw is fastest with BLOCK 32768; layernorm gains only 1%."""
 
@@ -197,6 +198,7 @@ def test_tune_drops_candidates_that_fail_or_are_wrong(tiny, tmp_path, monkeypatc
 
 
 @no_gpu
+@pytest.mark.slow
 def test_intercepted_step_has_the_bytes_of_a_plain_step(tiny):
     """Each row is tried at each launcher, and everything written is restored."""
     stopped = {}
