@@ -35,7 +35,7 @@ Precision = Annotated[
     Literal["bf16", "fp8", "bf16,fp8"], Parameter(help="train.precision of our runs; bf16,fp8 for both.")
 ]
 KeepBf16 = Annotated[
-    Literal["head", "none"] | None, Parameter(help="fp8.keep_bf16 of our runs; by default that of a configuration.")
+    Literal["head", "none"] | None, Parameter(help="fp8.keep_bf16 of our runs; by default the configuration's.")
 ]
 ALL_SIZES = "d12,d24,d36,d48"
 

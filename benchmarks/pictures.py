@@ -1,4 +1,4 @@
-"""Draws pictures of measured figures; `python -m benchmarks.pictures` draws those of docs/pictures again.
+"""Draws pictures of measured figures; `python -m benchmarks.pictures` draws docs/pictures again.
 
 The figures of docs/pictures/NAME.png stand in NAME.json beside it, with the date and the commit of the measurement.
 """

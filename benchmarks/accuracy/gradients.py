@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy.gradients RUN --data 'SHARDS/train_*.bin' [--out FILE]
 
-The gradient is that of the mean loss of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
+The loss is the mean of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
 with our gradient g and float64's e from the same bf16 weights:
 
     cosine     g e / (|g| |e|), the least of the layers

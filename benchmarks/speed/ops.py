@@ -1,12 +1,13 @@
 """Times each operation of a training step and compares it with its floor: `python -m benchmarks ops`.
 
-Each launch of a step is timed between events in the replayed CUDA graph, so that caches and clocks are those of a step
-(at full load the power limit keeps the clock some 10% below a first burst).  Launches with equal shapes are grouped.
-The floor of a launch is the longer of two times: cuBLAS's for the same shape and layout on this GPU in this run (of
-fp8 operands torch._scaled_mm's; for attention, cuDNN's), and that of its bytes at the bandwidth of a large copy.  Other
-operations have the second alone.  Bytes are inputs read once and outputs written once, without recomputation and
-partial sums; a weight gradient's transpositions of fp8 operands are in its time, not in its floor.  A kernel can be
-faster than cuBLAS or cuDNN; its floor is then above 100% of its time.  Joules are the GPU's own counter's, of a step.
+Each launch is timed between events in the replayed CUDA graph, with the caches and the clock of a step: at full load
+the power limit keeps the clock some 10% below a first burst.  Launches with equal shapes are grouped.
+
+A floor is the longer of two times, both measured on this GPU in this run.  One is the library's for the same shape and
+layout: cuBLAS for products, torch._scaled_mm for products in fp8, cuDNN for attention.  The other is the time to copy
+as many bytes.  Operations without a product have the second alone.  Bytes are inputs read once and outputs written
+once, without recomputation, partial sums and transpositions in fp8.  A kernel that beats the library has a floor above
+100% of its time.  Joules are a step's, by the GPU's own counter.
 """
 
 import collections
@@ -68,9 +69,7 @@ def product(name: str, a: Arguments) -> tuple[str, int, int, int] | None:
 
 
 def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
-    """Return the tensors of an fp8 operand that a launch reads, or writes.  Of a weight, whose value is a parameter,
-    only fp8 is written.
-    """
+    """Return the tensors of an fp8 operand that a launch reads, or writes; a weight's value is a parameter."""
     if not output:
         return [operand.value if name in READ_IN_FULL and operand.value is not None else operand.rows]
     more = [operand.columns] if operand.transposed else []

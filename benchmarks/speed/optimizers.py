@@ -1,7 +1,7 @@
 """Times whole steps with AdamW and with Muon in turn, for `python -m benchmarks steps --optim adamw,muon`.
 
-A step has the tokens of the size's recipe.  The two optimizers alternate in one process, and so does the one that goes
-first, because the clock drifts by more than their difference.  The device is idle before each step.
+A step has the tokens of the size's recipe.  The optimizers alternate in one process, and each goes first in every
+second pair, because the clock drifts by more than their difference.  The device is idle before each step.
 """
 
 import gc

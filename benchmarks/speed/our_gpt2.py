@@ -76,7 +76,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("batch", type=int)
-    parser.add_argument("steps", type=int, help="of which the first five are not counted")
+    parser.add_argument("steps", type=int, help="the first five are not counted")
     parser.add_argument("start", type=float, help="time.time() when the process was started")
     parser.add_argument("recompute", help="memory.recompute")
     parser.add_argument("precision", nargs="?", default="bf16", help="train.precision")

@@ -1,10 +1,10 @@
 """Times training steps of GPT-2's four sizes, ours and PyTorch's, on the same GPU: `python -m benchmarks steps`.
 
-Each run is a separate process, so that start-up and memory are those of a user's run.  A step is forward, backward,
-clip and AdamW on the same random tokens.  Times are from the end of one step to the end of the next, without a
-synchronisation in between: medians of the steps after the fifth.  Joules are the GPU's own counter's.  Our memory is
-the decrease of free device memory, kernels and graphs included.  PyTorch's is the peak of its tensors, without what its
-allocator reserves beyond that.  Neither includes the CUDA context.
+Each run is a process of its own, as a user's run is.  A step is forward, backward, clip and AdamW on the same random
+tokens.  Times are from the end of one step to the end of the next, without a synchronisation in between: medians of the
+steps after the fifth.  Joules are by the GPU's own counter.  Our memory is the decrease of free device memory, kernels
+and graphs included.  PyTorch's memory is the peak of its tensors, without what its allocator reserves beyond them.
+Neither includes the CUDA context.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.torch_ddp SIZE [--steps 30] [--rounds 2]
 
-The model is that of torch_gpt2.py.  Its gradients are bf16: DDP sends half as many bytes as we do.
+The model is torch_gpt2.py's.  Its gradients are bf16: DDP sends half as many bytes as we do.
 """
 
 import argparse

@@ -33,7 +33,7 @@ def test_samples_begin_with_the_first_step_and_end_with_the_minutes_or_the_proce
 
 
 def test_a_process_that_ends_before_its_sample_has_one_less(tmp_path, monkeypatch):
-    """Its status is that of a zombie, which has no memory."""
+    """It is a zombie, which has no memory."""
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}')
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

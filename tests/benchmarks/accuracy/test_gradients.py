@@ -66,8 +66,8 @@ class RoundedLinear(torch.autograd.Function):
 
 @pytest.mark.slow
 def test_fp8_costs_what_rounding_in_pytorch_costs():
-    """Three heads, 192 channels and the recompute level of 1558M: in every kind of tensor the error of the gradients of
-    kernels and schedule is that of e4m3, which scales of earlier steps and bytes of gelu' change by less than half.
+    """Three heads, 192 channels and the recompute level of 1558M: in every kind of tensor our error is e4m3's, which
+    scales of earlier steps and bytes of gelu' change by less than half.
     """
     model = dict(n_layer=2, n_head=3, n_embd=192, vocab_size=300, block_size=32)
     saved = tiny_config(model=model, train=dict(seq_len=32), memory=dict(recompute="gelu+ln"))
