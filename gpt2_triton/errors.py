@@ -18,7 +18,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Data cannot be used; `bad_data` formats the message."""
+    """Data cannot be used."""
 
     exit_code = 3
 
@@ -53,11 +53,6 @@ class ReplicaMismatchError(UserError):
 
     exit_code = 1
     on_every_rank = True
-
-
-def bad_data(where: object, what: str, got: object, expected: object, todo: str) -> DataError:
-    """Return a DataError of one line: the place, the problem, the value found, the value expected, the fix."""
-    return DataError(f"{where}: {what}: got {got}, expected {expected}; {todo}")
 
 
 def require_at_least(prefix: str, **options: tuple[float, float]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.data.shards import Shard, map_tokens, write_shard
-from gpt2_triton.errors import CheckpointError, DataError, bad_data
+from gpt2_triton.errors import CheckpointError, DataError
 from gpt2_triton.training.setup import restore
 from gpt2_triton.training.trainer import Trainer
 from tests.support import ranks
@@ -148,7 +148,7 @@ def job(config, run, reads):
 
         def failing(self, first, out):
             if next(done, None) is None:
-                raise bad_data(self.path, "cut off", 1, 2, "restore it")
+                raise DataError(f"{self.path}: cut off; restore it")
             original(self, first, out)
 
         Shard.read = failing
@@ -257,7 +257,7 @@ def test_resume_in_fp8_that_cannot_read_for_calibration_saves_no_step(data, tmp_
     config = run_config(data, train=train_in_fp8, **sections).replace(data={"allow_changed": True})
 
     def failing(self, first, out):
-        raise bad_data(self.path, "cut off", 1, 2, "restore it")
+        raise DataError(f"{self.path}: cut off; restore it")
 
     with monkeypatch.context() as patched, pytest.raises(DataError, match="cut off"):
         patched.setattr(Shard, "read", failing)
