@@ -107,14 +107,15 @@ def _decode(path: Path, line: int, data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
-        todo = f"convert it, `iconv -f ENCODING -t utf-8 {shlex.quote(str(path))}`, from UTF-16 or CP1252 for example"
+        command = f"iconv -f ENCODING -t utf-8 {shlex.quote(str(path))} > utf8.txt"
+        todo = f"`{command}` converts it; ENCODING is often CP1252 or UTF-16"
         raise DataError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}; {todo}") from None
 
 
 def _json_text(path: Path, line: int, data: bytes) -> str:
     """Return the field "text" of one line; "" for a blank line."""
-    row, where = _decode(path, line, data), f"{path}, line {line:,}"
-    if not row.strip():
+    row, where = _decode(path, line, data).strip(), f"{path}, line {line:,}"
+    if not row:
         return ""
     try:
         text = json.loads(row)["text"]

@@ -80,11 +80,10 @@ def prepare_texts(
     texts: Callable[[], Iterable[Text]], size: int, recipe: dict[str, Any], out_dir: Path, workers: int, log: Log
 ) -> Path:
     """Tokenise the texts that `texts` returns, `size` characters in all, into out_dir."""
-    fraction = recipe["val_fraction"]
-    cut = int(size * (1 - fraction))
+    cut = int(size * (1 - recipe["val_fraction"]))
     if not 0 < cut < size:
-        todo = "choose one between 0 and 1, or give more text"
-        raise DataError(f"val_fraction: an empty split: {fraction} of {size:,} characters; {todo}")
+        what = f"an empty split: {recipe['val_fraction']} of {size:,} characters"
+        raise DataError(f"val_fraction: {what}; choose one between 0 and 1, or give more text")
     source = _Texts(texts, size, cut, recipe["shard_tokens"])
     if build.build(source, recipe, out_dir, size // CHARACTERS[recipe["tokenizer"]], workers, log):
         shards = read_record(out_dir / RECORD)["shards"]
