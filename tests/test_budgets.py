@@ -34,7 +34,7 @@ BUDGETS = {
     "tests/benchmarks/tune": 278,
     "tests/chaos": 687,
     "tests/checkpoint": 2162,
-    "tests/commands": 1385,
+    "tests/commands": 1378,
     "tests/config": 574,
     "tests/data": 872,
     "tests/data/prepare": 1040,
