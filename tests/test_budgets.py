@@ -40,7 +40,7 @@ BUDGETS = {
     "tests/data/prepare": 1040,
     "tests/distributed": 738,
     "tests/gpu": 911,
-    "tests/ground": 500,
+    "tests/ground": 493,
     "tests/inference": 731,
     "tests/kernels": 4660,
     "tests/model": 2358,
