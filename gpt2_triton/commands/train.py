@@ -1,6 +1,5 @@
 """`train`, also as train.py: train a GPT-2 from a YAML file."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Iterable
@@ -120,23 +119,22 @@ def _start(
     set_env_from_slurm()
     rank, ranks = rank_and_size()
     signals = ShutdownSignals(ranks)
-    with contextlib.ExitStack() as stack:
-        if rank == 0:
-            check_run_dir(run_dir, resume)  # before the data is prepared
-        else:
-            sys.stdout = open(os.devnull, "w")
-        if not data:
-            settings = Config.load(config, overrides, ranks)
-            StepShape.of(settings, ranks)  # refuses another parallel.gpus before torch is imported
-        select_device()  # before numpy is imported
-        if data:
-            settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
-        run_dir = stack.enter_context(starting(settings, run_dir, resume, config.stem))
+    if rank == 0:
+        check_run_dir(run_dir, resume)  # before the data is prepared
+    else:
+        sys.stdout = open(os.devnull, "w")
+    if not data:
+        settings = Config.load(config, overrides, ranks)
+        StepShape.of(settings, ranks)  # refuses another parallel.gpus before torch is imported
+    select_device()  # before numpy is imported
+    if data:
+        settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
+    with starting(settings, run_dir, resume, config.stem) as run_dir:
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume, signals)
-        discard_unwritten()  # a console that is gone does not change the result of a run
-        return code
+    discard_unwritten()  # a console that is gone does not change the result of a run
+    return code
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
