@@ -81,16 +81,20 @@ def steps(
     require_directory("json", json)
     precisions = _precisions(precision, keep_bf16)
     _require_gpu("steps")
-    if optim != "adamw":
-        from benchmarks.speed.optimizers import compare_optimizers
-
-        compare_optimizers(names, batch, steps, recompute, precisions, keep_bf16, json)
-        return 0
     if baseline == "torchao" and importlib.util.find_spec("torchao") is None:
         raise ConfigError("--baseline: torchao is not installed; install the release made for this torch")
-    from benchmarks.speed.steps import compare_sizes
+    from benchmarks.speed.sizes import BATCH_OF_TWO, work_of
 
-    return compare_sizes(names, batch, steps, recompute, precisions, keep_bf16, baseline, json)
+    most = BATCH_OF_TWO if optim == "adamw,muon" else {}
+    works = [work_of(size, batch or most.get(size), recompute, p, keep_bf16) for size in names for p in precisions]
+    if optim == "adamw,muon":
+        from benchmarks.speed.optimizers import compare_optimizers
+
+        compare_optimizers(works, steps, json)
+        return 0
+    from benchmarks.speed.steps import compare
+
+    return compare(works, steps, baseline, json)
 
 
 @app.command
@@ -122,9 +126,9 @@ def ops(
     precisions = _precisions(precision, keep_bf16)
     _require_gpu("ops")
     from benchmarks.speed.ops import report
+    from benchmarks.speed.sizes import work_of
 
-    for size in names:
-        report(size, batch, recompute, precisions, keep_bf16, plot, json)
+    report([work_of(size, batch, recompute, p, keep_bf16) for size in names for p in precisions], plot, json)
 
 
 @app.command

@@ -24,7 +24,7 @@ BUDGETS = {
     "benchmarks": 426,
     "benchmarks/accuracy": 743,
     "benchmarks/losses": 958,
-    "benchmarks/speed": 1066,
+    "benchmarks/speed": 1062,
     "benchmarks/tune": 626,
     "tests": 1138,
     "tests/benchmarks": 192,

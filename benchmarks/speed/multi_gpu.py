@@ -23,11 +23,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import gpt2_triton.kernels as K
-from benchmarks.speed.our_gpt2 import calibrated, run_steps
-from benchmarks.speed.sizes import SIZES, T, config_of, tokens_of
+from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
+from benchmarks.speed.sizes import SIZES, T, work_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
@@ -40,10 +39,10 @@ class Pair:
     """An independent model and one of all ranks, on the same tokens."""
 
     def __init__(self, group: ProcessGroup, config: Config, zero: int):
-        one, batch = torch.zeros(1, device="cuda"), config.train.batch_size
+        one = torch.zeros(1, device="cuda")
         self.alone = GPT2(config, K, "cuda")
         self.together = GPT2(shared(config, group.size, zero), K, "cuda", group=group)
-        self.packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
+        self.packed = packed_batch(config)
         for model in (self.alone, self.together):
             model.compile()
 
@@ -102,10 +101,7 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
 
 def configured(given: argparse.Namespace) -> Config:
     """Return the configuration of one GPU alone that the command line asks for."""
-    size = SIZES[given.size]
-    config = config_of(
-        given.size, given.batch or size.batch, given.recompute or size.recompute, precision=given.precision
-    )
+    config = work_of(given.size, given.batch, given.recompute, given.precision).config()
     tokens = given.micro_steps * config.total_batch_tokens
     return config.replace(train={"total_batch_tokens": tokens}, optim={"name": given.optimizer})
 

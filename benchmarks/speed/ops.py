@@ -28,9 +28,8 @@ import gpt2_triton.kernels as kernels
 from benchmarks import pictures
 from benchmarks.speed import floors
 from benchmarks.speed.energy import Power
-from benchmarks.speed.our_gpt2 import calibrated, run_steps
-from benchmarks.speed.sizes import SIZES, T, config_of, tokens_of
-from gpt2_triton.data.packing import pack_batch
+from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
+from benchmarks.speed.sizes import T, Work
 from gpt2_triton.model.gpt2 import GPT2
 
 Arguments = dict[str, Any]
@@ -194,15 +193,13 @@ class Step(NamedTuple):
     joules: float | None
 
 
-def measure(
-    size: str, batch: int, recompute: str, steps: int, precision: str = "bf16", keep_bf16: str | None = None
-) -> tuple[list[Operation], Step]:
+def measure(work: Work, steps: int) -> tuple[list[Operation], Step]:
     """Return the operations of a step with their times, and the step's time and energy."""
-    config, timed = config_of(size, batch, recompute, precision=precision, keep_bf16=keep_bf16), Timed()
+    config, timed = work.config(), Timed()
     model = GPT2(config, timed, "cuda")
     model.compile()
     model.initialise(config.train.seed)
-    packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
+    packed = packed_batch(config)
     list(run_steps(calibrated(model, packed), packed, range(WARMUP)))
     with Power() as power:
         results = [result.seconds for result in run_steps(model, packed, range(WARMUP, WARMUP + steps))]
@@ -214,29 +211,23 @@ def measure(
     return list(timed.operations.values()), Step(seconds * 1e3, power.joules(seconds))
 
 
-def report(
-    size: str, batch: int | None, recompute: str | None, precisions: list[str], keep_bf16: str | None,
-    plot: Path | None, record: Path | None, steps: int = 10,
-) -> None:  # fmt: skip
-    """Measure the operations of a step in each precision and print a table; write the picture to `plot`, the figures to
-    `record`.
-    """
-    B, recompute, found = batch or SIZES[size].batch, recompute or SIZES[size].recompute, list[dict[str, Any]]()
-    for precision in precisions:
-        operations, step = measure(size, B, recompute, steps, precision, keep_bf16)
+def report(works: list[Work], plot: Path | None, out: Path | None, steps: int = 10) -> None:
+    """Measure and print a table for each; draw all of them to `plot`, and write their figures to `out`."""
+    found = []
+    for work in works:
+        operations, step = measure(work, steps)
         gc.collect()  # frees the arena before the next one is allocated
         torch.cuda.empty_cache()
-        rows = []
-        for op in operations:
-            rows.append(Row(op, len(op.spans), statistics.median(op.ms), *floor(op)))
+        rows = [Row(op, len(op.spans), statistics.median(op.ms), *floor(op)) for op in operations]
         rows.sort(key=lambda row: -row.calls * row.ms)
+        title = f"{work.size}, B {work.batch}"
         copy = f"copy {floors.copy_bandwidth() / 1e12:.2f} TB/s"
-        print(f"{size}, B {B}, T {T}, {precision}, recompute {recompute}; {copy}")
+        print(f"{title}, T {T}, {work.precision}, recompute {work.recompute}; {copy}")
         print(table(rows, step))
-        found.append(figures(rows, step, f"{size}, B {B}", precision))
-    if record:
-        record.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
-        print(f"wrote {record}")
+        found.append(figures(rows, step, title, work.precision))
+    if out:
+        out.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
+        print(f"wrote {out}")
     if plot:
         pictures.operations(found).savefig(plot, dpi=150)
         print(f"wrote {plot}")

@@ -12,32 +12,25 @@ from pathlib import Path
 import torch
 
 import gpt2_triton.kernels as K
-from benchmarks.speed.our_gpt2 import calibrated, run_steps
-from benchmarks.speed.sizes import SIZES, config_of, tokens_of
-from gpt2_triton.data.packing import pack_batch
+from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
+from benchmarks.speed.sizes import Work
 from gpt2_triton.model.gpt2 import GPT2
 
 OPTIMIZERS = "adamw", "muon"
 RECIPE_TOKENS = {"d48": 1_048_576}  # a step's; 524,288 with the other sizes
-BATCH = {"d24": 32, "d36": 16, "d48": 8}  # sequences, so that two models fit into 80 GB
 
 
-def compare_optimizers(
-    sizes: list[str], batch: int | None, steps: int, recompute: str | None, precisions: list[str],
-    keep_bf16: str | None, out: Path | None,
-) -> None:  # fmt: skip
+def compare_optimizers(works: list[Work], steps: int, out: Path | None) -> None:
     """Print the median milliseconds of `steps` steps with each optimizer, and write all of them to `out` as JSON."""
     rows = []
-    for size in sizes:
-        B, level = batch or BATCH.get(size, SIZES[size].batch), recompute or SIZES[size].recompute
-        for precision in precisions:
-            ms = _times(size, B, steps, level, precision, keep_bf16)
-            gc.collect()  # frees the arenas before the next ones are allocated
-            torch.cuda.empty_cache()
-            print(f"{size} {precision} B {B}: {summary(ms)}", flush=True)
-            rows.append(dict(size=size, batch=B, recompute=level, precision=precision, ms=ms))
-            if out:
-                out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
+    for work in works:
+        ms = _times(work, steps)
+        gc.collect()  # frees the arenas before the next ones are allocated
+        torch.cuda.empty_cache()
+        print(f"{work.size} {work.precision} B {work.batch}: {summary(ms)}", flush=True)
+        rows.append(work._asdict() | dict(ms=ms))
+        if out:
+            out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
 
 
 def summary(ms: dict[str, list[float]]) -> str:
@@ -49,12 +42,10 @@ def summary(ms: dict[str, list[float]]) -> str:
     return f"AdamW {adamw:.2f} ms, Muon {muon:.2f} ms; Muon {difference}"
 
 
-def _times(
-    size: str, batch: int, steps: int, recompute: str, precision: str, keep_bf16: str | None
-) -> dict[str, list[float]]:
+def _times(work: Work, steps: int) -> dict[str, list[float]]:
     """Return the milliseconds of each step by optimizer; each one's first step is not counted."""
-    models = {name: _model(name, size, batch, recompute, precision, keep_bf16) for name in OPTIMIZERS}
-    packed = pack_batch(None, *tokens_of(batch), models["adamw"].config.model.vocab_size).pin_memory()
+    models = {name: _model(name, work) for name in OPTIMIZERS}
+    packed = packed_batch(work.config())
     for model in models.values():
         calibrated(model, packed)
     ms: dict[str, list[float]] = {name: [] for name in models}
@@ -67,10 +58,10 @@ def _times(
     return ms
 
 
-def _model(name: str, size: str, batch: int, recompute: str, precision: str, keep_bf16: str | None) -> GPT2:
-    config = config_of(size, batch, recompute, precision=precision, keep_bf16=keep_bf16)
-    tokens = RECIPE_TOKENS.get(size, 524_288)
-    model = GPT2(config.replace(train={"total_batch_tokens": tokens}, optim={"name": name}), K, "cuda")
+def _model(name: str, work: Work) -> GPT2:
+    tokens = RECIPE_TOKENS.get(work.size, 524_288)
+    config = work.config().replace(train={"total_batch_tokens": tokens}, optim={"name": name})
+    model = GPT2(config, K, "cuda")
     model.compile()
     model.initialise(config.train.seed)
     return model

@@ -13,7 +13,8 @@ import torch
 
 import gpt2_triton.kernels as K
 from benchmarks.speed.energy import Power
-from benchmarks.speed.sizes import SIZES, config_of, tokens_of
+from benchmarks.speed.sizes import SIZES, Work, tokens_of
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.gpt2 import GPT2
@@ -50,15 +51,18 @@ def calibrated(model: GPT2, packed: torch.Tensor) -> GPT2:
     return model
 
 
-def main(
-    size: str, batch: int, steps: int, start: float, recompute: str, precision: str, keep_bf16: str | None
-) -> None:
-    config = config_of(size, batch, recompute, precision=precision, keep_bf16=keep_bf16)
+def packed_batch(config: Config) -> torch.Tensor:
+    """Return a micro-batch of random tokens, equal in every call."""
+    return pack_batch(None, *tokens_of(config.train.batch_size), config.model.vocab_size).pin_memory()
+
+
+def main(work: Work, steps: int, start: float) -> None:
+    config = work.config()
     free, _ = torch.cuda.mem_get_info()
     model = GPT2(config, K, "cuda")
     compiled = model.compile()
     model.initialise(config.train.seed)
-    packed = pack_batch(None, *tokens_of(batch), config.model.vocab_size).pin_memory()
+    packed = packed_batch(config)
     list(run_steps(calibrated(model, packed), packed, range(1)))
     first_step = time.time() - start
     list(run_steps(model, packed, range(1, 5)))
@@ -81,4 +85,6 @@ if __name__ == "__main__":
     parser.add_argument("recompute", help="memory.recompute")
     parser.add_argument("precision", nargs="?", default="bf16", help="train.precision")
     parser.add_argument("keep_bf16", nargs="?", help="fp8.keep_bf16")
-    main(**vars(parser.parse_args()))
+    given = parser.parse_args()
+    work = Work(given.size, given.batch, given.recompute, given.precision, given.keep_bf16)
+    main(work, given.steps, given.start)

@@ -7,6 +7,7 @@ and graphs included.  PyTorch's memory is the peak of its tensors, without what 
 Neither includes the CUDA context.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.speed.sizes import SIZES, T, config_of
+from benchmarks.speed.sizes import T, Work, work_of
 from gpt2_triton.device import peak_flops
 
 
@@ -32,22 +33,19 @@ TORCHAO = [Program(f"torchao {r}", PYTORCH.module, (r,)) for r in ("tensorwise",
 BASELINES = dict(none=[], torch=[PYTORCH], torchao=[PYTORCH, *TORCHAO])
 
 
-def ours(recompute: str, precision: str, keep_bf16: str | None) -> Program:
-    kept = (keep_bf16,) if keep_bf16 and precision == "fp8" else ()
-    return Program(f"ours {precision}", "benchmarks.speed.our_gpt2", (recompute, precision, *kept), recompute)
+def ours(work: Work) -> Program:
+    kept = (work.keep_bf16,) if work.keep_bf16 and work.precision == "fp8" else ()
+    words = (work.recompute, work.precision, *kept)
+    return Program(f"ours {work.precision}", "benchmarks.speed.our_gpt2", words, work.recompute)
 
 
-def compare_sizes(
-    sizes: list[str], batch: int | None, steps: int, recompute: str | None, precisions: list[str],
-    keep_bf16: str | None, baseline: str, out: Path | None,
-) -> int:  # fmt: skip
+def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> int:
     """Run, print the table, and write the figures as JSON.  Return 1 if a run failed; its cells are empty."""
     rows: list[dict[str, Any]] = []
-    for size in sizes:
-        B, level = batch or SIZES[size].batch, recompute or SIZES[size].recompute
-        for program in (*(ours(level, precision, keep_bf16) for precision in precisions), *BASELINES[baseline]):
-            found = _run(program, size, B, steps)
-            rows.append(dict(size=size, batch=B, program=program.name, recompute=program.recompute, report=found))
+    for (size, batch), group in itertools.groupby(works, key=lambda work: (work.size, work.batch)):
+        for program in (*map(ours, group), *BASELINES[baseline]):
+            found = _run(program, size, batch, steps)
+            rows.append(dict(size=size, batch=batch, program=program.name, recompute=program.recompute, report=found))
             if out:
                 out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
     print("\n" + table(rows, peak_flops()))
@@ -83,7 +81,7 @@ def table(rows: list[dict[str, Any]], peak: float | None) -> str:
         line = [row["size"], str(row["batch"]), row["program"], row["recompute"] or "-"]
         if found:
             rate = tokens / found["ms"] * 1e3
-            flops = config_of(row["size"], row["batch"], row["recompute"] or "none").flops_per_token
+            flops = work_of(row["size"], row["batch"], row["recompute"]).config().flops_per_token
             line += [f"{found['ms']:.1f}", f"{rate:,.0f}", f"{rate * flops / peak:.1%}" if peak else "-"]
             line += ["-" if found.get("joules") is None else f"{found['joules']:.1f}", f"{found['gib']:.2f}"]
             line += [f"{found['planned']:.2f}" if "planned" in found else "-", f"{found['first_step']:.1f}"]

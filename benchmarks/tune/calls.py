@@ -21,7 +21,7 @@ import gpt2_triton.kernels as kernels
 from benchmarks.speed.floors import AHEAD, events
 from benchmarks.speed.ops import ACCUMULATED, IN_PLACE
 from benchmarks.speed.our_gpt2 import run_steps
-from benchmarks.speed.sizes import SIZES, VOCAB, T, config_of
+from benchmarks.speed.sizes import VOCAB, T, work_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import Key, Row
@@ -126,7 +126,7 @@ def intercepted_step(size: str, batch: int, rows: Rows, on_call: Callable[[Call]
     on_call(call) before each.
     """
     K = Interceptor(rows)
-    model, packed = model_of(config_of(size, batch, SIZES[size].recompute, n_layer=1), K)
+    model, packed = model_of(work_of(size, batch, None).config(n_layer=1), K)
     K.used = {}
     list(run_steps(model, packed, range(1)))
     K.on_call = on_call

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import gpt2_triton.kernels as kernels
-from benchmarks.speed.sizes import SIZES, T, config_of
+from benchmarks.speed.sizes import SIZES, T, work_of
 from benchmarks.tune import calls, tables
 from benchmarks.tune.calls import Call, Trial, trying
 from benchmarks.tune.candidates import SPACE, candidates
@@ -96,7 +96,7 @@ def batches_of(sizes: list[str] | None, batch: int | None, budget: int) -> dict[
 
 
 def _fitting_batch(size: str, B: int, budget: int) -> int:
-    while B > 1 and plan_memory(config_of(size, B, SIZES[size].recompute), kernels, B, T)[0].total > budget:
+    while B > 1 and plan_memory(work_of(size, B, None).config(), kernels, B, T)[0].total > budget:
         B //= 2
     return B
 

@@ -4,12 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import benchmarks
 from benchmarks.__main__ import app
+from benchmarks.speed import optimizers
+from benchmarks.speed.sizes import Work
 from gpt2_triton import device
 from gpt2_triton.commands.app import main
 
@@ -47,16 +48,12 @@ def test_main_refuses_to_measure_without_a_gpu(monkeypatch, capsys, command):
     [
         ("verify", "accuracy.verify", "verify", [()]),
         (
-            "steps --sizes d12,d48 --baseline none --json a.json", "speed.steps", "compare_sizes",
-            [(["d12", "d48"], None, 30, None, ["bf16"], None, "none", Path("a.json"))],
+            "steps --sizes d12,d48 --baseline none --json a.json", "speed.steps", "compare",
+            [([Work("d12", 64, "gelu"), Work("d48", 16, "gelu+ln")], 30, "none", Path("a.json"))],
         ),
         (
-            "steps --sizes d12 --optim adamw,muon --steps 9 --precision fp8", "speed.optimizers", "compare_optimizers",
-            [(["d12"], None, 9, None, ["fp8"], None, None)],
-        ),
-        (
-            "ops --sizes d12,d36 --precision bf16,fp8 --keep_bf16 none", "speed.ops", "report",
-            [(size, None, None, ["bf16", "fp8"], "none", None, None) for size in ("d12", "d36")],
+            "ops --sizes d24 --batch 4 --precision bf16,fp8 --keep_bf16 none", "speed.ops", "report",
+            [([Work("d24", 4, "gelu+ln", p, "none") for p in ("bf16", "fp8")], None, None)],
         ),
         ("tune --sizes d12 --batch 8 --only adamw", "tune.search", "tune", [(["d12"], 8, "adamw", None)]),
         ("tune", "tune.search", "tune", [(None, None, None, None)]),
@@ -64,12 +61,19 @@ def test_main_refuses_to_measure_without_a_gpu(monkeypatch, capsys, command):
 )  # fmt: skip
 def test_commands_pass_their_options_and_return_the_code(monkeypatch, tmp_path, argv, module, function, expected):
     calls = []
-    stand_in = SimpleNamespace(**{function: lambda *arguments: calls.append(arguments) or 1})
     monkeypatch.setattr(device, "present", lambda: True)
-    monkeypatch.setitem(sys.modules, f"benchmarks.{module}", stand_in)
+    monkeypatch.setattr(f"benchmarks.{module}.{function}", lambda *arguments: calls.append(arguments) or 1)
     monkeypatch.chdir(tmp_path)
-    assert main(app, argv.split()) == (0 if module in ("speed.ops", "speed.optimizers") else 1)
+    assert main(app, argv.split()) == (0 if module == "speed.ops" else 1)
     assert calls == expected
+
+
+def test_steps_in_turn_have_batches_that_fit_twice(monkeypatch):
+    calls = []
+    monkeypatch.setattr(device, "present", lambda: True)
+    monkeypatch.setattr(optimizers, "compare_optimizers", lambda *arguments: calls.append(arguments))
+    assert main(app, "steps --sizes d12,d48 --optim adamw,muon --steps 9 --precision fp8".split()) == 0
+    assert calls == [([Work("d12", 64, "gelu", "fp8"), Work("d48", 8, "gelu+ln", "fp8")], 9, None)]
 
 
 def test_steps_names_a_missing_torchao(monkeypatch, capsys):

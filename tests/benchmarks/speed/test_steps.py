@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.speed import energy, multi_gpu, optimizers, steps, torch_gpt2
 from benchmarks.speed.our_gpt2 import run_steps
-from benchmarks.speed.sizes import config_of
+from benchmarks.speed.sizes import Work, work_of
 from gpt2_triton.config.schema import ModelConfig
 from tests.support.tiny import packed_batch, tiny_model
 
@@ -28,7 +28,7 @@ def test_two_micro_steps_equal_one_step_of_the_same_batch():
 def test_torch_model_has_as_many_parameters(size):
     with torch.device("meta"):
         model = torch_gpt2.GPT2(ModelConfig(size=size))
-    assert sum(p.numel() for p in model.parameters()) == config_of(size, 1, "none").n_params
+    assert sum(p.numel() for p in model.parameters()) == work_of(size, 1, None).config().n_params
 
 
 OURS = dict(ms=100.0, joules=71.24, gib=17.25, planned=17.0, first_step=3.21)
@@ -71,7 +71,7 @@ print(json.dumps(dict(ms=100.0, gib=2.0, planned=1.5, first_step=1.0, saw=[size,
 """
 
 
-def test_compare_sizes_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, capsys):
+def test_compare_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "standin.py").write_text(RUN)
     monkeypatch.chdir(tmp_path)  # python -m looks here
     run, out = steps._run, tmp_path / "figures.json"
@@ -82,7 +82,7 @@ def test_compare_sizes_runs_processes_and_reports_a_failed_one(tmp_path, monkeyp
         rows = json.loads(out.read_text())["rows"]
         return {f"{r['size']} {r['program']}": r["report"] and " ".join(r["report"]["saw"]) for r in rows}
 
-    assert steps.compare_sizes(["d12"], 8, 7, "none", ["bf16", "fp8"], "none", "torchao", out) == 0
+    assert steps.compare([Work("d12", 8, "none", p, "none") for p in ("bf16", "fp8")], 7, "torchao", out) == 0
     assert saw() == {
         "d12 ours bf16": "d12 8 7 none bf16",
         "d12 ours fp8": "d12 8 7 none fp8 none",
@@ -90,7 +90,7 @@ def test_compare_sizes_runs_processes_and_reports_a_failed_one(tmp_path, monkeyp
         "d12 torchao tensorwise": "d12 8 7 tensorwise",
         "d12 torchao rowwise": "d12 8 7 rowwise",
     }
-    assert steps.compare_sizes(["d24", "d36"], None, 6, None, ["bf16"], None, "torch", out) == 1
+    assert steps.compare([work_of(size, None, None) for size in ("d24", "d36")], 6, "torch", out) == 1
     assert saw() == {
         "d24 ours bf16": "d24 64 6 gelu+ln bf16",
         "d24 PyTorch": None,
