@@ -18,7 +18,8 @@ from gpt2_triton.errors import ConfigError
 app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch's, and the search for their tables.")
 app.help_epilogue = (
     "Programs of their own, each with --help, as in python -m benchmarks.speed.multi_gpu: "
-    "speed.multi_gpu, speed.torch_ddp, accuracy.gradients, pictures; losses has more."
+    "speed.multi_gpu, speed.torch_ddp, accuracy.gradients, losses.pairs, losses.torch_train, losses.corpus, "
+    "losses.loss_compare, losses.vs_torch, pictures."
 )
 
 # options of several commands

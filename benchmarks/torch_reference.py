@@ -67,7 +67,7 @@ def gpt2_loss(
 def train(
     params: Params, dims: dict[str, int], batches: Iterable[tuple[Tensor, Tensor]], lrs: Iterable[float], *,
     betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, clip: float = 1.0,
-    embed_lr: float = 1.0, autocast: bool = False,
+    embed_lr: float = 1.0,
 ) -> tuple[list[float], list[float]]:  # fmt: skip
     """Update `params` with AdamW and clipping by global norm, one step per batch; return losses and norms.
 
@@ -83,8 +83,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.param_groups[0]["lr"] = embed_lr * lr
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-            loss = gpt2_loss(params, ids, targets, dims["V"], dims["NH"])
+        loss = gpt2_loss(params, ids, targets, dims["V"], dims["NH"])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([t for _, t, _ in listed], clip)
         optimizer.step()
