@@ -1,6 +1,5 @@
 """File writes that a crash cannot leave half done, and what goes with them: fsync, sha256, free space."""
 
-import ctypes
 import errno
 import glob
 import hashlib
@@ -99,15 +98,6 @@ def new_directory(path: Path) -> Iterator[Path]:
     fsync(path.absolute().parent)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names at once, so that a kill leaves both as they were or exchanged; return False, with nothing
-    done, where the kernel or the file system cannot (NFS, for one).
-    """
-    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
-
-
 def process_mark(pid: int | None = None) -> str:
     """Return PID-START, which no process before or after it has: START is in clock ticks since the kernel booted.
 
@@ -173,19 +163,6 @@ def expand_glob(pattern: str) -> list[str]:
         rest = rest.parent
     inner = Path(pattern).relative_to(rest)
     return sorted(glob.glob(os.path.join(glob.escape(str(rest)), str(inner)), recursive=True))
-
-
-@contextmanager
-def utf8_path(path: Path) -> Iterator[Path]:
-    """Yield the path, or, if it is not UTF-8, another to the same file that is, since safetensors takes no other."""
-    if str(path).isascii() or os.fsencode(path) == str(path).encode(errors="replace"):
-        yield path
-        return
-    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield Path(f"/proc/self/fd/{handle}") / path.name
-    finally:
-        os.close(handle)
 
 
 def run_dir_error(run_dir: Path, error: OSError) -> UserError:

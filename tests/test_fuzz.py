@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpt2_triton.checkpoint import resume
-from gpt2_triton.checkpoint.format import MANIFEST, STATE
+from gpt2_triton.checkpoint.format import MANIFEST
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint, verify
 from gpt2_triton.checkpoint.sources import load_weights, open_weights
 from gpt2_triton.config.config import Config
@@ -175,24 +175,11 @@ def restored(run):
 
 @fuzz
 @given(data=st.data())
-def test_state(run, restored, data):
-    original = json.loads((restored / STATE).read_bytes())
-    original["data"] = [{"name": "a.bin", "bytes": 4, "sha256": "ab"}]
-    original |= {"best": [1, 2.5], "shares": None, "validation_data": []}
-    kept = (restored / STATE).read_bytes()
-    (restored / STATE).write_text(json.dumps(data.draw(changed(original))))
-    checkpoints.reseal(restored)
-    only_user_errors(load, run)
-    (restored / STATE).write_bytes(kept)
-
-
-@fuzz
-@given(data=st.data())
 def test_manifest(run, restored, data):
     kept = (restored / MANIFEST).read_bytes()
     tree = changed(json.loads(kept)).map(lambda tree: json.dumps(tree).encode())
     (restored / MANIFEST).write_bytes(data.draw(st.one_of(tree, damaged(kept), st.binary(max_size=30))))
-    assert isinstance(verify(restored), list)
+    assert isinstance(verify(restored), str)
     only_user_errors(load, run)
     (restored / MANIFEST).write_bytes(kept)
 

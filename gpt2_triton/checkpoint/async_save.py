@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2_triton.checkpoint.format import list_steps
-from gpt2_triton.checkpoint.save import save_checkpoint
-from gpt2_triton.checkpoint.tensor_file import Progress
+from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
@@ -24,24 +22,12 @@ UNKNOWN_RATE = 1e8  # bytes per second that a save is assumed to write before th
 class AsyncCheckpointer:
     """Writes checkpoints in a thread.  If one cannot be written, training continues after a warning."""
 
-    def __init__(
-        self,
-        directory: Path,
-        keep: int,
-        keep_every: int = 0,
-        rewind_every: int = 0,
-        control: ControlGroup = SINGLE_PROCESS,
-        progress: Progress = lambda what, nbytes: None,
-        loaded: int = 0,
-    ):
-        """Take what `save_checkpoint` takes, and the step of the checkpoint that was loaded; 0 if none was."""
-        self._directory, self._control, self._progress = directory, control, progress
+    def __init__(self, directory: Path, retention: Retention, control: ControlGroup = SINGLE_PROCESS):
+        self._directory, self._retention, self._control = directory, retention, control
         self._slowest = 0.0  # seconds of the slowest save so far
-        self._kept = keep, keep_every, rewind_every
         self._host: dict[str, Tensor] = {}
         self._step: int | None = None  # of the copy on the host, which the thread writes
-        self._own = {loaded}  # steps that this process has read or written
-        self._damaged = {step for step, _ in list_steps(directory) if 0 < loaded < step}  # passed over by the resume
+        self._written: dict[str, Any] | None = None  # the state of the last save that succeeded
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.failed_step: int | None = None  # of the save that the last `wait` found to have failed; equal on all ranks
@@ -55,9 +41,12 @@ class AsyncCheckpointer:
     ) -> None:
         """Copy this rank's shard, each tensor in pieces, to the host and start to write it as `save_checkpoint` does.
 
-        The pieces may change as soon as this returns.  The thread calls `before` first.
+        The pieces may change as soon as this returns.  The thread calls `before` first.  A save of the state that was
+        saved last does nothing.
         """
         self.wait()
+        if step == self._step and state == self._written:
+            return
         self._step, began = None, time.monotonic()
         for piece, host in self._pairs(shard):
             host.copy_(piece)
@@ -73,10 +62,6 @@ class AsyncCheckpointer:
         for piece, host in self._pairs(shard):
             piece.copy_(host)
         return True
-
-    def add_loaded(self, step: int) -> None:
-        """Record that the checkpoint of `step` was loaded, by a rewind."""
-        self._own.add(step)
 
     def _pairs(self, shard: dict[str, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every piece, flat, with its place in host memory, which is allocated on first use."""
@@ -94,12 +79,11 @@ class AsyncCheckpointer:
         return self._slowest or nbytes / UNKNOWN_RATE
 
     def _write(self, step: int, state: dict[str, Any], began: float, before: Callable[[], None]) -> None:
+        self._written = None
         try:
             before()
-            self._damaged.discard(step)  # it is replaced
-            where, ranks, own = self._directory, (self._control, self._progress), step in self._own
-            save_checkpoint(where, step, self._host, state, *self._kept, *ranks, own, self._damaged)
-            self._own.add(step)
+            save_checkpoint(self._directory, step, self._host, state, self._retention, self._control)
+            self._written = state
             self._slowest = max(self._slowest, time.monotonic() - began)
         except Exception as error:  # raised or reported by the thread that waits
             self._error = error

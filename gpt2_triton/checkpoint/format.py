@@ -14,9 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import sha256
@@ -26,61 +24,6 @@ SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state that each
 STATE, MANIFEST = "state.json", "manifest.json"
 RUN_FILES = ("run.json", "metrics.jsonl", ".lock", "PREEMPTED")  # of a run that may have no checkpoint yet
 STEP_NAME = re.compile(r"step_([0-9]{8,})")
-TENSORS_NAME = re.compile(r"rank_[0-9]{5}\.safetensors")
-
-
-class _DataRow(BaseModel):
-    model_config = ConfigDict(strict=True)
-    name: str
-    bytes: int
-    blocks: str | None = None
-    sha256: str | None = None
-
-
-Count = Annotated[int, Field(ge=0)]
-RankSpans = list[list[Annotated[list[Count], Field(min_length=2, max_length=2)]]]
-Scalar = bool | int | float | str | None
-
-
-class SavedState(BaseModel):
-    """The types in state.json; it may have other keys.  All but those with a default are required."""
-
-    model_config = ConfigDict(strict=True)
-    format: int
-    step: Count
-    sample: Count
-    wandb_id: str | None
-    best: Annotated[list[Scalar], Field(min_length=2, max_length=2)] | None = None
-    skipped: Count
-    outliers: Count
-    skipped_in_a_row: Count
-    without_update: Count
-    rewinds: Count
-    rewound_to: Count = 0
-    left_out: list[
-        Literal["eval.every", "eval.hellaswag_every", "eval.tasks_every", "sample.every", "debug.hash_state"]
-    ] = []
-    config: dict[str, dict[str, Scalar] | Scalar]
-    data: list[_DataRow]
-    validation_data: list[_DataRow] = []
-    data_times: dict[str, list[int]] = {}  # mtime_ns of the files of the two, by their keys
-    shares: RankSpans | None = None
-    second_shares: RankSpans | None = None
-
-
-def state_problem(state: dict[str, Any]) -> str | None:
-    """Return the first key of a state.json that is missing or of another type, as a line; None if there is none."""
-    try:
-        SavedState.model_validate(state)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    best = state.get("best")
-    if best is not None and not (type(best[0]) is int and isinstance(best[1], float)):
-        return f"best: expected a step and a loss, got {best}"
-    return None
-
-
 Spans = list[list[int]]  # [flat index, length] of each piece of a shard
 
 

@@ -7,11 +7,10 @@ in a file is followed: a checkpoint may come from somebody else.
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -24,20 +23,17 @@ from gpt2_triton.checkpoint.format import (
     SHARES,
     STATE,
     STEP_NAME,
-    TENSORS_NAME,
     Spans,
     best_step,
     fingerprint,
     list_steps,
-    state_problem,
     step_path,
     tensors_name,
 )
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import read_regular, utf8_path
+from gpt2_triton.files import read_regular
 
-ATTEMPTS = 100  # to read from a run that deletes steps
 SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
 # by dtype: integers of the same size, and the bits of the exponent, which are all set in NaN and infinity alone
 EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F800000)}
@@ -46,79 +42,34 @@ EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 
 # ---- verifying ----
 
 
-def verify(step_dir: Path) -> list[str]:
-    """Return the problems of a checkpoint, one line each; empty if its files are exactly those that were written."""
+def verify(step_dir: Path) -> str:
+    """Return the first problem of a checkpoint; "" if its files are exactly those that were written.
+
+    CheckpointError if its files may not be read, which is no damage.
+    """
+    if not step_dir.is_dir():
+        return "is missing or not a directory"
     try:
-        return list(_problems(step_dir))
-    except OSError as error:
-        return [f"cannot be read ({error})"]
-
-
-def _problems(step_dir: Path) -> Iterator[str]:
-    if step_dir.is_symlink() or not step_dir.is_dir():
-        yield "is missing or not a directory"
-        return
-    regular = {path.name: path.is_file() and not path.is_symlink() for path in step_dir.iterdir()}
-    try:
-        manifest = _read_json(step_dir / MANIFEST) if regular.get(MANIFEST) else {}
-    except CheckpointError:
-        manifest = {}
-    # the number of ranks is that of a manifest with the right names; else count the files
-    whole = manifest.keys() == {*map(tensors_name, range(len(manifest) - 1)), STATE}
-    ranks = len(manifest) - 1 if whole else sum(TENSORS_NAME.fullmatch(name) is not None for name in regular)
-    files = [*map(tensors_name, range(max(ranks, 1))), STATE]
-    for extra in sorted(regular.keys() - {*files, MANIFEST}):
-        yield f"{extra}: does not belong there"
-    irregular = [name for name in (*files, MANIFEST) if not regular.get(name)]
-    yield from (f"{name}: is missing or not a regular file" for name in irregular)
-    if not irregular:
-        differences = list(_differences_from_manifest(step_dir, files, manifest))
-        yield from differences or _problems_of_state(step_dir, files)
-        yield from _other_step(step_dir)
-
-
-def _problems_of_state(step_dir: Path, files: list[str]) -> Iterator[str]:
-    """Yield what is wrong in a state.json that is the one that was written: a bug, or a stranger's."""
-    try:
-        state = _read_json(step_dir / STATE)
-    except CheckpointError as error:
-        yield str(error).removeprefix(f"{step_dir}/")
-        return
-    if state.get("format") != FORMAT:
-        return  # load_checkpoint names the version
-    if problem := state_problem(state):
-        yield f"{STATE}: {problem}"
-        return
-    for key in (SHARES, SECOND_SHARES):
-        if (spans := state.get(key)) is not None and (len(spans) != len(files) - 1 or not covered_length(spans)):
-            yield f"{STATE}: {key}: do not cover the parameters with those of {len(files) - 1} files"
-
-
-def _differences_from_manifest(step_dir: Path, files: list[str], manifest: dict[str, Any]) -> Iterator[str]:
-    if manifest.keys() != set(files) or not all(isinstance(entry, dict) for entry in manifest.values()):
-        yield f"{MANIFEST}: expected a JSON object with exactly the keys {', '.join(files)}"
-        return
-    total = sum((step_dir / name).stat().st_size for name in files)
-    with Progress(f"verifying {step_dir.name}", total, "bytes") as progress:
-        for name in files:
-            for key, found in fingerprint(step_dir / name, progress.advance).items():
-                if found != manifest[name].get(key):
-                    yield f"{name}: {key} is {found!r}, expected {manifest[name].get(key)!r} as in {MANIFEST}"
-
-
-def _other_step(step_dir: Path) -> Iterator[str]:
-    """Yield a problem if the directory was written as another step than its name says."""
-    named, saved = STEP_NAME.fullmatch(step_dir.absolute().name), saved_step(step_dir)
-    if named and saved != int(named[1]):
-        yield f"{STATE}: step is {saved!r}, expected {int(named[1])} as in the name of the directory"
-
-
-def saved_step(step_dir: Path) -> Any:
-    """Return the step in a checkpoint's state; None if there is none that can be read."""
-    try:
-        return _read_json(step_dir / STATE).get("step")
-    except (OSError, CheckpointError):
-        return None
+        manifest = _read_json(step_dir / MANIFEST)
+        names = [*map(tensors_name, range(len(manifest) - 1)), STATE]
+        if len(names) == 1 or manifest.keys() != set(names):
+            return f"{MANIFEST}: expected a file for each rank, and {STATE}"
+        if irregular := [name for name in names if not (step_dir / name).is_file()]:  # a pipe would block
+            return f"{irregular[0]}: is missing or not a regular file"
+        total = sum((step_dir / name).stat().st_size for name in names)
+        with Progress(f"verifying {step_dir.name}", total, "bytes") as progress:
+            for name in names:
+                if (found := fingerprint(step_dir / name, progress.advance)) != manifest[name]:
+                    return f"{name}: is {found}, expected {manifest[name]} as in {MANIFEST}"
+        named, step = STEP_NAME.fullmatch(step_dir.absolute().name), _read_json(step_dir / STATE).get("step")
+        if named and step != int(named[1]):  # a copy
+            return f"{STATE}: step is {step}, expected {int(named[1])} as in the name of the directory"
+    except PermissionError as error:
+        todo = "correct its permissions, or move the checkpoint away"
+        raise CheckpointError(f"{error.filename}: cannot be read (permission denied); {todo}") from None
+    except (OSError, CheckpointError) as error:
+        return f"cannot be read ({error})"
+    return ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -140,43 +91,26 @@ def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
 
     Print a warning for each newer one, which is damaged.  Raise CheckpointError if all are damaged.
     """
-    for _ in attempts(directory):
-        steps = [(step, path) for step, path in list_steps(directory) if last is None or step <= last]
-        gone = False
-        for _, path in reversed(steps):
-            problems = verify(path) or _non_finite(path)
-            if not problems:
-                return path
-            if gone := not (path.exists() or path.is_symlink()):
-                break
-            inside = [path, *path.glob("*")]
-            if unreadable := [file for file in inside if file.exists() and not os.access(file, os.R_OK)]:
-                todo = "correct its permissions, or move the checkpoint away"
-                raise CheckpointError(f"{unreadable[0]}: cannot be read (permission denied); {todo}")
-            print_line(f"warning: skipping damaged {path}: {problems[0]}", error=True)
-        if not gone:
-            break
+    steps = [path for step, path in list_steps(directory) if last is None or step <= last]
+    for path in reversed(steps):
+        problem = verify(path) or _non_finite(path)
+        if not problem:
+            return path
+        if os.path.lexists(path):  # else its run has deleted it
+            print_line(f"warning: skipping damaged {path}: {problem}", error=True)
     if steps:  # None would start a new run over checkpoints that can perhaps be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another run")
     return None
 
 
-def _non_finite(step_dir: Path) -> list[str]:
-    """Return where a checkpoint that verifies has NaN or infinity: not a problem of its files, but of its weights."""
+def _non_finite(step_dir: Path) -> str:
+    """Return where a checkpoint that verifies has NaN or infinity: damage in a GPU's memory is in no hash."""
     try:
-        for path in sorted(step_dir.glob("rank_*")):
+        for path in step_dir.glob("rank_*"):
             _read_tensors(path)
     except (OSError, CheckpointError) as error:
-        return [str(error)]
-    return []
-
-
-def attempts(path: Path) -> Iterator[int]:
-    """Yield the numbers of attempts to read from a run that deletes a step meanwhile, which then has a newer one.
-    CheckpointError at the end.
-    """
-    yield from range(ATTEMPTS)
-    raise CheckpointError(f"{path}: its run deletes steps faster than they can be read; raise checkpoint.keep, or wait")
+        return str(error)
+    return ""
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -186,51 +120,46 @@ def find_checkpoint(path: Path) -> Path:
     the lowest validation loss).
     """
     if path.name == "best" and not path.exists():
-        return _find_best(path)
+        found = best_checkpoint(find_checkpoint(path.parent))
+        if found is None:
+            todo = "train with --checkpoint.best val_loss"
+            raise CheckpointError(f"{path}: {path.parent} keeps no best checkpoint; {todo}")
+        return find_checkpoint(found)
     if STEP_NAME.fullmatch(path.absolute().name):
-        if problems := verify(path):
-            others = (other for _, other in reversed(list_steps(path.absolute().parent)) if other.name != path.name)
-            intact = next((other.name for other in others if not verify(other)), "")
-            hint = f", such as {intact}" if intact else ""
-            raise CheckpointError(f"{path}: {problems[0]}; choose another step{hint}")
+        if problem := verify(path):
+            raise CheckpointError(f"{path}: {problem}; choose another step")
         return path
-    inner = path / "checkpoints"
-    found = latest_checkpoint(inner if inner.is_dir() else path)
+    directory = _directory_of(path)
+    found = latest_checkpoint(directory)
     if found is None and (path / "config.yaml").is_file():
         todo = f"wait for its next one, or continue it by `train` with --run_dir {shlex.quote(str(path))} --resume"
         saves = "it saves every checkpoint.every steps, at its end and when it is stopped"
         raise CheckpointError(f"{path}: this run has no checkpoint yet; {saves}: {todo}")
     if found is None:
-        got = f"{path} is a file" if path.is_file() else f"expected {inner}/step_NNNNNNNN"
+        got = f"{path} is a file" if path.is_file() else f"expected {path}/checkpoints/step_NNNNNNNN"
         todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
         raise CheckpointError(f"{path}: no checkpoint found, {got}; {todo}")
     return found
 
 
-def _find_best(path: Path) -> Path:
-    run_dir, before = path.parent, None
-    for _ in attempts(path):
-        newest = find_checkpoint(run_dir)
-        try:
-            found = best_checkpoint(newest)
-        except OSError:
-            continue  # deleted meanwhile
-        if found is None:
-            raise CheckpointError(f"{path}: {run_dir} keeps no best checkpoint; train with --checkpoint.best val_loss")
-        try:
-            return find_checkpoint(found)
-        except CheckpointError:
-            if found.exists() or newest == before:
-                raise
-        before = newest  # meanwhile a newer one has replaced the best one
-    raise AssertionError
+def _directory_of(path: Path) -> Path:
+    """Return the `checkpoints` directory that holds what `find_checkpoint` looks for."""
+    if path.name == "best" and not path.exists():
+        path = path.parent
+    elif STEP_NAME.fullmatch(path.absolute().name):
+        return path.absolute().parent
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def best_checkpoint(newest: Path) -> Path | None:
     """Return the checkpoint of the lowest validation loss of the run whose newest one is given; None if it keeps none.
-    It is not verified.
+
+    It is not verified.  CheckpointError if the state of `newest` cannot be read.
     """
-    step = best_step(_read_json(newest / STATE))
+    try:
+        step = best_step(_read_json(newest / STATE))
+    except OSError as error:
+        raise CheckpointError(f"{newest / STATE}: {error.strerror}; choose another step") from None
     return None if step is None else step_path(newest.parent, step)
 
 
@@ -238,20 +167,18 @@ def best_checkpoint(newest: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """Return (step directory, state, host tensors by name) for what `find_checkpoint` takes, also while the run writes
-    and deletes steps.
+    """Return (step directory, state, host tensors by name) for what `find_checkpoint` takes.
+
+    If its run deletes the step meanwhile, look again: then there is a newer one.
     """
-    named = STEP_NAME.fullmatch(path.absolute().name)
-    for _ in attempts(path):
-        found = find_checkpoint(path)
+    while True:
+        steps = list_steps(_directory_of(path))
         try:
+            found = find_checkpoint(path)
             return found, *load_checkpoint(found)
-        except (OSError, CheckpointError, SafetensorError) as error:
-            if found.exists():
+        except (OSError, CheckpointError):
+            if list_steps(_directory_of(path)) == steps:
                 raise
-            if named:
-                raise CheckpointError(f"{path}: was deleted while it was read; choose another step") from error
-    raise AssertionError
 
 
 def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -264,48 +191,30 @@ def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
         raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
     spans = state.pop(SHARES, None)
-    of_tensor = {"v": state.pop(SECOND_SHARES, None) or spans}
-    shards = [_read_tensors(step_dir / tensors_name(rank)) for rank in range(len(spans) if spans else 1)]
-    if not spans:
-        return state, shards[0]
-    if covered_length(spans) is None or covered_length(of_tensor["v"]) is None:
-        raise CheckpointError(f"{step_dir / STATE}: its shares do not cover the parameters; choose another step")
-
-    def share(name: str, rank: int) -> tuple[int]:
-        return (sum(length for _, length in of_tensor.get(name, spans)[rank]),)
-
-    sharded = {name for shard in shards[1:] for name in shard}
-    sharded |= {name for name, tensor in shards[0].items() if tensor.shape == share(name, 0)}
-    for rank, shard in enumerate(shards):
-        for name in sorted(sharded):
-            if name not in shard or shard[name].shape != share(name, rank):
-                wrong = f"{step_dir / tensors_name(rank)}: {name} is not of the length of its shares in {STATE}"
-                raise CheckpointError(f"{wrong}; choose another step")
-    return state, merge_shards(shards, spans, of_tensor)
+    second = state.pop(SECOND_SHARES, None) or spans
+    shards = [_read_tensors(step_dir / tensors_name(rank)) for rank in range(len(spans or [0]))]
+    return state, merge_shards(shards, spans, {"v": second}) if spans else shards[0]
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        with utf8_path(path) as named:
-            tensors = load_file(named)
+        tensors = load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not safetensors ({error}); choose another step") from error
-    if found := first_non_finite(tensors):
-        raise CheckpointError(f"{path}: {found}; remove this step and use an older one")
+    if name := first_non_finite(tensors):
+        raise CheckpointError(f"{path}: {name} has a NaN or an infinity; remove this step and use an older one")
     return tensors
 
 
 def first_non_finite(tensors: dict[str, Tensor]) -> str | None:
-    """Return the name and place of the first NaN or infinity in bf16 and fp32 host tensors, or None."""
+    """Return the name of the first bf16 or fp32 host tensor with a NaN or an infinity, or None."""
     for name, tensor in tensors.items():
         integer, exponent = EXPONENT.get(tensor.dtype, (None, 0))
         if integer is None:
             continue
         bits = tensor.view(integer).numpy().reshape(-1)
-        for start in range(0, len(bits), SCAN):
-            found = (bits[start : start + SCAN] & exponent) == exponent
-            if found.any():
-                return f"{name}: a NaN or an infinity at element {start + int(np.argmax(found)):,}"
+        if any((bits[i : i + SCAN] & exponent == exponent).any() for i in range(0, len(bits), SCAN)):
+            return name
     return None
 
 
@@ -332,7 +241,7 @@ def merge_shards(
             continue
         by_rank = of_tensor.get(name, spans_by_rank)
         total = covered_length(by_rank)
-        assert total is not None, "the spans were checked before"
+        assert total is not None, "the ranks' spans overlap or leave gaps"
         merged[name] = torch.empty(total, dtype=tensor.dtype)
         for shard, spans in zip(shards, by_rank, strict=True):
             start = 0

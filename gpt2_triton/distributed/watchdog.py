@@ -2,8 +2,7 @@
 with a message that names the rank at fault.
 
     main thread   heartbeat(step) before each micro-step; `with phase(name)` around work that takes longer
-    saver         saving(what, bytes) while it writes a checkpoint: progress of a rank that waits for it
-    watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase, ...) in the store
+    watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase) in the store
                   while this rank has made no progress for the timeout: watch all states, and report if
                       no rank makes progress for the timeout times the factor of the slowest phase of all ranks
                       or a rank publishes nothing for the timeout, whatever the phase
@@ -25,8 +24,8 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 
 STARTING, STEPPING, SAVING = "starting", "training", "saving"
 SEARCHING = "searching for non-finite numbers"
-TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1, SAVING: 3}  # of the timeout, by phase
-SLOW_PHASE_FACTOR = 10  # every other phase, without heartbeats inside: validating, sampling, ...
+TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1}  # of the timeout, by phase
+SLOW_PHASE_FACTOR = 10  # every other phase, without heartbeats inside: saving, validating, sampling, ...
 SILENT_AFTER = 5  # intervals without a new tick after which a rank is called silent
 
 
@@ -37,12 +36,6 @@ class State(NamedTuple):
     beats: int  # heartbeats
     step: int
     phase: str
-    save: str = ""  # what the rank does for a checkpoint; empty unless it waits for that
-    saved: int = 0  # bytes of checkpoints written
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        return self.beats, self.saved if self.phase == SAVING else 0
 
 
 def diagnose(states: Sequence[State], silent: Sequence[int]) -> str:
@@ -51,12 +44,10 @@ def diagnose(states: Sequence[State], silent: Sequence[int]) -> str:
     behind = [rank for rank, state in enumerate(states) if state.beats == fewest]
     if silent:
         return f"{_ranks_are(silent)} not responding"
-    if len(behind) == len(states):  # of ranks that save, those that wait for others' files are not at fault
-        behind = [rank for rank, state in enumerate(states) if not state.save.startswith("waiting")]
-    if len(behind) in (0, len(states)):
+    if len(behind) == len(states):
         return "all ranks are at the same point: the network, or a GPU"
     first = states[behind[0]]
-    return f"{_ranks_are(behind)} behind the others, {first.save or first.phase} at step {first.step}"
+    return f"{_ranks_are(behind)} behind the others, {first.phase} at step {first.step}"
 
 
 def _ranks_are(ranks: Sequence[int]) -> str:
@@ -74,7 +65,7 @@ class _Watch:
         for rank, (before, state) in enumerate(zip(self.states, states, strict=True)):
             if state.tick != before.tick:
                 self.last_ticks[rank] = now
-            if state.progress != before.progress:
+            if state.beats != before.beats:
                 self.last_progress = now
         self.states = states
 
@@ -89,7 +80,6 @@ class Watchdog:
     def __init__(self, group: ProcessGroup, timeout: float):
         self.group, self._timeout, self._interval = group, timeout, min(1.0, timeout / 20)
         self._tick, self._beats, self._step, self._phase = 0, 0, 0, STARTING
-        self._save, self._saved = "", 0
         self._last_progress, self._closed = time.monotonic(), False
         self._watch: _Watch | None = None
         if group.size > 1:
@@ -98,14 +88,6 @@ class Watchdog:
     def heartbeat(self, step: int) -> None:
         """Record progress; `step` is the number of the step under way."""
         self._step, self._beats, self._last_progress = step, self._beats + 1, time.monotonic()
-
-    def saving(self, what: str, nbytes: int) -> None:
-        """Record what this rank's saver does, "waiting ..." if it needs other ranks, and the bytes it has written:
-        progress, if this rank waits for it.
-        """
-        self._save, self._saved = what, self._saved + nbytes
-        if self._phase == SAVING:
-            self._last_progress = time.monotonic()
 
     def end_startup(self) -> None:
         """Give later steps the plain timeout: after the first step nothing is left to compile."""
@@ -141,8 +123,7 @@ class Watchdog:
 
     def _publish(self) -> None:
         self._tick += 1
-        save = self._save if self._phase == SAVING else ""
-        state = State(self._tick, self._beats, self._step, self._phase, save, self._saved)
+        state = State(self._tick, self._beats, self._step, self._phase)
         self.group.store.set(f"watchdog/{self.group.rank}", json.dumps(state))
         time.sleep(self._interval)
 

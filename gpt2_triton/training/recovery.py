@@ -36,7 +36,6 @@ def restore_model(
         target = control.from_rank0(lambda: _newest_intact(directory, target))
         saved, tensors = load_checkpoint(step_path(directory, target))
         model.load(tensors, saved["config"])
-        checkpointer.add_loaded(target)
     control.all_gather(None)  # delete nothing while another rank still looks for a checkpoint
     try:
         control.from_rank0(lambda: discard_after(directory, target))

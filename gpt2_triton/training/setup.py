@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt2_triton.checkpoint import resume
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import load_checkpoint
-from gpt2_triton.checkpoint.save import require_space
+from gpt2_triton.checkpoint.save import Retention, require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
@@ -23,7 +23,6 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
@@ -206,12 +205,11 @@ def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, dat
     return made or model.compile(validated, answered)
 
 
-def open_checkpointer(config: Config, run_dir: Path, watchdog: Watchdog, loaded: int) -> AsyncCheckpointer:
-    """Return what saves the run's checkpoints; `loaded` is the step of the one that the run continues, or 0."""
+def open_checkpointer(config: Config, run_dir: Path, group: ProcessGroup) -> AsyncCheckpointer:
+    """Return what saves the run's checkpoints."""
     c = config.checkpoint
-    back = c.every if config.train.rewind_after else 0
-    control = watchdog.group.control("saver")
-    return AsyncCheckpointer(run_dir / "checkpoints", c.keep, c.major, back, control, watchdog.saving, loaded)
+    retention = Retention(c.keep, c.major, c.every if config.train.rewind_after else 0)
+    return AsyncCheckpointer(run_dir / "checkpoints", retention, group.control("saver"))
 
 
 def open_log(

@@ -91,7 +91,7 @@ def make_trainer(
         data,
         model,
         start.state,
-        checkpointer=open_checkpointer(config, run_dir, watchdog, start.state.step),
+        checkpointer=open_checkpointer(config, run_dir, group),
         log=open_log(config, run_dir, group, data, model, start),
         signals=signals or ShutdownSignals(group.size),
         bytes_before=bytes_before,

@@ -13,9 +13,9 @@ import torch
 from gpt2_triton.checkpoint import save
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.checkpoint.save import FILES_BYTES
+from gpt2_triton.checkpoint.save import FILES_BYTES, Retention
 from gpt2_triton.errors import CheckpointError
-from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, TENSORS, content, example, names, state, write
+from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, content, example, names, state
 
 
 def pieces(step, n=33):
@@ -28,7 +28,7 @@ def joined(shard):
 
 
 def test_save_copies_before_it_returns(tmp_path):
-    saver, given = AsyncCheckpointer(tmp_path, keep=0), pieces(10)
+    saver, given = AsyncCheckpointer(tmp_path, Retention(0)), pieces(10)
     saver.save(10, given, {})
     for tensor in given.values():
         for piece in tensor:
@@ -39,14 +39,14 @@ def test_save_copies_before_it_returns(tmp_path):
 
 def test_save_calls_before_it_writes(tmp_path):
     """Lines of the metrics up to a step have to be on the disk before its checkpoint is."""
-    seen, saver = [], AsyncCheckpointer(tmp_path, keep=0)
+    seen, saver = [], AsyncCheckpointer(tmp_path, Retention(0))
     saver.save(10, pieces(10), {}, before=lambda: seen.append([*tmp_path.iterdir()]))
     saver.wait(raise_errors=True)
     assert seen == [[]] and [*tmp_path.iterdir()]
 
 
 def test_restore_from_host_gives_the_last_save(tmp_path):
-    saver, now = AsyncCheckpointer(tmp_path, keep=0), pieces(30)
+    saver, now = AsyncCheckpointer(tmp_path, Retention(0)), pieces(30)
     assert not saver.restore_from_host(10, now)
     for step in (10, 20):
         saver.save(step, pieces(step), {})
@@ -63,7 +63,7 @@ def test_save_returns_while_writing_and_the_next_save_waits(tmp_path, monkeypatc
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", held)
-    saver = AsyncCheckpointer(tmp_path, keep=0)
+    saver = AsyncCheckpointer(tmp_path, Retention(0))
     saver.save(10, pieces(10), {})
     assert reached.wait(60) and not (tmp_path / STEP_10).exists()
     threading.Timer(0.2, proceed.set).start()
@@ -76,7 +76,7 @@ def test_save_returns_while_writing_and_the_next_save_waits(tmp_path, monkeypatc
 @pytest.mark.parametrize(("n", "text"), [(1 << 15, ""), (33, "x" * (1 << 15))], ids=["tensors", "state"])
 def test_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, text):
     """A limit of 16 KiB per file fails as a full disk does, with EFBIG instead of ENOSPC."""
-    saver, limits = AsyncCheckpointer(newest.parent, keep=1), resource.getrlimit(resource.RLIMIT_FSIZE)
+    saver, limits = AsyncCheckpointer(newest.parent, Retention(1)), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
     try:
         saver.save(30, pieces(30, n), {"text": text})
@@ -96,9 +96,9 @@ def test_save_without_space_warns_before_it_writes(newest, monkeypatch, capsys):
     """Older checkpoints stay, and the warning has the bytes needed and free."""
     needed = sum(t.nbytes for t in example(30).values()) + FILES_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    saver = AsyncCheckpointer(newest.parent, keep=1)
+    saver = AsyncCheckpointer(newest.parent, Retention(1))
     with monkeypatch.context() as patch:
-        patch.setattr(save, "write_tensors", lambda *arguments: pytest.fail("it began to write"))
+        patch.setattr(save, "save_file", lambda *arguments: pytest.fail("it began to write"))
         saver.save(30, pieces(30), {})
         saver.wait()
     [warning] = capsys.readouterr().err.splitlines()
@@ -113,7 +113,7 @@ def test_save_without_space_warns_before_it_writes(newest, monkeypatch, capsys):
 
 def test_wait_raises_the_error_of_a_failed_save_on_request(tmp_path):
     (tmp_path / "checkpoints").write_text("a file in the way")
-    saver = AsyncCheckpointer(tmp_path / "checkpoints", keep=1)
+    saver = AsyncCheckpointer(tmp_path / "checkpoints", Retention(1))
     saver.save(10, pieces(10), {})
     with pytest.raises(CheckpointError, match=r"could not be written .*File exists[^;]*; make it writable and resume$"):
         saver.wait(raise_errors=True)
@@ -126,15 +126,15 @@ def test_full_disk_is_recognised_by_the_text_of_the_error(tmp_path, monkeypatch,
     def full(*arguments):
         raise OSError(f"rank 1: [Errno {number}] {os.strerror(number)}")
 
-    monkeypatch.setattr(save, "write_tensors", full)
-    saver = AsyncCheckpointer(tmp_path / "checkpoints", keep=1)
+    monkeypatch.setattr(save, "save_file", full)
+    saver = AsyncCheckpointer(tmp_path / "checkpoints", Retention(1))
     saver.save(10, pieces(10), {})
     saver.wait()
     assert capsys.readouterr().err.endswith("); free some space\n")
 
 
 def test_wait_raises_bugs_of_the_thread(tmp_path):
-    saver = AsyncCheckpointer(tmp_path, keep=1)
+    saver = AsyncCheckpointer(tmp_path, Retention(1))
     saver.save(10, pieces(10), {"a set": {1}})
     with pytest.raises(TypeError, match="not JSON serializable"):
         saver.wait()
@@ -142,7 +142,7 @@ def test_wait_raises_bugs_of_the_thread(tmp_path):
 
 
 def test_failed_step_is_that_of_the_last_wait(tmp_path, monkeypatch, capsys):
-    saver = AsyncCheckpointer(tmp_path, keep=0)
+    saver = AsyncCheckpointer(tmp_path, Retention(0))
     with monkeypatch.context() as patch:
         patch.setattr(save, "missing_space", lambda *_: "1 bytes needed, 0 free")
         saver.save(20, pieces(20), {})
@@ -155,15 +155,12 @@ def test_failed_step_is_that_of_the_last_wait(tmp_path, monkeypatch, capsys):
     assert saver.failed_step is None and names(tmp_path) == [STEP_20]
 
 
-def test_checkpoints_that_the_run_did_not_resume_from_do_not_count(tmp_path):
-    """Step 20 is damaged, and the run continues after step 10: with keep 2, steps 10 and 25 are the intact ones."""
-    for step in (10, 20):
-        write(tmp_path, step)
-    (tmp_path / STEP_20 / TENSORS).write_bytes(b"")
-    saver = AsyncCheckpointer(tmp_path, keep=2, loaded=10)
-    saver.save(25, pieces(25), state(25))
-    saver.wait(raise_errors=True)
-    assert names(tmp_path) == [STEP_10, STEP_20, "step_00000025"]
-    saver.save(30, pieces(30), state(30))
-    saver.wait(raise_errors=True)
-    assert names(tmp_path) == [STEP_20, "step_00000025", STEP_30]
+def test_state_that_was_saved_last_is_not_written_again(tmp_path):
+    """As a signal in the last step asks for; a save that failed is repeated."""
+    saver = AsyncCheckpointer(tmp_path, Retention(0))
+    written = []
+    for sample in (1, 1, 2):
+        saver.save(10, pieces(10), state(10, sample=sample))
+        saver.wait(raise_errors=True)
+        written.append((tmp_path / STEP_10).stat().st_ino)
+    assert written[0] == written[1] != written[2]

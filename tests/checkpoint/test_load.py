@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from gpt2_triton.checkpoint import load
 from gpt2_triton.checkpoint.format import FORMAT, MANIFEST, STATE, fingerprint, tensors_name
 from gpt2_triton.checkpoint.load import find_checkpoint, latest_checkpoint, load_checkpoint, verify
-from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.errors import CheckpointError
 from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, TENSORS, content, example, names, reseal, write
 from tests.support.checkpoints import state as made_state
@@ -40,7 +39,7 @@ def test_load_gives_the_saved_bytes_in_private_memory(newest):
     assert content(tensors) == content(example(20))
     for tensor in tensors.values():  # mapped from the file, but privately
         tensor.view(torch.uint8).fill_(255)
-    assert verify(newest) == []
+    assert verify(newest) == ""
 
 
 # ---- damage ----
@@ -53,44 +52,35 @@ def test_verify_notices_one_flipped_bit(newest, capsys, name):
         damaged = bytearray(good)
         damaged[generator.randrange(len(good))] ^= 1 << generator.randrange(8)
         (newest / name).write_bytes(damaged)
-        assert any(name in problem for problem in verify(newest))
-        assert_refused(newest, verify(newest)[0], capsys)
+        assert name in verify(newest)
+        assert_refused(newest, verify(newest), capsys)
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["truncated", "longer", "empty", "missing", "directory", "symlink", "fifo"])
+@pytest.mark.parametrize("damage", ["truncated", "longer", "empty", "missing", "directory", "fifo"])
 def test_verify_notices_a_damaged_file(newest, tmp_path, capsys, name, damage):
-    """A symlink is refused even if it leads to the same bytes, and a pipe, whose reading would block, is not opened."""
+    """A pipe, which would block its reader, is not opened."""
     path, outside = newest / name, tmp_path / "outside"
     good = path.read_bytes()
     path.rename(outside)
-    if damage in ("directory", "symlink", "fifo"):
-        dict(directory=path.mkdir, symlink=lambda: path.symlink_to(outside), fifo=lambda: os.mkfifo(path))[damage]()
+    if damage in ("directory", "fifo"):
+        dict(directory=path.mkdir, fifo=lambda: os.mkfifo(path))[damage]()
     elif damage != "missing":
         path.write_bytes(dict(truncated=good[:-1], longer=good + b"}", empty=b"")[damage])
-    assert_refused(newest, f"{name}: ", capsys)
+    assert_refused(newest, "cannot be read" if name == MANIFEST else f"{name}: ", capsys)
 
 
-def test_verify_notices_an_extra_file(newest, capsys):
-    (newest / "rank_00003.safetensors").write_bytes(b"")
-    assert_refused(newest, "rank_00003.safetensors: does not belong there", capsys)
-
-
-@pytest.mark.parametrize("missing", [{0}, {1}, {0, 2}, {0, 1, 2}], ids=str)
-def test_verify_names_each_missing_rank(newest, capsys, missing):
-    """The manifest gives the number of ranks, unless it is damaged."""
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_verify_names_a_missing_rank(newest, capsys, missing):
+    """The manifest gives the number of ranks."""
     ranks = [tensors_name(rank) for rank in range(3)]
     for name in ranks[1:]:
         shutil.copy(newest / TENSORS, newest / name)
     files = {name: fingerprint(newest / name) for name in (*ranks, STATE)}
-    (newest / MANIFEST).write_text(json.dumps(files).replace(ranks[2], "rank_x"))
-    assert_refused(newest, f"{MANIFEST}: expected a JSON object with exactly the keys {', '.join(files)}", capsys)
     (newest / MANIFEST).write_text(json.dumps(files))
-    assert verify(newest) == []
-    for rank in missing:
-        (newest / ranks[rank]).unlink()
-    assert_refused(newest, f"{ranks[min(missing)]}: is missing", capsys)
-    assert verify(newest) == [f"{ranks[r]}: is missing or not a regular file" for r in sorted(missing)]
+    assert verify(newest) == ""
+    (newest / ranks[missing]).unlink()
+    assert_refused(newest, f"{ranks[missing]}: is missing", capsys)
 
 
 def test_verify_takes_a_read_error_for_damage(newest, capsys, monkeypatch):
@@ -115,9 +105,9 @@ def test_latest_checkpoint_passes_over_weights_that_are_not_finite(newest, capsy
     """As damage in a GPU's memory leaves them: the files are those that were written."""
     tensors = example(30)
     tensors["m"][0] = float("nan")
-    save_checkpoint(newest.parent, 30, tensors, made_state(30), 0, 0)
+    save_checkpoint(newest.parent, 30, tensors, made_state(30), Retention(0))
     assert latest_checkpoint(newest.parent) == newest
-    assert "warning: skipping damaged" in (err := capsys.readouterr().err) and "m: a NaN or an infinity" in err
+    assert "warning: skipping damaged" in (err := capsys.readouterr().err) and "m has a NaN or an infinity" in err
 
 
 def test_latest_checkpoint_up_to_a_step(newest):
@@ -134,7 +124,7 @@ def test_find_takes_a_run_its_checkpoints_or_a_step(newest, monkeypatch):
     for directory, found in ((run, newest), (newest.parent, newest), (older, older)):
         monkeypatch.chdir(directory)
         assert find_checkpoint(Path(".")).resolve() == found
-    with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing.* another step, such as {STEP_20}$"):
+    with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing.* choose another step$"):
         find_checkpoint(newest.with_name(STEP_30))
     assert write(newest.parent, 123_456_789) == find_checkpoint(run)  # as text, step_1234... would be older
 
@@ -158,12 +148,6 @@ def test_latest_checkpoint_gives_none_where_find_raises(tmp_path):
 # ---- hostile ----
 
 
-def test_verify_refuses_a_step_that_is_a_symlink(newest, tmp_path, capsys):
-    newest.rename(tmp_path / "outside")
-    newest.symlink_to(tmp_path / "outside")
-    assert_refused(newest, "is missing or not a directory", capsys)
-
-
 @pytest.mark.parametrize("evil", ["../secret", "/etc/hostname", "rank_00002.safetensors"])
 @pytest.mark.parametrize("instead", [True, False])
 def test_verify_never_opens_names_from_the_manifest(newest, capsys, monkeypatch, evil, instead):
@@ -171,7 +155,7 @@ def test_verify_never_opens_names_from_the_manifest(newest, capsys, monkeypatch,
     manifest[evil] = manifest.pop(TENSORS) if instead else manifest[TENSORS]
     (newest / MANIFEST).write_text(json.dumps(manifest))
     monkeypatch.setattr("builtins.open", lambda path, *a, **k: (opened.append(Path(path).name), real(path, *a, **k))[1])
-    assert_refused(newest, f"{MANIFEST}: expected a JSON object with exactly the keys {TENSORS}, {STATE}", capsys)
+    assert_refused(newest, f"{MANIFEST}: expected a file for each rank, and {STATE}", capsys)
     assert set(opened) == {TENSORS, STATE, MANIFEST}  # the first two of step 10
 
 
@@ -183,9 +167,10 @@ def test_load_refuses_json_of_another_form(newest, capsys, text):
     (newest / STATE).write_bytes(text)
     reseal(newest)
     with pytest.raises(CheckpointError, match=STATE):
-        load_checkpoint(find_checkpoint(newest))
+        find_checkpoint(newest)
     (newest / MANIFEST).write_bytes(text)
-    assert_refused(newest, MANIFEST, capsys)
+    with pytest.raises(CheckpointError, match=f"{MANIFEST}|{TENSORS}"):
+        find_checkpoint(newest)
 
 
 @pytest.mark.parametrize("version", [FORMAT + 1, 0, "1", None])
@@ -224,11 +209,11 @@ def test_load_refuses_nan_and_infinity(tmp_path, monkeypatch, name, value):
     for at in (0, 9, 10, 32):
         tensors = example(10)
         tensors[name][at] = torch.finfo(tensors[name].dtype).max
-        path = save_checkpoint(tmp_path / f"good{at}", 10, tensors, made_state(10), 0, 0)
+        path = save_checkpoint(tmp_path / f"good{at}", 10, tensors, made_state(10), Retention(0))
         load_checkpoint(find_checkpoint(path))
         tensors[name][at] = value
-        path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, made_state(10), 0, 0)
-        with pytest.raises(CheckpointError, match=f"{name}: a NaN or an infinity at element {at}; remove this step"):
+        path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, made_state(10), Retention(0))
+        with pytest.raises(CheckpointError, match=f"{name} has a NaN or an infinity; remove this step"):
             load_checkpoint(find_checkpoint(path))
 
 
@@ -273,12 +258,12 @@ def test_named_step_that_is_deleted_while_it_is_read_is_an_error(newest, monkeyp
         return original(step_dir)
 
     monkeypatch.setattr(load, "load_checkpoint", deleted_before)
-    with pytest.raises(CheckpointError, match=f"{STEP_20}: was deleted while it was read; choose another step"):
+    with pytest.raises(CheckpointError, match=f"{STEP_20}: is missing or not a directory; choose another step"):
         load.read_checkpoint(newest)
 
 
 def save_best(run_dir, step):
-    save_checkpoint(run_dir / "checkpoints", step, example(step), made_state(step, best=[step, 1.0]), 1)
+    save_checkpoint(run_dir / "checkpoints", step, example(step), made_state(step, best=[step, 1.0]), Retention(1))
 
 
 def test_best_step_that_is_replaced_while_it_is_verified_is_found(tmp_path, monkeypatch):
@@ -300,29 +285,13 @@ def test_best_step_that_is_replaced_while_it_is_verified_is_found(tmp_path, monk
 
 def test_best_step_that_is_gone_or_damaged_is_an_error(tmp_path):
     save_best(tmp_path, 10)
-    save_checkpoint(tmp_path / "checkpoints", 20, example(20), made_state(20, best=[10, 1.0]), 1)
+    save_checkpoint(tmp_path / "checkpoints", 20, example(20), made_state(20, best=[10, 1.0]), Retention(1))
     (tmp_path / "checkpoints" / STEP_10 / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=f"{STEP_10}: state.json"):
         load.read_checkpoint(tmp_path / "best")
     shutil.rmtree(tmp_path / "checkpoints" / STEP_10)
     with pytest.raises(CheckpointError, match=f"{STEP_10}: is missing"):
         load.read_checkpoint(tmp_path / "best")
-
-
-def test_best_step_that_is_replaced_while_it_is_looked_up_is_found(tmp_path, monkeypatch):
-    save_best(tmp_path, 10)
-    original, calls = load.find_checkpoint, []
-
-    def replaced_after(path):
-        found = original(path)
-        calls.append(found)
-        if len(calls) == 2:  # the newest is found, and read for its best step
-            save_best(tmp_path, 20)
-        return found
-
-    monkeypatch.setattr(load, "find_checkpoint", replaced_after)
-    found, state, _ = load.read_checkpoint(tmp_path / "best")
-    assert found.name == STEP_20 and state["step"] == 20
 
 
 def test_reader_beside_a_run_that_deletes_as_fast_as_it_can(tmp_path):
@@ -350,41 +319,3 @@ def test_reader_beside_a_run_that_deletes_as_fast_as_it_can(tmp_path):
         running.clear()
         writer.join()
     assert not failed and steps == sorted(steps)
-
-
-@pytest.mark.parametrize("value", ["missing", "x", -1, [], {"a": {"b": {}}}, 2.5, True], ids=str)
-@pytest.mark.parametrize("key", sorted(made_state(20).keys()))
-def test_state_of_another_shape_counts_as_damaged(tmp_path, capsys, key, value):
-    """A resume takes the step before; the step itself is refused with exit code 4."""
-    write(tmp_path, 10)
-    newest = write(tmp_path, 20)
-    state = json.loads((newest / STATE).read_text())
-    state[key] = value
-    if value == "missing":
-        del state[key]
-    if (key, value) in [("wandb_id", "x"), ("data", [])]:  # good values
-        return
-    (newest / STATE).write_text(json.dumps(state))
-    reseal(newest)
-    assert latest_checkpoint(tmp_path).name == STEP_10
-    assert f"skipping damaged {newest}: state.json: {key}" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match=f"state.json: {key}"):
-        find_checkpoint(newest)
-
-
-@pytest.mark.parametrize("ranks, rank", [(4, 0), (4, 1), (4, 2), (4, 3), (2, 0), (2, 1)])
-def test_load_refuses_a_tensor_that_one_rank_lacks(tmp_path, ranks, rank):
-    """Rank 0 alone has `scale`, which is not shared out."""
-    step_dir = tmp_path / "step"
-    step_dir.mkdir()
-    for r in range(ranks):
-        shard = example(r, 5) | (dict(scale=torch.ones(3)) if r == 0 else {})
-        save_file({name: t for name, t in shard.items() if (r, name) != (rank, "m")}, step_dir / tensors_name(r))
-    shares = [[[5 * r, 5]] for r in range(ranks)]
-    (step_dir / STATE).write_text(json.dumps(dict(format=FORMAT, shares=shares)))
-    with pytest.raises(CheckpointError, match=rf"{tensors_name(rank)}: m is not of the length of its shares"):
-        load_checkpoint(step_dir)
-    save_file(example(rank, 5) | (dict(scale=torch.ones(3)) if rank == 0 else {}), step_dir / tensors_name(rank))
-    _, tensors = load_checkpoint(step_dir)
-    assert torch.equal(tensors["m"], torch.cat([example(r, 5)["m"] for r in range(ranks)]))
-    assert len(tensors["scale"]) == 3

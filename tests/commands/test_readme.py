@@ -19,7 +19,7 @@ from rich.console import Console
 import gpt2_triton
 from benchmarks.__main__ import app as benchmarks_app
 from gpt2_triton import device
-from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import FLAGS
@@ -79,7 +79,7 @@ def workplace(tmp_path_factory):
     model, config = tiny_model(model=dict(vocab_size=256), data=dict(tokenizer="bytes"))
     for run in ("mine", "other", "124m", "quickstart"):
         state = checkpoints.state(1, config=config.to_dict())
-        save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, keep=1)
+        save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, Retention(1))
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     (directory / "runs" / "mine" / "config.yaml").write_text(config.to_yaml())
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))

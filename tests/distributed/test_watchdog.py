@@ -23,16 +23,6 @@ def test_diagnose_names_silent_ranks_before_those_behind(states, silent, diagnos
     assert diagnose(states, silent) == diagnosis
 
 
-WRITING = State(9, 40, 7, "saving", "writing rank_00001.safetensors", 10)
-WAITING = State(9, 40, 7, "saving", "waiting for the files of other ranks", 20)
-
-
-def test_diagnose_names_the_rank_for_whose_file_the_others_wait():
-    want = "rank 1 is behind the others, writing rank_00001.safetensors at step 7"
-    assert diagnose([WAITING, WRITING, WAITING], []) == want
-    assert diagnose([WAITING, WAITING], []) == "all ranks are at the same point: the network, or a GPU"
-
-
 class Store(dict):
     """torch.distributed's key-value store, as far as the watchdog needs it."""
 
@@ -88,7 +78,7 @@ class Watched:
         monkeypatch.setattr("time.monotonic", lambda: self.now)
         monkeypatch.setattr(Watchdog, "_publish", lambda dog: None)
         monkeypatch.setattr(Watchdog, "_report_and_exit", lambda dog, diagnosis: self.reported.append(diagnosis))
-        own = State(1, 1, 1, phase, "waiting for the files of other ranks" if phase == watchdog.SAVING else "")
+        own = State(1, 1, 1, phase)
         both = lambda dog: [own._replace(tick=int(self.now)), self.read()]  # noqa: E731
         monkeypatch.setattr(Watchdog, "_read_all", both)
         self.dog = Watchdog(SimpleNamespace(rank=0, size=1, store=Store()), 100.0)
@@ -106,35 +96,6 @@ def alive(watched):
     """Let rank 1 publish, without progress."""
     ticks = itertools.count(2)
     watched.read = lambda: watched.published._replace(tick=next(ticks))
-
-
-def test_save_without_a_byte_is_reported_after_three_timeouts(monkeypatch):
-    watched = Watched(monkeypatch, watchdog.SAVING)
-    alive(watched)
-    watched.published = WRITING._replace(beats=1, step=1)
-    assert watched.after(299) == [] and watched.after(1)[0].startswith(
-        "rank 1 is behind the others, writing rank_00001"
-    )
-
-
-def test_save_that_writes_bytes_on_this_or_another_rank_goes_on(monkeypatch):
-    watched = Watched(monkeypatch, watchdog.SAVING)
-    alive(watched)
-    for _ in range(20):
-        watched.dog.saving("writing rank_00000.safetensors", 1 << 26)
-        assert watched.after(250) == []
-    for _ in range(20):
-        watched.published = watched.published._replace(saved=watched.published.saved + 1)
-        assert watched.after(250) == []
-    assert watched.after(60) != []
-
-
-def test_saver_in_the_background_is_no_progress_of_a_step(monkeypatch):
-    watched = Watched(monkeypatch, watchdog.STEPPING)
-    alive(watched)
-    assert watched.after(90) == []
-    watched.dog.saving("writing rank_00000.safetensors", 1 << 26)
-    assert watched.after(17) != []
 
 
 def test_silent_rank_is_named_after_two_timeouts_in_a_slow_phase(monkeypatch):

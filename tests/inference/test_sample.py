@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as K
-from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.commands import sample as sample_command
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.inference import generate, sample
@@ -159,7 +159,7 @@ def test_stream_text_ends_pieces_between_characters():
 def step_dir(tmp_path_factory) -> Path:
     model = decoder()
     state = checkpoints.state(1, config=model.config.to_dict())
-    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, dict(params=model.state.params.cpu()), state, 1, 0)
+    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, {"params": model.state.params.cpu()}, state, Retention(1))
 
 
 def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):

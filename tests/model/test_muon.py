@@ -9,7 +9,7 @@ import torch
 import gpt2_triton.kernels as kernels
 from benchmarks import torch_reference
 from gpt2_triton.checkpoint.load import covered_length, find_checkpoint, load_checkpoint, merge_shards
-from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
@@ -273,7 +273,7 @@ def in_every_way(directory):
     flat, spans, _ = out[-1]
     state = dict(sample=0, wandb_id=None, config={}, data=[]) | dict.fromkeys(COUNTERS, 0) | spans
     tensors = {name: torch.from_numpy(t).float() for name, t in flat.items()}  # checkpoints have no float64
-    save_checkpoint(directory, 2, tensors, state, keep=0, control=group.control("saving"))
+    save_checkpoint(directory, 2, tensors, state, Retention(0), control=group.control("saving"))
     group.close()
     return out
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from gpt2_triton.checkpoint.format import MANIFEST, STATE, fingerprint, tensors_name
-from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 
 TENSORS = tensors_name(0)  # those of a run on one GPU
 FILES = (TENSORS, STATE, MANIFEST)
@@ -33,8 +33,8 @@ def state(step, **keys):
     return {"step": step, "wandb_id": None, "config": {}, "data": []} | dict.fromkeys(counts, 0) | keys
 
 
-def write(directory, step, keep=0, keep_every=0):
-    return save_checkpoint(directory, step, example(step), state(step), keep, keep_every)
+def write(directory, step, keep=0, every=0):
+    return save_checkpoint(directory, step, example(step), state(step), Retention(keep, every))
 
 
 def reseal(step_dir: Path):

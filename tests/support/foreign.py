@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt2_triton.checkpoint.save import save_checkpoint
+from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
 from gpt2_triton.inference.generate import fill_cache
@@ -32,7 +32,7 @@ def random_params(config: Config, seed: int = 0) -> torch.Tensor:
 def checkpoint_of(run: Path, config: Config, tensors: dict[str, torch.Tensor]) -> Path:
     """Write a run with one checkpoint of these tensors; return its step directory."""
     state = checkpoints.state(1, config=config.to_dict())
-    return save_checkpoint(run / "checkpoints", 1, tensors, state, keep=0)
+    return save_checkpoint(run / "checkpoints", 1, tensors, state, Retention(0))
 
 
 def token_ids(config: Config, seed: int = 0) -> np.ndarray:

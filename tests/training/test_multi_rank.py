@@ -17,14 +17,12 @@ import torch
 
 from gpt2_triton import kernels
 from gpt2_triton.checkpoint import save
-from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.run_lock import lock_run_dir
-from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model import peer_copies, sharding
 from gpt2_triton.model.communicator import BucketedCommunicator
@@ -317,14 +315,14 @@ def test_batch_size_of_more_ranks_is_accepted_by_later_readers(tmp_path):
 
 def full_disk_on_rank_1(config, run):
     """Train; the first file that rank 1 writes does not fit on the disk."""
-    original, left = save.write_tensors, [OSError(28, "No space left on device")]
+    original, left = save.save_file, [OSError(28, "No space left on device")]
 
-    def write_tensors(path, tensors, progress):
+    def save_file(tensors, path):
         if left and os.environ["RANK"] == "1":
             raise left.pop()
-        return original(path, tensors, progress)
+        return original(tensors, path)
 
-    save.write_tensors = write_tensors
+    save.save_file = save_file
     return job(config, run)
 
 
@@ -565,40 +563,6 @@ def test_watchdog_names_the_rank_that_hangs(tmp_path, how, what):
         assert rank_0.exitcode == 1
     [message] = [line for line in (tmp_path / "stderr").read_text().splitlines() if "no progress for" in line]
     assert message.startswith("error: rank 0: ") and f"rank 1 is {what}; " in message
-
-
-def hanging_save_on_rank_1(config, run):
-    """Train; the save after the first step hangs on rank 1, and both ranks wait for it before that of the second.  Once
-    they do, rank 0's watchdog waits for half a second.
-    """
-    if os.environ["RANK"] == "1":
-        save.write_tensors = lambda *_: time.sleep(600)
-    original = AsyncCheckpointer.wait
-
-    def wait_until_rank_1_writes(self, *arguments):
-        if self._thread and os.environ["RANK"] == "0":
-            while not dogs[0]._read_all()[1].save.startswith("writing"):
-                time.sleep(0.02)
-            dogs[0]._timeout, dogs[0]._interval = 0.5, 0.5
-        original(self, *arguments)
-
-    dogs, made = [], Watchdog.__init__
-
-    def remember(self, *arguments):
-        made(self, *arguments)
-        dogs.append(self)
-
-    AsyncCheckpointer.wait, Watchdog.__init__ = wait_until_rank_1_writes, remember
-    return job(config, run)
-
-
-def test_watchdog_names_the_rank_whose_save_hangs(tmp_path):
-    config = config_of(0, debug=dict(hash_state=0), checkpoint=dict(every=1))
-    with ranks.started(2, tmp_path / "stderr", hanging_save_on_rank_1, config, tmp_path) as [(rank_0, _), _]:
-        rank_0.join()
-        assert rank_0.exitcode == 1
-    [message] = [line for line in (tmp_path / "stderr").read_text().splitlines() if "no progress for" in line]
-    assert "rank 1 is behind the others, writing rank_00001.safetensors at step 2; " in message
 
 
 def waiting_for_the_dead(config, run):

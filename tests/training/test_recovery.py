@@ -12,7 +12,7 @@ import torch
 import gpt2_triton.model.memory_plan
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.checkpoint.save import discard_after, save_checkpoint
+from gpt2_triton.checkpoint.save import Retention, discard_after, save_checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
@@ -300,16 +300,16 @@ def test_rewind_passes_over_damaged_checkpoints(bad_data, tmp_path, monkeypatch,
 def test_best_checkpoint_of_a_rewind_target_is_kept(tmp_path):
     """Steps 2 and 6 are the best up to steps 4 and 8, to which the run may rewind, and step 9 is the best of all."""
     for step, best in ((2, 2), (4, 2), (6, 6), (8, 6), (9, 9)):
-        save_checkpoint(tmp_path, step, {"params": torch.zeros(1)}, {"best": [best, 1.0]}, keep=1, rewind_every=4)
+        save_checkpoint(tmp_path, step, {"params": torch.zeros(1)}, {"best": [best, 1.0]}, Retention(1, rewind=4))
     assert sorted(int(p.name[-2:]) for p in tmp_path.iterdir()) == [2, 4, 6, 8, 9]
-    save_checkpoint(tmp_path, 12, {"params": torch.zeros(1)}, {"best": [9, 1.0]}, keep=1, rewind_every=4)
+    save_checkpoint(tmp_path, 12, {"params": torch.zeros(1)}, {"best": [9, 1.0]}, Retention(1, rewind=4))
     assert sorted(int(p.name[-2:]) for p in tmp_path.iterdir()) == [6, 8, 9, 12]
 
 
 def test_checkpoints_that_a_rewind_may_need_are_kept(tmp_path):
     """With keep 1 and two interruptions after step 8, steps 4 and 8, which were due, stay."""
     for step in (4, 8, 9, 10):
-        save_checkpoint(tmp_path / "c", step, {"params": torch.zeros(1)}, {}, keep=1, rewind_every=4)
+        save_checkpoint(tmp_path / "c", step, {"params": torch.zeros(1)}, {}, Retention(1, rewind=4))
     assert sorted(p.name[-2:] for p in (tmp_path / "c").iterdir()) == ["04", "08", "10"]
     discard_after(tmp_path / "c", 4)
     assert [p.name[-2:] for p in (tmp_path / "c").iterdir()] == ["04"]
