@@ -29,13 +29,8 @@ from gpt2_triton.errors import CheckpointError
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks in older files
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
-SIZES = {  # our name: the key in config.json
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "vocab_size": "vocab_size",
-    "block_size": "n_positions",
-}
+# our name: the key in config.json
+SIZES = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {"block_size": "n_positions"}
 
 # keys of config.json that change what a model computes, with the values that are supported, the default first
 REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -46,6 +41,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
+Places = dict[str, tuple[Path, str]]  # file of each tensor, and its name there, by its name without prefix
 
 
 # ---- reading ----
@@ -56,41 +52,34 @@ def read(name: str) -> Weights:
     directory = Path(name) if Path(name).is_dir() else _download(name)
     config = _read_config(directory / "config.json")
     model = model_config_from_sizes(f"hf:{name}", **{ours: config[theirs] for ours, theirs in SIZES.items()})
-    files = _files_by_tensor(directory)
+    places = _find_tensors(directory)
 
     def tensor(name: str) -> np.ndarray:
-        values = _load(*files[name])
+        values = _load(*places[name])
         return values.T if name.endswith(CONV1D) else values
 
     weights = Weights(f"hf:{name}", model, tokenizer_of(model), tensor)
     expected = weights.shapes.keys()
-    for missing in sorted(expected - files.keys()):
-        raise CheckpointError(f"{directory}: has no tensor {missing}; copy or download it again")
-    for unknown in sorted(files.keys() - expected - {"lm_head.weight"}):
-        raise CheckpointError(f"{files[unknown][0]}: {unknown} belongs to no GPT-2 of {model.n_layer} layers")
-    _check_head(directory, files, tied=config.get("tie_word_embeddings", True))
+    if missing := sorted(expected - places.keys()):
+        raise CheckpointError(f"{directory}: has no tensor {missing[0]}; copy or download it again")
+    if unknown := sorted(places.keys() - expected - {"lm_head.weight"}):
+        raise CheckpointError(f"{directory}: {unknown[0]} belongs to no GPT-2 of {model.n_layer} layers")
+    _check_head(directory, places, tied=config.get("tie_word_embeddings", True))
     return weights
 
 
 def _download(name: str) -> Path:
     """Return the directory of a model on the hub, from huggingface_hub's cache or the network."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise CheckpointError(f"hf:{name}: no such directory; expected one with config.json and model.safetensors")
+        raise CheckpointError(f"hf:{name}: no such directory; expected one with config.json and {MODEL}")
     try:
         from huggingface_hub import snapshot_download
 
-        files = ["config.json", MODEL, INDEX]
-        directory = Path(snapshot_download(name, allow_patterns=files))
-        if (directory / MODEL).is_file() or not (directory / INDEX).is_file():
-            return directory
-        return Path(snapshot_download(name, allow_patterns=[*files, *set(_read_index(directory).values())]))
-    except CheckpointError:
-        raise
+        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", INDEX]))
     except Exception as error:  # of the import, the hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
-        raise CheckpointError(
-            f"hf:{name}: no such directory, and the download failed ({got}); name a directory, or try online"
-        ) from error
+        todo = "name a directory, or try online"
+        raise CheckpointError(f"hf:{name}: no such directory, and the download failed ({got}); {todo}") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -112,81 +101,35 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _files_by_tensor(directory: Path) -> dict[str, tuple[Path, str]]:
-    """Return (file, name in the file) of each tensor by its name without prefix.
-
-    The files are model.safetensors, else those that its index names.  CheckpointError for a tensor that is not in
-    exactly one place.
-    """
-    listed = {} if (directory / MODEL).is_file() else _read_index(directory)
-    files = sorted(set(listed.values())) or [MODEL]
-    if missing := [file for file in files if not (directory / file).is_file()]:
-        raise CheckpointError(f"{directory}: has no {missing[0]}, which {INDEX} names; copy or download it again")
-    names = {file: _names(directory / file) for file in files}
-    if listed:
-        _check_index(directory, listed, names)
-    found: dict[str, tuple[Path, str]] = {}
-    for file, stored_names in names.items():
-        for stored in stored_names:
-            name = stored.removeprefix("transformer.")
-            if name in found:
-                raise CheckpointError(f"{directory / file}: has {name} twice, with and without transformer. before it")
-            found[name] = (directory / file, stored)
-    return {name: place for name, place in found.items() if not MASKS.fullmatch(name)}
+def _find_tensors(directory: Path) -> Places:
+    """Return the place of each tensor; causal masks are left out."""
+    places: Places = {}
+    for path in _model_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                places |= {stored.removeprefix("transformer."): (path, stored) for stored in file.keys()}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: not safetensors ({error}); copy or download it again") from None
+    return {name: place for name, place in places.items() if not MASKS.fullmatch(name)}
 
 
-def _read_index(directory: Path) -> dict[str, str]:
-    """Return the file of each tensor from the index of a model in several files; all files are plain names."""
-    path = directory / INDEX
-    if not path.is_file():
+def _model_files(directory: Path) -> list[Path]:
+    """Return model.safetensors, else the files that its index names."""
+    if (directory / MODEL).is_file():
+        return [directory / MODEL]
+    index = directory / INDEX
+    if not index.is_file():
         raise CheckpointError(f"{directory}: has no {MODEL} and no {INDEX}; other formats are pickles and are not read")
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
-        for name, file in listed.items():
-            if Path(file).name != file or not file.endswith(".safetensors"):  # a path could point anywhere
-                expected = "the name of a .safetensors file beside it"
-                raise CheckpointError(f"{path}: {name} is in {file!r}, expected {expected}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error!r}); expected an object with a weight_map") from None
-    return listed
-
-
-def _check_index(directory: Path, listed: dict[str, str], names: dict[str, list[str]]) -> None:
-    """Raise CheckpointError unless each tensor is in the file that the index names, and in no other."""
-    for file, stored_names in names.items():
-        for stored in stored_names:
-            if stored not in listed:
-                raise CheckpointError(f"{directory / file}: has {stored}, which {INDEX} does not list")
-            if listed[stored] != file:
-                raise CheckpointError(f"{directory / file}: has {stored}, which {INDEX} places in {listed[stored]}")
-        for stored in sorted(name for name, place in listed.items() if place == file and name not in stored_names):
-            raise CheckpointError(f"{directory / file}: has no {stored}, which {INDEX} places there")
-
-
-def _names(path: Path) -> list[str]:
-    """Return the names of the tensors in a file; CheckpointError if it is damaged or its header has a name twice.
-
-    safetensors checks the file, but takes the last of two entries of one name.  The header is an 8-byte length and
-    JSON.
-    """
-    try:
-        with open(path, "rb") as raw:  # first: safetensors calls a file that it may not read missing
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-            json.loads(raw.read(int.from_bytes(raw.read(8), "little")), object_pairs_hook=_unique)
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path}: not safetensors ({error}); copy or download it again") from None
-    return names
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs; ValueError if a key occurs twice, of which json would take the last."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key} is there twice")
-        found[key] = value
-    return found
+        names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: cannot be read ({error!r}); expected an object with a weight_map") from None
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):  # a path could point anywhere
+            raise CheckpointError(f"{index}: names {name!r}, expected the name of a .safetensors file beside it")
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{directory}: has no {name}, which {INDEX} names; copy or download it again")
+    return [directory / name for name in names]
 
 
 def _load(path: Path, stored: str) -> np.ndarray:
@@ -198,11 +141,10 @@ def _load(path: Path, stored: str) -> np.ndarray:
     return to_fp32(values)
 
 
-def _check_head(directory: Path, files: dict[str, tuple[Path, str]], tied: bool) -> None:
+def _check_head(directory: Path, places: Places, tied: bool) -> None:
     """Raise CheckpointError unless the output head equals wte; `tied` counts if the files have no head."""
-    if "lm_head.weight" in files:
-        head, wte = (_load(*files[name]) for name in ("lm_head.weight", "wte.weight"))
-        tied = head.shape == wte.shape and (head == wte).all()
+    if "lm_head.weight" in places:
+        tied = np.array_equal(_load(*places["lm_head.weight"]), _load(*places["wte.weight"]))
     if not tied:
         raise CheckpointError(f"{directory}: its output head is not its token embedding; only tied ones are supported")
 
