@@ -156,7 +156,7 @@ def load(run):
     saved, tensors = load_checkpoint(step_dir)
     RunState.from_checkpoint(saved)
     resume.config_differences(saved["config"], tiny_config().to_dict())
-    only_user_errors(resume.check_data, step_dir, saved["data"], [], "data.train", "x", False)
+    only_user_errors(resume.check_data, step_dir, saved["data"], [], "data.train x", False)
     only_user_errors(resume.check_tensors, step_dir, tensors, {"params": torch.empty(3)})
     load_weights(str(run))
 

@@ -1,11 +1,13 @@
-"""Check that a checkpoint's tensors, configuration and data match the current run."""
+"""Read the checkpoint from which a run continues, and compare its configuration and data with the present ones."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gpt2_triton.checkpoint.load import load_checkpoint
+from gpt2_triton.config.config import Config
 from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.config.schema import may_change_on_resume
 from gpt2_triton.errors import CheckpointError, ConfigError
@@ -18,15 +20,49 @@ LATER_KEYS = {"data.align": "none", "optim.name": "adamw", "optim.v": "fp32"}
 WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 
+class Resume(NamedTuple):
+    """What a run continues from."""
+
+    state: dict[str, Any]  # the content of state.json
+    tensors: dict[str, Tensor]
+    notes: list[str]  # lines for the console about what has changed
+    changed_data: dict[str, Change]  # by file; empty but with data.allow_changed
+
+
+def read(found: Path, config: Config, now: dict[str, Any]) -> Resume:
+    """Load the checkpoint `found`, which verifies; `now` is what a save would write about configuration and data.
+
+    CheckpointError if it is of another run, ConfigError if it has more steps than train.steps.
+    """
+    saved, tensors = load_checkpoint(found)
+    changed = check_config(saved["config"], now["config"])
+    if saved["step"] > config.train.steps:
+        counts = f"{found} has {saved['step']:,} steps, {config.train.steps:,} were asked for"
+        todo = f"give --train.steps above {saved['step']:,} to continue the run, or choose another --run_dir"
+        raise ConfigError(f"--train.steps: {counts}; {todo}")
+    files: dict[str, Change] = {}
+    for key, given in (("data", "data.train"), ("validation_data", "data.val")):
+        if key in saved and key in now:
+            where = f"{given} {config.data.train if key == 'data' else config.data.val}"
+            files |= check_data(found, saved[key], now[key], where, config.data.allow_changed)
+    notes = [f"resuming after step {saved['step']} from {found}"]
+    if "init_from" in changed and changed.pop("init_from")[1] != "scratch":
+        notes.append(f"--init_from {config.init_from} is not used: the run continues with its own weights")
+    notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in as_text(changed).items()]
+    notes += [f"changed: {name} {then} -> {now}" for name, (then, now) in as_text(files, none="absent").items()]
+    if not files:
+        notes += note_of_times(saved, now)
+    return Resume(saved, tensors, notes, files)
+
+
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Raise CheckpointError with a table of differences unless names, shapes and dtypes are the expected ones."""
-    wrong = _changes(_describe(tensors), _describe(expected))
-    if wrong:
-        raise CheckpointError(_table(f"{step_dir} does not fit this model", with_absent(wrong)))
 
+    def forms(of: dict[str, Tensor]) -> dict[str, Any]:
+        return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
 
-def _describe(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors.items()}
+    if wrong := _changes(forms(tensors), forms(expected)):
+        raise CheckpointError(_table(f"{step_dir} does not fit this model", as_text(wrong, none="absent")))
 
 
 def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
@@ -49,80 +85,66 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
         wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
         if not any(map(decides_weights, fatal)):
             wrong += ", there with --init_from checkpoint:RUN to begin with this run's weights"
-        raise CheckpointError(_table(wrong, as_in_yaml(fatal)))
+        raise CheckpointError(_table(wrong, as_text(fatal)))
     return free
 
 
-def require_steps(step_dir: Path, done: int, asked: int) -> None:
-    """Raise ConfigError if a checkpoint has more steps than are asked for, before a file of the run is written."""
-    if done > asked:
-        todo = f"give --train.steps above {done:,} to continue the run, or choose another --run_dir"
-        raise ConfigError(f"--train.steps: {step_dir} has {done:,} steps, {asked:,} were asked for; {todo}")
-
-
-def check_data(step_dir: Path, saved: Rows, current: Rows, key: str, given: str, allow: bool) -> dict[str, Change]:
+def check_data(step_dir: Path, saved: Rows, current: Rows, where: str, allow: bool) -> dict[str, Change]:
     """Return the files that differ between two lists of fingerprints; CheckpointError with a table unless `allow`.
 
-    `given` is the value of `key`, data.train or data.val.
+    `where` is data.train or data.val with its value.
     """
     if saved == current:
         return {}
-    changed = _changes(_describe_files(saved), _describe_files(current))
+    changed = _changes(_by_file(saved), _by_file(current))
     changed = changed or {"order": (_names(saved), _names(current))}
     if not allow:
         todo = "restore it, start another run, or accept it with --data.allow_changed true"
         shown = dict(list(changed.items())[:SHOWN])
         more = f"\nand {len(changed) - SHOWN:,} more files" if len(changed) > SHOWN else ""
-        title = f"{step_dir}: {key} {given} is other data than before; {todo}"
-        raise CheckpointError(_table(title, with_absent(shown)) + more)
+        title = f"{step_dir}: {where} is other data than before; {todo}"
+        raise CheckpointError(_table(title, as_text(shown, none="absent")) + more)
     return changed
 
 
-def as_in_yaml(changes: dict[str, Change]) -> dict[str, Change]:
-    """Return changes of keys as they are printed: null, true, false and "" as a configuration has them."""
+def note_of_times(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Return a line about files with another time than in the checkpoint, or no line.
+
+    Of a large file some blocks are compared, so the tokens between them may have changed.
+    """
+    then = saved.get("data_times", {})
+    names = [
+        row["name"]
+        for key in then.keys() & current["data_times"].keys()
+        for row, before, now in zip(current[key], then[key], current["data_times"][key])
+        if "blocks" in row and before != now
+    ]
+    if not names:
+        return []
+    files = min(names) + (f" and {len(names) - 1:,} more shards" if len(names) > 1 else "")
+    todo = "if it is no copy, check all of it by --data.verify true"
+    return [f"warning: {files}: another time than in the checkpoint; the blocks compared are the same; {todo}"]
+
+
+def as_text(changes: dict[str, Change], none: str = "null") -> dict[str, tuple[str, str]]:
+    """Return changes as they are printed: values as in YAML, and `none` for None."""
 
     def text(value: Any) -> str:
-        return json.dumps(value) if value is None or value == "" or isinstance(value, bool) else str(value)
+        return none if value is None else json.dumps(value) if value == "" or isinstance(value, bool) else str(value)
 
     return {key: (text(then), text(now)) for key, (then, now) in changes.items()}
 
 
-def with_absent(changes: dict[str, Change]) -> dict[str, Change]:
-    """Return changes of files or tensors as they are printed: "absent" for None."""
-    return {
-        name: ("absent" if then is None else then, "absent" if now is None else now)
-        for name, (then, now) in changes.items()
-    }
-
-
-def note_of_times(saved: dict[str, Any], current: dict[str, Any]) -> str:
-    """Return a line about files that have another time than in the checkpoint, "" without any.  Both are the parts of
-    state.json about equal data: of a large file some blocks are compared, so tokens between them may have changed.
-    """
-    times = saved.get("data_times", {})
-    names = [
-        row["name"]
-        for key in times.keys() & current["data_times"].keys()
-        for row, then, now in zip(current[key], times[key], current["data_times"][key])
-        if "blocks" in row and then != now
-    ]
-    if not names:
-        return ""
-    files = min(names) + (f" and {len(names) - 1:,} more shards" if len(names) > 1 else "")
-    todo = "if it is no copy, check all of it by --data.verify true"
-    return f"warning: {files}: another time than in the checkpoint; the blocks compared are the same; {todo}"
-
-
-def _describe_files(rows: Rows) -> dict[str, Any]:
+def _by_file(rows: Rows) -> dict[str, Any]:
     """Return size and hash of each file by name; equal names, of several directories, get a number."""
-    described: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for row in rows:
         name, n = row["name"], 2
-        while name in described:
+        while name in found:
             name, n = f"{row['name']} ({n})", n + 1
         digest = str(row.get("blocks") or row.get("sha256"))
-        described[name] = f"{row['bytes']:,} bytes, {digest[:8]}"
-    return described
+        found[name] = f"{row['bytes']:,} bytes, {digest[:8]}"
+    return found
 
 
 def _names(rows: Rows) -> str:
@@ -141,8 +163,8 @@ def _changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Change]:
     return {k: (then.get(k), now.get(k)) for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)}
 
 
-def _table(title: str, changes: dict[str, Change]) -> str:
-    rows = [("", "checkpoint", "now"), *((key, str(then), str(now)) for key, (then, now) in changes.items())]
+def _table(title: str, changes: dict[str, tuple[str, str]]) -> str:
+    rows = [("", "checkpoint", "now"), *((key, then, now) for key, (then, now) in changes.items())]
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in rows]
     return "\n".join([title, *lines])

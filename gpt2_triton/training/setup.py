@@ -1,6 +1,6 @@
 """The parts of a run, made in this order: its data, its state with the tensors to start from, the model, the log."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gpt2_triton.checkpoint import resume
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
-from gpt2_triton.checkpoint.load import load_checkpoint
 from gpt2_triton.checkpoint.save import Retention, require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
@@ -61,14 +60,16 @@ class Start(NamedTuple):
 
     state: RunState
     tensors: dict[str, Tensor]
-    checkpoint: Path | None  # the one to resume from
-    config: dict[str, Any] | None  # the checkpoint's
     notes: list[str]
-    changed_data: dict[str, resume.Change]  # by file; empty but with data.allow_changed
+    checkpoint: Path | None = None  # the one to resume from
+    config: dict[str, Any] | None = None  # the checkpoint's
+    changed_data: Mapping[str, resume.Change] = {}
 
     def continued(self, config: Config) -> Config:
-        """Return the configuration with the init_from of the run's beginning, from which its weights are."""
-        return config.model_copy(update={"init_from": _began_from(self.config)}) if self.config else config
+        """Return `config` with the run's original init_from."""
+        return (
+            config.model_copy(update={"init_from": self.config.get("init_from", "scratch")}) if self.config else config
+        )
 
 
 def open_data(config: Config, control: ControlGroup) -> Data:
@@ -118,50 +119,21 @@ def _open_shards(config: Config, split: str) -> list[Shard]:
     return open_shards(pattern, config.model.vocab_size, config.train.seq_len)
 
 
-def saved_config(config: Config) -> dict[str, Any]:
-    """Return the configuration as checkpoints keep it: with the tokens of a step, which a resume may not change, even
-    if they are a default.
+def to_save(config: Config, data: Data) -> dict[str, Any]:
+    """Return what a checkpoint keeps about configuration and data.
+
+    The configuration has the tokens of a step, which a resume may not change, even if they are a default.
     """
-    return config.replace(train={"total_batch_tokens": config.total_batch_tokens}).to_dict()
+    explicit = config.replace(train={"total_batch_tokens": config.total_batch_tokens})
+    return {"config": explicit.to_dict()} | data.saved()
 
 
 def restore(found: Path | None, config: Config, data: Data) -> Start:
-    """Read the checkpoint `found`; without one, return a new state and the tensors of init_from.
-
-    Raise CheckpointError if the checkpoint is not one of this run, ConfigError if it has more steps than train.steps.
-    """
+    """Read the checkpoint `found` as resume.read does; without one, return a new state and the tensors of init_from."""
     if found is None:
-        return Start(RunState(), initial_weights(config), None, None, [], {})
-    saved, tensors = load_checkpoint(found)
-    changed = resume.check_config(saved["config"], saved_config(config))
-    changed.pop("init_from", None)
-    resume.require_steps(found, saved["step"], config.train.steps)
-    files = _check_data(found, saved, config, data)
-    notes = [f"resuming after step {saved['step']} from {found}"]
-    if config.init_from not in ("scratch", _began_from(saved["config"])):
-        notes.append(f"--init_from {config.init_from} is not used: the run continues with its own weights")
-    for key, (then, now) in (resume.as_in_yaml(changed) | resume.with_absent(files)).items():
-        notes.append(f"changed: {key} {then} -> {now}")
-    if not files and (note := resume.note_of_times(saved, data.saved())):
-        notes.append(note)
-    return Start(RunState.from_checkpoint(saved), tensors, found, saved["config"], notes, files)
-
-
-def _began_from(saved: dict[str, Any]) -> str:
-    return saved.get("init_from", "scratch")
-
-
-def _check_data(found: Path, saved: dict[str, Any], config: Config, data: Data) -> dict[str, resume.Change]:
-    """Return the files of training and validation data that differ from the checkpoint's, which data.allow_changed
-    accepts.  Earlier versions recorded no validation data.
-    """
-    changed: dict[str, resume.Change] = {}
-    given = {"data": ("data.train", config.data.train), "validation_data": ("data.val", config.data.val)}
-    for key, shards in data.shards.items():
-        if key in saved:
-            now = [shard.fingerprint for shard in shards]
-            changed |= resume.check_data(found, saved[key], now, *given[key], allow=config.data.allow_changed)
-    return changed
+        return Start(RunState(), initial_weights(config), [])
+    state, tensors, notes, changed_data = resume.read(found, config, to_save(config, data))
+    return Start(RunState.from_checkpoint(state), tensors, notes, found, state["config"], changed_data)
 
 
 def build_model(

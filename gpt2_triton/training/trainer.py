@@ -36,7 +36,7 @@ from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit, how_to_continue, mark_preempted
 from gpt2_triton.training.run_dir import Resume, open_run_dir
 from gpt2_triton.training.run_state import RunState
-from gpt2_triton.training.setup import Data, build_model, open_checkpointer, open_data, open_log, restore, saved_config
+from gpt2_triton.training.setup import Data, build_model, open_checkpointer, open_data, open_log, restore, to_save
 from gpt2_triton.training.step_queue import StepQueue
 
 
@@ -353,9 +353,8 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
         self._wait_for_save()
-        about = {"config": saved_config(self.config)} | self.data.saved()
         with self.watchdog.phase(SAVING):
-            state = self.state.as_dict() | about | self.model.shard_spans()
+            state = self.state.as_dict() | to_save(self.config, self.data) | self.model.shard_spans()
             self.checkpointer.save(step, self.model.local_shards(), state, before=self.log.sync)
 
     def _wait_for_save(self, raise_errors: bool = False) -> None:
