@@ -32,7 +32,6 @@ class Logger:
     """Writes config.yaml and run.json when it is made, then each record; `step` always counts finished steps.
 
     resume_step: 0 for a new run; else records of later steps are dropped
-    wandb_id: id of the run in checkpoints of earlier versions; the one in run.json comes first
     about: this start, from run_info.describe_start
     gpus: GPUs of the run; the MFU is a fraction of their peak
     """
@@ -42,7 +41,6 @@ class Logger:
         run_dir: Path,
         config: Config,
         resume_step: int = 0,
-        wandb_id: str | None = None,
         about: dict[str, Any] | None = None,
         gpus: int = 1,
     ):
@@ -53,16 +51,16 @@ class Logger:
         self._mfu_per_tok_s = config.flops_per_token / (peak * gpus) if peak else None
         self._run_dir, self._about = run_dir, about
         try:
-            self._open(resume_step, wandb_id)
+            self._open(resume_step)
         except OSError as error:
             raise run_dir_error(run_dir, error) from error
 
-    def _open(self, resume_step: int, wandb_id: str | None) -> None:
+    def _open(self, resume_step: int) -> None:
         run_dir, about = self._run_dir, self._about
         run_dir.mkdir(parents=True, exist_ok=True)
         self._open_files(resume_step)
         found = read_run(run_dir) if resume_step else {}
-        self._wandb = WandbLogger(run_dir, self.config, found.get("wandb_id") or wandb_id, about)
+        self._wandb = WandbLogger(run_dir, self.config, found.get("wandb_id"), about)
         starts = found.get("starts", [])
         self._starts = [*starts, about] if about else starts
         self._describe()

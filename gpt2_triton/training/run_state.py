@@ -25,7 +25,6 @@ class RunState:
 
     step: int = 0
     sample: int = 0  # the next global sample; after a rewind it is ahead of the step
-    wandb_id: str | None = None  # only from checkpoints of earlier versions: run.json holds it
     best: tuple[int, float] | None = None  # (step, loss) of the lowest validation loss; None if the run keeps none
     skipped: int = 0  # skipped steps
     outliers: int = 0  # skipped steps with finite numbers

@@ -198,7 +198,7 @@ def open_log(
     about |= {"changed_data": start.changed_data} if start.changed_data else {}
     if (notice := table_file.notice()) and (start.checkpoint is None or table_file.given_file()):
         start.notes.append(notice)
-    log = Logger(run_dir, config, state.step, state.wandb_id, about, group.size)
+    log = Logger(run_dir, config, state.step, about, group.size)
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     size = f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}"
     sequences = data.train.windows.n

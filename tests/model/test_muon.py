@@ -271,7 +271,7 @@ def in_every_way(directory):
         group.single_node = shared
         out.append(after_two_updates(zero, group))
     flat, spans, _ = out[-1]
-    state = dict(sample=0, wandb_id=None, config={}, data=[]) | dict.fromkeys(COUNTERS, 0) | spans
+    state = dict(sample=0, config={}, data=[]) | dict.fromkeys(COUNTERS, 0) | spans
     tensors = {name: torch.from_numpy(t).float() for name, t in flat.items()}  # checkpoints have no float64
     save_checkpoint(directory, 2, tensors, state, Retention(0), control=group.control("saving"))
     group.close()

@@ -30,7 +30,7 @@ def content(tensors):
 def state(step, **keys):
     """Return the state of a checkpoint after `step` steps, without what save_checkpoint adds."""
     counts = ("sample", "skipped", "outliers", "skipped_in_a_row", "without_update", "rewinds")
-    return {"step": step, "wandb_id": None, "config": {}, "data": []} | dict.fromkeys(counts, 0) | keys
+    return {"step": step, "config": {}, "data": []} | dict.fromkeys(counts, 0) | keys
 
 
 def write(directory, step, keep=0, every=0):

@@ -11,7 +11,7 @@ from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.run_state import MAX_REWINDS, RunState
 
 SAVED = (
-    '{"format": 2, "step": 4, "sample": 32, "wandb_id": null, "best": [4, 1.5], "skipped": 1, "outliers": 1, '
+    '{"format": 2, "step": 4, "sample": 32, "best": [4, 1.5], "skipped": 1, "outliers": 1, '
     '"skipped_in_a_row": 0, "without_update": 0, "rewinds": 3, "rewound_to": 2, "config": {}, "data": []}'
 )
 
