@@ -16,7 +16,7 @@ from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import FULL
 
-UNKNOWN_RATE = 1e8  # bytes per second that a save is assumed to write before the first: those of a slow shared disk
+UNKNOWN_RATE = 1e8  # bytes per second of a slow shared disk, assumed before the first save
 
 
 class AsyncCheckpointer:

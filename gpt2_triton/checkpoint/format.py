@@ -49,9 +49,7 @@ def list_steps(directory: Path) -> list[tuple[int, Path]]:
 
 
 def enclosing_run(path: Path) -> Path | None:
-    """Return the run whose `checkpoints` directory, also one that is not made yet, `path` is or lies in; None if it is
-    in none.
-    """
+    """Return the run with `path` in its `checkpoints` directory, which may not exist yet; None if there is none."""
     for directory in _with_parents(path):
         if directory.name == "checkpoints" and is_run(directory.parent):
             return directory.parent

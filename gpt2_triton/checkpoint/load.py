@@ -47,9 +47,9 @@ def verify(step_dir: Path) -> str:
 
     CheckpointError if its files may not be read, which is no damage.
     """
-    if not step_dir.is_dir():
-        return "is missing or not a directory"
     try:
+        if not step_dir.is_dir():
+            return "is missing or not a directory"
         manifest = _read_json(step_dir / MANIFEST)
         names = [*map(tensors_name, range(len(manifest) - 1)), STATE]
         if len(names) == 1 or manifest.keys() != set(names):
@@ -152,7 +152,7 @@ def _directory_of(path: Path) -> Path:
 
 
 def best_checkpoint(newest: Path) -> Path | None:
-    """Return the checkpoint of the lowest validation loss of the run whose newest one is given; None if it keeps none.
+    """Return the checkpoint of the lowest validation loss by the state of the run's newest one; None if it has none.
 
     It is not verified.  CheckpointError if the state of `newest` cannot be read.
     """
@@ -184,7 +184,7 @@ def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]
 def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return (state, host tensors by name) of a checkpoint that verifies; CheckpointError for NaN or infinity.
 
-    The tensors of one rank are mapped privately from its file, those of several are merged in memory.
+    One rank's tensors are mapped privately from its file; several ranks' are merged in memory.
     """
     state = _read_json(step_dir / STATE)
     if state.get("format") != FORMAT:
@@ -231,8 +231,9 @@ def covered_length(spans_by_rank: list[Spans]) -> int | None:
 def merge_shards(
     shards: list[dict[str, Tensor]], spans_by_rank: list[Spans], of_tensor: Mapping[str, list[Spans]] = {}
 ) -> dict[str, Tensor]:
-    """Return whole host tensors from the ranks' shards.  Tensors that only rank 0 has are whole already; `of_tensor`
-    has the spans of tensors whose are others.
+    """Return whole host tensors from the ranks' shards.
+
+    Tensors that only rank 0 has are whole already.  `of_tensor` has the spans of tensors with spans of their own.
     """
     merged = {}
     for name, tensor in shards[0].items():

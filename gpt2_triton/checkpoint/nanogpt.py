@@ -1,4 +1,4 @@
-"""Read nanoGPT's ckpt.pt: a pickle of `model` (a state dict) and `model_args`, of which nothing is executed.
+"""Read nanoGPT's ckpt.pt, a pickle of `model` (a state dict) and `model_args`, without executing it.
 
 Tensors have the names of weights.py after the prefix "transformer." and, in a compiled model, "_orig_mod."; matrices
 are [out, in]; the head repeats wte.  With bias=False there are no biases, and ours are zero.  nanoGPT's GELU is the

@@ -67,8 +67,8 @@ def save_checkpoint(
     target, temporary = step_path(directory, step), directory / f".step_{step:08d}.tmp"
     control.from_rank0(lambda: _begin(temporary, tensors, control.size))
     try:
-        entries = _write_shards(temporary, tensors, state, control)
-        control.from_rank0(lambda: _finish(temporary, {"format": FORMAT, "step": step} | state, entries))
+        results = _write_shards(temporary, tensors, state, control)
+        control.from_rank0(lambda: _finish(temporary, {"format": FORMAT, "step": step} | state, results))
         control.from_rank0(lambda: _publish(temporary, target))
     except BaseException:
         if control.rank == 0:

@@ -33,19 +33,34 @@ def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
     Another project's model gets a configuration in bf16 with its context as train.seq_len, and `params` in fp32: a bf16
     model rounds them, an fp32 model takes them exactly.
     """
-    weights = _foreign_weights(source)
-    if weights is None:
-        return _config_and_tensors(source)[1:]
+    kind, where = _kind_and_place(source)
+    if kind == "checkpoint":
+        return _config_and_tensors(where)[1:]
+    weights = READERS[kind](where)
     exact = _config_for(weights)
     return exact.replace(train={"dtype": "bf16"}), to_flat_buffers(weights, exact)
 
 
 def open_weights(source: str) -> Weights:
     """Return the weights of a source as stored, to be read one by one."""
-    if weights := _foreign_weights(source):
-        return weights
-    step_dir, config, tensors = _config_and_tensors(source)
+    kind, where = _kind_and_place(source)
+    if kind != "checkpoint":
+        return READERS[kind](where)
+    step_dir, config, tensors = _config_and_tensors(where)
     return from_checkpoint(str(step_dir), tensors, config)
+
+
+def is_own_run(source: str) -> bool:
+    """Return whether the source is one of our runs by its name, not another project's."""
+    return _kind_and_place(source)[0] == "checkpoint"
+
+
+def _kind_and_place(source: str) -> tuple[str, str]:
+    """Return "checkpoint" or a key of READERS, and the place to read."""
+    kind, _, where = source.partition(":")
+    if where and (kind in READERS or kind == "checkpoint"):
+        return kind, where
+    return "hf" if (Path(source) / "config.json").is_file() else "checkpoint", source
 
 
 def initial_weights(config: Config) -> dict[str, Tensor]:
@@ -68,23 +83,8 @@ def _weights_of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
     return {name: tensors[name] for name in ("params", "low") if name in tensors}
 
 
-def _foreign_weights(source: str) -> Weights | None:
-    """Return the weights of another project's source; None for one of our runs."""
-    kind, _, where = source.partition(":")
-    if kind in READERS and where:
-        return READERS[kind](where)
-    return None if is_own_run(source) else huggingface.read(source)
-
-
-def is_own_run(source: str) -> bool:
-    """Return whether the source is one of our runs by its name, not another project's."""
-    kind, _, where = source.partition(":")
-    return not (kind in READERS and where) and not (Path(source) / "config.json").is_file()
-
-
-def _config_and_tensors(source: str) -> tuple[Path, Config, dict[str, Tensor]]:
-    kind, _, where = source.partition(":")
-    step_dir, state, tensors = read_checkpoint(Path(where if kind == "checkpoint" and where else source))
+def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:
+    step_dir, state, tensors = read_checkpoint(Path(path))
     try:
         config = Config.model_validate(without_removed(state["config"], any_value=True))
     except ValidationError as error:
@@ -93,7 +93,7 @@ def _config_and_tensors(source: str) -> tuple[Path, Config, dict[str, Tensor]]:
     expected = {"params", "low"} if config.optim.master == "fp32" else {"params"}
     for name in expected:
         if name not in tensors or tensors[name].shape != (flat_length(config.model),):
-            raise CheckpointError(f"{step_dir}: {name} is not that of its configuration; choose another step")
+            raise CheckpointError(f"{step_dir}: {name} does not fit its configuration; choose another step")
     return step_dir, config, tensors
 
 

@@ -1,7 +1,7 @@
 """A GPT-2's weights under OpenAI's names, between other projects' files and our flat buffers.
 
 Hugging Face and nanoGPT use these names, llm.c their order.  `by_name` is the one table from these names to our
-tensors.  All matrices are [out, in].  Numbers are fp32, the only dtype that holds those of fp16 and bf16.
+tensors.  All matrices are [out, in].  Numbers are fp32, the only dtype that holds fp16 and bf16.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The weights in a file, of which nothing is read before `tensor` is called."""
+    """The weights in a file; nothing is read before `tensor` is called."""
 
     where: str  # names the file in errors
     model: ModelConfig
@@ -115,7 +115,7 @@ def tokenizer_of(model: ModelConfig) -> str | None:
 
 
 def no_tokenizer(weights: Weights) -> CheckpointError:
-    """Return the error about weights whose vocabulary belongs to neither tokenizer."""
+    """Return the error about a vocabulary of neither tokenizer."""
     known = " and ".join(f"{name} has {size}" for name, size in TOKENIZER_SIZES.items())
     wrong = f"{weights.where}: no tokenizer is known for {weights.model.vocab_size} tokens ({known})"
     todo = "they can be exported, not trained or sampled from; prepare your text with --tokenizer bytes for a new run"

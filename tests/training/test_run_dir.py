@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from gpt2_triton.checkpoint import load
 from gpt2_triton.checkpoint.format import RUN_FILES, enclosing_run
 from gpt2_triton.checkpoint.load import latest_checkpoint, read_checkpoint
 from gpt2_triton.distributed.run_lock import NAME, lock_run_dir
@@ -123,11 +124,9 @@ def test_checkpoints_that_may_not_be_read_are_not_skipped(tmp_path, monkeypatch)
     """An older step would be taken, and the newest replaced at the end."""
     write(tmp_path / "checkpoints", 10)
     newest = write(tmp_path / "checkpoints", 20)
-    (newest / "state.json").unlink()
-    access = os.access
     with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: path != newest and access(path, mode))
-        with pytest.raises(CheckpointError, match=f"^{newest}: cannot be read .permission denied.; correct"):
+        patch.setattr(load, "read_regular", raise_permission_error)
+        with pytest.raises(CheckpointError, match=f"^{newest}/manifest.json: cannot be read .permission denied.; corr"):
             latest_checkpoint(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:
         patch.setattr(os, "listdir", raise_permission_error)
