@@ -50,7 +50,8 @@ def list_steps(directory: Path) -> list[tuple[int, Path]]:
 
 def enclosing_run(path: Path) -> Path | None:
     """Return the run with `path` in its `checkpoints` directory, which may not exist yet; None if there is none."""
-    for directory in _with_parents(path):
+    real = Path(os.path.realpath(path))  # Path.resolve raises for a link to itself
+    for directory in (real, *real.parents):
         if directory.name == "checkpoints" and is_run(directory.parent):
             return directory.parent
     return None
@@ -59,11 +60,6 @@ def enclosing_run(path: Path) -> Path | None:
 def is_run(directory: Path) -> bool:
     """Return whether a run has begun in this directory, or has left checkpoints there."""
     return any(os.path.exists(directory / name) for name in RUN_FILES) or bool(list_steps(directory / "checkpoints"))
-
-
-def _with_parents(path: Path) -> tuple[Path, ...]:
-    path = Path(os.path.realpath(path))  # Path.resolve raises for a link to itself
-    return path, *path.parents
 
 
 def best_step(state: dict[str, Any]) -> int | None:
