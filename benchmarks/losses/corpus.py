@@ -1,12 +1,11 @@
-"""A corpus without a network: the text files of the packages installed on this machine, as shards of tokens.
+"""Makes a corpus without a network: the text files of the packages on this machine, as shards of tokens.
 
     python -m benchmarks.losses.corpus OUT [--mb 400] [--tokenizer gpt2|bytes]
 
-Python sources, headers and documentation of site-packages, the standard library, CUDA and /usr/share/doc; files of the
-same first 2,000 characters count once.  Whole packages are kept for validation, so that no text of a training file
-comes back there.  A machine with PyTorch and CUDA has more than 400 MB of it.  It is code: it compares ways of
-training, and says nothing of a loss on prose.  Bytes are for models so small that GPT-2's vocabulary would be most of
-their work.
+It has Python sources, headers and documentation of site-packages, the standard library, CUDA and /usr/share/doc; files
+with the same first 2,000 characters count once.  Validation has whole packages, so that it repeats no training file.  A
+machine with PyTorch and CUDA has more than 400 MB.  The corpus is code: it compares ways of training, and its losses
+are not comparable with losses on prose.  Bytes suit models so small that GPT-2's vocabulary would be most of the work.
 """
 
 import argparse
@@ -78,40 +77,37 @@ def validation_packages(found: Iterable[Document]) -> set[str]:
     return chosen
 
 
-def build(out: Path, folders: Iterable[Path], most: float, workers: int, tokenizer: str) -> set[str]:
+def build(out: Path, folders: list[Path], most: float, tokenizer: str) -> set[str]:
     """Write the shards of the texts below the folders into `out`; return the packages of the validation shards.
 
     DataError if the folders have too little text for both splits.
     """
     found = documents(folders, most)
     chosen = validation_packages(found)
-    characters = {True: 0, False: 0}
+    splits = {"train": [d.text for d in found if d.package not in chosen],
+              "val": [d.text for d in found if d.package in chosen]}  # fmt: skip
+    train, val = (sum(map(len, texts)) for texts in splits.values())
+    if not (train and val):
+        raise DataError(f"{out}: {train + val:,} characters below {folders} are too few for two splits")
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        files = {False: Path(folder, "train.jsonl"), True: Path(folder, "val.jsonl")}
-        for val, path in files.items():
-            with open(path, "w") as file:
-                for package, text in found:
-                    if (package in chosen) == val:
-                        file.write(json.dumps({"text": text}) + "\n")
-                        characters[val] += len(text)
-        if not all(characters.values()):
-            got = f"{len(found)} files of {sum(characters.values()):,} characters"
-            raise DataError(f"{out}: {got} in {', '.join(map(str, folders))}: too little text for two splits")
-        prepare_text(list(files.values()), out, tokenizer, characters[True] / sum(characters.values()), workers)
-    train, val = (f"{characters[which] / 1e6:.1f} MB" for which in (False, True))
-    print(f"{len(found):,} files, {train} to train on, {val} to validate")
+        files = [Path(folder, f"{split}.jsonl") for split in splits]
+        for file, texts in zip(files, splits.values(), strict=True):
+            with open(file, "w") as opened:
+                opened.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        prepare_text(files, out, tokenizer, val / (train + val), os.cpu_count() or 1)
+    print(f"{len(found):,} files, {train / 1e6:.1f} MB to train on, {val / 1e6:.1f} MB to validate")
     return chosen
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="directory of the shards, train_*.bin and val_*.bin")
     parser.add_argument("--mb", type=float, default=400, help="millions of characters at most")
     parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2", help="tokenizer of the shards")
     a = parser.parse_args()
-    a.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    chosen = build(a.out.absolute(), roots(), a.mb * 1e6, os.cpu_count() or 1, a.tokenizer)
-    print(f"packages of the validation shards: {', '.join(sorted(chosen))}")
+    out = a.out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    print(f"packages of the validation shards: {', '.join(sorted(build(out, roots(), a.mb * 1e6, a.tokenizer)))}")
     return 0
 
 

@@ -147,9 +147,7 @@ def train(series: Series, arm: str, seed: int, data: Path, digest: str) -> Resul
         shards = {"data.train": f"{data}/train_*.bin", "data.val": f"{data}/val_*.bin"}
         words += [word for key, value in (shards | options).items() for word in (f"--{key}", str(value))]
         begin = time.monotonic()
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             last = "\n".join(done.stdout.splitlines()[-8:])
             print(f"{arm} seed {seed}: exit code {done.returncode}\n{last}", file=sys.stderr, flush=True)
@@ -173,7 +171,6 @@ def figures(run_dir: Path) -> Result:
         "train_loss": statistics.fmean(losses[-(len(losses) // 5 or 1) :]),
         "val_loss": val[0].get("val_loss"),
         "val_loss_fp8": val[0].get("val_loss_fp8"),
-        "largest_z": max((record["loss_z"] for record in steps if "loss_z" in record), default=None),
         "ms": statistics.median(record["ms"] for record in steps if record.get("ms")),
         "tokens": steps[-1]["tokens"],
         "stride": stride,
@@ -201,10 +198,8 @@ def difference(rows: list[Result], arm: str, other: str, key: str) -> str:
 
 def report(series: Series, rows: list[Result]) -> str:
     """Return the table, a line for each arm with results: first the arms of the series, then earlier ones."""
-    lines = [
-        "| arm | runs | training loss | sd | validation | sd | ms | tok/s | difference in training | in validation |"
-    ]
-    lines.append("|---" * 10 + "|")
+    head = "| arm | runs | training loss | sd | validation | sd | ms | tok/s | difference in training | in validation |"
+    lines = [head, "|---" * 10 + "|"]
     for arm in dict.fromkeys([*series.arms, *(row["arm"] for row in rows)]):
         mine = [row for row in rows if row["arm"] == arm]
         if not mine:

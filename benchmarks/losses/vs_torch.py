@@ -22,6 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt2_124m.yaml"
@@ -59,7 +60,7 @@ def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _, given = parser.parse_known_args(words)
-    keys = KEYS | {key.removeprefix("--"): value for key, value in zip(given[::2], given[1::2], strict=True)}
+    keys = KEYS | parse_overrides(given)
     is_fp32 = keys.get("train.dtype") == "fp32"
     if is_fp32:
         keys["optim.master"] = "none"

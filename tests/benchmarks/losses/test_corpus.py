@@ -28,7 +28,7 @@ def test_texts_are_distinct_long_enough_and_of_known_kinds(tmp_path):
 def test_a_package_is_in_one_split_and_validation_is_small(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "LARGEST_VAL", 0.1)
     tree(tmp_path / "site")
-    chosen = corpus.build(tmp_path / "out", [tmp_path / "site"], 1e9, 1, "bytes")
+    chosen = corpus.build(tmp_path / "out", [tmp_path / "site"], 1e9, "bytes")
     splits = {}
     for split in ("train", "val"):
         [shard] = open_shards(str(tmp_path / "out" / f"{split}_*.bin"), 256, 16)
