@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from pydantic import ValidationInfo, model_validator
 
-from gpt2_triton.config import values
 from gpt2_triton.config.load import load
 from gpt2_triton.config.removed import without_removed
 from gpt2_triton.config.rules import conflicts
@@ -54,11 +53,6 @@ class Config(Sections):
         c, layers = self.model.n_embd, self.model.n_layer
         layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
         return (self.model.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
-
-    @property
-    def fp8_operations(self) -> list[frozenset[str]]:
-        """The operations of each layer whose operands are in fp8; the head's is with those of the last layer."""
-        return values.operations_in_fp8(self.train.precision, self.fp8.keep_bf16, self.model.n_layer)
 
     @property
     def flops_per_token(self) -> int:

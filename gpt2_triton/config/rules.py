@@ -6,7 +6,6 @@ step_shape.py has the rules about the number of GPUs.
 from collections.abc import Iterator
 
 from gpt2_triton.config.schema import Sections
-from gpt2_triton.config.values import kept_in_bf16
 
 Problem = tuple[str, str]  # a key, and what is wrong with it
 
@@ -43,10 +42,6 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
         yield "train.precision", "fp8 needs train.dtype bf16, got fp32; set train.dtype to bf16"
     if t.precision == "fp8" and t.seq_len % 16:
         yield "train.seq_len", f"train.precision fp8 needs a multiple of 16, got {t.seq_len}; change it"
-    try:
-        kept_in_bf16(config.fp8.keep_bf16, m.n_layer)
-    except ValueError as error:
-        yield "fp8.keep_bf16", str(error)
     source, _, path = config.init_from.partition(":")
     if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
         known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())

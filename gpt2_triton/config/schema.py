@@ -22,13 +22,10 @@ from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 from gpt2_triton.config.values import (
-    HEAD,
-    OPERATIONS,
     RECOMPUTE_LEVELS,
     SIZE_KEYS,
     SIZES,
     check_recompute,
-    join_words,
 )
 
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
@@ -36,6 +33,7 @@ KEPT: JsonDict = {"resume": "kept"}
 
 # On the command line every value is a string, so `null` stands for "not given", as in YAML.
 OptionalInt = Annotated[int | None, BeforeValidator(lambda value: None if value == "null" else value)]
+NothingIsNone = BeforeValidator(lambda value: "none" if value == "" else value)
 
 
 class ConfigSection(BaseModel):
@@ -172,11 +170,9 @@ class TrainConfig(ConfigSection):
 
 
 class Fp8Config(ConfigSection):
-    keep_bf16: Annotated[str, BeforeValidator(join_words)] = Field(
-        HEAD,
-        description=f"what train.precision fp8 leaves in bf16: {HEAD} (the logits), {', '.join(OPERATIONS)} (in all "
-        "layers), a layer's number (-1: the last), both as in attproj:0, or none; several are separated by commas, "
-        "or a list in YAML",
+    keep_bf16: Annotated[Literal["head", "none"], NothingIsNone] = Field(
+        "head",
+        description="what train.precision fp8 leaves in bf16: head, the product that gives the logits, or none",
     )
 
 

@@ -1,12 +1,10 @@
-"""Values of keys that have a form of their own: sizes of models, recompute levels, what fp8 leaves in bf16.
+"""Values of keys that have a form of their own: sizes of models and recompute levels.
 
 A ValueError of these functions becomes the message about the key, in schema.py or in rules.py.
 """
 
 import difflib
-import re
 from collections.abc import Iterable
-from typing import Any
 
 # llm.c's descriptors: layers, channels, heads, longest sequence.  GPT-3's are dense here, as in llm.c.
 _GPT2 = {
@@ -36,43 +34,6 @@ def check_recompute(value: str) -> str:
     )
 
 
-OPERATIONS = ("qkv", "attproj", "mlp")  # of a layer, whose products can be in fp8; mlp is fc and fcproj
-KEPT_WORD = re.compile(rf"({'|'.join(OPERATIONS)})(?::(-?\d+))?|(-?\d+)")
-HEAD = "head"  # the product of the output head, which gives the logits; its gradients are in bf16 always
-
-
-def kept_in_bf16(value: str, n_layer: int) -> set[tuple[str, int]]:
-    """Return the (operation, layer) pairs of fp8.keep_bf16; ValueError for a word that is none of its forms.  The head
-    counts as an operation of the last layer.
-    """
-    pairs: set[tuple[str, int]] = set()
-    for word in re.split(r"\s*,\s*|\s+", value.strip()) if value.strip() not in ("", "none") else []:
-        if word == HEAD:
-            pairs.add((HEAD, n_layer - 1))
-            continue
-        match = KEPT_WORD.fullmatch(word)
-        if not match:
-            names = ", ".join((HEAD, *OPERATIONS))
-            raise ValueError(f"{word or repr(value)}: expected {names}, a layer, both as in attproj:0, or none")
-        operation, layer = match[1] or "", match[2] or match[3]
-        if layer and not -n_layer <= int(layer) < n_layer:
-            raise ValueError(
-                f"{word}: there are {n_layer} layers, 0 to {n_layer - 1}, or -{n_layer} to -1 from the end"
-            )
-        layers = [int(layer) % n_layer] if layer else range(n_layer)
-        pairs |= {(op, l) for op in ([operation] if operation else OPERATIONS) for l in layers}
-    return pairs
-
-
-def operations_in_fp8(precision: str, keep_bf16: str, n_layer: int) -> list[frozenset[str]]:
-    """Return the operations of each layer whose operands are in fp8; the head's is with those of the last layer."""
-    if precision == "bf16":
-        return [frozenset()] * n_layer
-    in_fp8 = {(op, l) for op in OPERATIONS for l in range(n_layer)} | {(HEAD, n_layer - 1)}
-    in_fp8 -= kept_in_bf16(keep_bf16, n_layer)
-    return [frozenset(op for op, layer in in_fp8 if layer == l) for l in range(n_layer)]
-
-
 def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return "; did you mean NAME?" with the known names that end as a dotted `name` does or are spelled like it, or
     nothing.
@@ -81,13 +42,3 @@ def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
     near = [one for one in known if one.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""
-
-
-def join_words(value: Any) -> Any:
-    """Return a whole number, or a list of words and numbers, as YAML has them, as one text with commas; any other value
-    as it is.  ValueError for null.
-    """
-    if value is None:
-        raise ValueError('must be words or a list of them, "" for none of them')
-    words = value if isinstance(value, list) else [value]
-    return ",".join(map(str, words)) if all(type(word) in (str, int) for word in words) else value

@@ -19,27 +19,20 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class RecomputeRule:
-    """Says at which recompute levels layers share one copy of a list's buffer."""
-
-    shared_from: str  # the first level at which they share it
-    rewritten_from: str  # the first level at which the backward pass writes it again
-    odd_only: bool  # only entries with an odd index are shared
-
-
-@dataclasses.dataclass(frozen=True)
 class BufferSpec:
-    """One row of a table of buffers, parsed; dimensions are still symbols."""
+    """One row of a table of buffers; dimensions are still symbols.  `buf` explains the fields."""
 
     count: str | None  # of a list of buffers; None: a single one
     shape: str
     storage: str
     live: str
     kind: str
-    within: str
-    recompute: RecomputeRule | None
-    only: tuple[str, ...] = ()  # "bf16" or "fp8", and the operations of a layer that read its entries, in their order
+    within: str = ""
+    drop: str = ""
+    again: str = ""
+    odd_only: bool = False
     one_copy: bool = False
+    only: str = ""
 
 
 def buf(
@@ -54,15 +47,15 @@ def buf(
     drop     the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
     again    the first level at which the backward pass writes that copy again, if not `drop`
     within   the buffer whose bytes this one shares; their uses never overlap
-    only     "fp8 qkv mlp": only of layers whose qkv (entries 0, 2 ...) or mlp (1, 3 ...) is in fp8; "bf16 ...": in bf16
+    only     the format of operands that needs the buffer: "bf16", "fp8", or "logits" for the logits' in fp8
     one_copy all entries of the list use one copy
     """
     count, _, each = shape.rpartition("|")
-    level, _, which = drop.partition(":")
-    rule = RecomputeRule(level, again or level, which == "odd") if drop else None
+    drop, _, which = drop.partition(":")
     spec = BufferSpec(
-        count.strip() or None, each.strip(), storage, live, kind, within, rule, tuple(only.split()), one_copy
-    )
+        count.strip() or None, each.strip(), storage, live, kind, within, drop, again or drop, which == "odd", one_copy,
+        only,
+    )  # fmt: skip
     return dataclasses.field(default=None, metadata=dict(spec=spec))
 
 
@@ -75,7 +68,7 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: torch.dtype
     live: str
-    copy_of: tuple[int, ...] | None  # the copy that each entry of a list uses, -1 for none; None: a single buffer
+    copy_of: tuple[int, ...] | None  # the copy that each entry of a list uses; None: a single buffer
     offset: int = 0
 
     @property
@@ -119,13 +112,13 @@ def eval_shape(shape: str, dims: dict[str, int]) -> tuple[int, ...]:
 
 def resolve_buffers(
     table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str], order: Sequence[str],
-    fp8: Sequence[Set[str]] = (),
+    formats: Set[str] = frozenset({"bf16"}),
 ) -> list[Buffer]:  # fmt: skip
     """Return the table's buffers for these sizes, not yet placed; those without elements are left out.
 
     levels   the recompute level of each layer; layers of the deeper level come first
     order    all levels, from the one that keeps most to the one that keeps least
-    fp8      the operations of each layer that are in fp8; empty: none
+    formats  of operands: buffers that are `only` for another are left out
 
     The copies of three layers at level `gelu:1`.  Layer 0 computes the output of GELU again, so its fcg is layer 1's:
 
@@ -153,51 +146,34 @@ def resolve_buffers(
     out = []
     for field in dataclasses.fields(table):
         spec: BufferSpec = field.metadata["spec"]
-        rule, live, copy_of = spec.recompute, spec.live, None
-        shared = [depth >= order.index(rule.shared_from) for depth in depths] if rule else []
-        present = _present(spec, fp8 or [set[str]()] * len(levels))
-        if present and not any(present):
+        if spec.only and spec.only not in formats:
             continue
+        live, copy_of = spec.live, None
+        dropped = sum(depth >= order.index(spec.drop) for depth in depths) if spec.drop else 0
         if spec.count:
             n = eval_shape(spec.count, dims)[0]
-            absent = {i for i, there in enumerate(present) if not there}
-            copy_of = (0,) * n if spec.one_copy else _assign_copies(n, shared, bool(rule and rule.odd_only), absent)
-        if rule and shared and all(shared) and not rule.odd_only:
-            live = "block block_bwd" if depths[0] >= order.index(rule.rewritten_from) else "block"
+            copy_of = (0,) * n if spec.one_copy else _copies(n, len(levels), dropped, spec.odd_only)
+        if dropped and dropped == len(levels) and not spec.odd_only:
+            live = "block block_bwd" if depths[0] >= order.index(spec.again) else "block"
         out.append(Buffer(field.name, spec, eval_shape(spec.shape, dims), dtypes[spec.storage], live, copy_of))
-    out = [buffer for buffer in out if buffer.nbytes]
-    names = {buffer.name for buffer in out}
-    for buffer in out:
-        if buffer.spec.within not in names:
-            buffer.spec = dataclasses.replace(buffer.spec, within="")
-    return out
+    return [buffer for buffer in out if buffer.nbytes]
 
 
-def _present(spec: BufferSpec, fp8: Sequence[Set[str]]) -> list[bool]:
-    """Return for each entry, one for each operation of each layer, whether its operation has the precision that the
-    buffer is for; empty if it is for both.
-    """
-    precision, *operations = spec.only or ("",)
-    return [(op in layer) == (precision == "fp8") for layer in fp8 for op in operations]
+def _copies(n: int, layers: int, dropped: int, odd_only: bool) -> tuple[int, ...]:
+    """Return the copy that each of a list's n entries uses: all have their own but those of the first `dropped` layers.
 
+    These use the copy of the first layer that has one.  In the forward pass they finish with it before that layer
+    writes it; in the backward pass that layer finishes with it before they write it again.
 
-def _assign_copies(n: int, shared: Sequence[bool], odd_only: bool, absent: Set[int] = frozenset()) -> tuple[int, ...]:
-    """Return the copy that each of a list's n entries, one or two per layer, uses, -1 for those that are absent;
-    `shared[l]` is True for the first layers, which have no copy of their own.
-
-    They use the copy of the first layer that has one.  In the forward pass they finish with it before that layer writes
-    it; in the backward pass that layer finishes with it before they write it again.
-
-    >>> _assign_copies(4, [True, True, False, False], odd_only=False)
+    >>> _copies(4, 4, 2, odd_only=False)
     (0, 0, 0, 1)
-    >>> _assign_copies(9, [True, True, False, False], odd_only=True)  # x[1] and x[3] use the copy of x[5]
+    >>> _copies(9, 4, 2, odd_only=True)  # x[1] and x[3] use the copy of x[5]
     (0, 3, 1, 3, 2, 3, 4, 5, 6)
     """
-    per_layer = n // len(shared) if shared else 1
-    kept = [i for i in range(n) if i not in absent and (i // per_layer >= sum(shared) or odd_only and i % 2 == 0)]
-    common = next((copy for copy, i in enumerate(kept) if i % 2 or not odd_only), len(kept))
-    own = {i: copy for copy, i in enumerate(kept)}
-    return tuple(-1 if i in absent else own.get(i, common) for i in range(n))
+    shared = dropped * (n // layers) + odd_only if dropped else 0  # the first entry with a copy that others use
+    users = [shared if i < shared and (i % 2 or not odd_only) else i for i in range(n)]
+    copies = {entry: copy for copy, entry in enumerate(sorted({*users}))}
+    return tuple(copies[entry] for entry in users)
 
 
 @dataclasses.dataclass
@@ -254,6 +230,6 @@ def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str
         b = buffers[name]
         if b.copy_of is None:
             return view(b, 0)
-        return [view(b, copy) if copy >= 0 else None for copy in b.copy_of]
+        return [view(b, copy) for copy in b.copy_of]
 
     return table(**{field.name: views(field.name) for field in dataclasses.fields(table)})

@@ -43,10 +43,10 @@ class Recompute:
     block: bool
 
     @classmethod
-    def at(cls, level: str, fp8_mlp: bool = False) -> "Recompute":
-        """Return what a level computes again; with GELU's output in fp8, its input is not kept to compute it from."""
+    def at(cls, level: str, fp8: bool = False) -> "Recompute":
+        """Return what a level computes again; in fp8 GELU's output is kept, and its input is not."""
         block, parts = level == "block", level.split("+")
-        return cls(gelu="gelu" in parts and not fp8_mlp, ln="ln" in parts or block, qkv="qkv" in parts, block=block)
+        return cls(gelu="gelu" in parts and not fp8, ln="ln" in parts or block, qkv="qkv" in parts, block=block)
 
 
 def layer_levels(recompute: str, L: int) -> list[str]:
@@ -131,16 +131,16 @@ class Acts:
     """
 
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
-    ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln", only="bf16 qkv mlp")
+    ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln", only="bf16")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     rstd:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     qkv:     Tensors = buf("L | R 3*C",  "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
     lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of row sums
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     # before and after GELU
-    fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block", only="bf16 mlp")
+    fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block", only="bf16")
     fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu", again="block",
-                           only="bf16 mlp")
+                           only="bf16")
     lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final layernorm, that of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
     p:       Tensor  = buf("Rp Vp",      "act", "head",             "head")  # exp(logit - target logit)
@@ -151,8 +151,8 @@ class Acts:
     dx:      Tensors = buf("S | R C",    "act", "head..block_bwd",  "backward",    one_copy=True)  # gradient at x[i]
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
-    dfch:    Tensors = buf("L | R 4*C",  "act", "block_bwd",        "backward",    only="bf16 mlp", one_copy=True)
-    dqkv:    Tensors = buf("L | R 3*C",  "act", "block_bwd",        "backward",    only="bf16 qkv", one_copy=True,
+    dfch:    Tensors = buf("L | R 4*C",  "act", "block_bwd",        "backward",    only="bf16", one_copy=True)
+    dqkv:    Tensors = buf("L | R 3*C",  "act", "block_bwd",        "backward",    only="bf16", one_copy=True,
                            within="dfch")
     delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")  # rowsum(dout * out) of attention
     scratch: Tensor  = buf("W",          "f32", "head..update",     "scratch")  # partial sums of one launch

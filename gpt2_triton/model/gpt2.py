@@ -59,9 +59,8 @@ class GPT2:
             self.shape = StepShape(gpus=1, micro_batch=batch, accumulation=1, zero=0)
         self.B, self.T = self.shape.micro_batch, config.train.seq_len
         self.plan, self.dims = plan_memory(config, K, self.B, self.T, training, dtypes, sequences, self.shape)
-        self.fp8 = config.fp8_operations if training else []
-        levels = recompute_levels(config, training)
-        self.recompute = [Recompute.at(level, "mlp" in fp8) for level, fp8 in zip(levels, config.fp8_operations)]
+        self.has_fp8 = self.dims["A"] > 0
+        self.recompute = [Recompute.at(level, self.has_fp8) for level in recompute_levels(config, training)]
         self.calibrated = False  # whether the scales of fp8 tensors are those of a step, a checkpoint or `calibrate`
         if self.plan.total > free_bytes(device):
             raise out_of_memory(self.plan, config, K, self.shape, device, training)
@@ -81,28 +80,24 @@ class GPT2:
         self.comm = make_communicator(group, K, self.state, self.dims, arenas)
         self._graphs = GraphCache()
         self._views: dict[tuple[int, int, bool], ModelView] = {}
-        self.train_view = self._make_view(self.B, self.T, self.fp8, record=True)
+        self.train_view = self._make_view(self.B, self.T, self.has_fp8, record=True)
         has_stats = self.state.act_stats is not None
-        self.stats_recorder = StatsRecorder(K, self.state, self.dims, self.fp8) if has_stats else None
+        self.stats_recorder = StatsRecorder(K, self.state, self.dims) if has_stats else None
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
         self._with_stats = False  # whether the step in progress takes statistics
-
-    @property
-    def has_fp8(self) -> bool:
-        return any(self.fp8)
 
     def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
         """Return the schedule's view for B sequences of T tokens; B*T is at most the plan's.  It is for use between
         steps: without `fp8` it is all in train.dtype, with it the operands that are in fp8 have the scales of the step.
         """
         if (B, T, fp8) not in self._views:
-            self._views[B, T, fp8] = self._make_view(B, T, self.fp8 if fp8 else [])
+            self._views[B, T, fp8] = self._make_view(B, T, fp8 and self.has_fp8)
         return self._views[B, T, fp8]
 
-    def _make_view(self, B: int, T: int, fp8: list[frozenset[str]], record: bool = False) -> ModelView:
-        plan, dims = self.plan if any(fp8) else self.plan.between or self.plan, self.dims | dict(B=B, T=T, R=B * T)
+    def _make_view(self, B: int, T: int, fp8: bool, record: bool = False) -> ModelView:
+        plan, dims = self.plan if fp8 else self.plan.between or self.plan, self.dims | dict(B=B, T=T, R=B * T)
         state, optim = self.state, self.config.optim
         return make_view(
             plan, self.arena, dims, state, self.recompute, optim, self.comm, self.rank, self.K, fp8, record
@@ -192,7 +187,7 @@ class GPT2:
         s, view = self.state, self.train_view
         s.step_in.copy_(torch.from_numpy(step_in))
         s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # roll_scales: applied
-        fp8.guess_scales(s, self.fp8, float(step_in[self.K.step_io.LOSS_SCALE.value]))
+        fp8.guess_scales(s, self.dims, float(step_in[self.K.step_io.LOSS_SCALE.value]))
         for _ in range(2):
             fp8.clear(s.history)
             fp8.clear(s.amax)
@@ -317,12 +312,12 @@ class GPT2:
         """Return, for a checkpoint's state.json, (flat index, elements) of each slice; empty for a single rank."""
         return state_io.shard_spans(self.dims, self.rank)
 
-    def load(self, tensors: dict[str, Tensor], saved: dict[str, Any] | None = None) -> None:
+    def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill the buffers from a checkpoint's complete tensors; an fp8 run without all of its scales there needs
-        `calibrate`.  `saved` is the checkpoint's configuration, by default the present one.
+        `calibrate`.
         """
         fp8.clear(self.state.amax)
-        tensors = fp8.carry_scales(tensors, fp8.operations_of(saved) if saved else self.fp8, self.fp8)
+        tensors = fp8.select_scales(tensors, self.dims["A"])
         self.calibrated = "history" in tensors and bool(tensors["history"].numpy().any())
         state_io.load(self.state, self.dims, self.rank, tensors)
 

@@ -22,7 +22,7 @@ from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.buffers import WINDOW, Acts, Decoding, State, layer_levels, param_entries, tracked_activations
-from gpt2_triton.model.fp8 import Fp8Buffers, scales
+from gpt2_triton.model.fp8 import Fp8Buffers, formats, scale_count
 from gpt2_triton.model.sharding import flat_buffer_sizes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -61,7 +61,7 @@ def dimensions(
         shape = shape or StepShape.of(config)
         d["ranks"], d["zero"] = shape.gpus, shape.zero
     d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
-    d["A"] = len(scales(config.fp8_operations)) if training else 0
+    d["A"] = scale_count(d["L"], config.train.precision, config.fp8.keep_bf16) if training else 0
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:
         d["Sa"], d["Sp"], d["P"] = len(tracked_activations(d)), len(list(param_entries(d))), K.stats_parts()
@@ -82,14 +82,14 @@ def plan_memory(
     dims = dimensions(config, K, B, T, training, sequences, shape)
     dtypes = FIXED_DTYPES | (dtypes or dict(act=DTYPES[config.train.dtype]))
     dtypes["v"] = dtypes["f32"] if config.optim.v == "fp32" else DTYPES[config.optim.v]
-    levels, fp8 = recompute_levels(config, training), config.fp8_operations if training else ()
+    levels = recompute_levels(config, training)
     buffers = [
         b
-        for table in (State, Acts, *([Fp8Buffers] if any(fp8) else []), Decoding)
-        for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS, fp8)
+        for table in (State, Acts, *([Fp8Buffers] if dims["A"] else []), Decoding)
+        for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS, formats(dims))
     ]
     plan = place_buffers(buffers)
-    if any(fp8):
+    if dims["A"]:
         plan.between = _plan_between_steps(plan, dims, dtypes)
         plan.total = max(plan.total, plan.between.total)
     return plan, dims

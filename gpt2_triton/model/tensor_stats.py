@@ -15,7 +15,7 @@ updates, its shard or at ZeRO-0 all of them.  The host combines the ranks' parti
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,12 +47,11 @@ Record = dict[str, dict[str, dict[str, list[Any]]]]  # kind -> tensor -> column 
 class StatsRecorder:
     """The kernel package as the schedule of a step with statistics sees it; `wrap` sets the package to launch from."""
 
-    def __init__(self, K: Any, state: State, dims: dict[str, int], fp8: Sequence[Set[str]] = ()):
-        """fp8: the operations of each layer that are in fp8; empty: none."""
+    def __init__(self, K: Any, state: State, dims: dict[str, int]):
         has_fp8 = state.fp8_stats is not None
         self.buffers = (state.act_stats, state.par_stats, *([state.fp8_stats] if has_fp8 else []))
         self._writers = WRITERS | ({"matmul_gelu": (0, "fcg")} if has_fp8 else {})
-        self._scale, self._amax, self._fp8_scales = state.scale, state.amax, scales(fp8)
+        self._scale, self._amax, self._fp8_scales = state.scale, state.amax, scales(dims)
         self._fp8_names = [name for name, _ in self._fp8_scales]
         self._fp8_elements = [0] * dims["A"]
         for buffer in self.buffers:

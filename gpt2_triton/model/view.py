@@ -1,7 +1,7 @@
 """The schedule's view of a model: the buffers cut for one batch shape, and the constants of the run."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from gpt2_triton.model import muon, sharding
 from gpt2_triton.model.arena import MemoryPlan, carve
 from gpt2_triton.model.buffers import Acts, Params, Recompute, State, param_views
 from gpt2_triton.model.communicator import Communicator
-from gpt2_triton.model.fp8 import Fp8Buffers, cast_again, place_operands
+from gpt2_triton.model.fp8 import Fp8Buffers, place_operands
 
 
 class UpdateSpan(NamedTuple):
@@ -66,11 +66,11 @@ class ModelView:
 
 def make_view(
     plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], optim: OptimConfig,
-    comm: Communicator, rank: int, K: Any = None, fp8: Sequence[Set[str]] = (), record: bool = False,
+    comm: Communicator, rank: int, K: Any, fp8: bool, record: bool = False,
 ) -> ModelView:  # fmt: skip
     """Return the view for dims["B"] sequences of dims["T"] tokens, which may be fewer than the plan's.
 
-    fp8      the operations of each layer whose operands are K.Fp8; empty: none
+    fp8      whether operands of products are K.Fp8
     record   whether the kernels record the maxima of fp8 tensors, as in training
     """
     d = dims | dict(Rc=min(dims["Rc"], dims["R"]))
@@ -78,13 +78,14 @@ def make_view(
     g = param_views(state.grads, d, sharding.grad_offsets(d)) if training else None
     w, a = param_views(state.params, d, starts), carve(Acts, plan.buffers, arena, d)
     weights: list[list[Any]] = [[]] * (d["L"] + 1)
-    again = weights[:-1]
-    if any(fp8):
-        weights = place_operands(K, w, a, carve(Fp8Buffers, plan.buffers, arena, d), state, fp8, record)
-        again = [cast_again(a.att[l], weights[l], recompute[l]) for l in range(d["L"])]
+    again: list[list[Any]] = [[]] * d["L"]
+    if fp8:
+        weights = place_operands(K, w, a, carve(Fp8Buffers, plan.buffers, arena, d), state, d, record)
+        for l, redo in enumerate(recompute):  # where rows are not kept; at level block attention writes its own again
+            again[l] = [*weights[l], *([] if redo.block else [a.att[l]])] if redo.ln else []
     biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []
     return ModelView(
-        w=w, g=g, a=a, s=state, fp8=any(fp8), fp8_weights=weights, fp8_again=again,
+        w=w, g=g, a=a, s=state, fp8=fp8, fp8_weights=weights, fp8_again=again,
         **_batch_parts(state.batch, d), branch_bias_grads=[None, *biases],
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,

@@ -34,8 +34,8 @@ def restore_model(
     directory = run_dir / "checkpoints"
     if not _restore_from_host(target, model, checkpointer, control):
         target = control.from_rank0(lambda: _newest_intact(directory, target))
-        saved, tensors = load_checkpoint(step_path(directory, target))
-        model.load(tensors, saved["config"])
+        _, tensors = load_checkpoint(step_path(directory, target))
+        model.load(tensors)
     control.all_gather(None)  # delete nothing while another rank still looks for a checkpoint
     try:
         control.from_rank0(lambda: discard_after(directory, target))

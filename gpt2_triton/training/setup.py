@@ -164,7 +164,7 @@ def build_model(
         assert start.config
         expected = fp8.without_scales(model.checkpoint_spec()) | fp8.saved_spec(start.config)
         resume.check_tensors(start.checkpoint, start.tensors, expected)
-    model.load(start.tensors, start.config)
+    model.load(start.tensors)
     return model
 
 
@@ -204,7 +204,8 @@ def open_log(
     sequences = data.train.windows.n
     epochs = t.steps * config.total_batch_tokens / t.seq_len / sequences
     seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"
-    in_fp8 = [f"fp8: {fp8.describe(model.fp8)}"] if t.precision == "fp8" else []
+    logits = "" if config.fp8.keep_bf16 == "head" else " and the logits"
+    in_fp8 = [f"fp8: products of all layers{logits}"] if model.has_fp8 else []
     for note in (*start.notes, *in_fp8, f"run directory {run_dir}", f"{size}{each} on {where}", seen):
         log.info(note)
     return log

@@ -58,7 +58,7 @@ def test_nothing_allocates_after_the_first_step():
     require_no_allocation(fp8_model(accumulation=2))
 
 
-@pytest.mark.parametrize("keep", ["", "head", "mlp", "qkv, attproj:1"])
+@pytest.mark.parametrize("keep", ["", "head"])
 def test_gradients_point_where_those_of_float64_do(keep):
     """FP8 rounds an operand by 2.7%; a product's gradients have two of them, and those of the layers below."""
     model = fp8_model(keep=keep)
