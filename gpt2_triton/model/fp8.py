@@ -25,6 +25,7 @@ HEAD_SCALES = ("lnf", "wte")
 WEIGHTS = ("qkvw", "attprojw", "fcw", "fcprojw")
 HISTORY = 16  # steps in a row of State.history
 # datt and dfcg are the scales of dx where the backward pass of attproj and of fcproj reads it
+PLACES = dict(ln1=("ln", 2, 0), ln2=("ln", 2, 1), datt=("dx", 2, 1), dfcg=("dx", 2, 2))  # field, entries a layer, first
 
 
 # fmt: off
@@ -68,6 +69,12 @@ def scales(dims: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return (tensor, layer) of each scale, in the order of State.scale."""
     layers = [(name, l) for l in range(dims["L"]) for name in SCALES]
     return [*layers, *((name, dims["L"]) for name in HEAD_SCALES)][: dims["A"]]
+
+
+def place(name: str, layer: int) -> tuple[str, int]:
+    """Return the field of Acts or Params, and the entry of it, that has the scale of this name and layer."""
+    field, per_layer, first = PLACES.get(name, (name, 1, 0))
+    return field, per_layer * layer + first
 
 
 def formats(dims: Mapping[str, int]) -> set[str]:

@@ -26,7 +26,7 @@ from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.memory_plan import free_bytes, out_of_memory, plan_memory, recompute_levels
 from gpt2_triton.model.step import STEPS, InFlightStep
-from gpt2_triton.model.tensor_stats import StatsRecorder
+from gpt2_triton.model.tensor_stats import Observer, StatsRecorder
 from gpt2_triton.model.view import ModelView, make_view
 
 
@@ -82,7 +82,7 @@ class GPT2:
         self._views: dict[tuple[int, int, bool], ModelView] = {}
         self.train_view = self._make_view(self.B, self.T, self.has_fp8, record=True)
         has_stats = self.state.act_stats is not None
-        self.stats_recorder = StatsRecorder(K, self.state, self.dims) if has_stats else None
+        self.stats_recorder = StatsRecorder(K, self.train_view, self.dims) if has_stats else None
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
@@ -165,11 +165,16 @@ class GPT2:
         else:
             self._graphs(function, *args)
 
-    def _kernels(self, with_stats: bool, acc: bool) -> Any:
-        return self.stats_recorder.wrap(self.K, acc) if self.stats_recorder and with_stats else self.K
+    def _observe(self, with_stats: bool, acc: bool = False) -> None:
+        """Have the launches that follow observed, or not."""
+        self.train_view.observe = Observer()
+        if with_stats and self.stats_recorder:
+            self.train_view.observe = self.stats_recorder
+            self.stats_recorder.begin(acc)
 
     def _forward_backward(self, acc: bool, with_stats: bool, last: bool) -> None:
-        K, view = self._kernels(with_stats, acc), self.train_view
+        K, view = self.K, self.train_view
+        self._observe(with_stats, acc)
         view.comm.begin_micro_step(not acc, last)
         schedule.embed(K, view)
         schedule.block(K, view, acc)
@@ -178,7 +183,8 @@ class GPT2:
         view.comm.end_micro_step()
 
     def _update(self, with_stats: bool) -> None:
-        schedule.update(self._kernels(with_stats, False), self.train_view)
+        self._observe(with_stats)
+        schedule.update(self.K, self.train_view)
 
     def calibrate(self, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
         """Set the scales of fp8 tensors by two passes over a step's packed micro-batches, the first with guessed

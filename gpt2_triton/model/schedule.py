@@ -6,6 +6,8 @@ With train.precision fp8 the operands of products are kernels/fp8.py's Fp8, whic
 `acc` is False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
 m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
 its gradients are complete.  On one rank it does nothing (communicator.py).
+m.observe takes statistics of tensors that have just been written, named as in m.a and m.w, and of updates that are
+about to be made.  In most steps it does nothing (tensor_stats.py).
 """
 
 from typing import Any
@@ -16,6 +18,7 @@ NOT_A_LAYER = -1  # m.comm's number for everything outside the layers' matrices:
 def embed(K: Any, m: Any) -> None:
     # x[0] = wte[ids] + wpe
     K.embedding_fwd(m.a.x[0], m.ids, m.w.wte, m.w.wpe)
+    m.observe.tensors(x=0)
 
 
 def layer(K: Any, m: Any, l: int) -> None:
@@ -26,9 +29,16 @@ def layer(K: Any, m: Any, l: int) -> None:
     K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
     K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
     K.matmul_add(a.x[i + 1], a.x[i], a.att[l], w.attprojw[l], w.attprojb[l])
+    m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
     # fcg = gelu(fch), fch = fc(ln[i+1])
     K.layernorm_fwd(a.ln[i + 1], a.mean[i + 1], a.rstd[i + 1], a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1])
     K.matmul_gelu(a.fcg[l], a.fch[l], a.ln[i + 1], w.fcw[l], w.fcb[l])
+    m.observe.tensors(ln=i + 1, fch=l, fcg=l)
+
+
+def cast(K: Any, operands: list[Any]) -> None:
+    for x8 in operands:
+        K.cast_operand(x8, x8.value)
 
 
 def block(K: Any, m: Any, acc: bool = False) -> None:
@@ -36,16 +46,18 @@ def block(K: Any, m: Any, acc: bool = False) -> None:
     for l in range(m.L):
         m.comm.wait_params(l)
         if not acc or m.recompute[0].ln:  # else those of the first micro-step are still there
-            for w8 in m.fp8_weights[l]:
-                K.cast_operand(w8, w8.value)
+            cast(K, m.fp8_weights[l])
+            m.observe.tensors(qkvw=l, attprojw=l, fcw=l, fcprojw=l)
         layer(K, m, l)
         # x[i+2] = x[i+1] + fcproj(fcg)
         K.matmul_add(a.x[2 * l + 2], a.x[2 * l + 1], a.fcg[l], w.fcprojw[l], w.fcprojb[l])
+        m.observe.tensors(x=2 * l + 2)
 
 
 def final_norm(K: Any, m: Any) -> None:
     w, a, i = m.w, m.a, 2 * m.L
     K.layernorm_fwd(a.lnf, a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
+    m.observe.tensors(lnf=m.L)
 
 
 def head(K: Any, m: Any, acc: bool) -> None:
@@ -58,8 +70,9 @@ def head(K: Any, m: Any, acc: bool) -> None:
     """
     w, g, a, i = m.w, m.g, m.a, 2 * m.L
     final_norm(K, m)
-    for w8 in m.fp8_weights[m.L] if not acc else []:
-        K.cast_operand(w8, w8.value)
+    if not acc:
+        cast(K, m.fp8_weights[m.L])
+    m.observe.tensors(wte=m.L)
     K.classifier_target(a.zt, a.lnf, w.wte, m.targets)
     for r in m.head_chunks():
         n = r.stop - r.start
@@ -72,14 +85,14 @@ def head(K: Any, m: Any, acc: bool) -> None:
     K.layernorm_bwd(
         a.dx[i], g.lnw[i], g.lnb[i], m.branch_bias_grads[i], None, a.scratch, a.dln, *norm, acc, add_dx=False
     )
+    m.observe.tensors(dx=i)
 
 
 def head_loss(K: Any, m: Any) -> None:
     """losses = cross entropy of each token, without what a backward pass would need."""
     a = m.a
     final_norm(K, m)
-    for w8 in m.fp8_weights[m.L]:
-        K.cast_operand(w8, w8.value)
+    cast(K, m.fp8_weights[m.L])
     K.classifier_target(a.zt, a.lnf, m.w.wte, m.targets)
     for r in m.head_chunks():
         K.classifier_fwd(None, a.scratch, a.lnf[r], m.w.wte, a.zt[r], m.targets[r], m.V)
@@ -123,8 +136,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]
-        for x8 in m.fp8_again[l]:
-            K.cast_operand(x8, x8.value)
+        cast(K, m.fp8_again[l])
         if redo.block:
             layer(K, m, l)
         # through fcproj, GELU, fc and the norm of x[i+1]; recomputed, gelu(fch) overwrites fch
@@ -139,6 +151,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         K.layernorm_bwd(
             a.dx[i + 1], g.lnw[i + 1], g.lnb[i + 1], m.branch_bias_grads[i + 1], ln, a.scratch, a.dln, *norm, acc
         )
+        m.observe.tensors(dfch=l, dx=i + 1)
         K.matmul_dw(g.fcw[l], a.scratch, a.dfch[l], a.ln[i + 1], acc_layer)
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, a.dx[i + 1], w.attprojw[l])
@@ -151,6 +164,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         ln = a.ln[i] if redo.ln and not redo.qkv else None
         norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
         K.layernorm_bwd(a.dx[i], g.lnw[i], g.lnb[i], m.branch_bias_grads[i], ln, a.scratch, a.dln, *norm, acc)
+        m.observe.tensors(dqkv=l, dx=i)
         if l == 0:  # before the last product, which hides the transfer of wte's gradient, the largest of all
             embed_bwd(K, m, acc)
         K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv[l], a.ln[i], acc_layer)
@@ -186,6 +200,7 @@ def update(K: Any, m: Any) -> None:
         roll_scales(K, m)
     for p in m.updates:
         if len(p.w):  # with many ranks the last ones own no part of a small bucket
+            m.observe.adamw(p)
             K.adamw(
                 p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, p.lr_factor, *m.betas_eps
             )
@@ -213,4 +228,5 @@ def update_matrices(K: Any, m: Any) -> None:
     m.comm.deliver_matrices(m.matrices)
     for c in m.matrices:
         if c.x.numel():  # with many ranks some own no part of a class
+            m.observe.muon(c)
             K.muon_update(c.w, c.low, c.x, stats, s.step_in, s.step_key, c.first, c.distance, c.decay, c.scale)

@@ -1,8 +1,7 @@
 """Statistics of the tensors of a step: rms, largest absolute value and non-finite elements, layer by layer.
 
-A step with statistics runs the same schedule with a `StatsRecorder` in place of the kernel package.  It launches what
-the package launches and, directly after the launch that writes one of the tensors below, a kernel that reads it.  So
-each buffer is read before another one overwrites its bytes, and no byte of the training changes.
+The schedule tells m.observe what it has written.  In a step with statistics that is a StatsRecorder, which launches a
+kernel that reads each tensor before another one overwrites its bytes; no byte of the training changes.
 
 x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in buffers.py; in an fp8 run fcg[l], not fch[l]
 dx[i]                          the gradient of the loss at x[i], times the loss scale
@@ -15,7 +14,7 @@ updates, its shard or at ZeRO-0 all of them.  The host combines the ranks' parti
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,17 +22,9 @@ from torch import Tensor
 
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.model.arena import eval_shape
-from gpt2_triton.model.buffers import Acts, Params, State, param_entries, tracked_activations
-from gpt2_triton.model.fp8 import HEAD_SCALES, clear, scales
+from gpt2_triton.model.buffers import Acts, Params, param_entries, tracked_activations
+from gpt2_triton.model.fp8 import HEAD_SCALES, clear, place, scales
 
-WRITERS = {  # launcher: the output, by position in its contract, that it writes, and the output's name in the records
-    "embedding_fwd": (0, "x"),
-    "matmul": (0, "qkv"),
-    "attention_fwd": (0, "att"),
-    "matmul_add": (0, "x"),
-    "matmul_gelu": (1, "fch"),
-    "layernorm_bwd": (0, "dx"),
-}
 FORWARD = ("x", "qkv", "att", "fch")
 WEIGHTS = {field.name for field in dataclasses.fields(Params)}
 MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]
@@ -44,19 +35,33 @@ PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio
 Record = dict[str, dict[str, dict[str, list[Any]]]]  # kind -> tensor -> column -> a number for each point or layer
 
 
-class StatsRecorder:
-    """The kernel package as the schedule of a step with statistics sees it; `wrap` sets the package to launch from."""
+class Observer:
+    """Takes no statistics.  Its methods are those that the schedule calls."""
 
-    def __init__(self, K: Any, state: State, dims: dict[str, int]):
-        has_fp8 = state.fp8_stats is not None
-        self.buffers = (state.act_stats, state.par_stats, *([state.fp8_stats] if has_fp8 else []))
-        self._writers = WRITERS | ({"matmul_gelu": (0, "fcg")} if has_fp8 else {})
-        self._scale, self._amax, self._fp8_scales = state.scale, state.amax, scales(dims)
-        self._fp8_names = [name for name, _ in self._fp8_scales]
-        self._fp8_elements = [0] * dims["A"]
+    def tensors(self, **entries: int) -> None:
+        """Look at tensors that have just been written: their names in Acts or Params, and their indices there."""
+
+    def adamw(self, span: Any) -> None:
+        """Look at an UpdateSpan before its update."""
+
+    def muon(self, matrices: Any) -> None:
+        """Look at a MatrixClass before its update."""
+
+
+class StatsRecorder(Observer):
+    """Launches the kernels that take statistics, in the micro-steps that `begin` announces."""
+
+    def __init__(self, K: Any, view: Any, dims: dict[str, int]):
+        """view: the ModelView of training."""
+        self._K, self._view, self._scales = K, view, scales(dims)
+        s = view.s
+        self.buffers = (s.act_stats, s.par_stats, *([s.fp8_stats] if self._scales else []))
         for buffer in self.buffers:
             K.fill(buffer, 0.0)
         self._tracked = tracked_activations(dims)
+        places = [place(*scale) for scale in self._scales]
+        self._act_slots, self._fp8_slots = ({entry: n for n, entry in enumerate(e)} for e in (self._tracked, places))
+        self._fp8_elements = [self._tensor(*entry).rows.numel() for entry in places]
         shapes = {field.name: field.metadata["spec"].shape for field in dataclasses.fields(Acts)}
         self._elements = [math.prod(eval_shape(shapes[name], dims)) for name, _ in self._tracked]
         self._sharded = dims["zero"] > 0  # each rank updates its shard of the parameters, not all of them
@@ -64,65 +69,43 @@ class StatsRecorder:
         rows = ((e, dims["V"] if e.name == "wte" else e.shape[0]) for e in self._entries)
         self._spans = [(e.offset, e.offset + n * math.prod(e.shape[1:])) for e, n in rows]
 
-    def wrap(self, K: Any, acc: bool) -> "StatsRecorder":
-        """Begin a micro-step with launches from K; if `acc`, its statistics are combined with the previous ones."""
-        self._K, self._acc = K, acc
-        slots: dict[str, list[int]] = {}
-        for slot, (name, _) in enumerate(self._tracked):
-            slots.setdefault(name, []).append(slot)
-        self._matrix_grads: dict[int, Tensor] = {}
-        self._fp8_seen: set[int] = set()  # what the backward pass computes again is counted once
-        slots["dx"].reverse()  # the backward pass begins with the last point of the residual stream
-        self._next_slot = {name: iter(order) for name, order in slots.items()}
-        return self
+    def begin(self, acc: bool) -> None:
+        """Begin a micro-step; if `acc`, its statistics are combined with the previous ones."""
+        self._acc, self._seen = acc, set[tuple[str, int]]()
 
-    def __getattr__(self, launcher: str) -> Callable[..., None]:
-        launch = getattr(self._K, launcher)
+    def _tensor(self, name: str, i: int) -> Any:
+        found = getattr(self._view.w if name in WEIGHTS else self._view.a, name)
+        return found[i] if isinstance(found, list) else found
 
-        def launch_and_record(*args: Any, **keywords: Any) -> None:
-            if launcher == "adamw":
-                self._parameters(*args)
-            elif launcher == "muon_momentum":
-                self._matrix_grads[args[0].data_ptr()] = args[2]  # those of the matrices that muon_update will name
-            elif launcher == "muon_update":
-                self._matrices(*args)
-            launch(*args, **keywords)
-            for output in args[: getattr(launch, "outputs", 0)] if len(self.buffers) > 2 else ():
-                if hasattr(output, "rows"):
-                    self._fp8(output)
-            if launcher in self._writers:
-                position, name = self._writers[launcher]
-                slot = next(self._next_slot[name], None)  # None: recomputed in the backward pass, already recorded
-                if slot is not None:
-                    self._K.tensor_stats(self.buffers[0][slot], args[position], self._acc)
+    def tensors(self, **entries: int) -> None:
+        for entry in entries.items():
+            if entry in self._seen:  # computed again in the backward pass
+                continue
+            self._seen.add(entry)
+            if entry in self._act_slots:
+                self._K.tensor_stats(self.buffers[0][self._act_slots[entry]], self._tensor(*entry), self._acc)
+            counted = self._acc and entry[0] in WEIGHTS  # in the first micro-step, if they are cast in each
+            if entry in self._fp8_slots and not counted:
+                self._K.fp8_stats(self.buffers[2][self._fp8_slots[entry]], self._tensor(*entry), self._acc)
 
-        return launch_and_record
+    def adamw(self, span: Any) -> None:
+        s, p = self._view.s, span
+        for out, r in self._parts(p.first, len(p.w)):
+            parts = p.w[r], p.m[r], p.v[r], p.g[r], s.step_out[:4], s.step_in
+            self._K.parameter_stats(out, *parts, p.decay, p.lr_factor, *self._view.betas_eps)
 
-    def _fp8(self, operand: Any) -> None:
-        slot = (operand.scale.data_ptr() - self._scale.data_ptr()) // operand.scale.itemsize
-        counted = self._acc and self._fp8_names[slot] in WEIGHTS  # in the first micro-step, if it is cast in each
-        if slot not in self._fp8_seen and not counted:
-            self._K.fp8_stats(self.buffers[2][slot], operand, self._acc)
-            self._fp8_elements[slot] = operand.rows.numel()
-            self._fp8_seen.add(slot)
+    def muon(self, matrices: Any) -> None:
+        s, c = self._view.s, matrices
+        for l in range(len(c.w)):
+            for out, r in self._parts(c.first + l * c.distance, c.w.shape[1]):
+                self._K.muon_stats(out, c.w[l, r], c.x[l, r], c.g[l, r], s.step_out[:4], s.step_in, c.decay, c.scale)
 
-    def _parameters(self, w: Tensor, m: Tensor, v: Tensor, low: Any, g: Tensor, step_out: Tensor, step_in: Tensor,
-                    step_key: Any, first: int, decay: float, lr_factor: float, *betas_eps: float) -> None:  # fmt: skip
+    def _parts(self, first: int, n: int) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the row of par_stats and the slice of each parameter among n elements from flat index `first` on."""
         for out, (start, stop) in zip(self.buffers[1], self._spans, strict=True):
-            r = slice(max(start, first) - first, min(stop, first + w.numel()) - first)
+            r = slice(max(start, first) - first, min(stop, first + n) - first)
             if r.start < r.stop:
-                self._K.parameter_stats(out, w[r], m[r], v[r], g[r], step_out, step_in, decay, lr_factor, *betas_eps)
-
-    def _matrices(self, w: Tensor, low: Any, x: Tensor, step_out: Tensor, step_in: Tensor, step_key: Any, first: int,
-                  distance: int, decay: float, scale: float) -> None:  # fmt: skip
-        g, n = self._matrix_grads[x.data_ptr()], w.shape[1]
-        for layer in range(len(w)):
-            at = first + layer * distance
-            for out, (start, stop) in zip(self.buffers[1], self._spans, strict=True):
-                r = slice(max(start, at) - at, min(stop, at + n) - at)
-                if r.start < r.stop:
-                    parts = w[layer, r], x[layer, r], g[layer, r]
-                    self._K.muon_stats(out, *parts, step_out, step_in, decay, scale)
+                yield out, r
 
     def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Record:
         """Return the record of a step from host copies of `buffers`; the first alone gives activations only.  All ranks
@@ -143,11 +126,9 @@ class StatsRecorder:
             _append(record["parameters"], [e.name for e in self._entries], dict(zip(PARAMETER, columns, strict=True)))
         if len(partials) > 2:
             counts = np.sum([parts[2] for parts in found], axis=0)
-            names = self._fp8_names
+            names = [name for name, _ in self._scales]
             passes = [1 if name in WEIGHTS else micro_steps for name in names]
-            elements = np.array(self._fp8_elements) * passes * len(found)
-            # NaN, null in the record, for tensors that stay in bf16
-            shares = np.where(elements > 0, counts.T / np.maximum(elements, 1), math.nan)
+            shares = counts.T / (np.array(self._fp8_elements) * passes * len(found))
             _append(record.setdefault("fp8", {}), names, dict(zip(FP8, shares, strict=True)))
         return record
 
@@ -156,12 +137,12 @@ class StatsRecorder:
         is none, the fp8 tensor of the lowest layer whose amax is not finite, or "".  Clears amax.  All ranks call it.
         """
         found = first_non_finite(self.read([self.buffers[0].cpu()], micro_steps, control))
-        if not self._fp8_scales:
+        if not self._scales:
             return found
-        bits = control.all_gather(self._amax.cpu().numpy().max(1).tolist())
+        bits = control.all_gather(self._view.s.amax.cpu().numpy().max(1).tolist())
         amax = np.max(np.array(bits, np.int32), axis=0).view(np.float32)
-        clear(self._amax)
-        bad = (fp8_name(*scale) for scale, most in zip(self._fp8_scales, amax, strict=True) if not np.isfinite(most))
+        clear(self._view.s.amax)
+        bad = (fp8_name(*scale) for scale, most in zip(self._scales, amax, strict=True) if not np.isfinite(most))
         return found or next((f"{name} (before it is rounded to e4m3)" for name in bad), "")
 
 
@@ -258,7 +239,7 @@ def format_summary(record: Record) -> str:
         parts.append(f"largest {what} {most:.3g} in {where}")
     if "fp8" in record:
         tensors = [(v, fp8_name(n, i)) for n, c in record["fp8"].items() for i, v in enumerate(c["saturated"])]
-        share, where = max((v, where) for v, where in tensors if v is not None)
+        share, where = max(tensors)
         parts.append(f"most saturated fp8 tensor {where}, {share:.2%}" if share else "no fp8 tensor saturated")
     bad = first_non_finite(record)
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))

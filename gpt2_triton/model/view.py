@@ -12,6 +12,7 @@ from gpt2_triton.model.arena import MemoryPlan, carve
 from gpt2_triton.model.buffers import Acts, Params, Recompute, State, param_views
 from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.fp8 import Fp8Buffers, place_operands
+from gpt2_triton.model.tensor_stats import Observer
 
 
 class UpdateSpan(NamedTuple):
@@ -58,6 +59,7 @@ class ModelView:
     fp8_weights: list[list[Any]]  # of each layer, then the head's
     fp8_again: list[list[Any]]  # fp8 operands of each layer that the backward pass casts again
     grads_sharded: bool  # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
+    observe: Observer  # takes statistics in a training step that has them
 
     def head_chunks(self) -> Iterator[slice]:
         for start in range(0, self.R, self.Rc):
@@ -85,7 +87,7 @@ def make_view(
             again[l] = [*weights[l], *([] if redo.block else [a.att[l]])] if redo.ln else []
     biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []
     return ModelView(
-        w=w, g=g, a=a, s=state, fp8=fp8, fp8_weights=weights, fp8_again=again,
+        w=w, g=g, a=a, s=state, observe=Observer(), fp8=fp8, fp8_weights=weights, fp8_again=again,
         **_batch_parts(state.batch, d), branch_bias_grads=[None, *biases],
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
