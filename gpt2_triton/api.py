@@ -252,10 +252,11 @@ class Model:
         how.check("", tokens, seed)
         with _exclusive():
             from gpt2_triton.inference import sample
+            from gpt2_triton.model.compiling import compile_decoding
 
             model = self._open()
             if model.arena.device.type == "cuda" and how not in self._compiled:
-                model.compile_decoding(*how)
+                compile_decoding(model, *how)
                 self._compiled.add(how)
             self._text = sample.stream(model, self._tokenizer(), prompt, tokens, how, seed)
             return self._pieces(self._text)

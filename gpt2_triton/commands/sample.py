@@ -62,11 +62,12 @@ def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference.load import load_for_decoding
     from gpt2_triton.inference.sample import continuations, stream
+    from gpt2_triton.model.compiling import compile_decoding
 
     config, tensors = load_weights(str(source))
     model, tokenizer = load_for_decoding(config, tensors, min(num, batch)), get_tokenizer(config.data.tokenizer)
     if model.arena.device.type == "cuda":
-        model.compile_decoding(*how)
+        compile_decoding(model, *how)
     shown = printable if sys.stdout.isatty() else str
     start = time.perf_counter()
     if num == 1:

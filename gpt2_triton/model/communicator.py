@@ -69,17 +69,6 @@ class Communicator:
         """Release the memory of other ranks."""
 
 
-def make_communicator(
-    group: ProcessGroup | None, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]
-) -> Communicator:
-    """Return this rank's communicator; `arenas` are those of all ranks, empty if it cannot read them."""
-    from gpt2_triton.model.peer_copies import PeerCopyCommunicator  # which extends a class of this module
-
-    if group is None or group.size == 1:
-        return Communicator()
-    return PeerCopyCommunicator(group, K, state, dims, arenas) if arenas else NcclCommunicator(group, K, state, dims)
-
-
 def send_schedule(n_layer: int, zero: int, last: bool, send_from: int) -> dict[int, list[int]]:
     """Return the buckets to reduce together, by the layer after whose backward pass they are sent.
 

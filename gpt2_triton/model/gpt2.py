@@ -14,17 +14,18 @@ from torch import Tensor
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import Progress
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ReplicaMismatchError
 from gpt2_triton.model import fp8, schedule, state_io
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.buffers import Decoding, Recompute, State
-from gpt2_triton.model.communicator import Communicator, make_communicator
+from gpt2_triton.model.communicator import Communicator, NcclCommunicator
+from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.memory_plan import free_bytes, out_of_memory, plan_memory, recompute_levels
+from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.step import STEPS, InFlightStep
 from gpt2_triton.model.tensor_stats import Observer, StatsRecorder
 from gpt2_triton.model.view import ModelView, make_view
@@ -77,7 +78,10 @@ class GPT2:
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
         self.rank = group.rank if group else 0
-        self.comm = make_communicator(group, K, self.state, self.dims, arenas)
+        self.comm = Communicator()
+        if group and group.size > 1:
+            ours = group, K, self.state, self.dims
+            self.comm = PeerCopyCommunicator(*ours, arenas) if arenas else NcclCommunicator(*ours)
         self._graphs = GraphCache()
         self._views: dict[tuple[int, int, bool], ModelView] = {}
         self.train_view = self._make_view(self.B, self.T, self.has_fp8, record=True)
@@ -255,41 +259,8 @@ class GPT2:
     # ---- kernels and graphs ----
 
     def compile(self, validated: Iterable[tuple[int, int]] = (), answered: Iterable[tuple[int, int]] = ()) -> Any:
-        """Compile the kernels of a whole run on all cores: make its calls without launching (kernels/precompile.py).
-
-        validated   shapes (B, T) of the batches of validation, which a run in fp8 evaluates in fp8 too.  Kernels are
-                    specialised on B*T and T being multiples of 16 or 32, and B*T selects among some kernels.
-        answered    those of questions, which every run evaluates in bf16
-        """
-        self.train_view.comm = Communicator()
-        try:
-            return self._compile({*validated}, {*answered})
-        finally:
-            self.train_view.comm = self.comm
-
-    def _compile(self, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> Any:
-        with Progress("compiling", None, "kernels") as progress, self.K.compiling(report=progress.show) as compiled:
-            self.initialise(self.config.train.seed)
-            for with_stats in (False, True) if self.stats_recorder else (False,):
-                for acc in (False, True):
-                    self._forward_backward(acc, with_stats, True)
-                self._update(with_stats)
-            self.comm.precompile()
-            for shapes, in_fp8 in ((validated | answered, False), (validated if self.has_fp8 else (), True)):
-                for shape in shapes:
-                    zeros = np.zeros(shape, np.int32)
-                    self.evaluate(zeros, zeros, in_fp8)
-            if (s := self.config.sample).every:
-                self.prefill([0], slice(0, 1))
-                self._decode(s.temperature, s.top_k, 1.0)
-        return compiled
-
-    def compile_decoding(self, temperature: float, top_k: int, top_p: float) -> Any:
-        """Compile the kernels of `prefill` and `decode` in the same way."""
-        with self.K.compiling() as compiled:
-            self.prefill([0], slice(0, 1))
-            self._decode(temperature, top_k, top_p)
-        return compiled
+        """Compile the kernels of a whole run, in which batches of these shapes are evaluated: compiling.py."""
+        return compile_run(self, {*validated}, {*answered})
 
     def release_graphs(self) -> None:
         """Destroy the graphs and close other ranks' memory; to be called before the process group ends.

@@ -154,6 +154,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
     import gpt2_triton.kernels as K
     from gpt2_triton.config.config import Config
     from gpt2_triton.kernels import table_file, tuning
+    from gpt2_triton.model.compiling import compile_decoding
     from gpt2_triton.model.gpt2 import GPT2
 
     device = Device(name)
@@ -179,7 +180,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
 
     def decode(dtype: str, sequences: int) -> None:
         train = {"train": {"dtype": dtype}, "optim": {"master": "none"}}
-        model(train, batch=1, training=False, sequences=sequences).compile_decoding(0.8, 50, 0.9)
+        compile_decoding(model(train, batch=1, training=False, sequences=sequences), 0.8, 50, 0.9)
 
     JITFunction.run, log = run_some, io.StringIO()
     with contextlib.redirect_stdout(log):

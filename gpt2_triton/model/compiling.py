@@ -1,0 +1,48 @@
+"""Compiles the kernels of a run before it begins: makes its calls without launching (kernels/precompile.py)."""
+
+from typing import Any
+
+import numpy as np
+
+from gpt2_triton.console import Progress
+from gpt2_triton.model.communicator import Communicator
+
+
+def compile_run(model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> Any:
+    """Compile the kernels of a training run on all cores; return kernels/precompile.py's Compiled.
+
+    validated   shapes (B, T) of the batches of validation, which a run in fp8 evaluates in fp8 too.  Kernels are
+                specialised on B*T and T being multiples of 16 or 32, and B*T selects among some kernels.
+    answered    those of questions, which every run evaluates in bf16
+    """
+    model.train_view.comm = Communicator()
+    try:
+        with Progress("compiling", None, "kernels") as progress, model.K.compiling(report=progress.show) as compiled:
+            _make_calls(model, validated, answered)
+        return compiled
+    finally:
+        model.train_view.comm = model.comm
+
+
+def _make_calls(model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> None:
+    model.initialise(model.config.train.seed)
+    for with_stats in (False, True) if model.stats_recorder else (False,):
+        for acc in (False, True):
+            model._forward_backward(acc, with_stats, True)
+        model._update(with_stats)
+    model.comm.precompile()
+    for shapes, in_fp8 in ((validated | answered, False), (validated if model.has_fp8 else (), True)):
+        for shape in shapes:
+            zeros = np.zeros(shape, np.int32)
+            model.evaluate(zeros, zeros, in_fp8)
+    if (s := model.config.sample).every:
+        model.prefill([0], slice(0, 1))
+        model._decode(s.temperature, s.top_k, 1.0)
+
+
+def compile_decoding(model: Any, temperature: float, top_k: int, top_p: float) -> Any:
+    """Compile the kernels of `prefill` and `decode` in the same way."""
+    with model.K.compiling() as compiled:
+        model.prefill([0], slice(0, 1))
+        model._decode(temperature, top_k, top_p)
+    return compiled
