@@ -2,7 +2,8 @@
 
 fp8_multiply_partition  two warpgroups multiply tiles of 128 x 256, as two halves of 128 columns: their registers leave
                         room for a kernel of 16 warps
-fp8_activation_partition  four warps read the last tile, in fp16, in slices of 64 x 64, and write e4m3 in both orders
+gelu_partition, dgelu_partition  four warps read the last tile, in fp16, in slices of 64 x 64, and write e4m3 in both
+                        orders
 load_partition, slope_partition  one warp each loads the operands, and the bytes of gelu'
 
 Products are summed in the tensor cores' 14 bits over all of K: adding parts in fp32, as fp8_matmul.py does, would take
@@ -13,6 +14,8 @@ one fp16 addition writes it, and a permutation of bytes and a subtraction read i
 what is written, so that fp16's range is enough; pre beyond it becomes fp16's largest number.  The bytes lie as the
 threads hold them, 16 in a row, slice after slice.
 """
+
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +40,6 @@ from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_N,
     TILE_M,
     TILE_N,
-    Buffer,
     Channel,
     Operands,
     barriers,
@@ -80,6 +82,17 @@ def fp16_pair(x: float) -> str:
     """Return a pair of equal fp16 numbers as a constant of PTX."""
     bits = int(np.float16(x).view(np.uint16))
     return f"0x{bits:04X}{bits:04X}"
+
+
+class Output(NamedTuple):
+    """An fp8 tensor that is written in slices: its two orders, shared memory for two slices of each, scale and amax."""
+
+    rows_desc: Any
+    columns_desc: Any
+    row_bufs: Any
+    column_bufs: Any
+    scale_ptr: Any
+    amax_ptr: Any
 
 
 BYTE_AT = 1024.0  # fp16 numbers from here on are 1 apart, so that the low byte of BYTE_AT + n is n
@@ -198,20 +211,68 @@ def slope_partition(slope_desc, slopes, M, N):
 
 
 @gluon.jit
-def fp8_activation_partition(
-    rows_desc, columns_desc, slope_desc, part_ptr, scale_ptr, amax_ptr, c_slices, r_bufs, t_bufs, slopes, c, M, N,
-    DGELU: gl.constexpr,
-):  # fmt: skip
-    """Store each tile's gelu and bytes of gelu', or its product with gelu' and the sums of that product's columns to
-    part[tile_m]; at the end, record the largest absolute value.  That of the product leaves out NaN and is at most
-    fp16's largest number; the sums are then not finite, so that the step is skipped.
+def put(out, s, q):
+    """Write a slice to shared memory in both orders, once an earlier slice has left the same buffers."""
+    out.row_bufs.index(s % 2).store(q)
+    out.column_bufs.index(s % 2).permute((1, 0)).store(pairs(q))
+
+
+@gluon.jit
+def send(out, s, row, col):
+    """Begin to store the slice that `put` has written."""
+    tma_store(out.rows_desc, [row, col], out.row_bufs.index(s % 2))
+    tma_store(out.columns_desc, [col, row // 2], out.column_bufs.index(s % 2))
+
+
+@gluon.jit
+def record(out, largest):
+    if out.amax_ptr is not None:
+        gl.atomic_max(out.amax_ptr + gl.program_id(0) % CELLS, largest.to(gl.int32, bitcast=True), sem="relaxed")
+
+
+@gluon.jit
+def largest_of(top):
+    return gl.max(gl.max(top, 1), 0).to(gl.float32)
+
+
+@gluon.jit
+def gelu_partition(out, slope_desc, slope_bufs, c_slices, c, M, N):
+    """Store each tile's gelu and bytes of gelu'; at the end, record the largest |gelu|."""
+    half_scale = gl.full([SIDE, SIDE], 1.0, gl.float16, SLICE_LAYOUT) * gl.load(out.scale_ptr).to(gl.float16)
+    top = gl.zeros([SIDE, SIDE], gl.float16, SLICE_LAYOUT)
+    turn = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
+        mbarrier.wait(c.full, turn & 1)
+        for s in range(SLICES):
+            x = c_slices.index(s).load(SLICE_LAYOUT)
+            row = m + s % DOWN * SIDE
+            col = n + s // DOWN * SIDE
+            q, d = gl.inline_asm_elementwise(
+                GELU_ASM, "=r,=r,r,r,r,r", [x, half_scale], dtype=(gl.float8e4nv, gl.uint8), is_pure=True, pack=4
+            )
+            top = gl.maximum(top, x)
+            tma.store_wait(3)
+            put(out, s, q)
+            slope_bufs.index(s % 2).store(to_bytes(d))
+            fence_async_shared()
+            send(out, s, row, col)
+            tma_store(slope_desc, [(tile * SLICES + s) * 32, 0], slope_bufs.index(s % 2))
+        mbarrier.arrive(c.empty, count=1)
+        turn += 1
+    record(out, gl.maximum(gelu(largest_of(top)), LOWEST))  # gelu grows with x where it is above that
+    tma.store_wait(0)
+
+
+@gluon.jit
+def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
+    """Store each tile's product with gelu', and the sums of its columns to part[tile_m]; at the end, record the largest
+    |product|.  That leaves out NaN and is at most fp16's largest number; the sums are then not finite, so that the step
+    is skipped.
     """
     cols = gl.arange(0, SIDE, layout=gl.SliceLayout(0, SLICE_LAYOUT))
-    scale = gl.load(scale_ptr)
-    if DGELU:
-        sums = sums_of_thread(gl.zeros([SIDE, SIDE], gl.float32, SLICE_LAYOUT))
-    else:
-        half_scale = gl.full([SIDE, SIDE], 1.0, gl.float16, SLICE_LAYOUT) * scale.to(gl.float16)
+    scale = gl.load(out.scale_ptr)
+    sums = sums_of_thread(gl.zeros([SIDE, SIDE], gl.float32, SLICE_LAYOUT))
     top = gl.zeros([SIDE, SIDE], gl.float16, SLICE_LAYOUT)
     turn = 0
     step = 0
@@ -222,49 +283,29 @@ def fp8_activation_partition(
             x = c_slices.index(s).load(SLICE_LAYOUT)
             row = m + s % DOWN * SIDE
             col = n + s // DOWN * SIDE
-            if DGELU:
-                slot = step % RING
-                wait_full(slopes.full, step, RING)
-                d = gl.convert_layout(
-                    from_bytes(slopes.buf.index(slot).load(BYTES_LAYOUT)), SLICE_LAYOUT, assert_trivial=True
-                )
-                mbarrier.arrive(slopes.empty.index(slot), count=1)
-                q, v = gl.inline_asm_elementwise(
-                    DGELU_ASM, "=r,=r,=r,r,r,r", [x, d], dtype=(gl.float8e4nv, gl.float16), is_pure=True, pack=4
-                )
-                top = gl.maximum(top, gl.maximum(v, -v))
-                sums += sums_of_thread(v.to(gl.float32))
-                tma.store_wait(2)
-            else:
-                q, d = gl.inline_asm_elementwise(
-                    GELU_ASM, "=r,=r,r,r,r,r", [x, half_scale], dtype=(gl.float8e4nv, gl.uint8), is_pure=True, pack=4
-                )
-                top = gl.maximum(top, x)
-                tma.store_wait(3)
-            r_bufs.index(s % 2).store(q)
-            t_bufs.index(s % 2).permute((1, 0)).store(pairs(q))
-            if not DGELU:
-                slopes.buf.index(s % 2).store(to_bytes(d))
+            slot = step % RING
+            wait_full(slopes.full, step, RING)
+            d = gl.convert_layout(
+                from_bytes(slopes.buf.index(slot).load(BYTES_LAYOUT)), SLICE_LAYOUT, assert_trivial=True
+            )
+            mbarrier.arrive(slopes.empty.index(slot), count=1)
+            q, v = gl.inline_asm_elementwise(
+                DGELU_ASM, "=r,=r,=r,r,r,r", [x, d], dtype=(gl.float8e4nv, gl.float16), is_pure=True, pack=4
+            )
+            top = gl.maximum(top, gl.maximum(v, -v))
+            sums += sums_of_thread(v.to(gl.float32))
+            tma.store_wait(2)
+            put(out, s, q)
             fence_async_shared()
-            tma_store(rows_desc, [row, col], r_bufs.index(s % 2))
-            tma_store(columns_desc, [col, row // 2], t_bufs.index(s % 2))
-            if not DGELU:
-                tma_store(slope_desc, [(tile * SLICES + s) * 32, 0], slopes.buf.index(s % 2))
-            if DGELU:
-                if s % DOWN == DOWN - 1:
-                    total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), gl.SliceLayout(0, SLICE_LAYOUT))
-                    gl.store(part_ptr + m // BLOCK_M * N + col + cols, total / scale)
-                    sums = gl.zeros_like(sums)
+            send(out, s, row, col)
+            if s % DOWN == DOWN - 1:
+                total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), gl.SliceLayout(0, SLICE_LAYOUT))
+                gl.store(part_ptr + m // BLOCK_M * N + col + cols, total / scale)
+                sums = gl.zeros_like(sums)
             step += 1
         mbarrier.arrive(c.empty, count=1)
         turn += 1
-    if amax_ptr is not None:
-        largest = gl.max(gl.max(top, 1), 0).to(gl.float32)
-        if DGELU:
-            largest = gl.minimum(largest, FP16_MAX) / scale
-        else:
-            largest = gl.maximum(gelu(largest), LOWEST)  # gelu grows with x where it is above that
-        gl.atomic_max(amax_ptr + gl.program_id(0) % CELLS, largest.to(gl.int32, bitcast=True), sem="relaxed")
+    record(out, gl.minimum(largest_of(top), FP16_MAX) / scale)
     tma.store_wait(0)
 
 
@@ -282,22 +323,21 @@ def _fp8_gelu_kernel(
     t_bufs = gl.allocate_shared_memory(gl.int16, [2, SIDE, SIDE // 2], columns_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
     c = channel(c_halves, True)
+    out = Output(rows_desc, columns_desc, r_bufs, t_bufs, scale_ptr, amax_ptr)
     slope_bufs = gl.allocate_shared_memory(gl.uint8, [RING if DGELU else 2, 32, 128], slope_desc.layout)
-    slopes = Channel(slope_bufs, barriers(RING), barriers(RING)) if DGELU else Buffer(slope_bufs)
     # fmt: off
     if DGELU:
+        slopes = Channel(slope_bufs, barriers(RING), barriers(RING))
         gl.warp_specialize([
             (fp8_multiply_partition, (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, True)),
-            (fp8_activation_partition, (rows_desc, columns_desc, slope_desc, part_ptr, scale_ptr, amax_ptr, c_slices,
-                                        r_bufs, t_bufs, slopes, c, M, N, True)),
+            (dgelu_partition, (out, part_ptr, slopes, c_slices, c, M, N)),
             (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
             (slope_partition, (slope_desc, slopes, M, N)),
         ], [WARPS, 1, 1], [104, 24, 24])
     else:
         gl.warp_specialize([
             (fp8_multiply_partition, (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, False)),
-            (fp8_activation_partition, (rows_desc, columns_desc, slope_desc, part_ptr, scale_ptr, amax_ptr, c_slices,
-                                        r_bufs, t_bufs, slopes, c, M, N, False)),
+            (gelu_partition, (out, slope_desc, slope_bufs, c_slices, c, M, N)),
             (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
         ], [WARPS, 1], [120, 24])
     # fmt: on
