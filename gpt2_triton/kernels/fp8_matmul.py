@@ -19,7 +19,6 @@ that write and read them.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
@@ -27,9 +26,8 @@ from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise
 from gpt2_triton.kernels.fp8 import Fp8, block, stored, transpose
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
-from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_dw
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.tiles import TileSplit, describe, halves, split_item, tile_position
+from gpt2_triton.kernels.tiles import describe, halves, tile_position
 from gpt2_triton.kernels.tuning import programs, tuned
 
 
@@ -82,40 +80,6 @@ def _fp8_matmul_kernel(
         n += BLOCK_N // 2
         _finish(right, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr,
                 part_ptr, M, N, EPILOGUE)  # fmt: skip
-
-
-@triton.jit
-def _fp8_matmul_dw_kernel(
-    out_desc, part_desc, dout_desc, inp_desc, dout_scale_ptr, inp_scale_ptr, N, K, whole_tiles, k_parts, steps,
-    part_steps, ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """Write tiles [0, whole_tiles) of out[N, K] (+)= dout[N, R] @ inp[K, R].T / scales; partial sums of the others to
-    part[k_part][tile].
-    """
-    tiles_n = tl.cdiv(N, BLOCK_M)
-    tiles_k = tl.cdiv(K, BLOCK_N)
-    split_tiles = tiles_n * tiles_k - whole_tiles
-    unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))
-    for item in tl.range(tl.program_id(0), whole_tiles + split_tiles * k_parts, tl.num_programs(0)):
-        slot = item - whole_tiles  # negative for a whole tile
-        tile, first, count, _ = split_item(item, whole_tiles, split_tiles, steps, part_steps)
-        tile_n, tile_k = tile_position(tile, tiles_n, tiles_k, GROUP_M)
-        n = tile_n * BLOCK_M
-        k = tile_k * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(first, first + count):
-            acc = dot(dout_desc.load([n, step * BLOCK_K]), inp_desc.load([k, step * BLOCK_K]).T, acc)
-        left, right = halves(acc * unscale)
-        if slot >= 0:
-            part_desc.store([slot * BLOCK_M, 0], left)
-            part_desc.store([slot * BLOCK_M, BLOCK_N // 2], right)
-        else:
-            if ACC:
-                left += out_desc.load([n, k])
-                right += out_desc.load([n, k + BLOCK_N // 2])
-            out_desc.store([n, k], left)
-            out_desc.store([n, k + BLOCK_N // 2], right)
 
 
 @triton.jit
@@ -194,21 +158,9 @@ def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:
     )
 
 
-def matmul_dw(
-    dw: Tensor, scratch: Tensor, dout: Fp8, inp: Fp8, split: TileSplit, acc: bool, row: dict[str, int]
-) -> None:
-    """Write dw (+)= dout.T @ inp for the whole tiles, and the partial sums of the others to scratch."""
+def columns(dout: Fp8, inp: Fp8) -> tuple[Tensor, Tensor]:
+    """Return what dW's product reads: both operands transposed, [N, R] and [K, R], written now if not with the rows."""
     for operand in (dout, inp):
         if not operand.transposed:
             transpose(operand.columns, operand.rows, pairs=True)
-    if hopper.takes("matmul_dw", *dw.shape, "fp8"):
-        return hopper_dw.matmul_dw(dw, scratch, dout.columns, dout.scale, inp.columns, inp.scale, split, acc)
-    (N, K), block_m, block_n, block_k = dw.shape, split.rows, split.columns, row["BLOCK_K"]
-    row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
-    part_shape = [max(1, split.split_tiles * split.k_parts) * block_m, block_n]
-    part_desc = TensorDescriptor(scratch, part_shape, [block_n, 1], [block_m, block_n // 2])
-    _fp8_matmul_dw_kernel[(programs(split.items),)](
-        describe(dw, block_m, block_n // 2), part_desc, describe(dout.columns, block_m, block_k),
-        describe(inp.columns, block_n, block_k), dout.scale, inp.scale, N, K, split.whole_tiles, split.k_parts,
-        split.steps, split.part_steps, ACC=acc, **row,
-    )  # fmt: skip
+    return dout.columns, inp.columns

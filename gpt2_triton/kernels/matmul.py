@@ -30,6 +30,7 @@ from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import dgelu, dot, gelu
 from gpt2_triton.kernels.fp8 import Fp8, Operand
+from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_fp8_matmul_dw
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
@@ -109,10 +110,15 @@ def _matmul_kernel(
 
 @triton.jit
 def _matmul_dw_kernel(
-    out_desc, part_desc, dout_desc, inp_desc, N, K, whole_tiles, k_parts, steps, part_steps, ACC: tl.constexpr,
+    out_desc, part_desc, dout_desc, inp_desc, dout_scale_ptr, inp_scale_ptr, N, K, whole_tiles, k_parts, steps,
+    part_steps, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write tiles [0, whole_tiles) of out[N, K] (+)= dout.T @ inp; partial sums of the others to part[k_part][tile]."""
+    """Write tiles [0, whole_tiles) of out[N, K] (+)= dout.T @ inp; partial sums of the others to part[k_part][tile].
+    Operands with scales are fp8, stored as [N, R] and [K, R].
+    """
+    if dout_scale_ptr is not None:
+        unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
     split_tiles = tiles_n * tiles_k - whole_tiles
@@ -125,7 +131,12 @@ def _matmul_dw_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(first, first + count):
             r = step * BLOCK_K
-            acc = dot(dout_desc.load([r, n]).T, inp_desc.load([r, k]), acc)
+            if dout_scale_ptr is not None:
+                acc = dot(dout_desc.load([n, r]), inp_desc.load([k, r]).T, acc)
+            else:
+                acc = dot(dout_desc.load([r, n]).T, inp_desc.load([r, k]), acc)
+        if dout_scale_ptr is not None:
+            acc *= unscale
         left, right = halves(acc)
         if slot >= 0:
             part_desc.store([slot * BLOCK_M, 0], left)
@@ -252,15 +263,21 @@ def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
 def matmul_dw(dw: Tensor, scratch: Tensor, dout: Operand, inp: Operand, acc: bool) -> None:
     """Write dw (+)= dout.T @ inp, in fp32."""
     (N, K), R = dw.shape, dout.shape[0]
-    row = _dw_row(N, K, R, "fp8" if isinstance(dout, Fp8) else dtype_name(dout))
+    dtype, operands, scales = "fp8", (dout, inp), (None, None)
+    if isinstance(dout, Fp8) and isinstance(inp, Fp8):
+        operands, scales = fp8_matmul.columns(dout, inp), (dout.scale, inp.scale)
+    else:
+        dtype = dtype_name(dout)
+    row = _dw_row(N, K, R, dtype)
     split = split_tiles(N, K, R, row)
     assert scratch.numel() >= split.scratch, f"matmul_dw: scratch holds {scratch.numel()}, needs {split.scratch}"
-    if isinstance(dout, Fp8):
-        fp8_matmul.matmul_dw(dw, scratch, dout, inp, split, acc, row)
-    elif hopper.takes("matmul_dw", N, K, dtype_name(dout)):
-        hopper_matmul_dw.matmul_dw(dw, scratch, dout, inp, split, acc)
+    kernel = hopper.takes("matmul_dw", N, K, dtype)
+    if kernel and dtype == "fp8":
+        hopper_fp8_matmul_dw.matmul_dw(dw, scratch, *operands, *scales, split, acc)
+    elif kernel:
+        hopper_matmul_dw.matmul_dw(dw, scratch, *operands, split, acc)
     else:
-        _launch_dw(dw, scratch, dout, inp, split, acc, row)
+        _launch_dw(dw, scratch, *operands, *scales, split, acc, row)
     if split.split_tiles:
         rows = split.rows if INTERPRET else 8
         _add_dw_partials_kernel[(split.split_tiles * split.rows // rows,)](
@@ -270,16 +287,20 @@ def matmul_dw(dw: Tensor, scratch: Tensor, dout: Operand, inp: Operand, acc: boo
 
 
 def _launch_dw(
-    dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, split: TileSplit, acc: bool, row: dict[str, int]
-) -> None:
+    dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, dout_scale: Tensor | None, inp_scale: Tensor | None,
+    split: TileSplit, acc: bool, row: dict[str, int],
+) -> None:  # fmt: skip
     (N, K), block_m, block_n, block_k = dw.shape, split.rows, split.columns, row["BLOCK_K"]
     row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
     part_shape = [max(1, split.split_tiles * split.k_parts) * block_m, block_n]
     part_desc = TensorDescriptor(scratch, part_shape, [block_n, 1], [block_m, block_n // 2])
+    if dout_scale is None:
+        dout_desc, inp_desc = describe(dout, block_k, block_m), describe(inp, block_k, block_n)
+    else:
+        dout_desc, inp_desc = describe(dout, block_m, block_k), describe(inp, block_n, block_k)
     _matmul_dw_kernel[(programs(split.items),)](
-        describe(dw, block_m, block_n // 2), part_desc, describe(dout, block_k, block_m),
-        describe(inp, block_k, block_n), N, K, split.whole_tiles, split.k_parts, split.steps, split.part_steps,
-        ACC=acc, **row,
+        describe(dw, block_m, block_n // 2), part_desc, dout_desc, inp_desc, dout_scale, inp_scale, N, K,
+        split.whole_tiles, split.k_parts, split.steps, split.part_steps, ACC=acc, **row,
     )  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def test_fp8_matmul_dw_matches_float64(rng, N, K, R, wave, seed):
     dw, scratch = poisoned(N, K), poisoned(max(1, split.scratch))
     for acc in (False, True):
         with simulated(fp8_matmul_dw, seed):
-            fp8_matmul_dw.matmul_dw(dw, scratch, dout, dout_scale, inp, inp_scale, split, acc)
+            fp8_matmul_dw.matmul_dw(dw, scratch, dout, inp, dout_scale, inp_scale, split, acc)
         if split.split_tiles:
             tiles = split.split_tiles * split.rows // 8
             mm._add_dw_partials_kernel[(tiles,)](

@@ -82,7 +82,7 @@ def _fp8_dw_kernel(
 
 
 def matmul_dw(
-    dw: Tensor, scratch: Tensor, dout: Tensor, dout_scale: Tensor, inp: Tensor, inp_scale: Tensor, split: TileSplit,
+    dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, dout_scale: Tensor, inp_scale: Tensor, split: TileSplit,
     acc: bool,
 ) -> None:  # fmt: skip
     """Write dw (+)= dout[N, R] @ inp[K, R].T / scales for the whole tiles, and the partial sums of the others to
