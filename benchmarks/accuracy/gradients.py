@@ -35,6 +35,7 @@ from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels.tuning import INTERPRET
+from gpt2_triton.model.fp8 import calibrate
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
 
@@ -80,7 +81,7 @@ def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple
     scale = 1.0 / config.total_batch_tokens
     packed = [pack_batch(None, w[:, :-1], w[:, 1:], config.model.vocab_size) for w in batches]
     if model.has_fp8:
-        model.calibrate(packed, step_inputs(0, config, scale))
+        calibrate(model, packed, step_inputs(0, config, scale))
     model.begin_step(step_inputs(0, config, scale), 0, config.train.seed)
     for i, batch in enumerate(packed):
         model.micro_step(batch, first=i == 0)

@@ -17,6 +17,7 @@ from benchmarks.speed.sizes import SIZES, Work, tokens_of
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.fp8 import calibrate
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -47,7 +48,7 @@ def run_steps(
 def calibrated(model: GPT2, packed: torch.Tensor) -> GPT2:
     """Give a model in fp8 its first scales."""
     if model.has_fp8:
-        model.calibrate([packed], step_inputs(0, model.config, 1.0 / model.config.total_batch_tokens))
+        calibrate(model, [packed], step_inputs(0, model.config, 1.0 / model.config.total_batch_tokens))
     return model
 
 

@@ -32,11 +32,13 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def exp_relative(z, factor, zt, counted):
-    """Return exp relative to the target's, 2^(factor * z - zt), at most 2^108, where `counted`; else 0."""
+def exp_relative_tile(z, factor, zt, target, j, V):
+    """Return p of a tile of logits z: exp relative to the target's, 2^(factor * z - zt), at most 2^108; 0 at the target
+    and in the padding.  zt and target belong to the tile's rows, j are its columns.
+    """
     # a NaN must stay one: a plain minimum would turn it into 2^108, and a broken run into a finite loss
-    exponent = tl.minimum(z * factor - zt, _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(counted, tl.exp2(exponent), 0.0)
+    exponent = tl.minimum(z * factor - zt[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where((j < V)[None, :] & (j[None, :] != target[:, None]), tl.exp2(exponent), 0.0)
 
 
 # GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415):
@@ -108,14 +110,6 @@ def decayed_update(w, update, lr, decay):
 def adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps):
     """Return what AdamW subtracts from w, given the new m and v."""
     return decayed_update(w, m * m_correction / (tl.sqrt(v * v_correction) + eps), lr, decay)
-
-
-@triton.jit
-def exp_relative_tile(z, factor, zt, target, j, V):
-    """Return p of a tile of logits z: exp relative to the target's logit, 0 at the target and in the padding.  zt and
-    target belong to the tile's rows, j are its columns.
-    """
-    return exp_relative(z, factor, zt[:, None], (j < V)[None, :] & (j[None, :] != target[:, None]))
 
 
 @triton.jit

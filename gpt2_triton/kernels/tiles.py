@@ -37,15 +37,6 @@ def halves(tile):
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
-@triton.jit
-def quarters(tile):
-    """Return the four quarters of a tile's columns, from left to right."""
-    left, right = halves(tile)
-    first, second = halves(left)
-    third, fourth = halves(right)
-    return first, second, third, fourth
-
-
 class TileSplit(NamedTuple):
     """The items into which dW is divided: `whole_tiles` of `steps` steps each, then `split_tiles`, each in
     `k_parts` of `part_steps` steps.  A tile is `rows` x `columns` of dW: BLOCK_M x BLOCK_N or, where fewer tiles cover

@@ -8,7 +8,7 @@ A scale belongs to one tensor of one layer.  State.scale has the SCALES of each 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.arena import buf
 from gpt2_triton.model.buffers import Acts, Params, State, Tensors
+from gpt2_triton.model.schedule import roll_scales
 
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
 HEAD_SCALES = ("lnf", "wte")
@@ -123,6 +124,24 @@ def clear(row: Tensor | None) -> None:
     """Set a row of State, of 4 bytes an element, to 0 if there is one."""
     if row is not None:
         row.copy_(torch.from_numpy(np.zeros(row.shape, np.int32)).view(row.dtype))
+
+
+def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
+    """Set a GPT2's scales by two passes over a step's packed micro-batches, the first with guessed scales; nothing else
+    remains of the passes.  All ranks call it, before the first step that has no scales.
+    """
+    s = model.state
+    s.step_in.copy_(torch.from_numpy(step_in))
+    s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # roll_scales: applied
+    guess_scales(s, model.dims, float(step_in[model.K.step_io.LOSS_SCALE.value]))
+    for _ in range(2):
+        clear(s.history)
+        clear(s.amax)
+        for n, packed in enumerate(batches):
+            s.batch.copy_(packed)
+            model._forward_backward(n > 0, False, False)
+        roll_scales(model.K, model.train_view)
+    model.calibrated = True
 
 
 def guess_scales(state: State, dims: Mapping[str, int], loss_scale: float) -> None:

@@ -62,7 +62,7 @@ class GPT2:
         self.plan, self.dims = plan_memory(config, K, self.B, self.T, training, dtypes, sequences, self.shape)
         self.has_fp8 = self.dims["A"] > 0
         self.recompute = [Recompute.at(level, self.has_fp8) for level in recompute_levels(config, training)]
-        self.calibrated = False  # whether the scales of fp8 tensors are those of a step, a checkpoint or `calibrate`
+        self.calibrated = False  # whether the scales of fp8 tensors are those of a step, a checkpoint or fp8.calibrate
         if self.plan.total > free_bytes(device):
             raise out_of_memory(self.plan, config, K, self.shape, device, training)
         try:
@@ -190,23 +190,6 @@ class GPT2:
         self._observe(with_stats)
         schedule.update(self.K, self.train_view)
 
-    def calibrate(self, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
-        """Set the scales of fp8 tensors by two passes over a step's packed micro-batches, the first with guessed
-        scales; nothing else remains of them.  All ranks call it, before the first step that has no scales.
-        """
-        s, view = self.state, self.train_view
-        s.step_in.copy_(torch.from_numpy(step_in))
-        s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # roll_scales: applied
-        fp8.guess_scales(s, self.dims, float(step_in[self.K.step_io.LOSS_SCALE.value]))
-        for _ in range(2):
-            fp8.clear(s.history)
-            fp8.clear(s.amax)
-            for n, packed in enumerate(batches):
-                s.batch.copy_(packed)
-                self._forward_backward(n > 0, False, False)
-            schedule.roll_scales(self.K, view)
-        self.calibrated = True
-
     # ---- evaluation and decoding, between steps ----
 
     def evaluate(self, ids: np.ndarray, targets: np.ndarray, fp8: bool = False) -> Tensor:
@@ -291,7 +274,7 @@ class GPT2:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill the buffers from a checkpoint's complete tensors; an fp8 run without all of its scales there needs
-        `calibrate`.
+        fp8.calibrate.
         """
         fp8.clear(self.state.amax)
         tensors = fp8.select_scales(tensors, self.dims["A"])

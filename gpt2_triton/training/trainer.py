@@ -26,7 +26,7 @@ from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
-from gpt2_triton.model import tensor_stats
+from gpt2_triton.model import fp8, tensor_stats
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
 from gpt2_triton.model.step import StepResult
@@ -279,7 +279,9 @@ class Trainer:
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
                 inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-                self.model.calibrate(recovery.batches_of_step(self.batches, self.state.sample, self.control), inputs)
+                fp8.calibrate(
+                    self.model, recovery.batches_of_step(self.batches, self.state.sample, self.control), inputs
+                )
             self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")
 
     # ---- between steps ----

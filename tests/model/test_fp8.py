@@ -43,7 +43,7 @@ def fp8_model(level="none", keep="none", precision="fp8", **changes):
     model.eager = True
     if model.has_fp8:
         ids, targets = batches(config, 1)[0]
-        model.calibrate([pack_batch(None, ids.numpy(), targets.numpy(), 300)], step_inputs(0, config, 1 / 64))
+        fp8.calibrate(model, [pack_batch(None, ids.numpy(), targets.numpy(), 300)], step_inputs(0, config, 1 / 64))
     return model
 
 

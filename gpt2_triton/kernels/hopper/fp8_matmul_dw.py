@@ -26,8 +26,9 @@ from gpt2_triton.kernels.hopper.pipeline import (
     Operands,
     barriers,
     describe,
+    quarters,
 )
-from gpt2_triton.kernels.tiles import TileSplit, quarters, split_item, tile_corner
+from gpt2_triton.kernels.tiles import TileSplit, split_item, tile_corner
 from gpt2_triton.kernels.tuning import programs
 
 

@@ -24,8 +24,9 @@ from gpt2_triton.kernels.hopper.pipeline import (
     issue_mma,
     load_blocks,
     mma_loop,
+    quarters,
 )
-from gpt2_triton.kernels.tiles import TileSplit, quarters, split_item, tile_corner
+from gpt2_triton.kernels.tiles import TileSplit, split_item, tile_corner
 from gpt2_triton.kernels.tuning import programs
 
 STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in shared memory to be stored

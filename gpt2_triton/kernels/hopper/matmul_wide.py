@@ -29,10 +29,10 @@ from gpt2_triton.kernels.hopper.pipeline import (
     describe,
     issue_mma,
     mma_loop,
+    quarters,
     tiles,
     tma_store,
 )
-from gpt2_triton.kernels.tiles import quarters
 from gpt2_triton.kernels.tuning import programs
 
 WIDTH = gl.constexpr(WIDE_N)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gpt2_triton.kernels.tiles import tile_corner
+from gpt2_triton.kernels.tiles import halves, tile_corner
 
 # newer names, then those of Triton 3.6
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -84,6 +84,15 @@ def tiles(M, N, WIDTH: gl.constexpr):
 def corner(tile, M, N, WIDTH: gl.constexpr):
     """Return the first row and column of a tile of BLOCK_M x WIDTH."""
     return tile_corner(tile, M, N, BLOCK_M, WIDTH, GROUP_M)
+
+
+@gluon.jit
+def quarters(tile):
+    """Return the four quarters of a tile's columns, from left to right."""
+    left, right = halves(tile)
+    first, second = halves(left)
+    third, fourth = halves(right)
+    return first, second, third, fourth
 
 
 @gluon.jit
