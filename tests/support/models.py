@@ -7,8 +7,8 @@ from torch import Tensor
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.model import fp8
 from gpt2_triton.model.arena import Buffer, MemoryPlan
-from gpt2_triton.model.fp8 import calibrate
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support import reference
@@ -69,7 +69,7 @@ def calibrate(model: GPT2) -> GPT2:
         pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size)
         for ids, targets in batches(config, model.shape.accumulation)
     ]
-    calibrate(model, packed, step_inputs(0, config, 1.0 / config.total_batch_tokens))
+    fp8.calibrate(model, packed, step_inputs(0, config, 1.0 / config.total_batch_tokens))
     return model
 
 
