@@ -39,13 +39,14 @@ ROOMS = {
     "__main__": "commands",
 }
 WITHIN = {
-    "kernels.hopper": "kernels.hopper kernels.tiles kernels.device_math kernels.e4m3 kernels.tuning",
+    "kernels.hopper": "kernels.hopper kernels.dw_split kernels.tiles kernels.device_math kernels.e4m3 kernels.tuning",
     "kernels.device_math": "kernels.e4m3 kernels.tuning",
     "kernels.e4m3": "kernels.tuning",
     "kernels.contract": "",
     "kernels.tuning": "device kernels.table_file",
     "kernels.table_file": "device errors",
     "kernels.tiles": "",
+    "kernels.dw_split": "",
     "data.shards": "errors console files",
     "data.loader": "data.shards data.packing errors",
     "data.packing": "",

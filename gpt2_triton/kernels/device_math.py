@@ -36,9 +36,10 @@ def exp_relative_tile(z, factor, zt, target, j, V):
     """Return p of a tile of logits z: exp relative to the target's, 2^(factor * z - zt), at most 2^108; 0 at the target
     and in the padding.  zt and target belong to the tile's rows, j are its columns.
     """
+    counted = (j < V)[None, :] & (j[None, :] != target[:, None])
     # a NaN must stay one: a plain minimum would turn it into 2^108, and a broken run into a finite loss
     exponent = tl.minimum(z * factor - zt[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where((j < V)[None, :] & (j[None, :] != target[:, None]), tl.exp2(exponent), 0.0)
+    return tl.where(counted, tl.exp2(exponent), 0.0)
 
 
 # GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415):

@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import dgelu, dot, gelu
+from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
 from gpt2_triton.kernels.fp8 import Fp8, Operand
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_fp8_matmul_dw
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
@@ -36,15 +37,7 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.tiles import (
-    TileSplit,
-    describe,
-    halves,
-    split_item,
-    split_tiles,
-    tile_corner,
-    tile_position,
-)
+from gpt2_triton.kernels.tiles import describe, halves, split_item, tile_corner, tile_position
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, programs, tuned
 
 
@@ -117,11 +110,11 @@ def _matmul_dw_kernel(
     """Write tiles [0, whole_tiles) of out[N, K] (+)= dout.T @ inp; partial sums of the others to part[k_part][tile].
     Operands with scales are fp8, stored as [N, R] and [K, R].
     """
-    if dout_scale_ptr is not None:
-        unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
     split_tiles = tiles_n * tiles_k - whole_tiles
+    if dout_scale_ptr is not None:
+        unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))
     for item in tl.range(tl.program_id(0), whole_tiles + split_tiles * k_parts, tl.num_programs(0)):
         slot = item - whole_tiles  # negative for a whole tile
         tile, first, count, _ = split_item(item, whole_tiles, split_tiles, steps, part_steps)

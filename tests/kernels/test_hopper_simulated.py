@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.dw_split import split_tiles
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.hopper import cast, fp8_gelu, fp8_matmul, fp8_matmul_dw, pipeline, transpose
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
@@ -14,7 +15,6 @@ from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.table_file import TABLES, read_table
-from gpt2_triton.kernels.tiles import split_tiles
 from tests.support import reference
 from tests.support.gluon_simulator import NAMES, Race, mma_wait, simulated
 from tests.support.helpers import EPS, error, poisoned

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from gpt2_triton.kernels import hopper, tuning
+from gpt2_triton.kernels.dw_split import split_tiles
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.table_file import TABLES, read_table
-from gpt2_triton.kernels.tiles import split_tiles
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference

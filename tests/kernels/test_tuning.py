@@ -12,9 +12,9 @@ from benchmarks.tune.candidates import FIXED
 from gpt2_triton import device
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import table_file, tuning
+from gpt2_triton.kernels.dw_split import split_tiles
 from gpt2_triton.kernels.hopper import attention, pipeline
 from gpt2_triton.kernels.table_file import OPTIONS, TABLES, choose, read_table
-from gpt2_triton.kernels.tiles import split_tiles
 
 FILES = sorted(file.name for file in TABLES.iterdir())
 GPUS = {file.removesuffix(".json"): read_table(TABLES / file) for file in FILES if file != "interpreter.json"}

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gpt2_triton.kernels.dw_split import TileSplit
 from gpt2_triton.kernels.hopper.fp8_matmul import (
     BLOCK_K,
     HALF,
@@ -28,7 +29,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     describe,
     quarters,
 )
-from gpt2_triton.kernels.tiles import TileSplit, split_item, tile_corner
+from gpt2_triton.kernels.tiles import split_item, tile_corner
 from gpt2_triton.kernels.tuning import programs
 
 

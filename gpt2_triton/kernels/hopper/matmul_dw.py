@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gpt2_triton.kernels.dw_split import TileSplit
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
@@ -26,7 +27,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     mma_loop,
     quarters,
 )
-from gpt2_triton.kernels.tiles import TileSplit, split_item, tile_corner
+from gpt2_triton.kernels.tiles import split_item, tile_corner
 from gpt2_triton.kernels.tuning import programs
 
 STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in shared memory to be stored
