@@ -20,43 +20,30 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class BufferSpec:
-    """One row of a table of buffers; dimensions are still symbols.  `buf` explains the fields."""
+    """One row of a table of buffers; dimensions are still symbols."""
 
-    count: str | None  # of a list of buffers; None: a single one
-    shape: str
-    storage: str
-    live: str
+    declared: str  # "R 4*C", or "L | R 4*C" for a list of L buffers
+    storage: str  # "act" (the run's dtype), "v" (optim.v), "f32", "i32", "i16", "e4m3", "u8"
+    live: str  # "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
     kind: str
-    within: str = ""
-    drop: str = ""
-    again: str = ""
-    odd_only: bool = False
-    one_copy: bool = False
-    only: str = ""
+    drop: str = ""  # the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
+    again: str = ""  # the first level at which the backward pass writes that copy again, if not `drop`
+    within: str = ""  # the buffer whose bytes this one shares; their uses never overlap
+    only: str = ""  # the operands that need the buffer: "bf16" of the layers, or "logits" in fp8
+    one_copy: bool = False  # all entries of the list use one copy
+
+    @property
+    def count(self) -> str:
+        return self.declared.rpartition("|")[0].strip()
+
+    @property
+    def shape(self) -> str:
+        return self.declared.rpartition("|")[2].strip()
 
 
-def buf(
-    shape: str, storage: str, live: str, kind: str, drop: str = "", again: str = "", within: str = "", only: str = "",
-    one_copy: bool = False,
-) -> Any:  # fmt: skip
-    """Return a dataclass field that declares a buffer.
-
-    shape    "R 4*C", or "L | R 4*C" for a list of L buffers
-    storage  "act" (the run's dtype), "v" (optim.v), "f32", "i32", "i16", "e4m3", "u8"
-    live     "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
-    drop     the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
-    again    the first level at which the backward pass writes that copy again, if not `drop`
-    within   the buffer whose bytes this one shares; their uses never overlap
-    only     the format of operands that needs the buffer: "bf16", "fp8", or "logits" for the logits' in fp8
-    one_copy all entries of the list use one copy
-    """
-    count, _, each = shape.rpartition("|")
-    drop, _, which = drop.partition(":")
-    spec = BufferSpec(
-        count.strip() or None, each.strip(), storage, live, kind, within, drop, again or drop, which == "odd", one_copy,
-        only,
-    )  # fmt: skip
-    return dataclasses.field(default=None, metadata=dict(spec=spec))
+def buf(*row: Any, **more: Any) -> Any:
+    """Return a dataclass field that declares a buffer; the arguments are BufferSpec's."""
+    return dataclasses.field(default=None, metadata=dict(spec=BufferSpec(*row, **more)))
 
 
 @dataclasses.dataclass
@@ -149,12 +136,13 @@ def resolve_buffers(
         if spec.only and spec.only not in formats:
             continue
         live, copy_of = spec.live, None
-        dropped = sum(depth >= order.index(spec.drop) for depth in depths) if spec.drop else 0
+        level, _, which = spec.drop.partition(":")
+        dropped = sum(depth >= order.index(level) for depth in depths) if level else 0
         if spec.count:
             n = eval_shape(spec.count, dims)[0]
-            copy_of = (0,) * n if spec.one_copy else _copies(n, len(levels), dropped, spec.odd_only)
-        if dropped and dropped == len(levels) and not spec.odd_only:
-            live = "block block_bwd" if depths[0] >= order.index(spec.again) else "block"
+            copy_of = (0,) * n if spec.one_copy else _copies(n, len(levels), dropped, which == "odd")
+        if dropped and dropped == len(levels) and which != "odd":
+            live = "block block_bwd" if depths[0] >= order.index(spec.again or level) else "block"
         out.append(Buffer(field.name, spec, eval_shape(spec.shape, dims), dtypes[spec.storage], live, copy_of))
     return [buffer for buffer in out if buffer.nbytes]
 

@@ -35,17 +35,9 @@ class GPT2:
     """A model in its arena.  After the constructor nothing is allocated on the device."""
 
     def __init__(
-        self,
-        config: Config,
-        K: Any,
-        device: str,
-        *,
-        batch: int | None = None,
-        training: bool = True,
-        sequences: int = 0,
-        dtypes: dict[str, torch.dtype] | None = None,
-        group: ProcessGroup | None = None,
-    ):
+        self, config: Config, K: Any, device: str, *, batch: int | None = None, training: bool = True,
+        sequences: int = 0, dtypes: dict[str, torch.dtype] | None = None, group: ProcessGroup | None = None,
+    ):  # fmt: skip
         """Plan and allocate the arena.
 
         batch       sequences at once of a model that only runs forward; None: the micro-batch of its StepShape
@@ -102,10 +94,8 @@ class GPT2:
 
     def _make_view(self, B: int, T: int, fp8: bool, record: bool = False) -> ModelView:
         plan, dims = self.plan if fp8 else self.plan.between or self.plan, self.dims | dict(B=B, T=T, R=B * T)
-        state, optim = self.state, self.config.optim
-        return make_view(
-            plan, self.arena, dims, state, self.recompute, optim, self.comm, self.rank, self.K, fp8, record
-        )
+        ours = self.state, self.recompute, self.config.optim, self.comm, self.rank, self.K
+        return make_view(plan, self.arena, dims, *ours, fp8, record)
 
     def initialise(self, seed: int) -> None:
         """Set GPT-2's initial weights and zero moments."""

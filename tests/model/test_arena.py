@@ -34,7 +34,7 @@ lives = st.lists(st.one_of(one_phase, spans), min_size=1, max_size=3).map(" ".jo
 
 def buffer(name: str, n: int, live: str, copies: int = 1, within: str = "") -> Buffer:
     """Return a buffer of n float32, or a list of `copies` such buffers."""
-    spec = BufferSpec(None, str(n), "f32", live, "kind", within)
+    spec = BufferSpec(str(n), "f32", live, "kind", within=within)
     return Buffer(name, spec, (n,), torch.float32, live, tuple(range(copies)) if copies > 1 else None)
 
 
