@@ -14,8 +14,6 @@ segments; their sums go to `slots` of scratch, which a second kernel adds in ord
 and one order, and rows without entries are not touched.  The tables have fixed sizes, because launches are replayed
 from a CUDA graph: unused rows have length 0.
 
-A pointer chosen from two, dx and lnf, saves a load; Triton 3.6 compiles none for AMD's GPUs.
-
 order         int32 [2R]    entries, sorted by token
 segments      int32 [Ns,4]  token, first index in order, length, slot in scratch (-1: add to dwte)
 split_tokens  int32 [Nh,4]  token, first slot, number of slots, 0
@@ -66,7 +64,7 @@ def _embedding_bwd_segments_kernel(
         is_target = entry >= R
         r = tl.where(is_target, entry - R, entry).to(tl.int64)
         factor = tl.load(ks_ptr + r, mask=inside & is_target, other=1.0)
-        if is_hip():
+        if is_hip():  # Triton 3.6 compiles no pointer that is chosen from two, which saves a load
             at, from_lnf = (r * C)[:, :, None] + c[None, None, :], is_target[:, :, None]
             mask = inside[:, :, None] & (c < C)[None, None, :]
             lnf = tl.load(lnf_ptr + at, mask=mask & from_lnf, other=0.0)

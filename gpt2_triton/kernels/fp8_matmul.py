@@ -23,7 +23,7 @@ from torch import Tensor
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
 from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise
-from gpt2_triton.kernels.fp8 import Fp8, block, stored, transpose
+from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.reduce import column_sums
@@ -158,9 +158,13 @@ def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:
     )
 
 
-def columns(dout: Fp8, inp: Fp8) -> tuple[Tensor, Tensor]:
-    """Return what dW's product reads: both operands transposed, [N, R] and [K, R], written now if not with the rows."""
+def dw_operands(dout: Operand, inp: Operand) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+    """Return the tensors that dW's product reads and their scales: in fp8 the columns, [N, R] and [K, R], which are
+    written now if they were not with the rows.
+    """
+    if not (isinstance(dout, Fp8) and isinstance(inp, Fp8)):
+        return (full(dout), full(inp)), (None, None)
     for operand in (dout, inp):
         if not operand.transposed:
             transpose(operand.columns, operand.rows, pairs=True)
-    return dout.columns, inp.columns
+    return (dout.columns, inp.columns), (dout.scale, inp.scale)

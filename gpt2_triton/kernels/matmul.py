@@ -256,11 +256,8 @@ def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
 def matmul_dw(dw: Tensor, scratch: Tensor, dout: Operand, inp: Operand, acc: bool) -> None:
     """Write dw (+)= dout.T @ inp, in fp32."""
     (N, K), R = dw.shape, dout.shape[0]
-    dtype, operands, scales = "fp8", (dout, inp), (None, None)
-    if isinstance(dout, Fp8) and isinstance(inp, Fp8):
-        operands, scales = fp8_matmul.columns(dout, inp), (dout.scale, inp.scale)
-    else:
-        dtype = dtype_name(dout)
+    operands, scales = fp8_matmul.dw_operands(dout, inp)
+    dtype = dtype_name(operands[0])
     row = _dw_row(N, K, R, dtype)
     split = split_tiles(N, K, R, row)
     assert scratch.numel() >= split.scratch, f"matmul_dw: scratch holds {scratch.numel()}, needs {split.scratch}"

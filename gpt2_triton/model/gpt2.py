@@ -85,8 +85,8 @@ class GPT2:
         self._with_stats = False  # whether the step in progress takes statistics
 
     def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
-        """Return the schedule's view for B sequences of T tokens; B*T is at most the plan's.  It is for use between
-        steps: without `fp8` it is all in train.dtype, with it the operands that are in fp8 have the scales of the step.
+        """Return the schedule's view for B sequences of T tokens, B*T at most the plan's, for use between steps: all in
+        train.dtype, or with `fp8` in the formats and with the scales of a step.
         """
         if (B, T, fp8) not in self._views:
             self._views[B, T, fp8] = self._make_view(B, T, fp8 and self.has_fp8)
@@ -236,10 +236,8 @@ class GPT2:
         return compile_run(self, {*validated}, {*answered})
 
     def release_graphs(self) -> None:
-        """Destroy the graphs and close other ranks' memory; to be called before the process group ends.
-
-        NCCL waits for graphs that hold its collectives, and CUDA reports an error when a rank ends whose memory another
-        rank still has open.
+        """Destroy the graphs and close other ranks' memory, before the process group ends: NCCL waits for graphs that
+        hold its collectives, and CUDA reports an error if a rank ends while others have its memory open.
         """
         self._graphs.reset()
         self.comm.close()
@@ -263,9 +261,7 @@ class GPT2:
         return state_io.shard_spans(self.dims, self.rank)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill the buffers from a checkpoint's complete tensors; an fp8 run without all of its scales there needs
-        fp8.calibrate.
-        """
+        """Fill the buffers from a checkpoint's complete tensors; in fp8, see `calibrated`."""
         fp8.clear(self.state.amax)
         tensors = fp8.select_scales(tensors, self.dims["A"])
         self.calibrated = "history" in tensors and bool(tensors["history"].numpy().any())
