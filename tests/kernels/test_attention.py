@@ -10,7 +10,7 @@ from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper, table
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned
+from tests.support.helpers import EPS, Guarded, error, poisoned
 
 B, NH = 2, 2
 SEQUENCES = [1, 17, 100, 300, 320]  # one token; less than a block; ragged; two blocks (the interpreter's); hopper's
@@ -131,17 +131,9 @@ def test_attention_is_deterministic(rng, T, HS, dtype):
 @dtypes
 @pytest.mark.parametrize("T,HS", [(17, 80), (300, 64), (320, 64)])
 def test_attention_writes_only_its_outputs(rng, T, HS, dtype):
-    guards = []
-
-    def guarded(*shape, dtype=torch.float32):
-        """Return an output inside a larger buffer of sevens, 4096 elements from each end."""
-        size = torch.Size(shape).numel()
-        buffer = torch.full((4096 + size + 4096,), 7.0, device=DEVICE, dtype=dtype)
-        guards.extend([buffer[:4096], buffer[4096 + size :]])
-        return buffer[4096 : 4096 + size].view(*shape)
-
+    guarded = Guarded()
     run_all(rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype), T, guarded)
-    assert len(guards) == 2 * 6 and all((guard == 7).all() for guard in guards)
+    assert guarded.intact() == 6
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

@@ -14,7 +14,7 @@ from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned
+from tests.support.helpers import EPS, Guarded, error, poisoned
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
 SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]
@@ -267,18 +267,10 @@ def test_results_do_not_depend_on_the_number_of_programs(rng, monkeypatch, dtype
 
 @dtypes
 def test_nothing_is_written_outside_the_outputs(rng, monkeypatch, dtype):
-    guards = []
-
-    def guarded(*shape, dtype=torch.float32):
-        """An output inside a larger buffer of sevens, 64 elements from each end."""
-        size = torch.Size(shape).numel()
-        buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE, dtype=dtype)
-        guards.extend([buffer[:64], buffer[64 + size :]])
-        return buffer[64 : 64 + size].view(*shape)
-
+    guarded = Guarded()
     monkeypatch.setitem(globals(), "poisoned", guarded)
     run_chunk(*draw(rng, 1100, 48, 1100, dtype), 1100)
-    assert len(guards) == 2 * 8 and all((guard == 7).all() for guard in guards)
+    assert guarded.intact() == 8
 
 
 def test_classifier_fwd_refuses_a_scratch_that_is_too_small(rng):

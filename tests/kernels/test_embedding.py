@@ -10,7 +10,7 @@ from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, 
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned
+from tests.support.helpers import EPS, Guarded, error, poisoned
 
 # B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); few tokens, so that all are split
 SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150, 160, 32, 3)]
@@ -119,17 +119,9 @@ def test_embedding_bwd_is_deterministic():
 
 
 def test_embedding_writes_only_its_outputs():
-    guards = []
-
-    def guarded(*shape):
-        """Return an output inside a larger buffer of sevens, 64 elements from each end."""
-        size = torch.Size(shape).numel()
-        buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE)
-        guards.extend([buffer[:64], buffer[64 + size :]])
-        return buffer[64 : 64 + size].view(*shape)
-
+    guarded = Guarded()
     run_bwd(0, 1200, 7, 48, guarded)
-    assert len(guards) == 2 * 3 and all((guard == 7).all() for guard in guards)
+    assert guarded.intact() == 3
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, 
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned
+from tests.support.helpers import EPS, Guarded, error, poisoned
 
 # R, C: one row; ragged; GPT-2's widths, below and above 1024; three blocks of rows for two programs (the interpreter's)
 SHAPES = [(1, 48), (7, 48), (33, 48), (1, 768), (7, 768), (33, 768), (33, 1600), (2100, 48)]
@@ -137,17 +137,9 @@ def test_layernorm_is_deterministic_and_recomputes_equal_bits(R, C, dtype):
 @dtypes
 @pytest.mark.parametrize("R,C", [(33, 48), (2100, 48)])
 def test_layernorm_writes_only_its_outputs(R, C, dtype):
-    guards = []
-
-    def guarded(*shape, dtype=torch.float32):
-        """Return an output inside a larger buffer of sevens, 4096 elements from each end."""
-        size = torch.Size(shape).numel()
-        buffer = torch.full((4096 + size + 4096,), 7.0, device=DEVICE, dtype=dtype)
-        guards.extend([buffer[:4096], buffer[4096 + size :]])
-        return buffer[4096 : 4096 + size].view(*shape)
-
+    guarded = Guarded()
     run_all(R, C, dtype, guarded)
-    assert len(guards) == 2 * 9 and all((guard == 7).all() for guard in guards)
+    assert guarded.intact() == 9
 
 
 @pytest.mark.gpu

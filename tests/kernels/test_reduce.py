@@ -15,7 +15,7 @@ from gpt2_triton.kernels.reduce import (
 )
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import error, poisoned
+from tests.support.helpers import Guarded, error, poisoned
 from tests.support.reference import io
 
 SUMS = 1e-6  # fp32 sums, of which each lane adds a few hundred terms
@@ -145,17 +145,9 @@ def test_reductions_are_deterministic():
 
 
 def test_reductions_write_only_their_outputs():
-    guards = []
-
-    def guarded(*shape):
-        """Return an output inside a larger buffer of sevens, 64 elements from each end."""
-        size = torch.Size(shape).numel()
-        buffer = torch.full((64 + size + 64,), 7.0, device=DEVICE)
-        guards.extend([buffer[:64], buffer[64 + size :]])
-        return buffer[64 : 64 + size].view(*shape)
-
+    guarded = Guarded()
     run_all(guarded)
-    assert len(guards) == 2 * 5 and all((guard == 7).all() for guard in guards)
+    assert guarded.intact() == 5
 
 
 @pytest.mark.gpu

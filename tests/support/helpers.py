@@ -12,6 +12,25 @@ def poisoned(*shape, dtype=torch.float32):
     return torch.full(shape, float("nan"), dtype=torch.float32, device=DEVICE).to(dtype)
 
 
+class Guarded:
+    """Makes outputs, each inside a larger buffer of sevens, 4096 elements from both ends."""
+
+    def __init__(self):
+        self._made = []
+
+    def __call__(self, *shape, dtype=torch.float32):
+        size = torch.Size(shape).numel()
+        buffer = torch.full((4096 + size + 4096,), 7, device=DEVICE, dtype=dtype)
+        self._made.append((buffer, size))
+        return buffer[4096 : 4096 + size].view(*shape)
+
+    def intact(self) -> int:
+        """Return the number of outputs; AssertionError if an element beside one of them was written."""
+        for buffer, size in self._made:
+            assert (buffer[:4096] == 7).all() and (buffer[4096 + size :] == 7).all()
+        return len(self._made)
+
+
 def error(got, want) -> float:
     """Return ||got - want|| / ||want|| in float64; NaN for NaN, so that `error(...) < tol` fails."""
     got, want = got.double(), want.double()
