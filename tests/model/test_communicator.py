@@ -102,26 +102,23 @@ REST = LAYERS + 1  # the bucket of norms and biases; 0 is the embedding's, 1 lay
 NEXT_LAYER = "matmul_dx_dgelu"  # the first launch of a layer's backward pass
 
 
-def test_send_schedule_of_collectives_sends_each_layer_at_once():
-    assert send_schedule(3, 1, last=True, send_from=3) == {2: [3], 1: [2], NOT_A_LAYER: [0, 4], 0: [1]}
-    assert send_schedule(1, 0, last=True, send_from=1) == {NOT_A_LAYER: [0, 2], 0: [1]}
+ZERO_2 = {2: [3], 1: [2], 0: [1]}
 
 
-def test_send_schedule_of_peer_copies_sends_upper_layers_together():
-    assert send_schedule(4, 1, last=True, send_from=1) == {1: [4, 3, 2], NOT_A_LAYER: [0, 5], 0: [1]}
-    assert send_schedule(4, 1, last=True, send_from=0) == {NOT_A_LAYER: [4, 3, 2, 0, 5], 0: [1]}
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-def test_send_schedule_before_the_last_micro_step_is_empty_without_zero_2(zero):
-    assert send_schedule(3, zero, last=False, send_from=3) == {}
-
-
-@pytest.mark.parametrize("send_from", [0, 3])
-def test_send_schedule_of_zero_2_sends_each_layer_alone_in_every_micro_step(send_from):
-    layers = {2: [3], 1: [2], 0: [1]}
-    assert send_schedule(3, 2, last=False, send_from=send_from) == layers
-    assert send_schedule(3, 2, last=True, send_from=send_from) == layers | {NOT_A_LAYER: [0, 4]}
+@pytest.mark.parametrize(
+    "n_layer, zero, last, send_from, sent",
+    [
+        (3, 1, True, 3, {2: [3], 1: [2], NOT_A_LAYER: [0, 4], 0: [1]}),  # collectives: each layer at once
+        (1, 0, True, 1, {NOT_A_LAYER: [0, 2], 0: [1]}),
+        (4, 1, True, 1, {1: [4, 3, 2], NOT_A_LAYER: [0, 5], 0: [1]}),  # peer copies: the upper layers together
+        (4, 1, True, 0, {NOT_A_LAYER: [4, 3, 2, 0, 5], 0: [1]}),
+        *((3, zero, False, 3, {}) for zero in (0, 1)),
+        *((3, 2, False, send_from, ZERO_2) for send_from in (0, 3)),  # each layer alone in every micro-step
+        *((3, 2, True, send_from, ZERO_2 | {NOT_A_LAYER: [0, 4]}) for send_from in (0, 3)),
+    ],
+)
+def test_send_schedule(n_layer, zero, last, send_from, sent):
+    assert send_schedule(n_layer, zero, last, send_from) == sent
 
 
 @pytest.mark.parametrize("n_layer, send_from", [(n, s) for n in (1, 2, 5) for s in (0, 1, n)])
@@ -182,31 +179,24 @@ def test_zero_2_reduces_layers_in_every_micro_step():
     assert barriers == ["embedding_fwd", *twice, "adamw", "adamw"]
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("shared", [True, False])
-def test_precompile_covers_the_launches_of_the_exchange(shared):
-    for zero, micro_steps in ((2, 2), (2, 1), (1, 2)):
-        model = model_of_two(shared, zero, micro_steps)
-        model.compile()
-        compiled = {name for name, _ in model.K.calls}
-        assert not compiled & (EXCHANGES - {"add_partials"})
-        model.K.calls.clear()
-        for micro in range(micro_steps):
-            model._forward_backward(micro > 0, False, micro == micro_steps - 1)
-        launched = {name for name, _ in model.K.calls} - (EXCHANGES - {"add_partials"})
-        assert launched <= compiled and ("add_partials" in launched) == (shared or (zero, micro_steps) == (2, 2))
-
-
-def test_precompile_covers_sums_of_as_many_parts_as_there_are_peers():
-    for shared, zero, micro_steps in ((True, 2, 2), (True, 0, 1), (False, 2, 2)):
-        log = Log(shared, size=3)
+def test_precompile_covers_the_launches_of_the_exchange(shared, size):
+    """Also the sums of as many parts as there are peers."""
+    for zero, micro_steps in ((2, 2), (2, 1), (1, 2), (0, 1)):
+        log = Log(shared, size=size)
         model = model_of(log, zero, micro_steps)
         model.compile()
-        compiled = {parts for parts, _ in log.added}
+        compiled, added = {name for name, _ in log.calls}, {parts for parts, _ in log.added}
+        assert not compiled & (EXCHANGES - {"add_partials"}) and added == {1, size - 1}
+        log.calls.clear()
         log.added.clear()
         for micro in range(micro_steps):
             model._forward_backward(micro > 0, False, micro == micro_steps - 1)
-        launched = {parts for parts, _ in log.added}
-        assert launched <= compiled == {1, 2} and (2 in launched) == shared and (1 in launched) == (zero == 2)
+        launched = {name for name, _ in log.calls} - (EXCHANGES - {"add_partials"})
+        assert launched <= compiled and ("add_partials" in launched) == (shared or (zero, micro_steps) == (2, 2))
+        parts = {parts for parts, _ in log.added}
+        assert parts <= added and (size - 1 in parts) == (shared or size == 2 and "add_partials" in launched)
 
 
 def test_peer_copies_take_rounds_when_buckets_exceed_received(monkeypatch):

@@ -17,7 +17,7 @@ from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.kernels.tensor_stats import muon_stats, parameter_stats, stats_parts, tensor_stats
 from gpt2_triton.model.buffers import param_entries
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, activation_name, first_non_finite, format_summary
+from gpt2_triton.model.tensor_stats import FORWARD, MATRICES, first_non_finite, format_summary
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
 from tests.conftest import DEVICE
@@ -271,16 +271,6 @@ def test_a_gradient_that_is_finite_when_recomputed_is_reported_so(tmp_path, caps
     assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == ["nothing when computed again"]
 
 
-def test_activation_name_gives_the_place_in_words():
-    assert [activation_name("x", i) for i in range(3)] == [
-        "x after the embedding", "x after layer 0's attention", "x after layer 0",
-    ]  # fmt: skip
-    assert (
-        activation_name("dx", 3) == "gradient at x after layer 1's attention"
-        and activation_name("fch", 2) == "fch of layer 2"
-    )
-
-
 def example_record():
     """Return a record of one layer with equal values, except for x after the layer, two updates, and attprojw's
     gradient, which overflows.
@@ -308,6 +298,7 @@ def test_format_summary_names_the_extremes():
         ([], ""),
         ([("wte",)], "gradient of wte (7 elements)"),
         ([("wte",), ("dx", 0)], "gradient at x after the embedding (7 elements)"),
+        ([("dx", 0), ("dx", 1)], "gradient at x after layer 0's attention (7 elements)"),
         ([("dx", 0), ("dx", 2)], "gradient at x after layer 0 (7 elements)"),
         ([("dx", 2), ("x", 2), ("fch", 0)], "fch of layer 0 (7 elements)"),
         ([("fch", 0), ("x", 1), ("att", 0)], "att of layer 0 (7 elements)"),
