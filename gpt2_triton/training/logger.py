@@ -49,26 +49,17 @@ class Logger:
         self._mean_seconds: float | None = None
         peak = device.peak_flops() if config.train.dtype == "bf16" else None  # device.py has the peaks of bf16
         self._mfu_per_tok_s = config.flops_per_token / (peak * gpus) if peak else None
-        self._run_dir, self._about = run_dir, about
+        self._run_dir = run_dir
         try:
-            self._open(resume_step)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._open_files(resume_step)
+            found = read_run(run_dir) if resume_step else {}
+            self._wandb = WandbLogger(run_dir, config, found.get("wandb_id"), about)
+            write_atomic(run_dir / "config.yaml", config.to_yaml().encode())  # others may read it
+            starts = found.get("starts", [])
+            write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
         except OSError as error:
             raise run_dir_error(run_dir, error) from error
-
-    def _open(self, resume_step: int) -> None:
-        run_dir, about = self._run_dir, self._about
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._open_files(resume_step)
-        found = read_run(run_dir) if resume_step else {}
-        self._wandb = WandbLogger(run_dir, self.config, found.get("wandb_id"), about)
-        starts = found.get("starts", [])
-        self._starts = [*starts, about] if about else starts
-        self._describe()
-
-    def _describe(self) -> None:
-        """Write config.yaml and run.json."""
-        write_atomic(self._run_dir / "config.yaml", self.config.to_yaml().encode())  # others may read it
-        write_run(self._run_dir, self.wandb_id, self._starts)
 
     def _open_files(self, step: int) -> None:
         """Drop the lines of steps after `step`, and open the files to append to."""
