@@ -9,6 +9,7 @@ Commands import kernels inside their functions: TRITON_INTERPRET must be set bef
 import errno
 import os
 import re
+import select
 import sys
 import time
 import traceback
@@ -28,13 +29,13 @@ PATHS = ("run_dir", "data", "source", "out", "o", "json")  # options that take a
 OF_THE_USER = {errno.EACCES: "correct its permissions", errno.ENOSPC: "make room"}
 
 
-def make_app(name: str, help: str | None = None, kind: type[App] = App) -> App:
+def make_app(name: str, help: str | None = None) -> App:
     """Return an app whose options are spelled with underscores and whose flags have no --no-... variant.
 
     Without `help`, the docstring of its default command is shown.
     """
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
-    return kind(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
+    return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
 
 
 def usage_line(command: str, arguments: str) -> str:
@@ -54,9 +55,6 @@ def main(app: App, argv: list[str]) -> int:
         code = call(app, words)
         sys.stdout.flush()  # while errors are still caught
         return code
-    except BrokenPipeError:  # the reader, such as head, has all that it wants
-        discard_unwritten()
-        return 141
     except CycloptsError as error:
         return _fail(_wrong_call(error, words), 2, on_every_rank=True)
     except KeyboardInterrupt:
@@ -64,6 +62,9 @@ def main(app: App, argv: list[str]) -> int:
     except UserError as error:
         return _exit_if_distributed(_fail(str(error), error.exit_code, error.on_every_rank))
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            discard_unwritten()
+            return 141
         if isinstance(error, OSError) and error.errno in OF_THE_USER:
             what = f"{error.filename or 'output'}: {error.strerror}; {OF_THE_USER[error.errno]}"
             return _exit_if_distributed(_fail(what, ConfigError.exit_code))
@@ -71,6 +72,13 @@ def main(app: App, argv: list[str]) -> int:
             raise
         traceback.print_exc()
         return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
+
+
+def _reader_has_left() -> bool:
+    """Return whether stdout's reader, such as head, has all that it wants; other pipes break too."""
+    stdout = select.poll()
+    stdout.register(1, 0)  # errors alone
+    return any(events & select.POLLERR for _, events in stdout.poll(0))
 
 
 def call(app: App, words: Iterable[str]) -> int:
@@ -97,9 +105,7 @@ def _is_distributed() -> bool:
 
 
 def _exit_if_distributed(code: int) -> int:
-    """Exit without waiting for threads if there are several ranks, so that the launcher ends the others; else return
-    the code.
-    """
+    """Exit without waiting for threads if there are several ranks: the launcher then ends the others."""
     if _is_distributed():
         os._exit(code)
     return code
@@ -131,8 +137,9 @@ def _require_paths(words: list[str]) -> None:
 
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:
-    """Replace hyphens in option names by underscores: --run-dir becomes --run_dir.  And write --resume with its value,
-    since cyclopts takes any word after a flag that can have one: --resume=must, else --resume=true.
+    """Return the words with --run-dir as --run_dir, and --resume with its value: must, else true.
+
+    cyclopts would take any word after a flag that can have a value.
     """
     words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     for at in reversed(range(len(words))):
@@ -143,11 +150,8 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
 
 
 def select_device(silent: bool = False) -> None:
-    """Select Triton's interpreter, and unless `silent` print that, if there is no GPU.  Must run before a kernel is
-    imported.
-    """
-    # torch and numpy read it when they are imported.  The interpreter's arrays are small: a quickstart step took 4.4 s
-    # with two threads, 1.5 s with one
+    """Select Triton's interpreter, and unless `silent` print that, if there is no GPU; before a kernel is imported."""
+    # torch and numpy read it when they are imported; with two threads the interpreter's small arrays take 3x the time
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
     from gpt2_triton import device
