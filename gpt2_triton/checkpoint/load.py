@@ -32,7 +32,6 @@ from gpt2_triton.checkpoint.format import (
 )
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import read_regular
 
 SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
 # by dtype: integers of the same size, and the bits of the exponent, which are all set in NaN and infinity alone
@@ -74,7 +73,7 @@ def verify(step_dir: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_regular(path))
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON ({error}); choose another step") from error
     if not isinstance(content, dict):

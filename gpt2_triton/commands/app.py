@@ -30,10 +30,7 @@ OF_THE_USER = {errno.EACCES: "correct its permissions", errno.ENOSPC: "make room
 
 
 def make_app(name: str, help: str | None = None) -> App:
-    """Return an app whose options are spelled with underscores and whose flags have no --no-... variant.
-
-    Without `help`, the docstring of its default command is shown.
-    """
+    """Return an app with underscores in its options and no --no-... flags; its help is `help`, or its docstring."""
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
     return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
 
@@ -137,10 +134,7 @@ def _require_paths(words: list[str]) -> None:
 
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:
-    """Return the words with --run-dir as --run_dir, and --resume with its value: must, else true.
-
-    cyclopts would take any word after a flag that can have a value.
-    """
+    """Return the words with --run-dir as --run_dir, and --resume as cyclopts needs it: --resume=must or --resume=true."""
     words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     for at in reversed(range(len(words))):
         if words[at] == "--resume":

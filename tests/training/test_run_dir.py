@@ -5,10 +5,10 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from gpt2_triton.checkpoint import load
 from gpt2_triton.checkpoint.format import RUN_FILES, enclosing_run
 from gpt2_triton.checkpoint.load import latest_checkpoint, read_checkpoint
 from gpt2_triton.distributed.run_lock import NAME, lock_run_dir
@@ -125,7 +125,7 @@ def test_checkpoints_that_may_not_be_read_are_not_skipped(tmp_path, monkeypatch)
     write(tmp_path / "checkpoints", 10)
     newest = write(tmp_path / "checkpoints", 20)
     with monkeypatch.context() as patch:
-        patch.setattr(load, "read_regular", raise_permission_error)
+        patch.setattr(Path, "read_bytes", raise_permission_error)
         with pytest.raises(CheckpointError, match=f"^{newest}/manifest.json: cannot be read .permission denied.; corr"):
             latest_checkpoint(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:

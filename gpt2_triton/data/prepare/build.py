@@ -9,7 +9,6 @@ import fcntl
 import functools
 import itertools
 import json
-import re
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,10 +22,9 @@ from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import HEADER_BYTES, RECORD, map_tokens, read_record, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import MARK, missing_space, remove_abandoned, sha256, write_atomic
+from gpt2_triton.files import missing_space, sha256, write_atomic
 
 PROGRESS, LOCK = "progress.json", ".lock"
-HIDDEN = re.compile(r"\..*\." + MARK + r"\.tmp")  # a file that a process is writing
 BATCH_CHARS = 1 << 20  # characters tokenised at a time, by one process
 SHARD_TOKENS = 100_000_000  # llm.c's
 
@@ -254,5 +252,6 @@ def _locked(out_dir: Path, log: Log) -> Iterator[None]:
         except OSError:
             pass
         else:  # without a lock, another host's file may be at work
-            remove_abandoned(out_dir, HIDDEN)
+            for hidden in out_dir.glob(".*.tmp"):
+                hidden.unlink()
         yield
