@@ -134,7 +134,7 @@ def _require_paths(words: list[str]) -> None:
 
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:
-    """Return the words with --run-dir as --run_dir, and --resume as cyclopts needs it: --resume=must or --resume=true."""
+    """Return the words with --run-dir as --run_dir, and --resume as --resume=must or --resume=true for cyclopts."""
     words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     for at in reversed(range(len(words))):
         if words[at] == "--resume":
