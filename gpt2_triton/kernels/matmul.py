@@ -284,13 +284,12 @@ def _launch_dw(
     row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
     part_shape = [max(1, split.split_tiles * split.k_parts) * block_m, block_n]
     part_desc = TensorDescriptor(scratch, part_shape, [block_n, 1], [block_m, block_n // 2])
-    if dout_scale is None:
-        dout_desc, inp_desc = describe(dout, block_k, block_m), describe(inp, block_k, block_n)
-    else:
-        dout_desc, inp_desc = describe(dout, block_m, block_k), describe(inp, block_n, block_k)
+    blocks = [(block_k, block_m), (block_k, block_n)]
+    if dout_scale is not None:  # stored transposed
+        blocks = [(block_m, block_k), (block_n, block_k)]
     _matmul_dw_kernel[(programs(split.items),)](
-        describe(dw, block_m, block_n // 2), part_desc, dout_desc, inp_desc, dout_scale, inp_scale, N, K,
-        split.whole_tiles, split.k_parts, split.steps, split.part_steps, ACC=acc, **row,
+        describe(dw, block_m, block_n // 2), part_desc, describe(dout, *blocks[0]), describe(inp, *blocks[1]),
+        dout_scale, inp_scale, N, K, split.whole_tiles, split.k_parts, split.steps, split.part_steps, ACC=acc, **row,
     )  # fmt: skip
 
 

@@ -70,10 +70,8 @@ def make_view(
     plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], optim: OptimConfig,
     comm: Communicator, rank: int, K: Any, fp8: bool, record: bool = False,
 ) -> ModelView:  # fmt: skip
-    """Return the view for dims["B"] sequences of dims["T"] tokens, which may be fewer than the plan's.
-
-    fp8      whether operands of products are K.Fp8
-    record   whether the kernels record the maxima of fp8 tensors, as in training
+    """Return the view for dims["B"] sequences of dims["T"] tokens, at most the plan's; with `fp8` operands of products
+    are K.Fp8, with `record` kernels record the maxima of these, as in training.
     """
     d = dims | dict(Rc=min(dims["Rc"], dims["R"]))
     starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None

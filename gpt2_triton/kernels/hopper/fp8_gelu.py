@@ -2,8 +2,7 @@
 
 fp8_multiply_partition  two warpgroups multiply tiles of 128 x 256, as two halves of 128 columns: their registers leave
                         room for a kernel of 16 warps
-gelu_partition, dgelu_partition  four warps read the last tile, in fp16, in slices of 64 x 64, and write e4m3 in both
-                        orders
+(d)gelu_partition       four warps read the last tile, in fp16, in slices of 64 x 64, and write e4m3 in both orders
 load_partition, slope_partition  one warp each loads the operands, and the bytes of gelu'
 
 Products are summed in the tensor cores' 14 bits over all of K: adding parts in fp32, as fp8_matmul.py does, would take
@@ -226,13 +225,7 @@ def send(out, s, row, col):
 
 @gluon.jit
 def record(out, largest):
-    if out.amax_ptr is not None:
-        gl.atomic_max(out.amax_ptr + gl.program_id(0) % CELLS, largest.to(gl.int32, bitcast=True), sem="relaxed")
-
-
-@gluon.jit
-def largest_of(top):
-    return gl.max(gl.max(top, 1), 0).to(gl.float32)
+    gl.atomic_max(out.amax_ptr + gl.program_id(0) % CELLS, largest.to(gl.int32, bitcast=True), sem="relaxed")
 
 
 @gluon.jit
@@ -260,7 +253,9 @@ def gelu_partition(out, slope_desc, slope_bufs, c_slices, c, M, N):
             tma_store(slope_desc, [(tile * SLICES + s) * 32, 0], slope_bufs.index(s % 2))
         mbarrier.arrive(c.empty, count=1)
         turn += 1
-    record(out, gl.maximum(gelu(largest_of(top)), LOWEST))  # gelu grows with x where it is above that
+    if out.amax_ptr is not None:
+        largest = gl.max(gl.max(top, 1), 0).to(gl.float32)
+        record(out, gl.maximum(gelu(largest), LOWEST))  # gelu grows with x where it is above that
     tma.store_wait(0)
 
 
@@ -305,7 +300,8 @@ def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
             step += 1
         mbarrier.arrive(c.empty, count=1)
         turn += 1
-    record(out, gl.minimum(largest_of(top), FP16_MAX) / scale)
+    if out.amax_ptr is not None:
+        record(out, gl.minimum(gl.max(gl.max(top, 1), 0).to(gl.float32), FP16_MAX) / scale)
     tma.store_wait(0)
 
 

@@ -35,13 +35,13 @@ from gpt2_triton.kernels.tuning import programs
 
 @gluon.jit
 def fp8_dw_partition(
-    out_ptr, part_ptr, dout_scale_ptr, inp_scale_ptr, ring, N, K, work, GROUP: gl.constexpr,
+    out_ptr, part_ptr, scales, ring, N, K, work, GROUP: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Multiply a warpgroup's part of the items; store tiles to out, partial sums to part."""
     whole_tiles, split_tiles, items, steps, part_steps = work
     TURNED: gl.constexpr = ROWS == BLOCK_N
-    unscale = unscale_of(dout_scale_ptr, inp_scale_ptr)
+    unscale = unscale_of(scales[0], scales[1])
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile, _, count, slot = split_item(item, whole_tiles, split_tiles, steps, part_steps)
@@ -71,14 +71,13 @@ def _fp8_dw_kernel(
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES, 2))
+    work = (whole_tiles, split_tiles, items, steps, part_steps)
+    scales = (dout_scale_ptr, inp_scale_ptr)
     # fmt: off
     gl.warp_specialize([
-        (fp8_dw_partition, (out_ptr, part_ptr, dout_scale_ptr, inp_scale_ptr, ring, N, K,
-                            (whole_tiles, split_tiles, items, steps, part_steps), 0, ROWS, COLUMNS, ACC)),
-        (fp8_dw_partition, (out_ptr, part_ptr, dout_scale_ptr, inp_scale_ptr, ring, N, K,
-                            (whole_tiles, split_tiles, items, steps, part_steps), 1, ROWS, COLUMNS, ACC)),
-        (dw_load_partition, (a_desc, w_desc, ring, N, K, (whole_tiles, split_tiles, items, steps, part_steps),
-                             ROWS, COLUMNS, True)),
+        (fp8_dw_partition, (out_ptr, part_ptr, scales, ring, N, K, work, 0, ROWS, COLUMNS, ACC)),
+        (fp8_dw_partition, (out_ptr, part_ptr, scales, ring, N, K, work, 1, ROWS, COLUMNS, ACC)),
+        (dw_load_partition, (a_desc, w_desc, ring, N, K, work, ROWS, COLUMNS, True)),
     ], [4, 1], [240, 24])
     # fmt: on
 
@@ -87,9 +86,7 @@ def matmul_dw(
     dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, dout_scale: Tensor, inp_scale: Tensor, split: TileSplit,
     acc: bool,
 ) -> None:  # fmt: skip
-    """Write dw (+)= dout[N, R] @ inp[K, R].T / scales for the whole tiles, and the partial sums of the others to
-    scratch.
-    """
+    """Write the whole tiles of dw (+)= dout[N, R] @ inp[K, R].T / scales, and partial sums of the others to scratch."""
     N, K = dw.shape
     a, w = (dout, inp) if split.rows == TILE_M else (inp, dout)
     _fp8_dw_kernel[(programs(split.items),)](

@@ -116,12 +116,11 @@ def _dw_kernel(
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_M], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_N], w_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
+    work = (whole_tiles, split_tiles, items, steps, part_steps)
     # fmt: off
     gl.warp_specialize([
-        (dw_partition, (out_ptr, part_ptr, ring, N, K, (whole_tiles, split_tiles, items, steps, part_steps),
-                        ROWS, COLUMNS, ACC)),
-        (dw_load_partition, (a_desc, w_desc, ring, N, K, (whole_tiles, split_tiles, items, steps, part_steps),
-                             ROWS, COLUMNS, False)),
+        (dw_partition, (out_ptr, part_ptr, ring, N, K, work, ROWS, COLUMNS, ACC)),
+        (dw_load_partition, (a_desc, w_desc, ring, N, K, work, ROWS, COLUMNS, False)),
     ], [1], [24])
     # fmt: on
 
