@@ -159,12 +159,9 @@ class GPT2:
         else:
             self._graphs(function, *args)
 
-    def _observe(self, with_stats: bool, acc: bool = False) -> None:
-        """Have the launches that follow observed, or not."""
-        self.train_view.observe = Observer()
-        if with_stats and self.stats_recorder:
-            self.train_view.observe = self.stats_recorder
-            self.stats_recorder.begin(acc)
+    def _observe(self, with_stats: bool, acc: bool) -> None:
+        recorder = self.stats_recorder if with_stats else None
+        self.train_view.observe = recorder.begin(acc) if recorder else Observer()
 
     def _forward_backward(self, acc: bool, with_stats: bool, last: bool) -> None:
         K, view = self.K, self.train_view
@@ -177,7 +174,7 @@ class GPT2:
         view.comm.end_micro_step()
 
     def _update(self, with_stats: bool) -> None:
-        self._observe(with_stats)
+        self._observe(with_stats, False)
         schedule.update(self.K, self.train_view)
 
     # ---- evaluation and decoding, between steps ----

@@ -69,9 +69,10 @@ class StatsRecorder(Observer):
         rows = ((e, dims["V"] if e.name == "wte" else e.shape[0]) for e in self._entries)
         self._spans = [(e.offset, e.offset + n * math.prod(e.shape[1:])) for e, n in rows]
 
-    def begin(self, acc: bool) -> None:
-        """Begin a micro-step; if `acc`, its statistics are combined with the previous ones."""
+    def begin(self, acc: bool) -> "StatsRecorder":
+        """Begin a micro-step, and return this; if `acc`, its statistics are combined with the previous ones."""
         self._acc, self._seen = acc, set[tuple[str, int]]()
+        return self
 
     def _tensor(self, name: str, i: int) -> Any:
         found = getattr(self._view.w if name in WEIGHTS else self._view.a, name)
