@@ -22,7 +22,7 @@ BUDGETS = {
     "gpt2_triton/model": 2748,
     "gpt2_triton/training": 1661,
     "benchmarks": 398,
-    "benchmarks/accuracy": 744,
+    "benchmarks/accuracy": 741,
     "benchmarks/losses": 950,
     "benchmarks/speed": 1063,
     "benchmarks/tune": 626,

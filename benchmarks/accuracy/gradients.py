@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,18 +94,15 @@ def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple
     return loss, found, dims
 
 
-def exact(
-    params: Tensor, dims: dict[str, int], batches: Sequence[np.ndarray], dtype: torch.dtype = torch.float64,
-    **linear: Any,
-) -> tuple[float, Gradients]:  # fmt: skip
-    """Return PyTorch's loss and gradients, one sequence at a time; `linear` goes to torch_reference.gpt2_loss."""
+def exact(params: Tensor, dims: dict[str, int], batches: Sequence[np.ndarray]) -> tuple[float, Gradients]:
+    """Return PyTorch's loss and gradients in float64, one sequence at a time."""
     here = device.device_name()
-    leaves = torch_reference.leaves(params.to(here), dims, dtype)
+    leaves = torch_reference.leaves(params.to(here), dims, torch.float64)
     total, sequences = 0.0, [row for w in batches for row in w]
     for row in sequences:
         tokens = torch.from_numpy(row.astype(np.int64))[None].to(here)
         shifted = tokens[:, :-1], tokens[:, 1:]
-        loss = torch_reference.gpt2_loss(leaves, *shifted, dims["V"], dims["NH"], **linear) / len(sequences)
+        loss = torch_reference.gpt2_loss(leaves, *shifted, dims["V"], dims["NH"]) / len(sequences)
         loss.backward()
         total += loss.item()
     found = {}
