@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 from gpt2_triton import device
 from gpt2_triton.console import print_line
@@ -86,9 +86,8 @@ def cases(given: argparse.Namespace) -> list[Case]:
         found.append(Case("fp32", f"{run} --train.dtype fp32"))
     if gpus > 1:  # one torchrun agent uses peer copies, an agent for each GPU NCCL
         run = gpt2(steps, batch_size, 2, gpus)
-        found += [
-            Case(f"{gpus} GPUs, copies, ZeRO-{zero}", f"{run} --parallel.zero {zero}", gpus) for zero in (1, 0, 2)
-        ]
+        for zero in (1, 0, 2):
+            found.append(Case(f"{gpus} GPUs, copies, ZeRO-{zero}", f"{run} --parallel.zero {zero}", gpus))
         found.append(Case(f"{gpus} GPUs, NCCL, ZeRO-1", run, gpus, gpus))
     return [case for case in found if given.only in case.name]
 
@@ -102,9 +101,8 @@ def train(tree: Path, case: Case, work: Path) -> Result:
     try:
         with open(run_dir / "output.txt", "w+") as output:
             for command, environment in commands(tree, case, run_dir):
-                processes.append(
-                    subprocess.Popen(command, cwd=work, env=environment, stdout=output, stderr=subprocess.STDOUT)
-                )
+                process = subprocess.Popen(command, cwd=work, env=environment, stdout=output, stderr=output)
+                processes.append(process)
             codes = [process.wait() for process in processes]
             if any(codes):
                 output.seek(0)
@@ -145,10 +143,12 @@ def read_result(run_dir: Path) -> Result:
     metrics = [{key: value for key, value in record.items() if key not in TIMES} for record in records]
     last, tensors = max((run_dir / "checkpoints").glob("step_*")), {}
     for path in sorted(last.glob("*.safetensors")):
-        for name, tensor in load_file(path).items():
-            digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy())
-            tensors[f"{path.name}: {name}"] = digest.hexdigest()
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                part = file.get_slice(name)
+                digest = hashlib.sha256(f"{part.get_dtype()} {part.get_shape()} ".encode())
+                digest.update(file.get_tensor(name).flatten().view(torch.uint8).numpy())
+                tensors[f"{path.name}: {name}"] = digest.hexdigest()
     return Result(metrics, tensors, [record["ms"] for record in records if "ms" in record])
 
 
