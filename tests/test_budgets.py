@@ -33,7 +33,7 @@ BUDGETS = {
     "tests/benchmarks/speed": 277,
     "tests/benchmarks/tune": 278,
     "tests/chaos": 687,
-    "tests/checkpoint": 1937,
+    "tests/checkpoint": 1935,
     "tests/commands": 1378,
     "tests/config": 575,
     "tests/data": 872,

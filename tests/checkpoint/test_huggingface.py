@@ -77,6 +77,7 @@ def imported(directory, **sections):
     return to_flat_buffers(huggingface.read(str(directory)), config_of(**sections))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_imported_weights_give_the_logits_of_transformers(tmp_path, sizes):
     model, config = their_model(**sizes), config_of(**sizes)
@@ -375,8 +376,3 @@ def test_failed_export_leaves_nothing(run, tmp_path, monkeypatch, capsys):
     assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
     assert "could not be written ([Errno 28] No space left on device); choose another" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_export_without_a_checkpoint_exits_with_4(tmp_path, capsys):
-    assert main(app, ["export", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 4
-    assert "no checkpoint found" in capsys.readouterr().err and not (tmp_path / "out").exists()

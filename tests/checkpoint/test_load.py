@@ -70,8 +70,7 @@ def test_verify_notices_a_damaged_file(newest, tmp_path, capsys, name, damage):
     assert_refused(newest, "cannot be read" if name == MANIFEST else f"{name}: ", capsys)
 
 
-@pytest.mark.parametrize("missing", [0, 1, 2])
-def test_verify_names_a_missing_rank(newest, capsys, missing):
+def test_verify_names_a_missing_rank(newest, capsys):
     """The manifest gives the number of ranks."""
     ranks = [tensors_name(rank) for rank in range(3)]
     for name in ranks[1:]:
@@ -79,8 +78,8 @@ def test_verify_names_a_missing_rank(newest, capsys, missing):
     files = {name: fingerprint(newest / name) for name in (*ranks, STATE)}
     (newest / MANIFEST).write_text(json.dumps(files))
     assert verify(newest) == ""
-    (newest / ranks[missing]).unlink()
-    assert_refused(newest, f"{ranks[missing]}: is missing", capsys)
+    (newest / ranks[2]).unlink()
+    assert_refused(newest, f"{ranks[2]}: is missing", capsys)
 
 
 def test_verify_takes_a_read_error_for_damage(newest, capsys, monkeypatch):

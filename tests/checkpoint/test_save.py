@@ -153,11 +153,13 @@ def outcomes(function, directory):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_save_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
     found = outcomes(kill_at_every_line, tmp_path)
     assert found == sorted(found) and set(found) == {STEP_20, STEP_30} and len(found) > 50
 
 
+@pytest.mark.slow
 def test_replacement_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
     found = outcomes(kill_at_every_line_of_a_replacement, tmp_path)
     assert found == sorted(found, reverse=True) and set(found) == {"old", "new"} and len(found) > 50

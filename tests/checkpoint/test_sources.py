@@ -31,6 +31,7 @@ def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
         assert torch.equal(tensors["params"], random_params(config_of(vocab_size=256)))
 
 
+@pytest.mark.slow
 def test_sample_command_takes_every_source(sources, capsys):
     texts = []
     for source in map(str, sources[3:]):
