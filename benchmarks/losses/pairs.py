@@ -144,8 +144,8 @@ def train(series: Series, arm: str, seed: int, data: Path, digest: str) -> Resul
     with tempfile.TemporaryDirectory(dir=shared) as run_dir:
         options, program = series.options(arm, seed), series.arms[arm].program
         words = [sys.executable, "-m", *program.split(), str(ROOT / series.config), "--run_dir", run_dir]
-        shards = {"data.train": f"{data}/train_*.bin", "data.val": f"{data}/val_*.bin"}
-        words += [word for key, value in (shards | options).items() for word in (f"--{key}", str(value))]
+        keys = {"data.train": f"{data}/train_*.bin", "data.val": f"{data}/val_*.bin"} | options
+        words += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         begin = time.monotonic()
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
@@ -248,8 +248,8 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
     require_same(series, rows, digest)
     done = {(row["arm"], row["seed"]) for row in rows}
     seeds = a.seeds or range(max(series.arms[name].seeds for name in names))
-    runs = [(name, seed) for seed in seeds for name in names if seed < series.arms[name].seeds]
-    runs = [run for run in runs if run not in done]
+    every = [(name, seed) for seed in seeds for name in names if seed < series.arms[name].seeds]
+    runs = [run for run in every if run not in done]
     for name in {name for name, _ in runs}:
         require_trainable(series, name)
     for number, (name, seed) in enumerate(runs, start=1):

@@ -3,9 +3,9 @@
     python -m benchmarks.losses.torch_train CONFIG --run_dir DIR [--fp32] [--key value ...]
 
 Initial weights, batches and learning rates are those of `gpt2-triton train` with the same options, on one GPU.  The
-model is torch_gpt2.py's, with cuDNN's attention and the padded vocabulary.  With --fp32, or train.dtype fp32, PyTorch
-computes in fp32 without TF32, and compiles nothing.  Without a GPU it trains on the CPU.  The host does not wait for
-single steps.  Writes metrics.jsonl and run.json into DIR, the validation loss last; there are no checkpoints.
+model is torch_gpt2.py's, with cuDNN's attention; the vocabulary's padding has no part in the loss.  With --fp32, or
+train.dtype fp32, it computes in fp32 without TF32, not compiled.  Without a GPU it trains on the CPU.  The host does
+not wait for single steps.  Writes metrics.jsonl, the validation loss last, and run.json into DIR; no checkpoints.
 """
 
 import argparse
@@ -71,6 +71,7 @@ def model_like_ours(config: Config) -> GPT2:
     with torch.no_grad():
         for theirs, value in pairs:
             theirs.copy_(value)
+    model.head.register_forward_hook(lambda _, inputs, logits: logits[..., : config.model.vocab_size])  # loss as ours
     return model.to(device_name())
 
 
@@ -83,8 +84,7 @@ def optimizer_of(model: GPT2, config: Config) -> torch.optim.AdamW:
         dict(params=[p for p in rest if p.dim() == 2], weight_decay=o.weight_decay),
         dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0),
     ]
-    fused = device_name() == "cuda"
-    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=fused)
+    return torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps, fused=device_name() == "cuda")
 
 
 def shards_of(config: Config, split: str) -> list[Shard]:

@@ -66,7 +66,7 @@ def main(words: list[str] | None = None) -> int:
         keys["optim.master"] = "none"
     ours = metrics_of(["gpt2_triton", "train", str(CONFIG)], keys)
     in_fp32 = is_fp32 or keys["optim.master"] == "none"
-    theirs = metrics_of(["benchmarks.losses.torch_train", str(CONFIG), *["--fp32"][: int(in_fp32)]], keys)
+    theirs = metrics_of(["benchmarks.losses.torch_train", str(CONFIG)] + ["--fp32"] * in_fp32, keys)
     print(f"{'step':>5} {'loss, ours':>12} {'PyTorch':>12} {'norm, ours':>12} {'PyTorch':>12}")
     for a, b in list(zip(ours, theirs))[:: max(1, len(ours) // 10)]:
         print(f"{a['step']:>5} {a['loss']:>12.6f} {b['loss']:>12.6f} {a['norm']:>12.6f} {b['norm']:>12.6f}")
