@@ -19,7 +19,7 @@ app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch'
 app.help_epilogue = (
     "Programs of their own, each with --help, as in python -m benchmarks.speed.multi_gpu: "
     "speed.multi_gpu, speed.torch_ddp, accuracy.gradients, losses.pairs, losses.torch_train, losses.corpus, "
-    "losses.loss_compare, losses.vs_torch, pictures."
+    "losses.loss_compare, losses.vs_torch, results."
 )
 
 # options of several commands
@@ -59,8 +59,8 @@ def steps(
     recompute: Recompute = None,
     precision: Precision = "bf16",
     keep_bf16: KeepBf16 = None,
-    baseline: Literal["torch", "torchao", "none"] = "torch",
-    optim: Literal["adamw", "adamw,muon"] = "adamw",
+    baseline: Literal["torch", "muon", "torchao", "none"] = "torch",
+    optim: Literal["adamw", "muon", "adamw,muon"] = "adamw",
     json: Path | None = None,
 ) -> int:
     """Time GPT-2's training steps next to PyTorch's on this GPU.
@@ -70,9 +70,10 @@ def steps(
     steps: int
         Steps per run, at least 6; the first five are not counted.
     baseline: str
-        torch runs PyTorch too; torchao also PyTorch with torchao's fp8, tensorwise and rowwise; none neither.
+        torch runs PyTorch too; muon also PyTorch with torch.optim.Muon; torchao also PyTorch with torchao's fp8,
+        tensorwise and rowwise; none runs ours alone.
     optim: str
-        adamw,muon times only our steps of the recipe's tokens, with either optimizer in turn.
+        optim.name of our runs; adamw,muon for both.
     json: Path
         File for the figures of the runs.
     """
@@ -84,18 +85,11 @@ def steps(
     _require_gpu("steps")
     if baseline == "torchao" and importlib.util.find_spec("torchao") is None:
         raise ConfigError("--baseline: torchao is not installed; install the release made for this torch")
-    from benchmarks.speed.sizes import BATCH_OF_TWO, work_of
-
-    most = BATCH_OF_TWO if optim == "adamw,muon" else {}
-    works = [work_of(size, batch or most.get(size), recompute, p, keep_bf16) for size in names for p in precisions]
-    if optim == "adamw,muon":
-        from benchmarks.speed.optimizers import compare_optimizers
-
-        compare_optimizers(works, steps, json)
-        return 0
+    from benchmarks.speed.sizes import work_of
     from benchmarks.speed.steps import compare
 
-    return compare(works, steps, baseline, json)
+    arms = [(precision, keep_bf16, name) for precision in precisions for name in optim.split(",")]
+    return compare([work_of(size, batch, recompute, *arm) for size in names for arm in arms], steps, baseline, json)
 
 
 @app.command

@@ -29,7 +29,7 @@ class Power:
     def __init__(self) -> None:
         self._samples: list[Sample] = []
         self._over = threading.Event()
-        self._joules = _counter()
+        self._joules = _reader("nvmlDeviceGetTotalEnergyConsumption")
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
@@ -52,8 +52,8 @@ class Power:
         return None if self.watts is None else self.watts * seconds
 
 
-def _counter() -> Callable[[], float] | None:
-    """Return a function that reads this GPU's joules; None without pynvml or a counter."""
+def _reader(name: str) -> Callable[[], float] | None:
+    """Return a function that reads a value of this GPU by a function of NVML, in thousandths; None if it cannot."""
     try:
         import pynvml
     except ImportError:
@@ -61,8 +61,14 @@ def _counter() -> Callable[[], float] | None:
     try:
         pynvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu)
+        gpu, value = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), getattr(pynvml, name)
+        value(gpu)
     except (AttributeError, pynvml.NVMLError):  # AttributeError: AMD's devices have no uuid
         return None
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
+    return lambda: value(gpu) / 1e3
+
+
+def power_limit() -> float | None:
+    """Return the watts that this GPU may take; None if that cannot be read."""
+    read = _reader("nvmlDeviceGetEnforcedPowerLimit")
+    return read() if read else None

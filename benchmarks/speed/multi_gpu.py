@@ -1,7 +1,7 @@
 """Measures the cost of communication: GPUs train independently and together, in turn.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
-    [--precision fp8] [--optimizer muon] [--trace DIR]
+    [--precision fp8] [--optimizer muon] [--json FILE]
 
 GPUs of one machine differ by some percent, and at the power limit their clocks vary.  A synchronous step takes as long
 as the slowest GPU at that time, whatever is exchanged.  So three kinds of steps are timed:
@@ -15,12 +15,12 @@ begins with the same weights, the kinds alternate in both orders, and the first 
 """
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import gpt2_triton.kernels as K
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
@@ -74,17 +74,6 @@ def shared(config: Config, ranks: int, zero: int) -> Config:
     return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero})
 
 
-def trace(pair: Pair, file: Path) -> None:
-    """Write this rank's kernels in three steps of all ranks, for Perfetto or chrome://tracing."""
-    pair.begin(pair.together)
-    list(run_steps(pair.together, pair.packed, range(SETTLE)))
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        list(run_steps(pair.together, pair.packed, range(3)))
-        torch.cuda.synchronize()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(file))
-
-
 def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
     """Return one line per rank with median milliseconds, then tokens/s per GPU relative to the other kinds."""
     ranks = [{kind: statistics.median(times) for kind, times in rank.items()} for rank in everyone]
@@ -101,9 +90,8 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
 
 def configured(given: argparse.Namespace) -> Config:
     """Return the configuration of one GPU alone that the command line asks for."""
-    config = work_of(given.size, given.batch, given.recompute, given.precision).config()
-    tokens = given.micro_steps * config.total_batch_tokens
-    return config.replace(train={"total_batch_tokens": tokens}, optim={"name": given.optimizer})
+    config = work_of(given.size, given.batch, given.recompute, given.precision, optim=given.optimizer).config()
+    return config.replace(train={"total_batch_tokens": given.micro_steps * config.total_batch_tokens})
 
 
 def title_of(config: Config) -> str:
@@ -113,19 +101,19 @@ def title_of(config: Config) -> str:
     return f"{work}, recompute {config.memory.recompute}"
 
 
-def main(config: Config, zero: int, steps: int, rounds: int, traces: Path | None) -> None:
+def main(config: Config, zero: int, steps: int, rounds: int, out: Path | None) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
     group = ProcessGroup("cuda", 300)
     control, pair = group.control("multi_gpu"), Pair(group, config, zero)
     times = control.all_gather(pair.times(steps, rounds))
     used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
-    if traces:
-        trace(pair, traces / f"rank{group.rank}.json")
     if group.rank == 0:
         arenas = f"{pair.together.plan.total / GIB:.2f} and {pair.alone.plan.total / GIB:.2f} GiB"
         print(f"{title_of(config)}, {group.size} GPUs, ZeRO-{zero}; arenas {arenas}, in use {max(used):.2f} GiB")
         print(speed_table(times, tokens=config.total_batch_tokens))
+        if out:
+            out.write_text(json.dumps(dict(ranks=times)) + "\n")
     pair.together.release_graphs()
     group.close()
 
@@ -141,8 +129,8 @@ if __name__ == "__main__":
     parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps per step")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="write the kernels of three steps, a file per rank")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the milliseconds of all steps")
     given = parser.parse_args()
     if not device.present():
         parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
-    main(configured(given), given.zero, given.steps, given.rounds, given.trace)
+    main(configured(given), given.zero, given.steps, given.rounds, given.json)

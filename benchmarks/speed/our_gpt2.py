@@ -1,6 +1,6 @@
 """Times steps of this package in a process, for steps.py, launched as the trainer launches them.  Prints one JSON line.
 
-python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START RECOMPUTE [PRECISION [KEEP_BF16]]
+python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START [--recompute none] [--precision fp8] [--optim muon] ...
 """
 
 import argparse
@@ -13,7 +13,7 @@ import torch
 
 import gpt2_triton.kernels as K
 from benchmarks.speed.energy import Power
-from benchmarks.speed.sizes import SIZES, Work, tokens_of
+from benchmarks.speed.sizes import SIZES, Work, tokens_of, work_of
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
@@ -83,9 +83,10 @@ if __name__ == "__main__":
     parser.add_argument("batch", type=int)
     parser.add_argument("steps", type=int, help="the first five are not counted")
     parser.add_argument("start", type=float, help="time.time() when the process was started")
-    parser.add_argument("recompute", help="memory.recompute")
-    parser.add_argument("precision", nargs="?", default="bf16", help="train.precision")
-    parser.add_argument("keep_bf16", nargs="?", help="fp8.keep_bf16")
-    given = parser.parse_args()
-    work = Work(given.size, given.batch, given.recompute, given.precision, given.keep_bf16)
-    main(work, given.steps, given.start)
+    parser.add_argument("--recompute", help="memory.recompute")
+    parser.add_argument("--precision", default="bf16", help="train.precision")
+    parser.add_argument("--keep_bf16", help="fp8.keep_bf16")
+    parser.add_argument("--optim", default="adamw", help="optim.name")
+    given = vars(parser.parse_args())
+    steps, start = given.pop("steps"), given.pop("start")
+    main(work_of(**given), steps, start)

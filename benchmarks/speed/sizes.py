@@ -21,17 +21,17 @@ SIZES = {  # by model.size
     "d36": Size(32, "gelu+ln"),
     "d48": Size(16, "gelu+ln"),
 }
-BATCH_OF_TWO = {"d24": 32, "d36": 16, "d48": 8}  # sequences with which two models fit into 80 GB
 
 
 class Work(NamedTuple):
-    """The work of a step: model.size, sequences, and memory.recompute, train.precision and fp8.keep_bf16."""
+    """The work of a step: model.size, sequences, and memory.recompute, train.precision, fp8.keep_bf16, optim.name."""
 
     size: str
     batch: int
     recompute: str
     precision: str = "bf16"
     keep_bf16: str | None = None  # the configuration's default
+    optim: str = "adamw"
 
     def config(self, n_layer: int | None = None) -> Config:
         """Return the configuration of a run in bf16 with stochastic rounding; n_layer replaces the size's."""
@@ -40,7 +40,7 @@ class Work(NamedTuple):
                 model=dict(size=self.size),
                 train=dict(batch_size=self.batch, seq_len=T, precision=self.precision),
                 fp8={} if self.keep_bf16 is None else dict(keep_bf16=self.keep_bf16),
-                optim=dict(lr=3e-4, warmup=0, schedule="constant"),
+                optim=dict(name=self.optim, lr=3e-4, warmup=0, schedule="constant"),
                 memory=dict(recompute=self.recompute),
             )
         )
@@ -48,10 +48,12 @@ class Work(NamedTuple):
 
 
 def work_of(
-    size: str, batch: int | None, recompute: str | None, precision: str = "bf16", keep_bf16: str | None = None
-) -> Work:
+    size: str, batch: int | None = None, recompute: str | None = None, precision: str = "bf16",
+    keep_bf16: str | None = None, optim: str = "adamw",
+) -> Work:  # fmt: skip
     """Return the work of a size, with its own batch and level unless they are given."""
-    return Work(size, batch or SIZES[size].batch, recompute or SIZES[size].recompute, precision, keep_bf16)
+    default = SIZES[size]
+    return Work(size, batch or default.batch, recompute or default.recompute, precision, keep_bf16, optim)
 
 
 def tokens_of(batch: int) -> tuple[np.ndarray, np.ndarray]:

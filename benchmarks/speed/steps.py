@@ -9,9 +9,11 @@ Neither includes the CUDA context.
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +31,16 @@ class Program(NamedTuple):
 
 
 PYTORCH = Program("PyTorch", "benchmarks.speed.torch_gpt2")
+TORCH_MUON = Program("PyTorch muon", PYTORCH.module, ("muon",))
 TORCHAO = [Program(f"torchao {r}", PYTORCH.module, (r,)) for r in ("tensorwise", "rowwise")]
-BASELINES = dict(none=[], torch=[PYTORCH], torchao=[PYTORCH, *TORCHAO])
+BASELINES = dict(none=[], torch=[PYTORCH], muon=[PYTORCH, TORCH_MUON], torchao=[PYTORCH, *TORCHAO])
 
 
 def ours(work: Work) -> Program:
-    kept = (work.keep_bf16,) if work.keep_bf16 and work.precision == "fp8" else ()
-    words = (work.recompute, work.precision, *kept)
-    return Program(f"ours {work.precision}", "benchmarks.speed.our_gpt2", words, work.recompute)
+    words = ["--recompute", work.recompute, "--precision", work.precision, "--optim", work.optim]
+    words += ["--keep_bf16", work.keep_bf16] if work.keep_bf16 and work.precision == "fp8" else []
+    name = f"ours {work.precision}" + ("" if work.optim == "adamw" else f" {work.optim}")
+    return Program(name, "benchmarks.speed.our_gpt2", tuple(words), work.recompute)
 
 
 def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> int:
@@ -44,7 +48,9 @@ def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> i
     rows: list[dict[str, Any]] = []
     for (size, batch), group in itertools.groupby(works, key=lambda work: (work.size, work.batch)):
         for program in (*map(ours, group), *BASELINES[baseline]):
-            found = _run(program, size, batch, steps)
+            found: dict[str, Any] | None = None
+            with suppress(subprocess.CalledProcessError):  # its stderr is printed
+                found = run_program(program, size, batch, steps)
             rows.append(dict(size=size, batch=batch, program=program.name, recompute=program.recompute, report=found))
             if out:
                 out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
@@ -52,16 +58,21 @@ def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> i
     return int(any(row["report"] is None for row in rows))
 
 
-def _run(program: Program, size: str, batch: int, steps: int) -> dict[str, Any] | None:
-    """Run the program and return its report; if it fails, print its stderr and return None."""
+def run_program(
+    program: Program, size: str, batch: int, steps: int, limit: float | None = None, **env: str
+) -> dict[str, Any]:
+    """Run the program, with more variables in its environment, and return its report.
+
+    If it fails, print its stderr and raise CalledProcessError; after `limit` seconds, TimeoutExpired.
+    """
     print(f"{program.name} {size} B {batch}: ", end="", flush=True)
     start = time.time()
     command = [sys.executable, "-m", program.module, size, str(batch), str(steps), str(start), *program.arguments]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=limit)
     if run.returncode:
         print(f"failed with code {run.returncode}, {time.time() - start:.0f} s in all", flush=True)
         print(run.stderr, file=sys.stderr, flush=True)
-        return None
+        raise subprocess.CalledProcessError(run.returncode, command)
     report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     print(f"{report['ms']:.1f} ms per step, {time.time() - start:.0f} s in all", flush=True)
     return report

@@ -1,10 +1,12 @@
 """GPT-2 in PyTorch, as fast as PyTorch is on one GPU: the baseline of `python -m benchmarks steps`.
 
 Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compile, fused AdamW with gradient clipping,
-no host synchronisation between steps.  With FLOAT8, "tensorwise" or "rowwise", torchao computes the products of the
-layers in fp8 by that recipe; it needs a torchao built for the installed torch.  Prints one JSON line.
+no host synchronisation between steps.  Prints one JSON line.
 
-    python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [FLOAT8]
+    python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [VARIANT]
+
+VARIANT tensorwise or rowwise: torchao computes the products of the layers in fp8 by that recipe; it needs a torchao
+built for the installed torch.  VARIANT muon: torch.optim.Muon updates the matrices of the layers, AdamW the rest.
 """
 
 import argparse
@@ -66,8 +68,26 @@ def build(size: str) -> tuple[GPT2, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, betas=(0.9, 0.95), weight_decay=0.1)
 
 
+class MuonAndAdamW:
+    """torch.optim.Muon for the matrices of the layers, AdamW as in `build` for the rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        inside = {name: p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2}
+        rest = [p for name, p in model.named_parameters() if name not in inside]
+        self.muon = torch.optim.Muon(inside.values(), lr=3e-4, weight_decay=0.1)
+        self.adamw = torch.optim.AdamW(rest, lr=3e-4, fused=True, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
+
+
 def run_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], steps: int,
+    model: nn.Module, optimizer: torch.optim.Optimizer | MuonAndAdamW, batch: tuple[Tensor, Tensor], steps: int,
     between: Callable[[], None] = lambda: None,
 ) -> tuple[list[float], Tensor]:  # fmt: skip
     """Run steps and return the milliseconds of each, and the last loss.  `between` is called after each step and its
@@ -102,10 +122,11 @@ def batch_of(batch: int) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
-def main(size: str, batch: int, steps: int, start: float, float8: str | None) -> None:
-    model, optimizer = build(size)
-    if float8:
-        in_float8(model, float8)
+def main(size: str, batch: int, steps: int, start: float, variant: str | None) -> None:
+    model, adamw = build(size)
+    optimizer = MuonAndAdamW(model) if variant == "muon" else adamw
+    if variant in ("tensorwise", "rowwise"):
+        in_float8(model, variant)
     compiled, tokens = torch.compile(model), batch_of(batch)
     run_steps(compiled, optimizer, tokens, 1)
     first_step = time.time() - start
@@ -123,5 +144,7 @@ if __name__ == "__main__":
     parser.add_argument("batch", type=int)
     parser.add_argument("steps", type=int, help="the first five are not counted")
     parser.add_argument("start", type=float, help="time.time() when the process was started")
-    parser.add_argument("float8", nargs="?", choices=("tensorwise", "rowwise"), help="torchao's recipe")
+    parser.add_argument(
+        "variant", nargs="?", choices=("tensorwise", "rowwise", "muon"), help="torchao's recipe, or muon"
+    )
     main(**vars(parser.parse_args()))

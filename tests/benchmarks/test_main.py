@@ -9,7 +9,6 @@ import pytest
 
 import benchmarks
 from benchmarks.__main__ import app
-from benchmarks.speed import optimizers
 from benchmarks.speed.sizes import Work
 from gpt2_triton import device
 from gpt2_triton.commands.app import main
@@ -52,6 +51,10 @@ def test_main_refuses_to_measure_without_a_gpu(monkeypatch, capsys, command):
             [([Work("d12", 64, "gelu"), Work("d48", 16, "gelu+ln")], 30, "none", Path("a.json"))],
         ),
         (
+            "steps --sizes d12 --optim adamw,muon --steps 9 --baseline muon --precision fp8", "speed.steps", "compare",
+            [([Work("d12", 64, "gelu", "fp8", None, name) for name in ("adamw", "muon")], 9, "muon", None)],
+        ),
+        (
             "ops --sizes d24 --batch 4 --precision bf16,fp8 --keep_bf16 none", "speed.ops", "report",
             [([Work("d24", 4, "gelu+ln", p, "none") for p in ("bf16", "fp8")], None, None)],
         ),
@@ -66,14 +69,6 @@ def test_commands_pass_their_options_and_return_the_code(monkeypatch, tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert main(app, argv.split()) == (0 if module == "speed.ops" else 1)
     assert calls == expected
-
-
-def test_steps_in_turn_have_batches_that_fit_twice(monkeypatch):
-    calls = []
-    monkeypatch.setattr(device, "present", lambda: True)
-    monkeypatch.setattr(optimizers, "compare_optimizers", lambda *arguments: calls.append(arguments))
-    assert main(app, "steps --sizes d12,d48 --optim adamw,muon --steps 9 --precision fp8".split()) == 0
-    assert calls == [([Work("d12", 64, "gelu", "fp8"), Work("d48", 8, "gelu+ln", "fp8")], 9, None)]
 
 
 def test_steps_names_a_missing_torchao(monkeypatch, capsys):
