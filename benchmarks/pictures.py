@@ -1,16 +1,25 @@
-"""Draws pictures of measured figures; `python -m benchmarks.pictures` draws docs/pictures again.
+"""Draws docs/pictures from the record of figures; `python -m benchmarks.results render` calls `draw`."""
 
-The figures of docs/pictures/NAME.png stand in NAME.json beside it, with the date and the commit of the measurement.
-"""
-
-import argparse
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.losses import pairs
+from benchmarks.speed.sizes import SIZES
+
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
-COLORS = {"gpt2_triton": "#0072B2", "PyTorch": "#E69F00", "llm.c": "#999999"}
+LOSSES = Path(__file__).parent / "losses"
+MACHINE = "h100"  # the section that is drawn
+NAMES = {  # of sizes and of programs
+    "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M",
+    "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8", "fp8_head": "fp8, logits in bf16", "muon": "bf16, Muon",
+    "torch_muon": "PyTorch, Muon", "torchao_tensorwise": "torchao, tensorwise", "torchao_rowwise": "torchao, rowwise",
+    "ours": "gpt2_triton",
+}  # fmt: skip
+COLORS = {"torch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9"}
+CURVES = {"PyTorch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9", "muon, fp8": "#009E73"}  # arms of minutes_d12
 FLOOR, MEASURED, FP8 = "#1f4e79", "#9db7d5", "#f2b880"
 
 Figures = Mapping[str, Any]
@@ -30,8 +39,7 @@ def operations(figures: Sequence[Figures]) -> Any:
         at = [row + 0.4 * (0.5 - i) for row in range(len(names))]  # the first above the second
         ms, floors = ([kind[name][key] if name in kind else 0.0 for name in names] for key in ("ms", "floor_ms"))
         energy = "" if f.get("joules") is None else f", {f['joules']:.1f} J"
-        label = f"{f['precision']}: step {f['step_ms']:.1f} ms{energy}"
-        axes.barh(at, ms, 0.38, color=color, label=label)
+        axes.barh(at, ms, 0.38, color=color, label=f"{f['precision']}: step {f['step_ms']:.1f} ms{energy}")
         axes.vlines(floors, [y - 0.19 for y in at], [y + 0.19 for y in at], color=FLOOR, lw=2,
                     label="" if i else "floor")  # fmt: skip
         for y, value, floor in zip(at, ms, floors):
@@ -44,60 +52,82 @@ def operations(figures: Sequence[Figures]) -> Any:
 
 
 def comparison(figures: Figures) -> Any:
-    """Return speed and memory beside PyTorch and llm.c, and the difference of the loss from PyTorch's."""
+    """Return speed, memory, and training loss over minutes, each beside PyTorch's."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.9), layout="constrained")
-    speed, memory, loss = figure.subplots(1, 3, width_ratios=(1.25, 1.25, 1))
-    rates, sizes = figures["tokens_per_second"], figures["sizes"]
-    relative = {name: [a / b for a, b in zip(rates[name], rates["PyTorch"])] for name in rates}
-    labels = {name: [f"{value / 1e3:.3g}k tokens/s" for value in values] for name, values in rates.items()}
-    _bars(speed, sizes, relative, labels)
-    speed.set(title="speed, PyTorch = 1", ylim=(0, 1.3), yticks=(0, 0.5, 1))
-    gib = figures["memory_gib"]
-    _bars(memory, sizes, gib, {name: ["not measured" if v is None else f"{v:.1f}" for v in gib[name]] for name in gib})
-    memory.set(title="GPU memory, GiB", ylim=(0, 1.2 * max(v for values in gib.values() for v in values if v)))
-    for axes in (speed, memory):
-        axes.legend(loc="upper center", ncols=3, frameon=False, fontsize=8.5, columnspacing=1.2)
-    losses = figures["loss"]
-    for (name, values), style in zip(losses["ours"].items(), ("-o", "--s")):
-        percent = [100 * (a / b - 1) for a, b in zip(values, losses["PyTorch"])]
-        loss.plot(losses["steps"], percent, style, color=COLORS["gpt2_triton"], ms=4, label=name)
-    loss.axhline(0, color=COLORS["PyTorch"], lw=2, label="PyTorch, autocast")
-    loss.set(title="124M: loss above PyTorch's, %", xlabel="step", ylim=(-1, 1.6), xlim=(50, 550))
-    loss.legend(loc="upper right", frameon=False, fontsize=8.5)
+    speed, memory, loss = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
+    sizes, rates, gib = figures["sizes"], figures["tok_s"], figures["gib"]
+    ratios = {arm: [a / b for a, b in zip(rates[arm], rates["torch"])] for arm in rates}
+    _bars(speed, sizes, ratios, {arm: [f"{rate / 1e3:.3g}k tokens/s" for rate in rates[arm]] for arm in rates})
+    speed.set(title="speed, PyTorch = 1", ylim=(0, 1.45 * max(map(max, ratios.values()))))
+    _bars(memory, sizes, gib, {arm: [f"{value:.1f}" for value in gib[arm]] for arm in gib})
+    memory.set(title="GPU memory, GiB", ylim=(0, 1.45 * max(map(max, gib.values()))))
+    for arm, (minutes, losses) in figures["curves"].items():
+        loss.plot(minutes, losses, color=CURVES[arm], lw=1.4, label=arm)
+    lowest = min(min(losses) for _, losses in figures["curves"].values())
+    loss.set(title="124M: training loss over minutes", xlabel="minutes", ylim=(lowest - 0.05, lowest + 2.5))
     for axes in (speed, memory, loss):
+        axes.legend(frameon=False, fontsize=8.5, loc="upper right" if axes is loss else "upper center")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.title.set_fontsize(10.5)
     return figure
 
 
-def _bars(
-    axes: Any, sizes: Sequence[str], values: Mapping[str, Sequence[float | None]], labels: Mapping[str, Sequence[str]]
-) -> None:
-    """Draw one group of bars per size, one bar per program with its label in it; None draws the label alone."""
+def _bars(axes: Any, sizes: Sequence[str], values: Figures, labels: Mapping[str, Sequence[str]]) -> None:
+    """Draw one group of bars per size, one bar per program with its label in it."""
     width = 0.8 / len(values)
-    for i, name in enumerate(values):
+    for i, arm in enumerate(values):
         at = [group + (i - (len(values) - 1) / 2) * width for group in range(len(sizes))]
-        axes.bar(at, [v or 0 for v in values[name]], 0.94 * width, color=COLORS[name], label=name)
-        for x, value, label in zip(at, values[name], labels[name]):
-            color = "white" if value and name == "gpt2_triton" else "black"
+        axes.bar(at, values[arm], 0.94 * width, color=COLORS[arm], label=NAMES[arm])
+        for x, label in zip(at, labels[arm]):
+            color = "white" if arm == "bf16" else "black"
             axes.text(x, 0, f"  {label}", rotation=90, ha="center", va="bottom", fontsize=9, color=color)
-    axes.set_xticks(range(len(sizes)), sizes)
+    axes.set_xticks(range(len(sizes)), [NAMES[size] for size in sizes])
 
 
-DRAWN: dict[str, Callable[[Figures], Any]] = {
-    "comparison": comparison,
-    "ops_d12": lambda figures: operations(figures["precisions"]),
+def of_comparison(section: Figures) -> Figures:
+    """Return what `comparison` draws; KeyError if something is not measured."""
+    sizes = [size for size in SIZES if f"steps.{size}.torch.tok_s" in section] or [*SIZES][:1]
+
+    def of(name: str) -> Figures:
+        return {arm: [section[f"steps.{size}.{arm}.{name}"] for size in sizes] for arm in COLORS}
+
+    rows = pairs.read_results(LOSSES / "minutes_d12.jsonl")
+    return dict(sizes=sizes, tok_s=of("tok_s"), gib=of("gib"), curves={arm: pairs.curve(rows, arm) for arm in CURVES})
+
+
+def of_operations(section: Figures) -> list[Figures]:
+    """Return what `operations` draws; KeyError if it is not measured."""
+    found = list[Figures]()
+    for arm in ("bf16", "fp8"):
+        key = f"ops.d12.{arm}."
+        names = [k.split(".")[3] for k in section if k.startswith(key) and k.endswith(".ms") and k != f"{key}ms"]
+        rows = [dict(name=n, ms=section[f"{key}{n}.ms"], floor_ms=section[f"{key}{n}.floor_ms"]) for n in names]
+        step = dict(precision=arm, step_ms=section[f"{key}ms"], joules=section.get(f"{key}joules"))
+        found.append(dict(title=NAMES["d12"], operations=rows) | step)
+    return found
+
+
+DRAWN: dict[str, tuple[Callable[[Figures], Any], Callable[[Any], Any]]] = {
+    "comparison": (of_comparison, comparison),
+    "ops_d12": (of_operations, operations),
 }
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    for name, draw in DRAWN.items():
-        draw(json.loads((PICTURES / f"{name}.json").read_text())).savefig(PICTURES / f"{name}.png", dpi=150)
-        print(f"wrote {PICTURES / name}.png")
+def draw(record: Mapping[str, Figures], check: bool) -> list[str]:
+    """Draw the pictures that are not of the record's figures, unless `check`, and return their names.
 
-
-if __name__ == "__main__":
-    main()
+    A picture carries a digest of its figures.  One that the record has no figures for stays.
+    """
+    changed = []
+    for name, (figures_of, picture) in DRAWN.items():
+        try:
+            figures = figures_of(record.get(MACHINE, {}))
+        except KeyError:
+            continue
+        file, digest = PICTURES / f"{name}.png", hashlib.sha256(json.dumps(figures).encode()).hexdigest()
+        if not file.exists() or digest.encode() not in file.read_bytes():
+            changed.append(f"docs/pictures/{name}.png: drawn again")
+            if not check:
+                picture(figures).savefig(file, dpi=150, metadata={"Comment": digest})
+    return changed

@@ -68,6 +68,22 @@ class Series(NamedTuple):
     def options(self, arm: str, seed: int) -> dict[str, Any]:
         return self.arms[arm].options | {"train.seed": 42 + seed, "data.seed": 42 + seed}
 
+    def against(self, arm: str) -> str:
+        """Return the arm of an arm's pairs; earlier arms, which are only in the results, have the baseline."""
+        return self.arms[arm].against if arm in self.arms else self.baseline
+
+
+class Difference(NamedTuple):
+    """A mean difference of pairs, and half of its 95% interval; a single pair has none."""
+
+    mean: float
+    half_width: float | None
+    pairs: int
+
+    def __str__(self) -> str:
+        half = "" if self.half_width is None else f" ± {self.half_width:.4f}"
+        return f"{self.mean:+.4f}{half} ({self.pairs})"
+
 
 def read_series(path: Path) -> Series:
     """Read the file of a series; ConfigError if it is none."""
@@ -183,17 +199,19 @@ def figures(run_dir: Path) -> Result:
 # ---- report ----
 
 
-def difference(rows: list[Result], arm: str, other: str, key: str) -> str:
-    """Return the mean of `arm` minus `other` over the seeds that both have, its 95% interval, and the pairs."""
+def difference(rows: list[Result], arm: str, other: str, key: str) -> Difference | None:
+    """Return `arm` minus `other` over the seeds that both have; None if they share none, or are the same arm."""
+    if arm == other:
+        return None
     mine, others = ({r["seed"]: r for r in rows if r["arm"] == name and r[key] is not None} for name in (arm, other))
     both = [(mine[seed], others[seed]) for seed in sorted(mine.keys() & others.keys())]
     # results of earlier versions do not name their data
     found = [a[key] - b[key] for a, b in both if len({r["data"] for r in (a, b) if "data" in r}) < 2]
     n = len(found)
     if n < 2:
-        return f"{found[0]:+.4f} (1)" if found else ""
+        return Difference(found[0], None, 1) if found else None
     t = T_QUANTILES[n - 2] if n - 2 < len(T_QUANTILES) else 1.96 + 2.4 / (n - 1)
-    return f"{statistics.fmean(found):+.4f} ± {t * statistics.stdev(found) / math.sqrt(n):.4f} ({n})"
+    return Difference(statistics.fmean(found), t * statistics.stdev(found) / math.sqrt(n), n)
 
 
 def report(series: Series, rows: list[Result]) -> str:
@@ -204,7 +222,7 @@ def report(series: Series, rows: list[Result]) -> str:
         mine = [row for row in rows if row["arm"] == arm]
         if not mine:
             continue
-        cells, other = [arm, str(len(mine))], series.arms[arm].against if arm in series.arms else series.baseline
+        cells, other = [arm, str(len(mine))], series.against(arm)
         for key in ("train_loss", "val_loss"):
             values = [row[key] for row in mine if row[key] is not None]
             cells.append(f"{statistics.fmean(values):.4f}" if values else "")
@@ -213,10 +231,18 @@ def report(series: Series, rows: list[Result]) -> str:
         cells += [f"{ms:.2f}", f"{1e3 * mine[0]['tokens'] / mine[0]['steps'] / ms:,.0f}"]
         against = "" if other == series.baseline else f" against {other}"
         for key in ("train_loss", "val_loss"):
-            found = difference(rows, arm, other, key) if arm != other else ""
-            cells.append(found and found + against)
+            found = difference(rows, arm, other, key)
+            cells.append(f"{found}{against}" if found else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def curve(rows: list[Result], arm: str) -> tuple[list[float], list[float]]:
+    """Return minutes of the arm's own step time, and the mean training loss of its runs there."""
+    mine = [row for row in rows if row["arm"] == arm]
+    means = [statistics.fmean(values) for values in zip(*(row["curve"] for row in mine), strict=False)]
+    minutes = mine[0]["stride"] * statistics.median(row["ms"] for row in mine) / 60e3
+    return [(i + 0.5) * minutes for i in range(len(means))], means
 
 
 def plot(rows: list[Result], out: Path) -> None:
@@ -227,12 +253,10 @@ def plot(rows: list[Result], out: Path) -> None:
     axes = figure.subplots()
     for arm, color in zip(dict.fromkeys(row["arm"] for row in rows), COLORS * 9):
         mine = [row for row in rows if row["arm"] == arm]
-        means = [statistics.fmean(values) for values in zip(*(row["curve"] for row in mine), strict=False)]
-        minutes = mine[0]["stride"] * statistics.median(row["ms"] for row in mine) / 60e3
         label = f"{arm}: {mine[0]['tokens'] / 1e6:.0f}M tokens"
         if ends := [row["val_loss"] for row in mine if row["val_loss"] is not None]:
             label += f", validation loss {statistics.fmean(ends):.3f}"
-        axes.plot([(i + 0.5) * minutes for i in range(len(means))], means, color=color, lw=1.4, label=label)
+        axes.plot(*curve(rows, arm), color=color, lw=1.4, label=label)
     low = min(min(row["curve"]) for row in rows)
     axes.set(xlabel="minutes of training on one GPU", ylabel="training loss", ylim=(low - 0.05, low + 2.5))
     axes.legend(frameon=False)

@@ -112,10 +112,10 @@ def test_differences_are_those_of_pairs_on_the_same_data():
     rows = [row("a", seed, loss) for seed, loss in enumerate((2.0, 2.2, 2.1))]
     rows += [row("b", 0, 2.03), row("b", 1, 2.21), row("c", 0, 2.5, data="x"), row("d", 0, 2.5, data="y")]
     half = 12.706 * math.sqrt(2 * 0.01**2) / math.sqrt(2)  # t of 1 degree, sd 0.01 sqrt 2, over sqrt 2
-    assert pairs.difference(rows, "b", "a", "train_loss") == f"+0.0200 ± {half:.4f} (2)"
-    assert pairs.difference(rows, "b", "a", "val_loss") == ""
-    assert pairs.difference(rows, "c", "a", "train_loss") == "+0.5000 (1)"
-    assert pairs.difference(rows, "c", "d", "train_loss") == ""
+    assert str(pairs.difference(rows, "b", "a", "train_loss")) == f"+0.0200 ± {half:.4f} (2)"
+    assert pairs.difference(rows, "b", "a", "val_loss") is None
+    assert str(pairs.difference(rows, "c", "a", "train_loss")) == "+0.5000 (1)"
+    assert pairs.difference(rows, "c", "d", "train_loss") is None
 
 
 def test_picture(words, tmp_path):

@@ -1,0 +1,277 @@
+"""Measures the record of figures, docs/results/current.json, and renders it into pages, recipes and pictures.
+
+    python -m benchmarks.results run [--sizes d12,d48] [--parts steps,ops] [--seconds 540] [--out FILE] [--commit ID]
+    python -m benchmarks.results losses
+    python -m benchmarks.results render [--check]
+
+The record has a section for each kind of machine (h100, or h100x2 for two GPUs) and one for the losses of series.  A
+section has its meta and flat figures of one commit, such as steps.d12.fp8.ms.  `run` measures what this machine's
+section lacks, and writes each part as soon as it is measured; a new commit begins the section again.  On several GPUs
+it measures what they do together; CUDA_VISIBLE_DEVICES=0 selects one of them.  benchmarks/pages.py has the markers that
+`render` fills.
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import pages, pictures
+from benchmarks.losses import pairs
+from benchmarks.speed.sizes import SIZES, T, work_of
+from benchmarks.speed.steps import PYTORCH, TORCH_MUON, TORCHAO, Program, ours, run_program
+from gpt2_triton import device
+from gpt2_triton.errors import ConfigError, DataError, UserError
+from gpt2_triton.version import installed
+
+RECORD = pages.ROOT / "docs" / "results" / "current.json"
+MEASURED = ("gpt2_triton", "benchmarks/speed")  # the code whose last commit a section is of
+KINDS = ("steps", "first_step", "ops", "peer", "first_step_torch", "multi")
+STEPS, FEWEST = 30, 6  # steps of a run, and of one that shows the first step alone
+
+Figures = dict[str, Any]
+
+
+class Part(NamedTuple):
+    """Figures that are measured together, with the keys `key`.NAME, in at most about so many seconds."""
+
+    key: str
+    seconds: int
+    measure: Callable[[float], Figures]  # of the seconds that are left
+
+
+# ---- measuring ----
+
+
+def steps(program: Program, size: str, limit: float) -> Figures:
+    found = run_program(program, size, SIZES[size].batch, STEPS, limit)
+    figures = {name: found[name] for name in ("ms", "joules", "gib", "planned") if found.get(name) is not None}
+    figures["tok_s"] = 1e3 * SIZES[size].batch * T / found["ms"]
+    return figures | ({"recompute": program.recompute} if program.recompute else {})
+
+
+def first_step(program: Program, size: str, limit: float) -> Figures:
+    """Return the seconds from a process's start to the end of its first step, with empty and with filled caches."""
+    found, end = {}, time.monotonic() + limit
+    with tempfile.TemporaryDirectory() as cache:
+        caches = dict(TRITON_CACHE_DIR=f"{cache}/triton", TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor")
+        for name in ("cold_s", "warm_s"):
+            left = end - time.monotonic()
+            found[name] = run_program(program, size, SIZES[size].batch, FEWEST, left, **caches)["first_step"]
+    return found
+
+
+def operations(size: str, options: list[str], limit: float) -> Figures:
+    """Return the milliseconds of a step's operations and their floors."""
+    found = json_of(["benchmarks", "ops", "--sizes", size, *options], limit)
+    figures = dict(ms=found["step_ms"], floor_ms=found["floors_ms"])
+    figures |= {} if found["joules"] is None else dict(joules=found["joules"])
+    for op in found["operations"]:
+        figures |= {f"{op['name']}.ms": op["ms"], f"{op['name']}.floor_ms": op["floor_ms"]}
+    return figures
+
+
+def together(size: str, precision: str, gpus: int, limit: float) -> Figures:
+    """Return median milliseconds of GPUs alone, in step and together, and tokens/s of all together."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", "benchmarks.speed.multi_gpu"]
+    ranks = json_of([*launcher, size, "--precision", precision], limit)["ranks"]
+    medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
+    figures = {f"{kind.replace(' ', '_')}_ms": ms for kind, ms in medians.items()}
+    return figures | dict(tok_s=1e3 * gpus * SIZES[size].batch * T / medians["together"])
+
+
+def json_of(module: list[str], limit: float) -> dict[str, Any]:
+    """Run a module with --json FILE, and return what the file has then."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        subprocess.run([sys.executable, "-m", *module, "--json", str(file)], check=True, timeout=limit)
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+
+def parts(sizes: list[str], gpus: int) -> list[Part]:
+    """Return what can be measured on so many GPUs, the most wanted first; the first size has all parts."""
+    found, first = list[Part](), sizes[0]
+
+    def add(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -> None:
+        found.append(Part(key, seconds, lambda limit: measure(*words, limit)))
+
+    if gpus > 1:
+        for size in sizes:
+            for precision in ("bf16", "fp8"):
+                add(f"multi.{size}.{precision}", 120, together, size, precision, gpus)
+        return found
+    for size in sizes:
+        slow = 1 if size == "d12" else 2
+        add(f"steps.{size}.bf16", 30 * slow, steps, ours(work_of(size)), size)
+        add(f"steps.{size}.fp8", 30 * slow, steps, ours(work_of(size, None, "none", "fp8", "none")), size)
+        add(f"steps.{size}.torch", 75 * slow, steps, PYTORCH, size)
+        add(f"steps.{size}.fp8_head", 30 * slow, steps, ours(work_of(size, precision="fp8")), size)
+        if size == first:
+            add(f"first_step.{size}", 40, first_step, ours(work_of(size)), size)
+    add(f"ops.{first}.bf16", 45, operations, first, [])
+    add(f"ops.{first}.fp8", 45, operations, first, ["--precision", "fp8", "--keep_bf16", "none"])
+    add(f"peer.{first}.muon", 30, steps, ours(work_of(first, optim="muon")), first)
+    add(f"peer.{first}.torch_muon", 75, steps, TORCH_MUON, first)
+    for program in TORCHAO if importlib.util.find_spec("torchao") else ():
+        add(f"peer.{first}.{slug(program.name)}", 110, steps, program, first)
+    add(f"first_step_torch.{first}", 110, first_step, PYTORCH, first)
+    return found
+
+
+def commit_of_code() -> str:
+    """Return the last commit of the code that is measured, which a commit of pages does not change."""
+
+    def git(*words: str) -> str:
+        command = ["git", *words, "--", *MEASURED]
+        return subprocess.run(command, cwd=pages.ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        changed, commit = git("status", "--porcelain", "-uno"), git("log", "-1", "--format=%h")
+    except (OSError, subprocess.CalledProcessError):
+        raise ConfigError("--commit: this is no checkout; name the commit of its code") from None
+    if changed or not commit:
+        raise ConfigError(f"{' and '.join(MEASURED)}: changed since the last commit; commit, figures are of a commit")
+    return commit
+
+
+def machine(commit: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of this machine's section, and its meta."""
+    if not device.present():
+        raise ConfigError("run: needs a CUDA GPU, found none")
+    import torch
+
+    from benchmarks.speed.energy import power_limit
+
+    gpu, gpus = torch.cuda.get_device_name(), device.count()
+    kinds = [key for key, known in device.GPUS.items() if any(part in gpu for part in known.device_names)]
+    if not kinds:
+        raise ConfigError(f"{gpu}: not among GPUS in gpt2_triton/device.py, where its key would name the section")
+    meta = dict(commit=commit, date=str(date.today()), gpu=gpu, gpus=gpus, power_limit_w=power_limit())
+    meta |= dict(torch=torch.__version__, triton=installed("triton"), python=sys.version.split()[0])
+    return kinds[0] + (f"x{gpus}" if gpus > 1 else ""), meta | dict(command="python -m benchmarks.results run")
+
+
+def run(out: Path, kinds: list[str], sizes: list[str], seconds: float, commit: str | None) -> int:
+    """Measure what is missing within so many seconds; return 1 if a part failed."""
+    end, record, failed = time.monotonic() + seconds, read(out), 0
+    name, meta = machine(commit or commit_of_code())
+    section = record.get(name, {})
+    if section.get("meta", {}).get("commit") != meta["commit"]:
+        section = record[name] = {"meta": meta}
+    for part in parts(sizes, meta["gpus"]):
+        begin = time.monotonic()
+        if part.key.partition(".")[0] not in kinds or any(key.startswith(f"{part.key}.") for key in section):
+            continue
+        if begin + part.seconds > end:
+            print(f"{part.key}: left for another run, may take {part.seconds} s", flush=True)
+            continue
+        try:
+            found = part.measure(end - begin)
+        except (subprocess.SubprocessError, OSError) as error:
+            print(f"{part.key}: failed: {error}", file=sys.stderr, flush=True)
+            failed = 1
+            continue
+        for key, value in found.items():
+            section[f"{part.key}.{key}"] = float(f"{value:.5g}") if isinstance(value, float) else value
+        write(record, out)
+        print(f"{part.key}: {time.monotonic() - begin:.0f} s", flush=True)
+    return failed
+
+
+# ---- the record ----
+
+
+def read(path: Path = RECORD) -> pages.Record:
+    found: pages.Record = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def write(record: pages.Record, path: Path = RECORD) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def losses() -> dict[str, Any]:
+    """Return the section of the series: mean losses of arms, and differences of pairs with 95% intervals."""
+    found: dict[str, Any] = {}
+    devices, commits = set(), set()
+    for file in sorted(pictures.LOSSES.glob("*.jsonl")):
+        series, rows = pairs.read_series(file.with_suffix(".yaml")), pairs.read_results(file)
+        devices |= {row["device"] for row in rows}
+        commits |= {row["commit"][:7] for row in rows if row["commit"]}
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            key, mine = f"{file.stem}.{slug(arm)}", [row for row in rows if row["arm"] == arm]
+            found[f"arms.{key}.runs"] = len(mine)
+            for name in ("train", "val"):
+                values = [row[f"{name}_loss"] for row in mine]
+                found[f"arms.{key}.{name}"] = round(statistics.fmean(values), 5)
+                pair = pairs.difference(rows, arm, series.against(arm), f"{name}_loss")
+                if pair and pair.half_width is not None:
+                    value = dict(mean=round(pair.mean, 5), half_width=round(pair.half_width, 5), pairs=pair.pairs)
+                    found |= {f"pairs.{key}.{name}.{part}": number for part, number in value.items()}
+    meta = dict(files="benchmarks/losses/*.jsonl", devices=sorted(devices), commits=sorted(commits))
+    return {"meta": meta} | found
+
+
+def slug(arm: str) -> str:
+    return re.sub(r"\W+", "_", arm).strip("_")
+
+
+def render(check: bool) -> int:
+    """Fill the pages and draw the pictures; with `check` change nothing, and return 1 if something would change."""
+    record, changed, missing = read(), list[str](), list[str]()
+    for path in pages.files():
+        name, old = path.relative_to(pages.ROOT), path.read_text(encoding="utf-8")
+        try:
+            new = pages.render(old, record, name)
+        except DataError as error:
+            missing.append(f"error: {error}")
+            continue
+        changed += [f"{name}: {line}" for line in pages.differences(old, new)]
+        if old != new and not check:
+            path.write_text(new, encoding="utf-8")
+    changed += pictures.draw(record, check)
+    print("\n".join([*changed, *missing]) or "nothing changes")
+    return int(bool(missing or (check and changed)))
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("run", help="measure what this machine's section lacks")
+    measuring.add_argument("--out", type=Path, default=RECORD, help="the record to continue")
+    measuring.add_argument("--parts", default=",".join(KINDS), help="comma-separated; by default %(default)s")
+    measuring.add_argument("--sizes", default="d12,d48", help="comma-separated; the first one has all parts")
+    measuring.add_argument("--seconds", type=float, default=1e9, help="begin no part that may end later")
+    measuring.add_argument("--commit", help="the commit of the code, where git does not tell it")
+    commands.add_parser("losses", help="fill the section of losses from benchmarks/losses/*.jsonl")
+    rendering = commands.add_parser("render", help="fill the markers of pages and recipes, and draw the pictures")
+    rendering.add_argument("--check", action="store_true", help="change nothing; exit 1 if something would change")
+    given = parser.parse_args(words)
+    try:
+        if given.command == "run":
+            kinds, sizes = given.parts.split(","), given.sizes.split(",")
+            if unknown := {*kinds, *sizes} - {*KINDS, *SIZES}:
+                raise ConfigError(f"{min(unknown)}: no part or size; known are {', '.join([*KINDS, *SIZES])}")
+            return run(given.out, kinds, sizes, given.seconds, given.commit)
+        if given.command == "losses":
+            write(read() | {"losses": losses()})
+            return 0
+        return render(given.check)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
