@@ -91,19 +91,19 @@ def test_a_training_step_runs_no_torch_arithmetic():
 
 
 def _afternoon_path() -> dict[str, int]:
-    """Return the files and lines that docs/engineering/walkthrough.md lists under "The afternoon path"."""
-    page = (ROOT / "docs" / "engineering" / "walkthrough.md").read_text(encoding="utf-8")
+    """Return the files and lines that docs/engineering/code.md lists under "The afternoon path"."""
+    page = (ROOT / "docs" / "engineering" / "code.md").read_text(encoding="utf-8")
     found = re.search(r"^## The afternoon path$.*?^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert found, 'docs/engineering/walkthrough.md has no code block headed "The afternoon path"'
+    assert found, 'docs/engineering/code.md has no code block headed "The afternoon path"'
     return {file: int(lines) for file, lines in (line.split() for line in found[1].splitlines())}
 
 
 def test_the_afternoon_path_is_short_and_its_files_exist():
     listed = _afternoon_path()
     missing = [file for file in listed if not (ROOT / file).is_file()]
-    assert not missing, f"docs/engineering/walkthrough.md lists files that do not exist: {missing}"
+    assert not missing, f"docs/engineering/code.md lists files that do not exist: {missing}"
     lines = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in listed}
     assert sum(lines.values()) < AFTERNOON_LINES, lines
     wrong = {file: (told, lines[file]) for file, told in listed.items() if abs(lines[file] - told) > 0.05 * told}
-    assert not wrong, f"docs/engineering/walkthrough.md has other numbers of lines than these files: {wrong}"
+    assert not wrong, f"docs/engineering/code.md has other numbers of lines than these files: {wrong}"
     assert {"train.py", "gpt2_triton/model/schedule.py"} <= lines.keys()
