@@ -4,7 +4,7 @@ Functional, for any dtype.  Losses and gradients have the project's scale: a mea
 divided by all B*T tokens, so that micro-batches with ignored targets add up.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -62,32 +62,3 @@ def gpt2_loss(
     logits = F.linear(norm(x, 2 * len(p.qkvw)), p.wte[:V]).flatten(0, 1)
     losses = F.cross_entropy(logits, targets.flatten().long(), ignore_index=-1, reduction="none")
     return losses if reduction == "none" else losses.sum() / targets.numel()
-
-
-def train(
-    params: Params, dims: dict[str, int], batches: Iterable[tuple[Tensor, Tensor]], lrs: Iterable[float], *,
-    betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, clip: float = 1.0,
-    embed_lr: float = 1.0,
-) -> tuple[list[float], list[float]]:  # fmt: skip
-    """Update `params` with AdamW and clipping by global norm, one step per batch; return losses and norms.
-
-    `embed_lr` is a factor on the learning rate of wte and wpe.
-    """
-    listed = list(tensors(params, dims))
-    embedding = dict(params=[params.wte, params.wpe], weight_decay=weight_decay)
-    matrices = dict(params=[t for name, t, decay in listed if decay and "[" in name], weight_decay=weight_decay)
-    others = dict(params=[t for _, t, decay in listed if not decay], weight_decay=0.0)
-    optimizer = torch.optim.AdamW([embedding, matrices, others], betas=betas, eps=eps)
-    losses, norms = [], []
-    for (ids, targets), lr in zip(batches, lrs, strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.param_groups[0]["lr"] = embed_lr * lr
-        loss = gpt2_loss(params, ids, targets, dims["V"], dims["NH"])
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_([t for _, t, _ in listed], clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        norms.append(norm.item())
-    return losses, norms
