@@ -187,9 +187,9 @@ def first_steps(section: dict[str, Any], found: Group) -> str:
 def together(section: dict[str, Any], found: Group) -> str:
     rows = []
     for (size, arm), f in found.items():
-        row = [NAMES[size], NAMES[arm], *cells(f, "alone_ms", "in_step_ms", "together_ms")]
+        row = [NAMES[size], NAMES[arm], str(f["batch"]), *cells(f, "alone_ms", "in_step_ms", "together_ms")]
         rows.append([*row, *cells(f, "tok_s", form=",.0f"), f"{f['alone_ms'] / f['together_ms']:.0%}"])
-    return markdown("model | precision | ms alone | ms in step | ms together | tokens/s of all | of alone", rows)
+    return markdown("model | program | B | ms alone | ms in step | ms together | tokens/s of all | of alone", rows)
 
 
 def series(record: Record, name: str) -> str:

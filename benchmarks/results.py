@@ -36,6 +36,8 @@ from gpt2_triton.version import installed
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
 MEASURED = ("gpt2_triton", "benchmarks/speed")  # the code whose last commit a section is of
 KINDS = ("steps", "first_step", "ops", "peer", "first_step_torch", "multi")
+MULTI_GPU, TORCH_DDP = "benchmarks.speed.multi_gpu", "benchmarks.speed.torch_ddp"
+BATCH_OF_TWO = {"d24": 32, "d36": 16, "d48": 8}  # sequences with which two models fit into 80 GB
 STEPS, FEWEST = 30, 6  # steps of a run, and of one that shows the first step alone
 
 Figures = dict[str, Any]
@@ -80,13 +82,13 @@ def operations(size: str, options: list[str], limit: float) -> Figures:
     return figures
 
 
-def together(size: str, precision: str, gpus: int, limit: float) -> Figures:
+def together(module: str, size: str, options: list[str], batch: int, gpus: int, limit: float) -> Figures:
     """Return median milliseconds of GPUs alone, in step and together, and tokens/s of all together."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", "benchmarks.speed.multi_gpu"]
-    ranks = json_of([*launcher, size, "--precision", precision], limit)["ranks"]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", module]
+    ranks = json_of([*launcher, size, *options], limit)["ranks"]
     medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
-    figures = {f"{kind.replace(' ', '_')}_ms": ms for kind, ms in medians.items()}
-    return figures | dict(tok_s=1e3 * gpus * SIZES[size].batch * T / medians["together"])
+    figures = {f"{slug(kind)}_ms": ms for kind, ms in medians.items()}
+    return figures | dict(batch=batch, tok_s=1e3 * gpus * batch * T / medians["together"])
 
 
 def json_of(module: list[str], limit: float) -> dict[str, Any]:
@@ -107,8 +109,11 @@ def parts(sizes: list[str], gpus: int) -> list[Part]:
 
     if gpus > 1:
         for size in sizes:
+            batch = BATCH_OF_TWO.get(size, SIZES[size].batch)
             for precision in ("bf16", "fp8"):
-                add(f"multi.{size}.{precision}", 120, together, size, precision, gpus)
+                options = ["--precision", precision, "--batch", str(batch)]
+                add(f"multi.{size}.{precision}", 120, together, MULTI_GPU, size, options, batch, gpus)
+        add(f"multi.{first}.torch", 240, together, TORCH_DDP, first, [], SIZES[first].batch, gpus)
         return found
     for size in sizes:
         slow = 1 if size == "d12" else 2

@@ -1,11 +1,13 @@
 """Times PyTorch's DistributedDataParallel and the same GPUs independently, as benchmarks.speed.multi_gpu does for ours.
 
-torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.torch_ddp SIZE [--steps 30] [--rounds 2]
+torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.torch_ddp SIZE [--steps 30] [--rounds 2] [--json FILE]
 
 The model is torch_gpt2.py's.  Its gradients are bf16: DDP sends half as many bytes as we do.
 """
 
 import argparse
+import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from gpt2_triton.distributed.launcher_env import set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
 
 
-def main(size: str, steps: int, rounds: int) -> None:
+def main(size: str, steps: int, rounds: int, out: Path | None) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
     group = ProcessGroup("cuda", 300)
@@ -43,6 +45,8 @@ def main(size: str, steps: int, rounds: int) -> None:
     if group.rank == 0:
         print(f"PyTorch DDP, {size}, B {B}, {group.size} GPUs")
         print(speed_table(everyone, tokens=B * T))
+        if out:
+            out.write_text(json.dumps(dict(ranks=everyone)) + "\n")
     group.close()
 
 
@@ -51,7 +55,8 @@ if __name__ == "__main__":
     parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the milliseconds of all steps")
     given = parser.parse_args()
     if not device.present():
         parser.exit(2, "error: torch_ddp: needs CUDA GPUs, found none\n")
-    main(given.size, given.steps, given.rounds)
+    main(given.size, given.steps, given.rounds, given.json)

@@ -25,7 +25,7 @@ FIGURES = {
     }.items()
     for name, value in figures.items()
 }
-TWO = dict(alone_ms=100.0, in_step_ms=101.0, together_ms=102.0, tok_s=1_284_000.0)
+TWO = dict(batch=64, alone_ms=100.0, in_step_ms=101.0, together_ms=102.0, tok_s=1_284_000.0)
 RECORD = {
     "h100": {"meta": META} | FIGURES,
     "h100x2": {"meta": META | dict(gpus=2)} | {f"multi.d12.bf16.{name}": value for name, value in TWO.items()},
@@ -217,4 +217,4 @@ def test_parts_keep_what_the_programs_report(monkeypatch):
     ranks = [{"alone": [10.0] * 3, "in step": [12.0], "together": [ms]} for ms in (12.0, 13.0)]
     monkeypatch.setattr(results, "json_of", lambda module, limit: dict(ranks=ranks))
     two = results.parts(["d12"], 2)[0].measure(60.0)
-    assert two == dict(alone_ms=10.0, in_step_ms=12.0, together_ms=12.5, tok_s=2 * 65_536 / 12.5e-3)
+    assert two == dict(batch=64, alone_ms=10.0, in_step_ms=12.0, together_ms=12.5, tok_s=2 * 65_536 / 12.5e-3)
