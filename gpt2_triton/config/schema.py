@@ -1,8 +1,8 @@
 """Every key of the configuration: type, limits, default (llm.c's recipe for GPT-2 124M on FineWeb) and meaning.
 
 Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration, or in
-values.py if its values have a form of their own; a rule between keys in rules.py.  A resumed run may not change a key
-marked KEPT: with another value it would be another run.
+values.py if its values have a form of their own; a rule between keys in rules.py.  A resumed run may change the keys
+declared as free; with another value of a kept key it would be another run.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
-from gpt2_triton.config.values import (
-    RECOMPUTE_LEVELS,
-    SIZE_KEYS,
-    SIZES,
-    check_recompute,
-)
+from gpt2_triton.config.values import RECOMPUTE_LEVELS, SIZE_KEYS, SIZES, check_recompute
 
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
 KEPT: JsonDict = {"resume": "kept"}
@@ -34,6 +29,16 @@ KEPT: JsonDict = {"resume": "kept"}
 # On the command line every value is a string, so `null` stands for "not given", as in YAML.
 OptionalInt = Annotated[int | None, BeforeValidator(lambda value: None if value == "null" else value)]
 NothingIsNone = BeforeValidator(lambda value: "none" if value == "" else value)
+
+
+def free(default: Any, meaning: str, **limits: Any) -> Any:
+    """Declare a key that a resumed run may change; `limits` are pydantic's."""
+    return Field(default, description=meaning, **limits)
+
+
+def kept(default: Any, meaning: str, **limits: Any) -> Any:
+    """Declare a key that a resumed run keeps."""
+    return Field(default, description=meaning, json_schema_extra=KEPT, **limits)
 
 
 class ConfigSection(BaseModel):
@@ -59,25 +64,16 @@ class ConflictError(ValueError):
 
 
 class ModelConfig(ConfigSection):
-    size: str | None = Field(
+    size: str | None = kept(
         None,
+        "llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, for layers, heads, channels, block_size",
         exclude=True,
-        description="llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, for layers, heads, channels, block_size",
-        json_schema_extra=KEPT,
     )
-    n_layer: int = Field(12, ge=1, le=256, description="transformer layers", json_schema_extra=KEPT)
-    n_head: int = Field(
-        12, ge=1, le=4096, description="attention heads; n_embd / n_head is 64, 80, 96 or 128", json_schema_extra=KEPT
-    )
-    n_embd: int = Field(
-        768, ge=1, le=1 << 17, multiple_of=16, description="channels of the residual stream", json_schema_extra=KEPT
-    )
-    vocab_size: int = Field(
-        50257, ge=2, le=65536, description="tokens in the vocabulary; shards hold 16-bit tokens", json_schema_extra=KEPT
-    )
-    block_size: int = Field(
-        1024, ge=1, le=1 << 24, description="longest sequence: rows of the position embedding", json_schema_extra=KEPT
-    )
+    n_layer: int = kept(12, "transformer layers", ge=1, le=256)
+    n_head: int = kept(12, "attention heads; n_embd / n_head is 64, 80, 96 or 128", ge=1, le=4096)
+    n_embd: int = kept(768, "channels of the residual stream", ge=1, le=1 << 17, multiple_of=16)
+    vocab_size: int = kept(50257, "tokens in the vocabulary; shards hold 16-bit tokens", ge=2, le=65536)
+    block_size: int = kept(1024, "longest sequence: rows of the position embedding", ge=1, le=1 << 24)
 
     @model_validator(mode="before")
     @classmethod
@@ -102,66 +98,39 @@ class ModelConfig(ConfigSection):
 
 class DataConfig(ConfigSection):
     # The data may move: a resume compares its content by fingerprint.
-    train: str = Field(
-        "data/fineweb10B/train_*.bin", min_length=1, description="training shards: path, pattern or builtin"
-    )
-    val: str = Field(
-        "data/fineweb10B/val_*.bin", min_length=1, description="validation shards: path, pattern or builtin"
-    )
-    tokenizer: Literal["gpt2", "bytes"] = Field(
-        "gpt2", description="tokenizer of the shards and of samples", json_schema_extra=KEPT
-    )
-    seed: int = Field(42, ge=0, lt=2**62, description="seed of the order of samples", json_schema_extra=KEPT)
-    allow_changed: bool = Field(
-        False, description="true: resume on other data than the checkpoint's, and record what differs"
-    )
-    verify: bool = Field(
-        False, description="true: at the start compare the sha256 of every shard with shards.json next to it"
-    )
+    train: str = free("data/fineweb10B/train_*.bin", "training shards: path, pattern or builtin", min_length=1)
+    val: str = free("data/fineweb10B/val_*.bin", "validation shards: path, pattern or builtin", min_length=1)
+    tokenizer: Literal["gpt2", "bytes"] = kept("gpt2", "tokenizer of the shards and of samples")
+    seed: int = kept(42, "seed of the order of samples", ge=0, lt=2**62)
+    allow_changed: bool = free(False, "true: resume on other data than the checkpoint's, and record what differs")
+    verify: bool = free(False, "true: at the start compare the sha256 of every shard with shards.json next to it")
 
 
 class TrainConfig(ConfigSection):
-    steps: int = Field(19560, ge=1, le=1 << 40, description="optimizer steps")
+    steps: int = free(19560, "optimizer steps", ge=1, le=1 << 40)
     # The micro-batch may change, since the tokens of a step may not.
-    batch_size: int = Field(
-        64,
-        ge=1,
-        le=1 << 20,
-        description="largest micro-batch of a GPU, in sequences; a larger step accumulates gradients",
+    batch_size: int = free(
+        64, "largest micro-batch of a GPU, in sequences; a larger step accumulates gradients", ge=1, le=1 << 20
     )
-    seq_len: int = Field(1024, ge=1, le=1 << 24, description="tokens of a training sequence", json_schema_extra=KEPT)
-    total_batch_tokens: OptionalInt = Field(
-        None, ge=1, le=1 << 40, description="tokens of a step; null is batch_size * seq_len", json_schema_extra=KEPT
+    seq_len: int = kept(1024, "tokens of a training sequence", ge=1, le=1 << 24)
+    total_batch_tokens: OptionalInt = kept(None, "tokens of a step; null is batch_size * seq_len", ge=1, le=1 << 40)
+    dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
+    precision: Literal["bf16", "fp8"] = free(
+        "bf16", "operands of the layers' products; fp8 needs dtype bf16 and compute capability >= 8.9, gfx950 or no GPU"
     )
-    dtype: Literal["bf16", "fp32"] = Field(
-        "bf16", description="storage of parameters and activations", json_schema_extra=KEPT
-    )
-    precision: Literal["bf16", "fp8"] = Field(
-        "bf16",
-        description="operands of the layers' products; fp8 needs dtype bf16 and compute capability >= 8.9, "
-        "gfx950 or no GPU",
-    )
-    seed: int = Field(
-        42, ge=0, lt=2**62, description="seed of the initial weights and of stochastic rounding", json_schema_extra=KEPT
-    )
-    max_minutes: float = Field(
+    seed: int = kept(42, "seed of the initial weights and of stochastic rounding", ge=0, lt=2**62)
+    max_minutes: float = free(
         0,
+        "minutes until the run has saved and ended, with exit code 0 and PREEMPTED in its directory; 0 no limit",
         ge=0,
-        description="minutes from the start of the program until it has saved and ended, with exit code 0 and "
-        "PREEMPTED in the run directory; 0 no limit",
     )
-    skip_limit: int = Field(10, ge=0, description="stop after this many non-finite steps in a row; 0 never stops")
-    skip_loss_z: float = Field(
-        0,
-        ge=0,
-        le=11,
-        description="skip an update whose loss is this many standard deviations above the mean of 128 steps; 0 never",
+    skip_limit: int = free(10, "stop after this many non-finite steps in a row; 0 never stops", ge=0)
+    skip_loss_z: float = free(
+        0, "skip an update with a loss this many standard deviations above the mean of 128 steps; 0 never", ge=0, le=11
     )
-    skip_norm_z: float = Field(0, ge=0, le=11, description="the same for the gradient norm")
-    rewind_after: int = Field(
-        0,
-        ge=0,
-        description="after this many skipped steps in a row go back to a checkpoint and leave their data out; 0 never",
+    skip_norm_z: float = free(0, "the same for the gradient norm", ge=0, le=11)
+    rewind_after: int = free(
+        0, "after this many skipped steps in a row go back to a checkpoint and leave their data out; 0 never", ge=0
     )
 
     @property
@@ -170,114 +139,98 @@ class TrainConfig(ConfigSection):
 
 
 class Fp8Config(ConfigSection):
-    keep_bf16: Annotated[Literal["head", "none"], NothingIsNone] = Field(
-        "head",
-        description="what train.precision fp8 leaves in bf16: head, the product that gives the logits, or none",
+    keep_bf16: Annotated[Literal["head", "none"], NothingIsNone] = free(
+        "head", "what train.precision fp8 leaves in bf16: head, the product that gives the logits, or none"
     )
 
 
 class OptimConfig(ConfigSection):
-    name: Literal["adamw", "muon"] = Field(  # decides which moments a checkpoint has
-        "adamw",
-        description="optimizer of the layers' matrices; embeddings, norms and biases have AdamW with either",
-        json_schema_extra=KEPT,
+    name: Literal["adamw", "muon"] = kept(
+        "adamw", "optimizer of the layers' matrices; embeddings, norms and biases have AdamW with either"
     )
-    lr: float = Field(6e-4, gt=0, description="peak learning rate")
-    embed_lr: float = Field(1.0, gt=0, description="factor on the learning rate of the embeddings, wte and wpe")
-    warmup: int = Field(700, ge=0, description="steps of linear warmup")
-    schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = Field(
-        "cosine", description="learning rate after the warmup"
+    lr: float = free(6e-4, "peak learning rate", gt=0)
+    embed_lr: float = free(1.0, "factor on the learning rate of the embeddings, wte and wpe", gt=0)
+    warmup: int = free(700, "steps of linear warmup", ge=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = free(
+        "cosine", "learning rate after the warmup"
     )
-    final_frac: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a fraction of lr")
-    wsd_decay_frac: float = Field(
-        0.2, gt=0, le=1, description="fraction of the steps over which the schedules wsd and trapezoid decay"
+    final_frac: float = free(0.0, "learning rate at the end, as a fraction of lr", ge=0, le=1)
+    wsd_decay_frac: float = free(
+        0.2, "fraction of the steps over which the schedules wsd and trapezoid decay", gt=0, le=1
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's second moment")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's momentum")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices and embeddings")
-    clip: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0 does not clip")
-    master: Literal["none", "fp32"] = Field(  # decides which tensors a checkpoint has
-        "none",
-        description="none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight",
-        json_schema_extra=KEPT,
+    beta1: float = free(0.9, "decay of AdamW's first moment", ge=0, lt=1)
+    beta2: float = free(0.95, "decay of AdamW's second moment", ge=0, lt=1)
+    eps: float = free(1e-8, "AdamW's epsilon", gt=0)
+    momentum: float = free(0.95, "decay of Muon's momentum", ge=0, lt=1)
+    weight_decay: float = free(0.1, "decoupled weight decay of matrices and embeddings", ge=0)
+    clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
+    master: Literal["none", "fp32"] = kept(
+        "none", "none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
     )
-    v: Literal["fp32", "bf16"] = Field(  # the dtype of a tensor of checkpoints
-        "fp32",
-        description="AdamW's second moment; bf16, rounded stochastically, takes 2 bytes a parameter less",
-        json_schema_extra=KEPT,
+    v: Literal["fp32", "bf16"] = kept(
+        "fp32", "AdamW's second moment; bf16, rounded stochastically, takes 2 bytes a parameter less"
     )
 
 
 class MemoryConfig(ConfigSection):
-    recompute: Annotated[str, AfterValidator(check_recompute)] = Field(
+    recompute: Annotated[str, AfterValidator(check_recompute)] = free(
         "gelu",
-        description=f"what the backward pass recomputes: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
+        f"what the backward pass recomputes: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
         "the first 4 layers, gelu in the others; auto takes the first that fits",
     )
-    head_rows: OptionalInt = Field(
-        None, ge=1, description="rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112"
+    head_rows: OptionalInt = free(
+        None, "rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112", ge=1
     )
 
 
 class EvalConfig(ConfigSection):
-    every: int = Field(250, ge=0, description="steps between validations; also after the last step; 0 never")
-    tokens: int = Field(10_485_760, ge=0, description="validation tokens, the same each time; 0 takes all")
-    hellaswag_every: int = Field(0, ge=0, description="steps between HellaSwag runs; also after the last step; 0 never")
-    hellaswag_data: str = Field("", description="HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
-    hellaswag_limit: int = Field(0, ge=0, description="number of questions, from the first on; 0 takes all")
+    every: int = free(250, "steps between validations; also after the last step; 0 never", ge=0)
+    tokens: int = free(10_485_760, "validation tokens, the same each time; 0 takes all", ge=0)
+    hellaswag_every: int = free(0, "steps between HellaSwag runs; also after the last step; 0 never", ge=0)
+    hellaswag_data: str = free("", "HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
+    hellaswag_limit: int = free(0, "number of questions, from the first on; 0 takes all", ge=0)
 
 
 class SampleConfig(ConfigSection):
-    every: int = Field(0, ge=0, description="steps between printed samples; also after the last step; 0 never")
-    tokens: int = Field(64, ge=1, description="tokens of a sample")
-    prompt: str = Field("", description="text that a sample continues; empty starts at the end-of-text token")
-    temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 takes the most likely token")
-    top_k: int = Field(0, ge=0, description="draw among the k most likely tokens; 0 among all")
+    every: int = free(0, "steps between printed samples; also after the last step; 0 never", ge=0)
+    tokens: int = free(64, "tokens of a sample", ge=1)
+    prompt: str = free("", "text that a sample continues; empty starts at the end-of-text token")
+    temperature: float = free(1.0, "softmax temperature; 0 takes the most likely token", ge=0)
+    top_k: int = free(0, "draw among the k most likely tokens; 0 among all", ge=0)
 
 
 class CheckpointConfig(ConfigSection):
-    every: int = Field(0, ge=0, description="steps between checkpoints; the last step is always saved")
-    keep: int = Field(2, ge=0, description="newest checkpoints to keep; 0 keeps all")
-    major: int = Field(0, ge=0, description="also keep those whose step is a multiple of this; 0 none")
-    best: Literal["none", "val_loss"] = Field(
-        "none", description="val_loss: also save after each lowest validation loss, and keep it; RUN/best names it"
+    every: int = free(0, "steps between checkpoints; the last step is always saved", ge=0)
+    keep: int = free(2, "newest checkpoints to keep; 0 keeps all", ge=0)
+    major: int = free(0, "also keep those whose step is a multiple of this; 0 none", ge=0)
+    best: Literal["none", "val_loss"] = free(
+        "none", "val_loss: also save after each lowest validation loss, and keep it; RUN/best names it"
     )
 
 
 class LogConfig(ConfigSection):
-    every: int = Field(1, ge=1, description="steps between logged steps")
-    main_log: Literal["none", "llmc"] = Field("none", description="llmc: also write main.log, in llm.c's format")
-    stats_every: int = Field(
-        0,
-        ge=0,
-        description="steps between statistics of activations, gradients and updates; also of the last step; 0 never",
+    every: int = free(1, "steps between logged steps", ge=1)
+    main_log: Literal["none", "llmc"] = free("none", "llmc: also write main.log, in llm.c's format")
+    stats_every: int = free(
+        0, "steps between statistics of activations, gradients and updates; also of the last step; 0 never", ge=0
     )
-    wandb: Literal["online", "offline", "disabled"] = Field(
-        "disabled", description="send the metrics to Weights & Biases"
-    )
-    wandb_project: str = Field("gpt2_triton", min_length=1, description="Weights & Biases project")
+    wandb: Literal["online", "offline", "disabled"] = free("disabled", "send the metrics to Weights & Biases")
+    wandb_project: str = free("gpt2_triton", "Weights & Biases project", min_length=1)
 
 
 class ParallelConfig(ConfigSection):
-    gpus: OptionalInt = Field(None, ge=1, description="GPUs of the run; null is as many as torchrun starts, or 1")
-    zero: int = Field(
-        1,
-        ge=0,
-        le=2,
-        description="ZeRO stage: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)",
+    gpus: OptionalInt = free(None, "GPUs of the run; null is as many as torchrun starts, or 1", ge=1)
+    zero: int = free(
+        1, "ZeRO stage: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)", ge=0, le=2
     )
-    timeout: float = Field(
-        100,
-        gt=0,
-        description="seconds without progress after which a hung run ends; until the first step ends, 3 times that",
+    timeout: float = free(
+        100, "seconds without progress after which a hung run ends; until the first step ends, 3 times that", gt=0
     )
 
 
 class DebugConfig(ConfigSection):
-    hash_state: int = Field(
-        0, ge=0, description="steps between comparisons of all GPUs' weights, and moments at ZeRO stage 0; 0 never"
+    hash_state: int = free(
+        0, "steps between comparisons of all GPUs' weights, and moments at ZeRO stage 0; 0 never", ge=0
     )
 
 
@@ -296,8 +249,8 @@ class Sections(ConfigSection):
     log: LogConfig = LogConfig()
     parallel: ParallelConfig = ParallelConfig()
     debug: DebugConfig = DebugConfig()
-    init_from: str = Field(
-        "scratch", description="initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+    init_from: str = free(
+        "scratch", "initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
     )
 
 
