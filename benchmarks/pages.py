@@ -92,8 +92,9 @@ def render(text: str, record: Record, page: Path) -> str:
     def filled(match: re.Match[str]) -> str:
         begin, marker, _, end = match.groups()
         kind, *words = marker.split()
-        table = kind == "table" and TABLES[words[0]](record, *words[1:])
-        return f"{begin}\n{table}\n{end}" if table else begin + text_of(marker, figures) + end
+        if kind == "table":
+            return f"{begin}\n{TABLES[words[0]](record, *words[1:])}\n{end}"
+        return begin + text_of(marker, figures) + end
 
     def word(match: re.Match[str]) -> str:
         form = " | h" if match[3].endswith(".hours") else ""
@@ -139,12 +140,10 @@ def group(section: dict[str, Any], kind: str) -> Group:
 
 
 def by_machine(kind: str, table: Callable[[dict[str, Any], Group], str]) -> Callable[[Record], str]:
-    """Return a function of the record: a table with its caption for each machine; KeyError if no machine has any."""
+    """Return a function of the record: a table with its caption for each machine that has any."""
 
     def tables(record: Record) -> str:
         found = [(section, group(section, kind)) for section in record.values()]
-        if not any(figures for _, figures in found):
-            raise KeyError(f"table of {kind}")
         return "\n\n".join(f"{caption(s['meta'])}\n\n{table(s, figures)}" for s, figures in found if figures)
 
     return tables
