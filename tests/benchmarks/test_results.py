@@ -100,14 +100,10 @@ NOT_YET = [
     "docs/guide/many_gpus.md",
     "docs/guide/recipes.md",
     "docs/guide/training.md",
-    "docs/engineering/fp8.md",
-    "docs/engineering/measured.md",
     "docs/engineering/memory.md",
-    "docs/engineering/muon.md",
     "docs/engineering/numerics.md",
     "docs/engineering/performance.md",
     "docs/engineering/reliability.md",
-    "docs/engineering/scaling.md",
     "docs/engineering/stability.md",
 ]
 

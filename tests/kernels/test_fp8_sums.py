@@ -2,15 +2,18 @@
 sums of one sign (docs/engineering/fp8.md).
 """
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-FP8 = Path(__file__).parents[2] / "docs" / "engineering" / "fp8.md"
 BITS = 13  # behind the first of the largest number
+ROUNDING = 0.00166  # error of a product rounded to bf16, relative to its norm
+MEASURED = {  # on an H200, by terms: errors of sums in 14 bits, and with each 128 terms added in fp32
+    768: (0.00172, 0.00166),
+    1600: (0.00181, 0.00166),
+    3072: (0.00200, 0.00167),
+    6400: (0.00242, 0.00166),
+}
 
 
 def e4m3(x: Tensor) -> Tensor:
@@ -37,20 +40,14 @@ def operands(K: int) -> tuple[Tensor, Tensor]:
     return e4m3(64 * torch.randn(32, K, generator=generator)), e4m3(64 * torch.randn(24, K, generator=generator))
 
 
-def row_of(K: int) -> list[float]:
-    """Return the errors in the page's table: in 14 bits, cuBLAS's fast, in parts of 128, cuBLAS's, bf16's alone."""
-    [line] = re.findall(rf"^\| {K:,} \|(.*)\|$", FP8.read_text(), re.MULTILINE)
-    return [float(cell.split(",")[-1]) for cell in line.split("|")]
-
-
-@pytest.mark.parametrize("K", [768, 1600, 3072, 6400])
+@pytest.mark.parametrize("K", MEASURED)
 def test_the_model_has_the_measured_errors(K):
     """Within 2%: 768 random sums, against 800,000 on the GPU."""
     a, w = operands(K)
-    exact, bf16 = a @ w.T, row_of(K)[4]
-    for part, measured in ((K + 32, row_of(K)[0]), (128, row_of(K)[2])):
+    exact = a @ w.T
+    for part, measured in zip((K + 32, 128), MEASURED[K], strict=True):
         error = ((sums(a, w, part) - exact).norm() / exact.norm()).item()
-        assert (error**2 + bf16**2) ** 0.5 == pytest.approx(measured, rel=0.02)
+        assert (error**2 + ROUNDING**2) ** 0.5 == pytest.approx(measured, rel=0.02)
 
 
 def test_sums_of_one_sign_are_too_small_by_what_the_page_states():
@@ -59,6 +56,4 @@ def test_sums_of_one_sign_are_too_small_by_what_the_page_states():
         exact = a @ w.T
         return 1 - ((sums(a, w, part) * exact).sum() / (exact * exact).sum()).item()
 
-    short, long, parts = loss(1600, 1632), loss(6400, 6432), loss(6400, 128)
-    stated = f"1,600 such terms {short:.1%} too small and 6,400 terms {long:.0%}"
-    assert stated in FP8.read_text() and f"which leaves {parts:.2%}" in FP8.read_text()
+    assert f"{loss(1600, 1632):.1%} {loss(6400, 6432):.0%} {loss(6400, 128):.2%}" == "2.3% 10% 0.06%"

@@ -30,7 +30,7 @@ RING = gl.constexpr(4)  # slices of pre in flight
 
 # gelu and dgelu of device_math.py, for outputs in bf16: sigmoid(2u) = 0.5 + 0.5 * tanh(u), with the instruction that
 # approximates tanh to 2^-11 of its value, where bf16's half ulp is 2^-9.  Errors against float64 are the same to four
-# digits (docs/engineering/measured.md), and a product's epilogue stays hidden behind the next product, which the two
+# digits (docs/LOG.md), and a product's epilogue stays hidden behind the next product, which the two
 # instructions of sigmoid would expose.
 
 
