@@ -106,15 +106,9 @@ class Logger:
         self.info(line + ("" if applied else f" | skipped: {why}"))
 
     def rewind(self, step: int, target: int, sample: int) -> None:
-        """Drop the records after step `target`, to which the run returns from `step`, to continue with `sample`.
-
-        Raise a UserError if the files cannot be written.
-        """
-        try:
-            self._close_files()
-            self._open_files(target)
-        except OSError as error:
-            raise run_dir_error(self._run_dir, error) from error
+        """Drop the records after step `target`, to which the run returns from `step`, to continue with `sample`."""
+        self._close_files()
+        self._open_files(target)
         self._write({"step": target, "rewound_from": step, "sample": sample})
         self.info(f"{self._at(step)} | rewind to step {target}; data continues at sample {sample:,}")
 

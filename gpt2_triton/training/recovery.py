@@ -29,7 +29,7 @@ def restore_model(
     and loss of the lowest validation loss up to it, unless its checkpoint was deleted.
 
     The host copy of the last save is used if it is of that step; otherwise the checkpoint is read, or the newest intact
-    one before it if it is damaged.  Raise CheckpointError if there is none, or if a later one cannot be deleted.
+    one before it if it is damaged.  Raise CheckpointError if there is none.
     """
     directory = run_dir / "checkpoints"
     if not _restore_from_host(target, model, checkpointer, control):
@@ -37,21 +37,14 @@ def restore_model(
         _, tensors = load_checkpoint(step_path(directory, target))
         model.load(tensors)
     control.all_gather(None)  # delete nothing while another rank still looks for a checkpoint
-    try:
-        control.from_rank0(lambda: discard_after(directory, target))
-    except OSError as error:
-        undone = f"{directory}: the checkpoints after step {target}, to which the run rewinds, cannot be deleted"
-        raise CheckpointError(f"{undone} ({error}); make it writable, and resume") from None
+    control.from_rank0(lambda: discard_after(directory, target))
     best = control.from_rank0(lambda: _best_at(target, directory))
     return target, ((best[0], best[1]) if best else None)
 
 
 def _newest_intact(directory: Path, target: int) -> int:
     """Return the step of the newest intact checkpoint up to `target`."""
-    try:
-        found = latest_checkpoint(directory, target)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}, or continue without rewinds by --train.rewind_after 0") from None
+    found = latest_checkpoint(directory, target)
     if found is None:
         raise CheckpointError(f"{directory}: step {target}, to which the run rewinds, has been deleted; resume")
     return int(found.name.removeprefix("step_"))

@@ -82,8 +82,3 @@ def test_without_flock_the_file_is_the_lock(tmp_path, without_flock, holder):
     with lock_run_dir(tmp_path):
         refuse(tmp_path, f"pid {os.getpid()} on .*, may write to")
     assert os.listdir(tmp_path) == []
-
-
-def test_run_dir_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    refuse(tmp_path / "file" / "run", "cannot write to .*; choose another")

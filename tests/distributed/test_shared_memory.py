@@ -3,7 +3,6 @@
 import gc
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,25 +61,6 @@ def allocate(local_world_size: str, refused: bool) -> list[list[int]]:
     return found
 
 
-def handles_given() -> int:
-    given, original = [], SharedBuffer.handle
-
-    def handle(self):
-        given.append(original(self))
-        return given[-1]
-
-    SharedBuffer.handle = handle
-    group = ProcessGroup("cpu", 30)
-    group.allocate_shared(1000)[1].clear()
-    group.close()
-    return len(given)
-
-
-def test_allocate_makes_a_handle_for_each_reader(tmp_path):
-    """torch counts a handle's holders from one to none, which two readers would take below."""
-    assert ranks.run(3, tmp_path / "stderr", handles_given) == [2, 2, 2]
-
-
 @pytest.mark.parametrize(
     "local_world_size, refused, want", [("2", False, [1, 2]), ("2", True, []), ("1", False, []), ("", False, [])]
 )
@@ -89,20 +69,3 @@ def test_allocate_shared_needs_one_host_and_all_ranks(tmp_path, local_world_size
     assert ranks.run(2, tmp_path / "stderr", allocate, local_world_size, refused) == [[want, want]] * 2
     warning = "warning: the ranks of this host cannot read each other's memory (no peer access)"
     assert (tmp_path / "stderr").read_text().count(warning) == 2 * refused
-
-
-def test_memory_that_torch_or_the_driver_does_not_share_has_no_handle(monkeypatch):
-    """A torch without the private name, a driver that refuses, and AMD's GPUs."""
-
-    def refuse():
-        raise RuntimeError("refused")
-
-    buffer = SharedBuffer(8, "cpu")
-    buffer._file = None  # as if the memory were a GPU's
-    for storage in (SimpleNamespace(), SimpleNamespace(_share_cuda_=refuse)):
-        buffer.memory = SimpleNamespace(untyped_storage=lambda storage=storage: storage)
-        assert buffer.handle() is None
-    buffer.memory = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: (b"\1", 2)))
-    assert buffer.handle() == ["01", 2]
-    monkeypatch.setattr(torch.version, "hip", "7.2")
-    assert buffer.handle() is None

@@ -88,22 +88,6 @@ def test_ending_losses_equal_a_plain_evaluation(model, rows_file, style):
     np.testing.assert_array_equal(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, want))
 
 
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason="no hellaswag_val.jsonl in data/ or named by HELLASWAG")
-@pytest.mark.parametrize(("style", "rows"), [("completion", 50), ("harness", 10)])
-def test_ending_losses_of_published_rows_equal_a_plain_evaluation(style, rows):
-    """GPT-2's tokens are taken modulo 1024, since a small vocabulary is fast."""
-
-    class Folded(type(gpt2())):
-        def encode(self, text):
-            return super().encode(text) % 1024
-
-    questions = data.load_questions(PUBLISHED, Folded(gpt2()._encoding), rows, (style,))[style]
-    model = model_of(batch_size=64, vocab_size=1024)
-    losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
-    np.testing.assert_allclose(losses, want, rtol=1e-5)
-    np.testing.assert_array_equal(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, want))
-
-
 @pytest.mark.slow
 def test_batching_changes_no_prediction(model, rows_file):
     """In the interpreter, blocks and so sums depend on the shape of a batch: hence 1e-6 instead of equality."""
@@ -202,11 +186,7 @@ def test_empty_context_becomes_an_end_of_text(tmp_path):
     ("line", "message"),
     [
         ("{", r"rows.jsonl:2: not a row: Invalid JSON: EOF while parsing.*, in \{; get it with"),
-        ("[1]", r"rows.jsonl:2: not a row: Input should be an object"),
-        (b"\xff".decode("latin1"), r"rows.jsonl:2: not a row: Invalid JSON"),
-        (json.dumps(row(0, label="")), r"rows.jsonl:2: label: Input should be a valid integer"),
         (json.dumps(row(0, label=4)), r"rows.jsonl:2: label: Input should be less than 4"),
-        (json.dumps(row(0, endings=["a"])), r"rows.jsonl:2: endings: List should have at least 4 items"),
         (json.dumps({k: v for k, v in row(0).items() if k != "ctx"}), r"rows.jsonl:2: ctx: Field required"),
     ],
 )
@@ -271,21 +251,13 @@ def test_llmc_bin_holds_the_completion_questions(tmp_path, rows_file):
 def test_damaged_llmc_bin_is_reported_in_one_line(tmp_path, rows_file):
     whole = llmc_bin(tmp_path / "val.bin", data.load_questions(rows_file, gpt2(), 0, ("completion",))["completion"])
     good = whole.read_bytes()
-    for name, content, message in (
-        ("magic", b"\0" * 4 + good[4:], r"not llm.c's evaluation file: it begins with \[0, 1\]"),
-        ("short", good[:100], "not llm.c's|damaged"),
-        ("cut", good[:-10], r"row 9 \(byte [\d,]+\): damaged"),
-        ("start", good[:1024] + b"\0\0" + good[1026:], r"row 0 \(byte 1,024\): damaged"),
-        (
-            "label",
-            good[:1030] + b"\4\0" + good[1032:],
-            r"row 0 \(byte 1,024\): damaged, or no gpt2 tokens: \[65535, \d+, 0, 4, 4,",
-        ),
-        ("count", good[:1034] + b"\xff\0" + good[1036:], "row 0"),
-        ("none", good[:8] + b"\0" * 4 + good[12:], "no rows"),
-        ("empty", b"", "not llm.c's"),
+    path = tmp_path / "damaged.bin"
+    for content, message in (
+        (b"\0" * 4 + good[4:], r"not llm.c's evaluation file: it begins with \[0, 1\]"),
+        (good[:-10], r"row 9 \(byte [\d,]+\): damaged"),
+        (good[:1030] + b"\4\0" + good[1032:], r"row 0 \(byte 1,024\): damaged, or no gpt2 tokens: \[65535, \d+, 0, 4"),
+        (b"", "not llm.c's"),
     ):
-        path = tmp_path / f"{name}.bin"
         path.write_bytes(content)
         with pytest.raises(DataError, match=message) as error:
             data.load_questions(path, gpt2(), 0, ("completion",))

@@ -52,14 +52,6 @@ def test_perplexity_equals_the_validation_loss_of_training(trained, tmp_path, ca
     assert f"data.val of the run: {directory}/val_*.bin\n{printed}" in capsys.readouterr().out
 
 
-def test_perplexity_refuses_shards_of_another_tokenizer(trained, tmp_path, capsys):
-    (tmp_path / "shards.json").write_text('{"tokenizer": "gpt2"}')
-    (tmp_path / "val.bin").touch()
-    assert main(app, ["perplexity", str(trained[0] / "run"), str(tmp_path / "val.bin")]) == 3
-    found = "made with another tokenizer, gpt2, not bytes; name others after"
-    assert found in capsys.readouterr().err
-
-
 def test_perplexity_takes_all_windows_of_the_shards(trained):
     directory, _ = trained
     config, tensors = load_weights(str(directory / "run"))
@@ -70,8 +62,6 @@ def test_perplexity_takes_all_windows_of_the_shards(trained):
     found = losses.perplexity(model, opened, 0)
     assert found.tokens == 199 // 16 * 16
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # one byte per token, no end of text
-    with pytest.raises(DataError, match=r"--tokens 15: must be 0, or 16 .* to 192 in"):
-        losses.perplexity(model, opened, 15)
 
 
 def test_bits_per_byte_leave_the_end_of_text_out(tmp_path):
@@ -88,6 +78,7 @@ def test_bits_per_byte_leave_the_end_of_text_out(tmp_path):
     assert b.loss != a.loss
 
 
+@pytest.mark.slow
 def test_bits_per_byte_count_the_bytes_of_gpt2_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(losses, "get_tokenizer", lambda name: gpt2())
     text = "To be, \N{GREEK SMALL LETTER PI} or  not: that\nis the question, or was it?"
@@ -134,32 +125,23 @@ def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, caps
     [
         (["hellaswag", "none"], 4, "none: no checkpoint found"),
         (["hellaswag", "RUN", "--data", "none.jsonl"], 3, "none.jsonl: cannot be used"),
-        (["hellaswag", "RUN", "--limit", "-1"], 2, "--limit: must be at least 0, got -1"),
         (["hellaswag", "RUN", "--json", "none/out.json"], 2, "--json: none is not a directory"),
         (["perplexity", "hf:DIR"], 2, "perplexity: hf:DIR is no run with data.val; name shards after it"),
-        (
-            ["perplexity", "RUN", "my.txt"],
-            3,
-            "my.txt: text, no shard; `python -m gpt2_triton prepare text my.txt --tokenizer bytes ",
-        ),
-        (
-            ["perplexity", "RUN", "none_*.bin"],
-            3,
-            "none_*.bin: no such shards; ",
-        ),
-        (["perplexity", "RUN", "none_*.bin"], 3, "prepare`, or name others after RUN"),
-        (["perplexity", "RUN", "short.bin"], 3, "fewer than seq_len + 1 = 17; name others after RUN"),
+        (["perplexity", "RUN", "my.txt"], 3, "my.txt: text, no shard; `python -m gpt2_triton prepare text my.txt "),
+        (["perplexity", "RUN", "none_*.bin"], 3, "none_*.bin: no such shards; "),
         (["perplexity", "RUN", "large.bin"], 3, "must be less than 256; name others after RUN"),
+        (["perplexity", "RUN", "gpt2/val.bin"], 3, "made with another tokenizer, gpt2, not bytes; name others after"),
         (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "--tokens 15: must be 0, or 16"),
-        (["perplexity", "RUN", "VAL", "--batch_tokens", "0"], 2, "--batch_tokens: must be at least 1"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsys, argv, code, message):
     directory, _ = trained
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.txt").touch()
-    for name, tokens in (("short", [1] * 16), ("large", [300] * 17)):
-        write_shard(tmp_path / f"{name}.bin", np.array(tokens, np.uint16))
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "shards.json").write_text('{"tokenizer": "gpt2"}')
+    (tmp_path / "gpt2" / "val.bin").touch()
+    write_shard(tmp_path / "large.bin", np.array([300] * 17, np.uint16))
     words = {"RUN": str(directory / "run"), "VAL": str(directory / "val_0.bin")}
     assert main(app, [words.get(word, word) for word in argv]) == code
     err = capsys.readouterr().err

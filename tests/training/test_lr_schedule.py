@@ -30,21 +30,10 @@ def test_learning_rate_in_the_middle_of_the_decay(schedule, halfway):
     assert curve(schedule, final_frac=0.1)[WARMUP + (STEPS - WARMUP) // 2] == pytest.approx(halfway * LR)
 
 
-def test_learning_rate_of_cosine_at_a_third_of_the_decay():
-    assert curve("cosine")[WARMUP + (STEPS - WARMUP) // 3] == pytest.approx(LR * 0.75)  # cos(60 degrees) = 1/2
-
-
-def test_learning_rate_of_wsd_is_constant_then_falls_with_the_square_root():
-    lrs = curve("wsd", final_frac=0.1, wsd_decay_frac=0.2)
-    assert set(lrs[WARMUP:800]) == {LR}
-    assert lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - math.sqrt(0.25)))
-
-
-def test_learning_rate_of_trapezoid_is_constant_then_falls_linearly():
-    lrs = curve("trapezoid", final_frac=0.1, wsd_decay_frac=0.2)
-    assert set(lrs[WARMUP:800]) == {LR}
-    assert lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - 0.25))
-    assert lrs[-1] == pytest.approx(0.1 * LR + 0.9 * LR / 200)  # a 200th of the decay remains, as with `linear`
+@pytest.mark.parametrize(("schedule", "fallen"), [("wsd", math.sqrt(0.25)), ("trapezoid", 0.25)])
+def test_learning_rate_is_constant_then_falls_with_the_square_root_or_linearly(schedule, fallen):
+    lrs = curve(schedule, final_frac=0.1, wsd_decay_frac=0.2)
+    assert set(lrs[WARMUP:800]) == {LR} and lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - fallen))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])

@@ -1,6 +1,6 @@
 """Outliers are skipped in their own step; a rewound run equals one without the bad data; both resume exactly."""
 
-import errno
+import itertools
 import json
 import math
 import signal
@@ -16,12 +16,12 @@ from gpt2_triton.checkpoint.save import Retention, discard_after, save_checkpoin
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.errors import CheckpointError, ConfigError, NonFiniteError, UserError
+from gpt2_triton.errors import ConfigError, NonFiniteError
 from gpt2_triton.model.gpt2 import GPT2
-from gpt2_triton.training import logger, recovery, run_state, trainer
+from gpt2_triton.training import recovery, run_state, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
-from tests.support.loop import make_trainer, train
+from tests.support.loop import before_steps, make_trainer, train
 from tests.support.tiny import tiny_config
 
 TIMINGS = {"ms", "tok_s", "mfu"}
@@ -46,27 +46,18 @@ def final(run):
 
 def stop_after(monkeypatch, launches):
     """Raise SIGTERM while launch number `launches` is running; steps that a rewind undoes count as well."""
-    original, seen = Trainer._train_step, []
-
-    def interrupted(self, index):
-        seen.append(index)
-        if len(seen) == launches:
-            signal.raise_signal(signal.SIGTERM)
-        original(self, index)
-
-    monkeypatch.setattr(Trainer, "_train_step", interrupted)
+    count = itertools.count(1)
+    before_steps(lambda *_: next(count) == launches and signal.raise_signal(signal.SIGTERM), monkeypatch)
 
 
 def poison_from(monkeypatch, first, last=100):
     """Make the steps of these indices, counted from 0, not finite."""
-    original = Trainer._train_step
 
-    def poisoned(self, index):
+    def poison(self, index):
         if first <= index <= last:
             self.model.K.fill(self.model.train_view.w.lnb[0], math.nan)
-        original(self, index)
 
-    monkeypatch.setattr(Trainer, "_train_step", poisoned)
+    before_steps(poison, monkeypatch)
 
 
 # ---- outliers ----
@@ -200,57 +191,6 @@ def test_resume_around_a_rewind_gives_the_same_run(rewound, tmp_path, monkeypatc
     assert final(tmp_path) == final(rewound) and metrics(tmp_path) == metrics(rewound)
 
 
-def test_stop_before_a_rewind_names_the_checkpoint_that_exists(bad_data, tmp_path, monkeypatch, capfd):
-    """SIGTERM arrives during the failing step, which is read when nothing else is in flight."""
-    original = Trainer._train_step
-
-    def stopped(self, index):
-        original(self, index)
-        if index == 2:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(Trainer, "_train_step", stopped)
-    assert train(rewind_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
-    out = capfd.readouterr().out
-    assert "checkpoints/step_00000002\n" in out and "stopped after step 3; the same command" in out
-
-
-def test_stop_after_a_rewind_saves_its_count_without_a_warning(bad_data, tmp_path, monkeypatch, capfd):
-    rewind = Trainer._rewind
-
-    def stopped(self):
-        target = rewind(self)
-        signal.raise_signal(signal.SIGTERM)
-        return target
-
-    monkeypatch.setattr(Trainer, "_rewind", stopped)
-    assert train(rewind_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
-    state = load_checkpoint(find_checkpoint(tmp_path))[0]
-    assert (state["step"], state["sample"], state["rewinds"]) == (2, 6, 1)
-    assert "warning" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("failing", ["discard_after", "truncate"])
-def test_disk_that_refuses_a_rewind_ends_the_run_in_one_line(bad_data, tmp_path, monkeypatch, failing):
-    """Checkpoints of undone steps cannot be deleted, or records cannot be cut off; a resumed run rewinds again."""
-    refused = OSError(errno.EROFS, "Read-only file system")
-
-    def refuse(*_):
-        raise refused
-
-    with monkeypatch.context() as patch:
-        rewind = Trainer._rewind
-
-        def without_disk(self):
-            patch.setattr(recovery if failing == "discard_after" else logger, failing, refuse)
-            return rewind(self)
-
-        patch.setattr(Trainer, "_rewind", without_disk)
-        with pytest.raises(UserError, match="Read-only file system"):
-            train(rewind_config(), tmp_path, resume=False)
-    assert train(rewind_config(), tmp_path, resume=True) == 0
-
-
 def test_rewinds_that_do_not_help_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_state, "MAX_REWINDS", 1)
     poison_from(monkeypatch, 2)
@@ -264,37 +204,26 @@ def test_rewind_that_is_due_before_the_first_checkpoint_is_told(tmp_path, monkey
     assert "step 2: no checkpoint to rewind to; steps are only skipped" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "every, what", [(0, "there is no checkpoint to go back to"), (2, "3 is more than checkpoint.every 2; lower it")]
-)
-def test_rewind_after_without_a_checkpoint_is_refused(tmp_path, every, what):
-    path = tmp_path / "x.yaml"
-    path.write_text(f"train: {{rewind_after: 3}}\ncheckpoint: {{every: {every}}}")
-    with pytest.raises(ConfigError, match=f"x.yaml:1: train.rewind_after: {what}"):
-        Config.load(path)
+def test_rewind_after_without_a_checkpoint_is_refused():
+    with pytest.raises(ConfigError, match="train.rewind_after: there is no checkpoint to go back to"):
+        Config.load({"train": {"rewind_after": 3}, "checkpoint": {"every": 0}})
 
 
-@pytest.mark.parametrize("damaged", [[2], [1, 2]], ids=str)
-def test_rewind_passes_over_damaged_checkpoints(bad_data, tmp_path, monkeypatch, capsys, damaged):
+def test_rewind_passes_over_damaged_checkpoints(bad_data, tmp_path, monkeypatch, capsys):
     """Step 3 fails, and the host has no copy of step 2."""
     rewind = Trainer._rewind
 
     def after_damage(self):
         self.checkpointer.wait()
-        for step in damaged:
-            (tmp_path / "checkpoints" / f"step_{step:08d}" / "rank_00000.safetensors").write_bytes(b"")
+        (tmp_path / "checkpoints" / "step_00000002" / "rank_00000.safetensors").write_bytes(b"")
         return rewind(self)
 
     monkeypatch.setattr(recovery, "_restore_from_host", lambda *_: False)
     monkeypatch.setattr(Trainer, "_rewind", after_damage)
     config = run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=1, keep=0))
-    if damaged == [2]:
-        assert train(config, tmp_path, resume=False) == 0
-        assert [(r["step"], r["sample"]) for r in metrics(tmp_path) if "rewound_from" in r] == [(1, 6)]
-    else:
-        with pytest.raises(CheckpointError, match="none of 2 verifies; .*, or continue without rewinds by"):
-            train(config, tmp_path, resume=False)
-    assert capsys.readouterr().err.count("warning: skipping damaged") == len(damaged)
+    assert train(config, tmp_path, resume=False) == 0
+    assert [(r["step"], r["sample"]) for r in metrics(tmp_path) if "rewound_from" in r] == [(1, 6)]
+    assert capsys.readouterr().err.count("warning: skipping damaged") == 1
 
 
 def test_best_checkpoint_of_a_rewind_target_is_kept(tmp_path):

@@ -43,16 +43,11 @@ def test_best_before_one_that_was_not_saved_is_the_best_again():
     assert state.best is None
 
 
-def test_record_validation_keeps_the_first_of_equal_losses():
+def test_record_validation_keeps_the_first_of_the_lowest_finite_losses():
     state = RunState()
     assert state.best_step is None and not state.record_validation(0, 1.0)
-    assert state.record_validation(5, 2.0) and not state.record_validation(6, 2.0) and state.best_step == 5
-
-
-def test_record_validation_ignores_non_finite_losses():
-    state = RunState()
-    assert not state.record_validation(1, float("nan")) and not state.record_validation(2, float("inf"))
-    assert state.record_validation(3, 5.0) and not state.record_validation(4, float("nan")) and state.best == (3, 5.0)
+    assert not state.record_validation(4, math.nan) and state.record_validation(5, 2.0)
+    assert not state.record_validation(6, 2.0) and not state.record_validation(7, math.nan) and state.best_step == 5
 
 
 def test_run_state_counts_both_kinds_of_skipped_steps():

@@ -16,15 +16,13 @@ from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from gpt2_triton.kernels import table_file
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
-from gpt2_triton.training.trainer import Trainer
-from tests.support.loop import make_trainer, train
+from tests.support.loop import before_steps, make_trainer, train
 from tests.support.models import calibrate
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
@@ -57,14 +55,7 @@ def metrics(run):
 
 def stop_after(monkeypatch, step):
     """Raise SIGTERM while step number `step` is running."""
-    original = Trainer._train_step
-
-    def interrupted(self, index):
-        original(self, index)
-        if index + 1 == step:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(Trainer, "_train_step", interrupted)
+    before_steps(lambda _, index: index + 1 == step and signal.raise_signal(signal.SIGTERM), monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +92,7 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
     line = "stopping after this step; a second signal after 1 second ends at once without a checkpoint"
     assert line in capfd.readouterr().out.splitlines()
     with monkeypatch.context() as patch, pytest.raises(DataError):
-        patch.setattr(Trainer, "_train_step", lambda *_: raise_data_error())
+        before_steps(lambda *_: raise_data_error(), patch)
         train(run_config(), tmp_path, resume=True)
     assert train(run_config(), tmp_path, resume=True) == 0
     assert metrics(tmp_path) == metrics(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
@@ -126,6 +117,7 @@ def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(
     assert metrics(tmp_path) == metrics(unbroken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", [dict(master="none"), dict(master="fp32", v="bf16")], ids=str)
 def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim):
     """bf16 weights and moments are rounded with noise; its key is (seed, step, element), so a resumed run rounds the
@@ -141,14 +133,7 @@ def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim):
     assert final_bytes(broken) == final_bytes(whole)
 
 
-def test_finished_run_resumes_in_another_precision(tmp_path, capsys):
-    """It has no scales, and no step is left whose learning rate a calibration could take."""
-    for precision in ("bf16", "fp8"):
-        config = run_config(train=dict(dtype="bf16", precision=precision, steps=1), eval=dict(every=0))
-        assert train(config, tmp_path, resume=precision == "fp8") == 0
-    assert "all 1 steps are done; raise train.steps to continue" in capsys.readouterr().out
-
-
+@pytest.mark.slow
 def test_what_fp8_keeps_in_bf16_may_change_on_resume(tmp_path):
     """Scales are carried over while they suffice, and found again when the logits are in fp8 once more."""
     for steps, keep in ((1, "none"), (2, "head"), (3, "none")):
@@ -211,30 +196,21 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
     assert (tensors[2]["history"] > 0).sum(1).tolist() == [2] * 14  # of the calibration and of one step
 
 
-def test_train_prints_its_directory_and_how_to_continue(tmp_path, monkeypatch, capsys):
+def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_after(patch, 1)
         train(run_config(), tmp_path, resume=False)
     lines = capsys.readouterr().out.splitlines()
     assert f"run directory {tmp_path}" in lines[:2]  # on a GPU after the kernels' line
+    assert lines[-2] == f"checkpoint {find_checkpoint(tmp_path)}"
     assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume continues"
 
 
-def test_train_ends_with_the_path_of_its_checkpoint(tmp_path, capsys):
-    config = run_config(train=dict(steps=1), sample=dict(every=0))
-    assert train(config, tmp_path, resume=False) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"checkpoint {find_checkpoint(tmp_path)}"
-
-
-def test_train_prints_the_epochs_of_its_data_and_the_table(tmp_path, monkeypatch, capsys):
-    """5 steps of 4 sequences; and which table is in use, where it is another GPU's."""
-    monkeypatch.setattr(table_file, "notice", lambda: "no table for this GPU")
-    trainer = make_trainer(run_config(), tmp_path)
-    sequences = trainer.data.train.windows.n
-    trainer.close()
-    line = f"{sequences:,} training sequences of 16 tokens; 5 steps are {20 / sequences:.3g} epochs"
-    assert {line, "no table for this GPU"} <= {*capsys.readouterr().out.splitlines()}
-    assert json.loads((tmp_path / "run.json").read_text())["starts"][0]["table"] == table_file.about()
+def test_train_prints_the_epochs_of_its_data(tmp_path, capsys):
+    """5 steps of 4 sequences."""
+    make_trainer(run_config(), tmp_path).close()
+    found = re.search(r"([\d,]+) training sequences of 16 tokens; 5 steps are (\S+) epochs", capsys.readouterr().out)
+    assert float(found[2]) == pytest.approx(20 / int(found[1].replace(",", "")), rel=1e-2)
 
 
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
@@ -267,14 +243,8 @@ def test_accumulation_gives_the_losses_of_the_whole_batch(unbroken, tmp_path):
 
 def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, monkeypatch):
     config = run_config(train=dict(skip_limit=2))
-    original = Trainer._train_step
-
-    def poisoned_from_step_1(self, index):
-        if index == 1:
-            self.model.K.fill(self.model.train_view.w.lnb[0], float("nan"))
-        original(self, index)
-
-    monkeypatch.setattr(Trainer, "_train_step", poisoned_from_step_1)
+    nan_weights = lambda self: self.model.K.fill(self.model.train_view.w.lnb[0], math.nan)  # noqa: E731
+    before_steps(lambda self, index: index == 1 and nan_weights(self), monkeypatch)
     with pytest.raises(NonFiniteError, match="step 3: .* not finite for 2 steps in a row") as raised:
         train(config, tmp_path, resume=False)
     assert re.search(r"losses of 4 of its 4 sequences .* first on rank 0 at \S+train_\d+\.bin:\d+; ", str(raised.value))
@@ -345,19 +315,18 @@ def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path
 
 def test_exception_keeps_the_line_of_the_step_in_flight(tmp_path, monkeypatch):
     """Step 2 runs on the device while the host fails to read the batch of step 3."""
-    original = Trainer._train_step
 
-    def failing(self, index):
+    def fail(_, index):
         if index == 2:
             raise OSError("the disk of the shards is gone")
-        original(self, index)
 
-    monkeypatch.setattr(Trainer, "_train_step", failing)
+    before_steps(fail, monkeypatch)
     with pytest.raises(OSError, match="gone"):
         train(run_config(eval=dict(every=0)), tmp_path, resume=False)
     assert [r["step"] for r in metrics(tmp_path) if "loss" in r] == [1, 2]
 
 
+@pytest.mark.slow
 def test_losses_of_five_steps_are_the_recorded_ones():
     """tests/support/reference.py computes the same losses in float64 from the same initial weights.
 
@@ -373,21 +342,14 @@ def test_losses_of_five_steps_are_the_recorded_ones():
     assert losses == pytest.approx(GOLDEN, rel=1e-5)
 
 
-def test_init_from_checkpoint_takes_its_weights_only(unbroken, tmp_path):
-    config = run_config(init_from=f"checkpoint:{unbroken}")
-    trainer = make_trainer(config, tmp_path)
-    try:
+def test_init_from_checkpoint_takes_the_weights_only_of_the_same_model(unbroken, tmp_path):
+    source = f"checkpoint:{unbroken}"
+    with make_trainer(run_config(init_from=source), tmp_path) as trainer:
         _, saved = load_checkpoint(find_checkpoint(unbroken))
         assert torch.equal(trainer.model.state.params.cpu(), saved["params"])
         assert not trainer.model.state.m.cpu().any() and trainer.state.step == 0
-    finally:
-        trainer.close()
-
-
-def test_init_from_checkpoint_of_another_model_is_refused(unbroken, tmp_path):
-    config = run_config(model=dict(n_layer=2), init_from=f"checkpoint:{unbroken}")
     with pytest.raises(CheckpointError, match=r"model.n_layer 1, this run 2"):
-        make_trainer(config, tmp_path)
+        make_trainer(run_config(model=dict(n_layer=2), init_from=source), tmp_path)
 
 
 def test_train_refuses_to_start_without_space_for_a_checkpoint(tmp_path, monkeypatch):
