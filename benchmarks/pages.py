@@ -51,7 +51,8 @@ def flat(record: Record) -> dict[str, Any]:
         found |= {f"{name}.{key}": value for key, value in section.items()}
     for name, config in recipes().items():
         tokens = found[f"recipe.{name}.tokens"] = config.train.steps * config.total_batch_tokens
-        rate = found.get(f"{MACHINE}.steps.d{config.model.n_layer}.{config.train.precision}.tok_s")
+        arm = {"bf16": "bf16", "fp8": "fp8_head"}[config.train.precision]
+        rate = found.get(f"{MACHINE}.steps.d{config.model.n_layer}.{arm}.tok_s")
         if rate and config.train.seq_len == T and config.model.vocab_size > 50_000:
             found[f"recipe.{name}.hours"] = tokens / rate / 3600
     return found
@@ -116,10 +117,17 @@ def differences(old: str, new: str) -> list[str]:
 
 # ---- tables ----
 
+COLUMNS = {  # a figure's name: the head of its column, and its format
+    "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "tok_s": ("tokens/s", ",.0f"),
+    "joules": ("J", ".1f"), "gib": ("GiB", ".1f"), "speed": ("speed", ".2f"),
+    "cold_s": ("s, empty cache", ".1f"), "warm_s": ("s, filled cache", ".1f"),
+    "alone_ms": ("ms alone", ".1f"), "in_step_ms": ("ms in step", ".1f"), "together_ms": ("ms together", ".1f"),
+    "of_alone": ("of alone", ".0%"),
+}  # fmt: skip
 
-def markdown(head: str, rows: list[list[str]]) -> str:
-    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def caption(meta: dict[str, Any]) -> str:
@@ -139,78 +147,71 @@ def group(section: dict[str, Any], kind: str) -> Group:
     return found
 
 
-def by_machine(kind: str, table: Callable[[dict[str, Any], Group], str]) -> Callable[[Record], str]:
-    """Return a function of the record: a table with its caption for each machine that has any."""
+def by_machine(kind: str, table: Callable[[dict[str, Any]], str]) -> Callable[[Record], str]:
+    """Return a function of the record: a table of each machine that has figures of a kind."""
 
     def tables(record: Record) -> str:
-        found = [(section, group(section, kind)) for section in record.values()]
-        return "\n\n".join(f"{caption(s['meta'])}\n\n{table(s, figures)}" for s, figures in found if figures)
+        found = [section for section in record.values() if group(section, kind)]
+        return "\n\n".join(f"{caption(section['meta'])}\n\n{table(section)}" for section in found)
 
     return tables
 
 
-def cells(figures: dict[str, Any], *names: str, form: str = ".1f") -> list[str]:
-    return [f"{figures[name]:{form}}" if name in figures else "" for name in names]
+def programs(*kinds: str, columns: str) -> Callable[[Record], str]:
+    """Return a table with a row for each size and program.  `speed` is relative to PyTorch in bf16."""
+
+    def table(section: dict[str, Any]) -> str:
+        rows = []
+        for kind in kinds:
+            for (size, arm), figures in group(section, kind).items():
+                torch, f = section.get(f"steps.{size}.torch.ms"), dict(figures)
+                if torch and "ms" in f:
+                    f["speed"] = torch / f["ms"]
+                if "alone_ms" in f:
+                    f["of_alone"] = f["alone_ms"] / f["together_ms"]
+                values = [f"{f[name]:{COLUMNS[name][1]}}" if name in f else "" for name in columns.split()]
+                rows.append([NAMES[size], NAMES[arm or kind], *values])
+        return markdown(["model", "program", *(COLUMNS[name][0] for name in columns.split())], rows)
+
+    return by_machine(kinds[0], table)
 
 
-def speeds(section: dict[str, Any], found: Group) -> str:
-    """Return a row for each program; the last column is relative to PyTorch in bf16."""
+def operations(section: dict[str, Any]) -> str:
+    """Return milliseconds of a step's operations, with their floors in brackets; the step last."""
+    found = group(section, "ops")
+    longest = {name: max(f.get(name, 0.0) for f in found.values()) for f in found.values() for name in f}
+    names = sorted((name for name in longest if name.endswith(".ms")), key=longest.__getitem__, reverse=True)
     rows = []
-    for (size, arm), f in found.items():
-        torch = section.get(f"steps.{size}.torch.ms")
-        row = [NAMES[size], NAMES[arm], f.get("recompute", ""), *cells(f, "ms"), *cells(f, "tok_s", form=",.0f")]
-        rows.append([*row, *cells(f, "joules", "gib"), f"{torch / f['ms']:.2f}x" if torch else ""])
-    return markdown("model | program | recompute | ms | tokens/s | J | GiB | speed", rows)
-
-
-def operations(section: dict[str, Any], found: Group) -> str:
-    """Return milliseconds of a step's operations in each arm, with their floors in brackets; the step last."""
-    names = sorted({name.rpartition(".")[0] for f in found.values() for name in f if "." in name})
-    names.sort(key=lambda name: -max(f.get(f"{name}.ms", 0.0) for f in found.values()))
-    rows = []
-    for name in names:
-        cell = [
-            f"{f[f'{name}.ms']:.1f} ({f[f'{name}.floor_ms']:.1f})" if f"{name}.ms" in f else "" for f in found.values()
-        ]
-        rows.append([name, *cell])
-    rows.append(["step", *(f"{f['ms']:.1f} ({f['floor_ms']:.1f})" for f in found.values())])
-    return markdown(" | ".join(["ms (floor)", *(f"{NAMES[size]}, {NAMES[arm]}" for size, arm in found)]), rows)
-
-
-def first_steps(section: dict[str, Any], found: Group) -> str:
-    programs = [(NAMES["ours"], found), (NAMES["torch"], group(section, "first_step_torch"))]
-    rows = [[NAMES[size], name, *cells(f, "cold_s", "warm_s")] for name, of in programs for (size, _), f in of.items()]
-    return markdown("model | program | s, empty cache | s, filled cache", rows)
-
-
-def together(section: dict[str, Any], found: Group) -> str:
-    rows = []
-    for (size, arm), f in found.items():
-        row = [NAMES[size], NAMES[arm], str(f["batch"]), *cells(f, "alone_ms", "in_step_ms", "together_ms")]
-        rows.append([*row, *cells(f, "tok_s", form=",.0f"), f"{f['alone_ms'] / f['together_ms']:.0%}"])
-    return markdown("model | program | B | ms alone | ms in step | ms together | tokens/s of all | of alone", rows)
+    for name in [*names, "ms"]:
+        both = [(f.get(name), f.get(name.removesuffix("ms") + "floor_ms")) for f in found.values()]
+        rows.append(
+            [name.removesuffix(".ms"), *("" if ms is None else f"{ms:.1f} ({least:.1f})" for ms, least in both)]
+        )
+    rows[-1][0] = "step"
+    return markdown(["ms (floor)", *(f"{NAMES[size]}, {NAMES[arm]}" for size, arm in found)], rows)
 
 
 def series(record: Record, name: str) -> str:
     """Return the arms of a series, with differences from the arm of their pairs."""
-    figures, rows = record["losses"], []
-    for (_, arm), runs in filter(lambda item: item[0][0] == name, group(figures, "arms").items()):
+    figures = record["losses"]
+    arms = {arm: runs for (of, arm), runs in group(figures, "arms").items() if of == name}
+    if not arms:
+        raise KeyError(f"series {name}")
+    rows = []
+    for arm, runs in arms.items():
         row = [arm.replace("_", " "), str(runs["runs"])]
         for loss in ("train", "val"):
             pair = f"pairs.{name}.{arm}.{loss}"
-            row += [f"{runs[loss]:.3f}"]
-            row += [text_of(f"{pair} | pm", figures) if f"{pair}.mean" in figures else ""]
+            row += [f"{runs[loss]:.3f}", text_of(f"{pair} | pm", figures) if f"{pair}.mean" in figures else ""]
         rows.append(row)
-    if not rows:
-        raise KeyError(f"series {name}")
-    return markdown("arm | runs | training loss | difference | validation loss | difference", rows)
+    return markdown(["arm", "runs", "training loss", "difference", "validation loss", "difference"], rows)
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    "steps": by_machine("steps", speeds),
-    "peers": by_machine("peer", speeds),
+    "steps": programs("steps", columns="recompute ms tok_s joules gib speed"),
+    "peers": programs("peer", columns="recompute ms tok_s joules gib speed"),
+    "first_step": programs("first_step", "first_step_torch", columns="cold_s warm_s"),
+    "multi": programs("multi", columns="batch alone_ms in_step_ms together_ms tok_s of_alone"),
     "ops": by_machine("ops", operations),
-    "first_step": by_machine("first_step", first_steps),
-    "multi": by_machine("multi", together),
     "series": series,
 }

@@ -16,7 +16,7 @@ NAMES = {  # of sizes and of programs
     "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M",
     "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8", "fp8_head": "fp8, logits in bf16", "muon": "bf16, Muon",
     "torch_muon": "PyTorch, Muon", "torchao_tensorwise": "torchao, tensorwise", "torchao_rowwise": "torchao, rowwise",
-    "ours": "gpt2_triton",
+    "first_step": "gpt2_triton", "first_step_torch": "PyTorch",
 }  # fmt: skip
 COLORS = {"torch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9"}
 CURVES = {"PyTorch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9", "muon, fp8": "#009E73"}  # arms of minutes_d12

@@ -257,7 +257,7 @@ def main(words: list[str] | None = None) -> int:
     measuring.add_argument("--out", type=Path, default=RECORD, help="the record to continue")
     measuring.add_argument("--parts", default=",".join(KINDS), help="comma-separated; by default %(default)s")
     measuring.add_argument("--sizes", default="d12,d48", help="comma-separated; the first one has all parts")
-    measuring.add_argument("--seconds", type=float, default=1e9, help="begin no part that may end later")
+    measuring.add_argument("--seconds", type=float, default=86_400, help="begin no part that may end later")
     measuring.add_argument("--commit", help="the commit of the code, where git does not tell it")
     commands.add_parser("losses", help="fill the section of losses from benchmarks/losses/*.jsonl")
     rendering = commands.add_parser("render", help="fill the markers of pages and recipes, and draw the pictures")

@@ -78,8 +78,8 @@ def test_an_unknown_key_is_refused_with_the_page(marker):
 def test_tables_have_the_figures_of_each_machine():
     words = {"series": ("s",)}
     text = {name: table(RECORD, *words.get(name, ())) for name, table in pages.TABLES.items()}
-    assert "| 124M | fp8 | gelu | 80.0 | 819,200 | 55.9 | 16.3 | 1.50x |" in text["steps"]
-    assert "| 124M | PyTorch, Muon |  | 130.0 | 504,123 |  | 26.0 | 0.92x |" in text["peers"]
+    assert "| 124M | fp8 | gelu | 80.0 | 819,200 | 55.9 | 16.3 | 1.50 |" in text["steps"]
+    assert "| 124M | PyTorch, Muon |  | 130.0 | 504,123 |  | 26.0 | 0.92 |" in text["peers"]
     assert "| matmul | 40.0 (35.0) | 40.0 (35.0) |" in text["ops"] and text["ops"].endswith("| 80.0 (71.0) |")
     assert text["first_step"].count("| 13.8 | 4.2 |") == 2
     assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith("| 1,284,000 | 98% |")
