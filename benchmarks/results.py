@@ -56,20 +56,17 @@ class Part(NamedTuple):
 
 def steps(program: Program, size: str, limit: float) -> Figures:
     found = run_program(program, size, SIZES[size].batch, STEPS, limit)
-    figures = {name: found[name] for name in ("ms", "joules", "gib", "planned") if found.get(name) is not None}
+    figures = {name: found[name] for name in ("ms", "joules", "gib", "planned") if found.get(name)}
     figures["tok_s"] = 1e3 * SIZES[size].batch * T / found["ms"]
     return figures | ({"recompute": program.recompute} if program.recompute else {})
 
 
 def first_step(program: Program, size: str, limit: float) -> Figures:
     """Return the seconds from a process's start to the end of its first step, with empty and with filled caches."""
-    found, end = {}, time.monotonic() + limit
     with tempfile.TemporaryDirectory() as cache:
         caches = dict(TRITON_CACHE_DIR=f"{cache}/triton", TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor")
-        for name in ("cold_s", "warm_s"):
-            left = end - time.monotonic()
-            found[name] = run_program(program, size, SIZES[size].batch, FEWEST, left, **caches)["first_step"]
-    return found
+        cold, warm = (run_program(program, size, SIZES[size].batch, FEWEST, limit, **caches) for _ in range(2))
+    return dict(cold_s=cold["first_step"], warm_s=warm["first_step"])
 
 
 def operations(size: str, options: list[str], limit: float) -> Figures:
