@@ -100,8 +100,6 @@ NOT_YET = [
     "docs/guide/many_gpus.md",
     "docs/guide/recipes.md",
     "docs/guide/training.md",
-    "docs/engineering/memory.md",
-    "docs/engineering/numerics.md",
     "docs/engineering/performance.md",
     "docs/engineering/reliability.md",
     "docs/engineering/stability.md",
