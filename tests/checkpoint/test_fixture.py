@@ -117,6 +117,7 @@ def require_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
     assert {key: state.get(key) for key in leaves(want["state"])} == leaves(want["state"])
 
 
+@pytest.mark.slow
 @needs_recorded_versions
 def test_resumed_run_gives_the_recorded_bytes(resumed):
     require_equal(resumed, recorded("resumed"))
@@ -129,6 +130,7 @@ def test_resumed_run_gives_the_recorded_losses_with_any_numpy(resumed):
         assert record == pytest.approx(expected, rel=1e-3)  # bf16: numpy 1.26 and 2.4 differ by 2e-5
 
 
+@pytest.mark.slow
 @needs_recorded_versions
 def test_fresh_fp32_run_gives_the_recorded_bytes(tmp_path):
     require_equal(fresh(tmp_path), recorded("fresh"))

@@ -40,6 +40,7 @@ def test_run_without_a_console_ends_with_0(tmp_path, streams):
     assert (run / "checkpoints" / "step_00000002").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "expected", "message"),
     [

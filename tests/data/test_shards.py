@@ -258,6 +258,7 @@ def limited(program, *args):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1030, 10_000])
 def test_many_shards_open_fast_in_little_memory_and_few_descriptors(tmp_path, count):
     header = struct.pack("<256i", 20240520, 1, 10**8, *[0] * 253)

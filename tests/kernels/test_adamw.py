@@ -116,6 +116,7 @@ def test_adamw_rounds_second_moments_to_bf16_by_the_upper_half_of_the_words(rng,
         assert torch.equal(run.bits(), exact.bits()) and torch.equal(run.m, exact.m)
 
 
+@pytest.mark.slow
 def test_second_moments_in_bf16_are_those_of_float64_on_average(rng):
     """Each of 30 roundings is off by at most 2^-8 of v, and by nothing on average."""
     w = rng(N)

@@ -153,6 +153,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
 NAMES = [*cases()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("names", [NAMES[i::5] for i in range(5)], ids=", ".join)
 def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):

@@ -176,6 +176,7 @@ def run_all(R, N, K, dtype, outputs):
 either_kernel = pytest.mark.parametrize("R,N,K", [(2100, 48, 80), (2144, 320, 448)], ids=["portable", "hopper"])
 
 
+@pytest.mark.slow
 @dtypes
 @either_kernel
 def test_results_do_not_depend_on_the_number_of_programs(monkeypatch, R, N, K, dtype):
@@ -188,6 +189,7 @@ def test_results_do_not_depend_on_the_number_of_programs(monkeypatch, R, N, K, d
         assert torch.equal(one, three) and torch.equal(three, again)
 
 
+@pytest.mark.slow
 @dtypes
 @either_kernel
 def test_nothing_is_written_outside_the_outputs(R, N, K, dtype):

@@ -85,6 +85,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_gpu.py does this with the real driver")
 def test_compiling_compiles_each_kernel_once_without_launching(tmp_path):
     """One of three kernels is Gluon's; a second process finds all in Triton's cache.  Each has its own launcher.  A

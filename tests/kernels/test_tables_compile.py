@@ -64,6 +64,7 @@ def test_kernels_nearest_to_the_limits_keep_them(vendor):
             assert need["spilled"] <= SPILLED.get(target, 0), (target, name, need)
 
 
+@pytest.mark.slow
 def test_every_portable_kernel_is_compiled():
     """The runs of compile_targets launch them all on gfx950, which has fp8; nothing is compiled here."""
     program = "from tests.kernels.compile_targets import compile_for; print(*compile_for('gfx950', ()).launched)"
@@ -77,6 +78,7 @@ def test_every_portable_kernel_is_compiled():
     assert len(kernels) > 40 and kernels == set(run.stdout.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "line"),
     [

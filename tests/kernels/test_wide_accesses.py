@@ -65,6 +65,7 @@ def found():
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", KERNELS)
 def test_bandwidth_bound_kernels_access_16_bytes_at_once(found, launcher):
     """All but numbers of a row (mean, rstd, token) or of a step (rate, clip factor), which are 4 bytes: at most 8 such

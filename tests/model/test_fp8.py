@@ -95,6 +95,7 @@ def test_gradients_are_those_of_bf16_but_for_rounding(keep):
     assert 0.012 < off <= 0.12 and abs(got_loss / loss - 1) < 1e-3
 
 
+@pytest.mark.slow
 def test_every_tensor_has_a_scale_that_fits_it():
     """After calibration the maxima recorded by a step times the scales are between 448 / 16 and 448."""
     model = fp8_model()
@@ -108,6 +109,7 @@ def test_every_tensor_has_a_scale_that_fits_it():
     assert (amax * scale < 448).all() and (amax * scale > 448 / 16).all()
 
 
+@pytest.mark.slow
 def test_levels_that_cast_weights_in_each_micro_step_count_them_once():
     """The statistics of two micro-steps, with weights far beyond their scales: a share of 1 is all of a tensor."""
     shares = []
@@ -125,6 +127,7 @@ def test_levels_that_cast_weights_in_each_micro_step_count_them_once():
     assert 0.9 < shares[0]["qkvw"]["saturated"][0] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["qkvw", "attprojw", "fcw", "fcprojw", "lnw", "fcb"])
 def test_an_operand_that_is_not_finite_skips_the_step(name, value):
@@ -136,6 +139,7 @@ def test_an_operand_that_is_not_finite_skips_the_step(name, value):
     assert not applied and not math.isfinite(norm)
 
 
+@pytest.mark.slow
 def test_an_infinite_weight_is_named():
     """No tensor of the step that is computed again has a non-finite element: in e4m3 infinity is 448."""
     model = fp8_model(stats_every=1)
@@ -145,6 +149,7 @@ def test_an_infinite_weight_is_named():
     assert not model.state.amax.any()
 
 
+@pytest.mark.slow
 def test_a_skipped_step_changes_no_scale():
     model = fp8_model()
     before = model.state.history.clone(), model.state.scale.clone()

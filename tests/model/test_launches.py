@@ -99,7 +99,7 @@ def bits_of_none(kind):
 
 
 @pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS[1:], *SOME_LAYERS))
-@pytest.mark.parametrize("kind", ["reference", pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.parametrize("kind", ["reference", *(pytest.param(k, marks=pytest.mark.slow) for k in ("fp32", "bf16"))])
 def test_every_recompute_level_gives_the_same_bits(kind, level):
     """Levels of some of the layers only, too, in the reference launchers in float64 and in the kernels."""
     model = exact_model(level) if kind == "reference" else kernel_model(level, kind)

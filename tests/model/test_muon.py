@@ -90,6 +90,7 @@ def muon_step(matrices, momenta, lr, decay, momentum=0.95):
         w.sub_(lr * (0.2 * max(w.shape) ** 0.5 * x + decay * w))
 
 
+@pytest.mark.slow
 def test_two_updates_equal_those_of_pytorch():
     """Autograd, clipping, torch's AdamW for embedding, norms and biases; q, k, v are orthogonalised apart, and momentum
     moves once in a step of two micro-steps.
@@ -278,6 +279,7 @@ def in_every_way(directory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
 @pytest.mark.parametrize("n", [2, 3])
 def test_ranks_give_the_bytes_of_one_rank_for_equal_sums_of_gradients(tmp_path, n):

@@ -61,6 +61,7 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
         trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h200", "rtx4090"])
 def test_compile_covers_all_kernels_of_evaluation(gpu, tmp_path):
     """In a subprocess, as the kernels of this process may be the interpreter's."""

@@ -21,6 +21,7 @@ def small(precision):
     return model, pristine, one_pass(model, pristine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_step_does_not_depend_on_what_buffers_held_before(precision):
     model, pristine, want = small(precision)
@@ -30,6 +31,7 @@ def test_a_step_does_not_depend_on_what_buffers_held_before(precision):
     assert shared_gpu.differing(one_pass(model, filled), want) == ""
 
 
+@pytest.mark.slow
 def test_the_first_launch_that_differs_is_named(monkeypatch):
     model, pristine, want = small("bf16")
     launch = kernels.classifier_dx
@@ -44,6 +46,7 @@ def test_the_first_launch_that_differs_is_named(monkeypatch):
     assert re.fullmatch(rf"classifier_dx \(launch {number}, output 0; [1-9]\d* later ones differ\)", line)
 
 
+@pytest.mark.slow
 def test_graphs_are_compared_by_gradients_and_results(monkeypatch):
     model, pristine, _ = small("bf16")
     want = one_replay(model, pristine)

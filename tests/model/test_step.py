@@ -75,6 +75,7 @@ def test_buffers_of_a_step_in_flight_are_not_reused():
         model.begin_step(rows[STEPS], step=STEPS, seed=5)
 
 
+@pytest.mark.slow
 def test_two_steps_in_flight_give_the_results_of_steps_read_at_once():
     histories = []
     for late in (0, 1):

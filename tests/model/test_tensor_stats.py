@@ -169,6 +169,7 @@ def test_record_of_a_step_equals_numpy_on_its_tensors(model):
             assert got["update_ratio"] == 0
 
 
+@pytest.mark.slow
 def test_record_combines_micro_steps():
     """Two micro-steps of the same batch have the rms and the largest element of one."""
     config = small_config(log=dict(stats_every=1))
