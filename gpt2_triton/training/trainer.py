@@ -12,13 +12,11 @@ from types import TracebackType
 from typing import Any
 
 from gpt2_triton import kernels
-from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.device import device_name
 from gpt2_triton.distributed import consistency
-from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, SEARCHING, Watchdog
 from gpt2_triton.errors import DataError, NonFiniteError
@@ -27,16 +25,12 @@ from gpt2_triton.inference.losses import validation_loss
 from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
 from gpt2_triton.model import fp8, tensor_stats
-from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
-from gpt2_triton.model.step import StepResult
 from gpt2_triton.training import recovery
-from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit, how_to_continue, mark_preempted
 from gpt2_triton.training.run_dir import Resume, open_run_dir
-from gpt2_triton.training.run_state import RunState
-from gpt2_triton.training.setup import Data, build_model, open_checkpointer, open_data, open_log, restore, to_save
+from gpt2_triton.training.setup import build_model, open_checkpointer, open_data, open_log, restore, to_save
 from gpt2_triton.training.step_queue import StepQueue
 
 
@@ -57,45 +51,10 @@ def train(
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             consistency.require_shared_run_dir(run_dir, control)
             found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
-        with make_trainer(config, run_dir, Path(found) if found else None, watchdog, signals, K) as trainer:
+        with Trainer(config, run_dir, Path(found) if found else None, watchdog, signals, K) as trainer:
             code = trainer.run()
     group.close()
     return code
-
-
-def make_trainer(
-    config: Config,
-    run_dir: Path,
-    found: Path | None = None,
-    watchdog: Watchdog | None = None,
-    signals: ShutdownSignals | None = None,
-    K: Any = kernels,
-) -> "Trainer":
-    """Return a Trainer that continues after the checkpoint `found`, or starts a new run.
-
-    `watchdog` is that of the run's ranks; without one, the environment decides about the ranks.  K is the kernel
-    package; tests give tests/support/reference.py.
-    """
-    watchdog = watchdog or Watchdog(ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
-    group, control = watchdog.group, watchdog.group.control("loop")
-    bytes_before = used_bytes(group.device)
-    with watchdog.phase("loading"):
-        data = open_data(config, control)
-        start = restore(found, config, data)
-    model = build_model(config := start.continued(config), K, run_dir, group, control, data, start)
-    return Trainer(
-        config,
-        run_dir,
-        watchdog,
-        control,
-        data,
-        model,
-        start.state,
-        checkpointer=open_checkpointer(config, run_dir, group),
-        log=open_log(config, run_dir, group, data, model, start),
-        signals=signals or ShutdownSignals(group.size),
-        bytes_before=bytes_before,
-    )
 
 
 class Trainer:
@@ -105,32 +64,41 @@ class Trainer:
         self,
         config: Config,
         run_dir: Path,
-        watchdog: Watchdog,
-        control: ControlGroup,
-        data: Data,
-        model: GPT2,
-        state: RunState,
-        checkpointer: AsyncCheckpointer,
-        log: Logger | NullLogger,
-        signals: ShutdownSignals,
-        bytes_before: int = 0,
+        found: Path | None = None,
+        watchdog: Watchdog | None = None,
+        signals: ShutdownSignals | None = None,
+        K: Any = kernels,
     ):
-        """`bytes_before`: used on this GPU before the model was built."""
-        self.config, self.run_dir, self.watchdog, self.control = config, run_dir, watchdog, control
-        self.data, self.model, self.state = data, model, state
-        self.checkpointer, self.log, self.bytes_before = checkpointer, log, bytes_before
-        self.signals, self.time_limit = signals, TimeLimit(config.train.max_minutes, signals.made_at)
-        self.bytes_to_save = sum(piece.nbytes for pieces in model.local_shards().values() for piece in pieces)
-        self.group = watchdog.group
-        self.is_first_rank = self.group.rank == 0
-        self.queue = StepQueue(model, watchdog)
+        """Continue after the checkpoint `found`, or start a new run.
+
+        `watchdog` is that of the run's ranks; without one, the environment decides about the ranks.  K is the kernel
+        package; tests give tests/support/reference.py.
+        """
+        timeout = config.parallel.timeout
+        self.watchdog = watchdog or Watchdog(ProcessGroup(device_name(), timeout), timeout)
+        self.group = self.watchdog.group
+        self.control = self.group.control("loop")
+        self.bytes_before = used_bytes(self.group.device)  # on this GPU, before the model is built
+        with self.watchdog.phase("loading"):
+            self.data = open_data(config, self.control)
+            start = restore(found, config, self.data)
+        self.config, self.run_dir, self.state = start.continued(config), run_dir, start.state
+        self.model = build_model(self.config, K, run_dir, self.group, self.control, self.data, start)
+        self.checkpointer = open_checkpointer(self.config, run_dir, self.group)
+        self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
+        self.signals = signals or ShutdownSignals(self.group.size)
+        self.time_limit = TimeLimit(self.config.train.max_minutes, self.signals.made_at)
+        self.bytes_to_save = sum(piece.nbytes for pieces in self.model.local_shards().values() for piece in pieces)
+        self.sequences = self.config.total_batch_tokens // self.config.train.seq_len  # of a step
+        self.queue = StepQueue(self.model, self.watchdog)
         self.batches = self._prefetch()
 
     def _prefetch(self) -> Prefetcher:
-        shape, vocab_size = self.model.shape, self.config.model.vocab_size
-        first, pinned = self.state.sample, self.group.device != "cpu"
-        ranks = dict(rank=self.group.rank, ranks=self.group.size)
-        return Prefetcher(self.data.train, shape.micro_batch, shape.accumulation, vocab_size, first, pinned, **ranks)
+        """Return this rank's batches from the present sample on."""
+        shape, group = self.model.shape, self.group
+        sizes = (shape.micro_batch, shape.accumulation, self.config.model.vocab_size)
+        pinned = group.device != "cpu"
+        return Prefetcher(self.data.train, *sizes, self.state.sample, pinned, rank=group.rank, ranks=group.size)
 
     # ---- the loop ----
 
@@ -140,23 +108,22 @@ class Trainer:
         If data cannot be read, save the last finished step; then every rank raises DataError.
         """
         self.signals.begin_loop(self.run_dir)
-        if self.is_first_rank:
+        if self.group.rank == 0:
             with contextlib.suppress(OSError):  # none is there, or the disk is read-only
                 (self.run_dir / PREEMPTED).unlink()  # of an earlier start
         try:
             return self._loop()
-        except (DataError, NonFiniteError) as error:
-            if isinstance(error, DataError):
-                self._save_finished_step()
+        except DataError:
+            self.queue.discard()
+            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # else it has no scales yet
+                self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
+                self._save(self.state.step)
+                self._wait_for_save()
             self.control.leave()
             raise
-
-    def _save_finished_step(self) -> None:
-        self.queue.discard()
-        if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # else it has no scales yet
-            self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
-            self._save(self.state.step)
-            self._wait_for_save()
+        except NonFiniteError:
+            self.control.leave()
+            raise
 
     def _loop(self) -> int:
         first = step = self.state.step
@@ -192,25 +159,22 @@ class Trainer:
         if done:
             return 0
         received = max(self.control.all_gather(self.signals.received))
-        if self.is_first_rank:
+        if self.group.rank == 0:
             mark_preempted(self.run_dir)
         why = "" if received else ", near train.max_minutes"
         self.log.info(f"stopped after step {step}{why}; {how_to_continue(self.run_dir)}")
         return 128 + received if received else 0
 
     def _train_step(self, step: int) -> None:
-        """Launch step `step`."""
         inputs = step_inputs(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
         self.signals.time_is_up |= self.time_limit.is_near(self.checkpointer.expected_seconds(self.bytes_to_save))
         inputs[step_io.STOP] = self.signals.requested
         self.queue.launch(step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every))
 
     def _read_step(self, running: int = 0) -> bool:
-        """Wait until at most `running` steps are in flight; count and log the one that finished, if any.
-
-        Return True if the run has to rewind.  With running=1 the device computes a step meanwhile.  Evaluation, samples
-        and checkpoints wait for the last step, so that lines and numbers are those of a loop without steps in flight.
-        """
+        """Wait until at most `running` steps are in flight, and log the one that finished; return True to rewind."""
+        # with running=1 the device computes a step meanwhile; evaluation, samples and checkpoints wait for the last
+        # step, so that lines and numbers are those of a loop without steps in flight
         result = self.queue.finish(running)
         if result is None:
             return False
@@ -221,11 +185,14 @@ class Trainer:
             with self.watchdog.phase(SEARCHING):
                 cause = recovery.first_non_finite(self.model, self.batches, self.state.sample, self.control)
         self.state.step += 1
-        self.state.sample += self.config.total_batch_tokens // self.config.train.seq_len
+        self.state.sample += self.sequences
         self.state.count(result)
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
-        self._log_step(result, cause)
+        self.log.step(self.state.step, result, cause)
+        if (recorder := self.model.stats_recorder) and self._due(self.state.step, self.config.log.stats_every):
+            record = recorder.read(self.queue.statistics, self.model.shape.accumulation, self.control)
+            self.log.statistics(self.state.step, record, tensor_stats.format_summary(record))
         target = self._rewind_target()
         self.state.raise_if_unstable(self.config, target, self._find_non_finite_losses)
         return target > 0
@@ -244,15 +211,8 @@ class Trainer:
         """Return which losses of the last finished step are not finite when computed again, in words."""
         with self.watchdog.phase(SEARCHING):
             self.model.comm.gather_params()
-            first = self.state.sample - self.config.total_batch_tokens // self.config.train.seq_len
+            first = self.state.sample - self.sequences
             return recovery.find_non_finite_losses(self.model, self.data.train, self.batches, first, self.control)
-
-    def _log_step(self, result: StepResult, cause: str) -> None:
-        step, watch, every = self.state.step, self.model.stats_recorder, self.config.log.stats_every
-        self.log.step(step, result, cause)
-        if watch and self._due(step, every):
-            record = watch.read(self.queue.statistics, self.model.shape.accumulation, self.control)
-            self.log.statistics(step, record, tensor_stats.format_summary(record))
 
     def _finish_step(self) -> bool:
         """Read the step in flight and bring this rank's weights up to date; return True if the run has to rewind."""
@@ -279,9 +239,8 @@ class Trainer:
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
                 inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-                fp8.calibrate(
-                    self.model, recovery.batches_of_step(self.batches, self.state.sample, self.control), inputs
-                )
+                batches = recovery.batches_of_step(self.batches, self.state.sample, self.control)
+                fp8.calibrate(self.model, batches, inputs)
             self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")
 
     # ---- between steps ----
@@ -300,10 +259,7 @@ class Trainer:
         }
 
     def _between_steps(self, step: int) -> bool:
-        """Evaluate, sample and save as is due after `step` steps; return True, without, if the run has to rewind.
-
-        A run that is to stop, but for the last step, leaves that to the resumed run, and _end saves.
-        """
+        """Evaluate, sample and save as is due after `step` steps; return True, without, if the run has to rewind."""
         due = [key for key, (every, _) in self._tasks().items() if self._due(step, every)]
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
         if not self._stops_at(step) and (due and self._finish_step() or save and self._read_step()):
@@ -314,6 +270,7 @@ class Trainer:
         return False
 
     def _stops_at(self, step: int) -> bool:
+        """Return whether what is due after this step is left to the resumed run; _end saves."""
         return self.signals.stop and step < self.config.train.steps
 
     def _call(self, due: list[str], step: int) -> None:
@@ -329,8 +286,7 @@ class Trainer:
     def _validate(self, step: int) -> None:
         assert self.data.validation
         with self.watchdog.phase("validating"):
-            loss = validation_loss(self.model, self.data.validation, self.control)
-            in_fp8 = None
+            loss, in_fp8 = validation_loss(self.model, self.data.validation, self.control), None
             if self.model.has_fp8:
                 in_fp8 = validation_loss(self.model, self.data.validation, self.control, fp8=True)
         self.log.validation(step, loss, in_fp8)
@@ -344,7 +300,7 @@ class Trainer:
         self.log.hellaswag(step, scores["acc"], scores["acc_norm"])
 
     def _sample(self, step: int) -> None:
-        if self.is_first_rank:
+        if self.group.rank == 0:
             with self.watchdog.phase("sampling"):
                 self.log.sample(step, sample_in_training(self.model, self.config))
 

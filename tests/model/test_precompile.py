@@ -36,7 +36,7 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
 
     device.device_name = lambda: "cpu"  # where the memory is
     from gpt2_triton.training.setup import compile_kernels
-    from gpt2_triton.training.trainer import make_trainer
+    from gpt2_triton.training.trainer import Trainer
     from tests.support.tiny import tiny_config
 
     seen: set[tuple[str, str]] = set()
@@ -50,7 +50,7 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
         asked = dict(every=1, tokens=5 * shape["seq_len"], hellaswag_every=1, hellaswag_data=rows)
         train = dict(steps=2, dtype="bf16") | shape
         config = tiny_config(model=dict(block_size=192), train=train, eval=asked)
-        trainer = make_trainer(config, directory / str(i))
+        trainer = Trainer(config, directory / str(i))
         seen.clear()
         compile_kernels(trainer.model, trainer.group, trainer.control, trainer.data)
         ahead = frozenset(seen)

@@ -35,4 +35,4 @@ def before_steps(act: Callable[[trainer.Trainer, int], Any], patch: pytest.Monke
 
 
 def make_trainer(config: Config, *args: Any, **keywords: Any) -> trainer.Trainer:
-    return trainer.make_trainer(config, *args, K=_kernels(config), **keywords)
+    return trainer.Trainer(config, *args, K=_kernels(config), **keywords)
