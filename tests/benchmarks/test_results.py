@@ -101,8 +101,6 @@ NOT_YET = [
     "docs/guide/recipes.md",
     "docs/guide/training.md",
     "docs/engineering/performance.md",
-    "docs/engineering/reliability.md",
-    "docs/engineering/stability.md",
 ]
 
 
