@@ -1,6 +1,5 @@
 """The Python API: what it promises about results, files, output, imports, threads, signals, memory and errors."""
 
-import json
 import os
 import signal
 import subprocess
@@ -33,7 +32,6 @@ from tests.support.tiny import tiny_config
 
 ROOT = Path(__file__).parents[1]
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TIMES = {"ms", "tok_s", "mfu"}
 
 
 def small_config(**sections):
@@ -83,9 +81,7 @@ def own_handlers():
 
 def content(run_dir: Path) -> dict:
     """Return what equal runs have in common: configuration, records without times, checkpoints."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    found = {"metrics": [{key: value for key, value in record.items() if key not in TIMES} for record in records]}
-    found["config"] = (run_dir / "config.yaml").read_text()
+    found = {"metrics": loop.records(run_dir), "config": (run_dir / "config.yaml").read_text()}
     for _, step in list_steps(run_dir / "checkpoints"):
         found |= {f"{step.name}/{file.name}": file.read_bytes() for file in step.iterdir()}
     return found
@@ -95,15 +91,11 @@ def handlers():
     return [signal.getsignal(number) for number in NUMBERS]
 
 
-# ---- configurations ----
-
-
 def test_config_takes_a_file_a_dictionary_and_overrides(tmp_path):
     sections = {"model": {"n_layer": 2}, "optim": {"lr": 1e-3}}
-    file = tmp_path / "a.yaml"
-    file.write_text("model:\n  n_layer: 2\noptim:\n  lr: 1e-3\n")
-    made = [gpt2_triton.Config.load(source, {"train.steps": 1000}) for source in (file, str(file), sections)]
-    assert made[0] == made[1] == made[2] and made[0].train.steps == 1000 and made[0].optim.lr == 1e-3
+    (tmp_path / "a.yaml").write_text("model:\n  n_layer: 2\noptim:\n  lr: 1e-3\n")
+    made = [gpt2_triton.Config.load(source, {"train.steps": 1000}) for source in (tmp_path / "a.yaml", sections)]
+    assert made[0] == made[1] and made[0].train.steps == 1000 and made[0].optim.lr == 1e-3
     assert sections == {"model": {"n_layer": 2}, "optim": {"lr": 1e-3}}  # overrides change no argument
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 
 import pytest
@@ -13,7 +12,8 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError
 from gpt2_triton.training import trainer
 from gpt2_triton.training.metrics import read_metrics
-from tests.training.test_trainer import run_config, stop_after, train
+from tests.support.loop import before_steps, poison, stop_after, train
+from tests.training.test_trainer import run_config
 
 LOSSES = [0.5, 3.0, 1.0, 2.0, float("nan"), 1.0]  # after 0 ... 5 steps
 
@@ -97,14 +97,8 @@ def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
     """Step 3 is the best, and is undone; up to step 2 that step was, and its checkpoint is still there."""
     later = [9.0, 4.0, 3.0, 2.0, 9.0, 9.0]
     monkeypatch.setattr("tests.checkpoint.test_best.LOSSES", later)
-    original, done = trainer.Trainer._train_step, []
-
-    def nan_once(self, index):
-        if index == 3 and not done:
-            done.append(self.model.K.fill(self.model.train_view.w.lnb[0], math.nan))
-        original(self, index)
-
-    monkeypatch.setattr(trainer.Trainer, "_train_step", nan_once)
+    done = []
+    before_steps(lambda self, index: index == 3 and not done and done.append(poison(self)), monkeypatch)
     checkpoint, more = dict(best="val_loss", every=2, keep=1), dict(train=dict(rewind_after=1))
     config = best_config(**checkpoint).replace(**more)
     later_losses = iter([9.0, 9.0, 9.0])

@@ -23,7 +23,7 @@ from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import hellaswag
 from tests.data.prepare.test_text import gpt2
-from tests.support.loop import train
+from tests.support.loop import losses, records, train
 from tests.support.tiny import tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -298,17 +298,13 @@ def test_each_of_two_ranks_has_the_scores_of_one(rows_file):
 def test_training_evaluates_when_due_without_changing_a_bit(tmp_path, rows_file, capsys):
     asked = dict(every=0, hellaswag_every=1, hellaswag_data=str(rows_file), hellaswag_limit=2)
     sizes = dict(model=dict(block_size=192), train=dict(steps=2, batch_size=2, seq_len=128))
-    records = {}
     for name, evaluation in (("with", asked), ("without", dict(every=0))):
         assert train(tiny_config(eval=evaluation, **sizes), tmp_path / name, resume=False) == 0
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        records[name] = [json.loads(line) for line in lines]
-    found = [record for record in records["with"] if "hellaswag" in record]
+    found = [record for record in records(tmp_path / "with") if "hellaswag" in record]
     assert [record["step"] for record in found] == [1, 2]
     assert all(record[key] in (0, 0.5, 1) for record in found for key in ("hellaswag", "hellaswag_acc"))
     assert f"hellaswag acc_norm {found[-1]['hellaswag']:.4f}" in capsys.readouterr().out
-    losses = [[record["loss"] for record in records[name] if "loss" in record] for name in records]
-    assert losses[0] == losses[1]
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
 def test_training_refuses_bad_rows_before_the_first_step(tmp_path):

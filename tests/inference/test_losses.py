@@ -18,7 +18,7 @@ from gpt2_triton.inference import losses
 from gpt2_triton.inference.load import load_for_losses
 from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
-from tests.support.loop import train
+from tests.support.loop import records, train
 from tests.support.tiny import tiny_config, tiny_model
 
 
@@ -34,13 +34,12 @@ def trained(tmp_path_factory):
         eval=dict(every=1, tokens=256), train=dict(steps=1), model=dict(block_size=192),
     )  # fmt: skip
     assert train(config, directory / "run", resume=False) == 0
-    records = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
-    return directory, records
+    return directory, records(directory / "run")
 
 
 def test_perplexity_equals_the_validation_loss_of_training(trained, tmp_path, capsys):
-    directory, records = trained
-    [val_loss] = [record["val_loss"] for record in records if record["step"] == 1 and "val_loss" in record]
+    directory, logged = trained
+    [val_loss] = [record["val_loss"] for record in logged if record["step"] == 1 and "val_loss" in record]
     out = tmp_path / "out.json"
     arguments = [str(directory / "run"), "--tokens", "256", "--json", str(out)]
     assert main(app, ["perplexity", *arguments, "--batch_tokens", "200"]) == 0

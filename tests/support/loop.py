@@ -4,15 +4,21 @@ They take a step of the tiny model in milliseconds, Triton's interpreter in half
 the reference does not round, and all runs on a GPU go through the kernels.
 """
 
+import itertools
+import math
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from gpt2_triton import kernels
+from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.training import trainer
+from gpt2_triton.training.metrics import METRICS, read_metrics
 from tests.support import reference
 
 
@@ -36,3 +42,29 @@ def before_steps(act: Callable[[trainer.Trainer, int], Any], patch: pytest.Monke
 
 def make_trainer(config: Config, *args: Any, **keywords: Any) -> trainer.Trainer:
     return trainer.Trainer(config, *args, K=_kernels(config), **keywords)
+
+
+def stop_after(patch: pytest.MonkeyPatch, launches: int) -> None:
+    """Raise SIGTERM before the launch of this number, from 1; steps that a rewind undoes count as well."""
+    count = itertools.count(1)
+    before_steps(lambda *_: next(count) == launches and signal.raise_signal(signal.SIGTERM), patch)
+
+
+def poison(made: trainer.Trainer) -> None:
+    """Make the next loss NaN."""
+    made.model.K.fill(made.model.train_view.w.lnb[0], math.nan)
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl without times, in which equal runs differ."""
+    return [{k: v for k, v in r.items() if k not in ("ms", "tok_s", "mfu")} for r in read_metrics(run / METRICS)]
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in records(run) if "loss" in record]
+
+
+def final_bytes(run: Path) -> tuple[str, bytes]:
+    """Return the name of the run's newest checkpoint and the bytes of its tensors on rank 0."""
+    step_dir = find_checkpoint(run)
+    return step_dir.name, (step_dir / "rank_00000.safetensors").read_bytes()

@@ -24,9 +24,12 @@ def tiny_config(**sections) -> Config:
         optim=dict(lr=1e-3, warmup=0, schedule="constant"),
         eval=dict(every=0),
     )
-    for name, values in sections.items():
-        base[name] = base.get(name, {}) | values if isinstance(values, dict) else values
-    return Config.model_validate(base)
+    return Config.model_validate(merged(base, sections))
+
+
+def merged(base: dict, sections: dict) -> dict:
+    """Return `base` with the keys of `sections` in the place of its own."""
+    return base | {k: base.get(k, {}) | v if isinstance(v, dict) else v for k, v in sections.items()}
 
 
 def tiny_model(K=None, **sections):

@@ -14,8 +14,8 @@ from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.data.shards import Shard, map_tokens, write_shard
 from gpt2_triton.errors import CheckpointError, DataError
 from tests.support import ranks
-from tests.support.loop import before_steps, make_trainer, train
-from tests.support.tiny import tiny_config
+from tests.support.loop import before_steps, final_bytes, make_trainer, records, train
+from tests.support.tiny import merged, tiny_config
 
 STEPS = 5
 
@@ -41,16 +41,11 @@ def run_config(folder, **sections):
         checkpoint=dict(every=0, keep=0),
         data=dict(train=f"{folder}/train_*.bin", val=f"{folder}/val_*.bin"),
     )
-    return tiny_config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
-
-
-def final_bytes(run):
-    step_dir = find_checkpoint(run)
-    return step_dir.name, hashlib.sha256((step_dir / "rank_00000.safetensors").read_bytes()).hexdigest()
+    return tiny_config(**merged(base, sections))
 
 
 def steps(run):
-    return [json.loads(line).get("step") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["step"] for record in records(run)]
 
 
 def cut(path):

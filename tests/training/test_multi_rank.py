@@ -29,8 +29,8 @@ from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.training import recovery
 from tests.support import ranks
-from tests.support.loop import before_steps, train
-from tests.support.tiny import tiny_config
+from tests.support.loop import before_steps, losses, records, train
+from tests.support.tiny import merged, tiny_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
 # 12 sequences per step divide among 1, 2, 3 and 4 ranks; fp32, so that only the order of sums differs
@@ -43,7 +43,7 @@ def config_of(zero=1, **sections):
         model=dict(n_layer=1), train=dict(steps=STEPS, batch_size=12, total_batch_tokens=192), parallel=dict(zero=zero)
     )
     base |= dict(debug=dict(hash_state=1), checkpoint=dict(every=0, keep=0))
-    return tiny_config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+    return tiny_config(**merged(base, sections))
 
 
 def job(config, run, resume=False):
@@ -57,14 +57,6 @@ def run_job(n, config, run, resume=False):
     codes = ranks.run(n, run / "stderr", job, config, run, resume)
     assert len(set(codes)) == 1
     return codes[0]
-
-
-def records(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run):
-    return [r["loss"] for r in records(run) if "loss" in r]
 
 
 def tensors(run):

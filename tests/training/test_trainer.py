@@ -1,6 +1,5 @@
 """The training loop: the same bytes twice and when resumed, known losses, and non-finite steps."""
 
-import hashlib
 import json
 import math
 import re
@@ -22,11 +21,10 @@ from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, TimeLimit
-from tests.support.loop import before_steps, make_trainer, train
+from tests.support.loop import before_steps, final_bytes, losses, make_trainer, poison, records, stop_after, train
 from tests.support.models import calibrate
-from tests.support.tiny import packed_batch, tiny_config, tiny_model
+from tests.support.tiny import merged, packed_batch, tiny_config, tiny_model
 
-TIMINGS = {"ms", "tok_s", "mfu"}
 STEPS = 5
 GOLDEN = [5.587525, 5.578734, 5.014409, 4.873920, 4.126922]
 
@@ -40,22 +38,7 @@ def run_config(**sections):
         checkpoint=dict(every=0, keep=0),
         sample=dict(every=3, tokens=3),
     )
-    return tiny_config(**base | sections | {"train": base["train"] | sections.get("train", {})})
-
-
-def final_bytes(run):
-    step_dir = find_checkpoint(run)
-    return step_dir.name, hashlib.sha256((step_dir / "rank_00000.safetensors").read_bytes()).hexdigest()
-
-
-def metrics(run):
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
-
-
-def stop_after(monkeypatch, step):
-    """Raise SIGTERM while step number `step` is running."""
-    before_steps(lambda _, index: index + 1 == step and signal.raise_signal(signal.SIGTERM), monkeypatch)
+    return tiny_config(**merged(base, sections))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +51,7 @@ def unbroken(tmp_path_factory):
 def test_train_twice_gives_the_same_bytes(unbroken, tmp_path):
     assert train(run_config(), tmp_path, resume=False) == 0
     assert final_bytes(tmp_path) == final_bytes(unbroken)
-    assert metrics(tmp_path) == metrics(unbroken)
+    assert records(tmp_path) == records(unbroken)
 
 
 @pytest.mark.parametrize("k", range(1, STEPS))
@@ -79,7 +62,7 @@ def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp
     assert final_bytes(tmp_path)[0] == f"step_{k:08d}"
     assert train(run_config(), tmp_path, resume=True) == 0
     assert final_bytes(tmp_path) == final_bytes(unbroken)
-    assert metrics(tmp_path) == metrics(unbroken)
+    assert records(tmp_path) == records(unbroken)
 
 
 def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkeypatch, capfd):
@@ -87,7 +70,7 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         train(run_config(), tmp_path, resume=False)
-    assert [record["step"] for record in metrics(tmp_path) if "val_loss" in record] == [0]
+    assert [record["step"] for record in records(tmp_path) if "val_loss" in record] == [0]
     assert load_checkpoint(find_checkpoint(tmp_path))[0]["left_out"] == ["eval.every"]
     line = "stopping after this step; a second signal after 1 second ends at once without a checkpoint"
     assert line in capfd.readouterr().out.splitlines()
@@ -95,7 +78,7 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
         before_steps(lambda *_: raise_data_error(), patch)
         train(run_config(), tmp_path, resume=True)
     assert train(run_config(), tmp_path, resume=True) == 0
-    assert metrics(tmp_path) == metrics(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
+    assert records(tmp_path) == records(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
 
 
 def test_a_task_of_an_earlier_version_that_a_checkpoint_left_out_is_passed_over(tmp_path):
@@ -114,7 +97,7 @@ def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(
     assert train(run_config(), tmp_path, resume=True) == 0
     assert not (tmp_path / PREEMPTED).exists()
     assert final_bytes(tmp_path) == final_bytes(unbroken)
-    assert metrics(tmp_path) == metrics(unbroken)
+    assert records(tmp_path) == records(unbroken)
 
 
 @pytest.mark.slow
@@ -141,7 +124,7 @@ def test_what_fp8_keeps_in_bf16_may_change_on_resume(tmp_path):
         assert train(run_config(**sections, eval=dict(every=0)), tmp_path, resume=steps > 1) == 0
     starts = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert [start["precision"]["calibrated"] for start in starts] == [True, False, True]
-    trained = [record for record in metrics(tmp_path) if "loss" in record]
+    trained = [record for record in records(tmp_path) if "loss" in record]
     assert len(trained) == 3 and all(5 < r["loss"] < 6 and not r.get("skipped") for r in trained)
 
 
@@ -181,8 +164,8 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
 
     train(config(), tmp_path / "unbroken", False)
     again = resumed("resumed", config())
-    assert final_bytes(again) == final_bytes(tmp_path / "unbroken") and metrics(again) == metrics(tmp_path / "unbroken")
-    validations = [r for r in metrics(again) if "val_loss" in r]
+    assert final_bytes(again) == final_bytes(tmp_path / "unbroken") and records(again) == records(tmp_path / "unbroken")
+    validations = [r for r in records(again) if "val_loss" in r]
     assert len(validations) == 3 and all(0 < abs(r["val_loss"] - r["val_loss_fp8"]) < 0.05 for r in validations)
     stats = [json.loads(line) for line in (again / "stats.jsonl").read_text().splitlines()]
     assert all(0 <= share < 0.01 for r in stats for name in r["fp8"].values() for share in name["saturated"])
@@ -214,12 +197,12 @@ def test_train_prints_the_epochs_of_its_data(tmp_path, capsys):
 
 
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
-    before = final_bytes(unbroken), metrics(unbroken)
+    before = final_bytes(unbroken), records(unbroken)
     assert train(run_config(parallel=dict(gpus=1)), unbroken, resume=True) == 0
     printed = capsys.readouterr().out
     assert "changed: parallel.gpus null -> 1\n" in printed
     assert printed.endswith(f"all {STEPS} steps are done; raise train.steps to continue\n")
-    assert (final_bytes(unbroken), metrics(unbroken)) == before
+    assert (final_bytes(unbroken), records(unbroken)) == before
 
 
 def test_resume_with_fewer_steps_than_are_done_is_refused_and_changes_nothing(unbroken):
@@ -236,19 +219,18 @@ def test_resume_with_fewer_steps_than_are_done_is_refused_and_changes_nothing(un
 def test_accumulation_gives_the_losses_of_the_whole_batch(unbroken, tmp_path):
     """4 sequences at once, or 2 and 2: the same samples, with sums that differ in fp32 rounding (measured 1e-7)."""
     assert train(run_config(train=dict(batch_size=4)), tmp_path, resume=False) == 0
-    whole = [r["loss"] for r in metrics(tmp_path) if "loss" in r]
-    halves = [r["loss"] for r in metrics(unbroken) if "loss" in r]
+    whole = losses(tmp_path)
+    halves = losses(unbroken)
     assert whole == pytest.approx(halves, rel=2e-6)
 
 
 def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, monkeypatch):
     config = run_config(train=dict(skip_limit=2))
-    nan_weights = lambda self: self.model.K.fill(self.model.train_view.w.lnb[0], math.nan)  # noqa: E731
-    before_steps(lambda self, index: index == 1 and nan_weights(self), monkeypatch)
+    before_steps(lambda self, index: index == 1 and poison(self), monkeypatch)
     with pytest.raises(NonFiniteError, match="step 3: .* not finite for 2 steps in a row") as raised:
         train(config, tmp_path, resume=False)
     assert re.search(r"losses of 4 of its 4 sequences .* first on rank 0 at \S+train_\d+\.bin:\d+; ", str(raised.value))
-    assert [r["skipped"] for r in metrics(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [True, True]
+    assert [r["skipped"] for r in records(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [True, True]
 
 
 def test_second_start_in_a_directory_is_refused_before_it_writes(tmp_path):
@@ -323,7 +305,7 @@ def test_exception_keeps_the_line_of_the_step_in_flight(tmp_path, monkeypatch):
     before_steps(fail, monkeypatch)
     with pytest.raises(OSError, match="gone"):
         train(run_config(eval=dict(every=0)), tmp_path, resume=False)
-    assert [r["step"] for r in metrics(tmp_path) if "loss" in r] == [1, 2]
+    assert [r["step"] for r in records(tmp_path) if "loss" in r] == [1, 2]
 
 
 @pytest.mark.slow
