@@ -100,7 +100,6 @@ NOT_YET = [
     "docs/guide/many_gpus.md",
     "docs/guide/recipes.md",
     "docs/guide/training.md",
-    "docs/engineering/performance.md",
 ]
 
 
