@@ -1,6 +1,5 @@
 """Save checkpoints while training continues: tensors are copied to host memory, and a thread writes the copy."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import FULL
 
 UNKNOWN_RATE = 1e8  # bytes per second of a slow shared disk, assumed before the first save
 
@@ -99,12 +97,8 @@ class AsyncCheckpointer:
             return
         if not isinstance(error, OSError):
             raise error  # a bug
-        # recognised by its text: errors of other ranks have no number
-        full = any(os.strerror(number) in str(error) for number in FULL)
-        older = "; older ones stay" if any(self._directory.glob("step_*")) else ""
-        todo = "free some space" if full else "make it writable"
-        failure = f"{self._directory}: a checkpoint could not be written ({error}){older}; {todo}"
+        failure = f"{self._directory}: a checkpoint could not be written ({error}); make room, or make it writable"
         if raise_errors:
-            raise CheckpointError(f"{failure} and resume") from error
+            raise CheckpointError(f"{failure}, and resume") from error
         if self._control.rank == 0:
             print_line(f"warning: {failure}", error=True)

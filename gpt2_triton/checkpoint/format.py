@@ -10,6 +10,7 @@ ranks can read what any other number wrote.  With Muon, the tensor v has spans o
 its elements.  File names follow the rules below and are never taken from a file's text.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from gpt2_triton.files import sha256
 FORMAT = 2  # 1 had no window of losses and norms
 SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state that each rank has its own value of
 STATE, MANIFEST = "state.json", "manifest.json"
-RUN_FILES = ("run.json", "metrics.jsonl", ".lock", "PREEMPTED")  # of a run that may have no checkpoint yet
 STEP_NAME = re.compile(r"step_([0-9]{8,})")
 Spans = list[list[int]]  # [flat index, length] of each piece of a shard
 
@@ -48,23 +48,17 @@ def list_steps(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), directory / name) for name in names if (match := STEP_NAME.fullmatch(name)))
 
 
-def enclosing_run(path: Path) -> Path | None:
-    """Return the run with `path` in its `checkpoints` directory, which may not exist yet; None if there is none."""
-    real = Path(os.path.realpath(path))  # Path.resolve raises for a link to itself
-    for directory in (real, *real.parents):
-        if directory.name == "checkpoints" and is_run(directory.parent):
-            return directory.parent
-    return None
-
-
-def is_run(directory: Path) -> bool:
-    """Return whether a run has begun in this directory, or has left checkpoints there."""
-    return any(os.path.exists(directory / name) for name in RUN_FILES) or bool(list_steps(directory / "checkpoints"))
-
-
 def best_step(state: dict[str, Any]) -> int | None:
     """Return the step of the lowest validation loss; None if the run does not keep it or has not validated."""
     return state["best"][0] if state.get("best") else None
+
+
+def read_best(step_dir: Path) -> tuple[int, float] | None:
+    """Return (step, loss) of the lowest validation loss by a checkpoint's state; None if it cannot be read."""
+    try:
+        return json.loads((step_dir / STATE).read_text(encoding="utf-8")).get("best")
+    except (OSError, ValueError):
+        return None
 
 
 def fingerprint(path: Path, advance: Callable[[int], None] = lambda count: None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Read and write GPT-2 in Hugging Face's format: config.json, model.safetensors and the tokenizer's files.
 
-A model may be in several files, which model.safetensors.index.json lists.
+A model may be in several files, model-00001-of-00002.safetensors and so on.
 
 Tensors have the names of weights.py, with or without the prefix "transformer.".  The four matrices of a layer are
 [in, out] there (Conv1D), [out, in] here.  The head is wte; a file may repeat it as lm_head.weight.
@@ -28,7 +28,7 @@ from gpt2_triton.errors import CheckpointError
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks in older files
-MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL, PARTS = "model.safetensors", "model-*.safetensors"
 # our name: the key in config.json
 SIZES = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {"block_size": "n_positions"}
 
@@ -75,7 +75,7 @@ def _download(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", INDEX]))
+        return Path(snapshot_download(name, allow_patterns=["config.json", MODEL, PARTS]))
     except Exception as error:  # of the import, the hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
         todo = "name a directory, or try online"
@@ -114,22 +114,11 @@ def _find_tensors(directory: Path) -> Places:
 
 
 def _model_files(directory: Path) -> list[Path]:
-    """Return model.safetensors, else the files that its index names."""
-    if (directory / MODEL).is_file():
-        return [directory / MODEL]
-    index = directory / INDEX
-    if not index.is_file():
-        raise CheckpointError(f"{directory}: has no {MODEL} and no {INDEX}; other formats are pickles and are not read")
-    try:
-        names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: cannot be read ({error!r}); expected an object with a weight_map") from None
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):  # a path could point anywhere
-            raise CheckpointError(f"{index}: names {name!r}, expected the name of a .safetensors file beside it")
-        if not (directory / name).is_file():
-            raise CheckpointError(f"{directory}: has no {name}, which {INDEX} names; copy or download it again")
-    return [directory / name for name in names]
+    """Return model.safetensors, else its parts."""
+    files = [directory / MODEL] if (directory / MODEL).is_file() else sorted(directory.glob(PARTS))
+    if not files:
+        raise CheckpointError(f"{directory}: has no {MODEL}; other formats are pickles and are not read")
+    return files
 
 
 def _load(path: Path, stored: str) -> np.ndarray:

@@ -34,8 +34,6 @@ def read(path: str) -> Weights:
     """Return the GPT-2 in a model file of llm.c, mapped into memory; CheckpointError if it is not a complete one."""
     where = f"llmc:{path}"
     try:
-        if not Path(path).is_file() and Path(path).exists():  # to read a pipe would wait for its writer
-            raise CheckpointError(f"{where}: not a regular file; expected a model file of llm.c")
         header, size = np.fromfile(path, "<i4", HEADER_BYTES // 4), Path(path).stat().st_size
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read ({error.strerror}); expected a model file of llm.c") from None

@@ -50,8 +50,6 @@ def read(found: Path, config: Config, now: dict[str, Any]) -> Resume:
         notes.append(f"--init_from {config.init_from} is not used: the run continues with its own weights")
     notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in as_text(changed).items()]
     notes += [f"changed: {name} {then} -> {now}" for name, (then, now) in as_text(files, none="absent").items()]
-    if not files:
-        notes += note_of_times(saved, now)
     return Resume(saved, tensors, notes, files)
 
 
@@ -107,25 +105,6 @@ def check_data(step_dir: Path, saved: Rows, current: Rows, where: str, allow: bo
     return changed
 
 
-def note_of_times(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Return a line about files with another time than in the checkpoint, or no line.
-
-    Of a large file some blocks are compared, so the tokens between them may have changed.
-    """
-    then = saved.get("data_times", {})
-    names = [
-        row["name"]
-        for key in then.keys() & current["data_times"].keys()
-        for row, before, now in zip(current[key], then[key], current["data_times"][key])
-        if "blocks" in row and before != now
-    ]
-    if not names:
-        return []
-    files = min(names) + (f" and {len(names) - 1:,} more shards" if len(names) > 1 else "")
-    todo = "if it is no copy, check all of it by --data.verify true"
-    return [f"warning: {files}: another time than in the checkpoint; the blocks compared are the same; {todo}"]
-
-
 def as_text(changes: dict[str, Change], none: str = "null") -> dict[str, tuple[str, str]]:
     """Return changes as they are printed: values as in YAML, and `none` for None."""
 
@@ -136,15 +115,8 @@ def as_text(changes: dict[str, Change], none: str = "null") -> dict[str, tuple[s
 
 
 def _by_file(rows: Rows) -> dict[str, Any]:
-    """Return size and hash of each file by name; equal names, of several directories, get a number."""
-    found: dict[str, Any] = {}
-    for row in rows:
-        name, n = row["name"], 2
-        while name in found:
-            name, n = f"{row['name']} ({n})", n + 1
-        digest = str(row.get("blocks") or row.get("sha256"))
-        found[name] = f"{row['bytes']:,} bytes, {digest[:8]}"
-    return found
+    """Return size and hash of each file by name."""
+    return {row["name"]: f"{row['bytes']:,} bytes, {str(row.get('blocks') or row.get('sha256'))[:8]}" for row in rows}
 
 
 def _names(rows: Rows) -> str:

@@ -32,6 +32,7 @@ from gpt2_triton.checkpoint.format import (
     best_step,
     fingerprint,
     list_steps,
+    read_best,
     step_path,
     tensors_name,
 )
@@ -174,7 +175,8 @@ def _prune(directory: Path, newest: int, best: int | None, retention: Retention)
     if retention.rewind:
         last = newest // retention.rewind * retention.rewind
         for step in {last, last - retention.rewind} & steps.keys():
-            kept |= {step, _best_of(steps[step])}
+            best_then = read_best(steps[step])
+            kept |= {step, best_then[0] if best_then else None}
     for step in steps.keys() - kept:
         try:
             _discard(steps[step])
@@ -182,14 +184,6 @@ def _prune(directory: Path, newest: int, best: int | None, retention: Retention)
             pass
         except OSError as error:  # the new checkpoint is complete
             print_line(f"warning: {steps[step]}: cannot be deleted ({error.strerror}); it stays", error=True)
-
-
-def _best_of(step_dir: Path) -> int | None:
-    """Return the step of the lowest validation loss by the state of a checkpoint; None if it cannot be read."""
-    try:
-        return best_step(json.loads((step_dir / STATE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
 
 
 def _discard(path: Path) -> None:

@@ -119,8 +119,7 @@ def no_tokenizer(weights: Weights) -> CheckpointError:
     known = " and ".join(f"{name} has {size}" for name, size in TOKENIZER_SIZES.items())
     wrong = f"{weights.where}: no tokenizer is known for {weights.model.vocab_size} tokens ({known})"
     todo = "they can be exported, not trained or sampled from; prepare your text with --tokenizer bytes for a new run"
-    pickled = "; nanoGPT's characters are in its meta.pkl, and pickles are not read"
-    return CheckpointError(f"{wrong}{pickled if weights.where.startswith('nanogpt:') else ''}: {todo}")
+    return CheckpointError(f"{wrong}: {todo}")
 
 
 def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:

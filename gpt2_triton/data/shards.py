@@ -98,10 +98,6 @@ class Shard:
             raise DataError(f"{self.path}: changed while the run reads it, at byte {start:,}; {RESTORE}")
         self._state = state  # reads below compare with the new time
 
-    @property
-    def mtime_ns(self) -> int:
-        return self._state.st_mtime_ns
-
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """The name, the size and a hash of the content, for JSON.  A resumed run compares it with its checkpoint's.

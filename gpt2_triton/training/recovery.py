@@ -4,7 +4,6 @@ find what was not finite.
 run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
-from gpt2_triton.checkpoint.format import STATE, best_step, list_steps, step_path
+from gpt2_triton.checkpoint.format import list_steps, read_best, step_path
 from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, TrainLoader
@@ -52,11 +51,8 @@ def _newest_intact(directory: Path, target: int) -> int:
 
 def _best_at(target: int, directory: Path) -> tuple[int, float] | None:
     """Return the best validation loss that the checkpoint of `target` records, if its checkpoint is still there."""
-    try:
-        state = json.loads((step_path(directory, target) / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # damaged, and not needed, as the host has a copy
-        return None
-    return state.get("best") if best_step(state) in dict(list_steps(directory)) else None
+    best = read_best(step_path(directory, target))  # None if it is damaged, and not needed, as the host has a copy
+    return best if best and best[0] in dict(list_steps(directory)) else None
 
 
 def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup) -> bool:

@@ -1,4 +1,4 @@
-"""RUN/run.json: the run's id at Weights & Biases; code, packages, device, table, memory plan, schedule of each start.
+"""RUN/run.json: the run's id at Weights & Biases; code, packages, device, table, memory plan of each start.
 
     {"wandb_id": "1a2b3c4d", "starts": [{"time": ..., "after_step": 0, "git": {"commit": ..., "dirty": false}, ...}]}
 Each start of the run adds an entry, which shows whether it was resumed under another commit or on another GPU.
@@ -38,14 +38,6 @@ def describe_start(
         "zero": shape.zero,
         "precision": {"products": config.train.precision, "keep_bf16": config.fp8.keep_bf16, "calibrated": calibrated},
         "plan": {"arena_bytes": arena_bytes, "recompute": config.memory.recompute, "parameters": config.n_params},
-        "schedule": {
-            "steps": config.train.steps,
-            "tokens_per_step": config.total_batch_tokens,
-            "micro_batch": shape.micro_batch,
-            "accumulation": shape.accumulation,
-            "learning_rate": config.optim.schedule,
-            "peak_lr": config.optim.lr,
-        },
     }
 
 

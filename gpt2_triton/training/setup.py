@@ -49,11 +49,6 @@ class Data(NamedTuple):
         """Return what identifies the data, on any machine."""
         return {key: [shard.fingerprint for shard in shards] for key, shards in self.shards.items()}
 
-    def saved(self) -> dict[str, Any]:
-        """Return the part of a checkpoint's state.json about the data: fingerprints, and the times of the files."""
-        times = {key: [shard.mtime_ns for shard in shards] for key, shards in self.shards.items()}
-        return self.fingerprints() | {"data_times": times}
-
 
 class Start(NamedTuple):
     """The state of a run with the tensors to load, and lines for the console about them."""
@@ -67,9 +62,8 @@ class Start(NamedTuple):
 
     def continued(self, config: Config) -> Config:
         """Return `config` with the run's original init_from."""
-        return (
-            config.model_copy(update={"init_from": self.config.get("init_from", "scratch")}) if self.config else config
-        )
+        init_from = self.config.get("init_from", "scratch") if self.config else config.init_from
+        return config.model_copy(update={"init_from": init_from})
 
 
 def open_data(config: Config, control: ControlGroup) -> Data:
@@ -125,7 +119,7 @@ def to_save(config: Config, data: Data) -> dict[str, Any]:
     The configuration has the tokens of a step, which a resume may not change, even if they are a default.
     """
     explicit = config.replace(train={"total_batch_tokens": config.total_batch_tokens})
-    return {"config": explicit.to_dict()} | data.saved()
+    return {"config": explicit.to_dict()} | data.fingerprints()
 
 
 def restore(found: Path | None, config: Config, data: Data) -> Start:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from gpt2_triton.checkpoint.format import enclosing_run, list_steps
+from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.launcher_env import rank_and_size
@@ -49,8 +49,10 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
         return
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
-    if run := enclosing_run(run_dir):
-        raise ConfigError(f"--run_dir: {run_dir} is for checkpoints of the run {run}; give that, or choose another")
+    for directory in (real := run_dir.resolve(), *real.parents):
+        if directory.name == "checkpoints" and list_steps(directory):
+            run = directory.parent
+            raise ConfigError(f"--run_dir: {run_dir} is for checkpoints of the run {run}; give that, or choose another")
     found = list_steps(run_dir / "checkpoints")
     if found and not resume:
         raise ConfigError(

@@ -85,7 +85,7 @@ def test_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, te
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [warning] = capsys.readouterr().err.splitlines()
     assert warning.startswith(f"warning: {newest.parent}: a checkpoint could not be written (") and "27" in warning
-    assert warning.endswith("; older ones stay; make it writable")
+    assert warning.endswith("make room, or make it writable")
     assert names(newest.parent) == [STEP_10, STEP_20] and find_checkpoint(newest.parent) == newest
     saver.save(30, pieces(30, n), {"text": text})
     saver.wait(raise_errors=True)
@@ -103,7 +103,7 @@ def test_save_without_space_warns_before_it_writes(newest, monkeypatch, capsys):
         saver.wait()
     [warning] = capsys.readouterr().err.splitlines()
     assert f"{needed:,} bytes needed, {needed - 1:,} free" in warning
-    assert warning.endswith("; older ones stay; free some space")
+    assert warning.endswith("make room, or make it writable")
     assert names(newest.parent) == [STEP_10, STEP_20]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     saver.save(30, pieces(30), {})
@@ -115,7 +115,9 @@ def test_wait_raises_the_error_of_a_failed_save_on_request(tmp_path):
     (tmp_path / "checkpoints").write_text("a file in the way")
     saver = AsyncCheckpointer(tmp_path / "checkpoints", Retention(1))
     saver.save(10, pieces(10), {})
-    with pytest.raises(CheckpointError, match=r"could not be written .*File exists[^;]*; make it writable and resume$"):
+    with pytest.raises(
+        CheckpointError, match=r"could not be written .*File exists[^;]*; make room, or make it writable, and resume$"
+    ):
         saver.wait(raise_errors=True)
 
 
@@ -130,7 +132,7 @@ def test_full_disk_is_recognised_by_the_text_of_the_error(tmp_path, monkeypatch,
     saver = AsyncCheckpointer(tmp_path / "checkpoints", Retention(1))
     saver.save(10, pieces(10), {})
     saver.wait()
-    assert capsys.readouterr().err.endswith("); free some space\n")
+    assert capsys.readouterr().err.endswith("make room, or make it writable\n")
 
 
 def test_wait_raises_bugs_of_the_thread(tmp_path):

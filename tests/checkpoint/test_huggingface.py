@@ -157,57 +157,6 @@ def test_import_reads_shards_as_one_model(saved, tmp_path):
     assert torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
 
 
-@pytest.fixture
-def split(saved, copy):
-    """A directory whose tensors are in weights_a.safetensors and weights_b.safetensors, with an index."""
-    tensors = load_file(copy / "model.safetensors")
-    (copy / "model.safetensors").unlink()
-    halves = {"weights_a.safetensors": {}, "weights_b.safetensors": {}}
-    for i, (name, tensor) in enumerate(tensors.items()):
-        halves[list(halves)[i % 2]][name] = tensor
-    for file, half in halves.items():
-        save_file(half, copy / file)
-    write_index(copy, {name: file for file, half in halves.items() for name in half})
-    return copy
-
-
-def write_index(directory, weight_map):
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def test_import_follows_the_index_to_files_of_any_name(saved, split):
-    assert torch.equal(imported(split)["params"], imported(saved)["params"])
-    (split / "model.safetensors.index.json").unlink()
-    with pytest.raises(CheckpointError, match="has no model.safetensors and no model.safetensors.index.json; other"):
-        imported(split)
-
-
-A, LN_F = "weights_a.safetensors", "transformer.ln_f.bias"
-
-
-def move_out(directory, listed):
-    (directory / A).rename(directory.parent / "outside.safetensors")
-    return {name: "../outside.safetensors" if file == A else file for name, file in listed.items()}
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda d, listed: (d / A).unlink() or listed, f"has no {A}, which model.safetensors.index.json names; copy"),
-        (move_out, r"index.json: names '../outside.safetensors', expected the name of a .safetensors file beside"),
-        (lambda d, listed: dict.fromkeys(listed, "ckpt.bin"), "names 'ckpt.bin', expected the name of a .safetensors"),
-        (lambda d, listed: listed | {LN_F: 3}, "index.json: names '3', expected the name of a .safetensors"),
-        (lambda d, listed: 3, "index.json: cannot be read .*; expected an object with a weight_map"),
-    ],
-)
-def test_import_refuses_an_index_that_does_not_fit_its_files(split, damage, message):
-    listed = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
-    write_index(split, damage(split, listed))
-    with pytest.raises(CheckpointError, match=message) as error:
-        imported(split)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_import_of_half_precision_is_exact(saved, copy, dtype):
     edit_tensors(copy, lambda tensors: tensors.update({name: t.to(dtype) for name, t in tensors.items()}))

@@ -121,9 +121,7 @@ def test_character_level_models_are_exported_and_else_refused_in_one_line(tmp_pa
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(exported["transformer.wte.weight"], saved["model"]["transformer.wte.weight"])
     assert capsys.readouterr().out == f"wrote {tmp_path}/out\n"
-    told = (
-        r"no tokenizer is known for 65 tokens \(gpt2 has 50257 and bytes has 256\); nanoGPT's .* meta.pkl, and pickles"
-    )
+    told = r"no tokenizer is known for 65 tokens \(gpt2 has 50257 and bytes has 256\)"
     for command in (["sample", source], ["hellaswag", source], ["perplexity", source, str(tmp_path / "val.bin")]):
         assert main(tools, command) == 4
         err = capsys.readouterr().err

@@ -209,21 +209,6 @@ def test_resume_on_moved_data_with_other_times_continues(data, stopped, tmp_path
     assert train(resume_config(moved), stopped, resume=True) == 0
 
 
-def test_resume_names_large_shards_that_may_have_changed_between_the_blocks_compared(tmp_path, capsys):
-    """A resume compares 32 blocks of 512 of the 200,000 tokens; the time of the file shows a change between them."""
-    large = write_data(tmp_path / "large", train_tokens=200_000)
-    config, run = run_config(large, train=dict(steps=2)), tmp_path / "run"
-    assert train(config, run, resume=False) == 0
-    tokens = np.array(map_tokens(large / "train_1.bin"))
-    tokens[1000:5000] = 0  # the second block begins at 6,435
-    write_shard(large / "train_1.bin", tokens)
-    assert train(run_config(large, train=dict(steps=3)), run, resume=True) == 0
-    warning = "warning: train_1.bin: another time than in the checkpoint;"
-    assert warning in (out := capsys.readouterr().out) and "--data.verify true" in out
-    assert train(run_config(large, train=dict(steps=4)), run, resume=True) == 0  # the new time is that of the run
-    assert "another time" not in capsys.readouterr().out
-
-
 def test_run_warns_of_validation_data_among_the_training_data(data, tmp_path, capsys):
     shutil.copy(data / "val_1.bin", data / "train_2.bin")
     make_trainer(run_config(data, eval=dict(every=2, tokens=160)), tmp_path / "run").close()
