@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from gpt2_triton.commands.app import main, make_app, require_at_least, require_directory, select_device
+from gpt2_triton.commands.app import AT_LEAST_1, main, make_app, require_directory, select_device
 from gpt2_triton.config.values import check_recompute
 from gpt2_triton.errors import ConfigError
 
@@ -23,8 +24,9 @@ app.help_epilogue = (
 )
 
 # options of several commands
+Count = Annotated[int, AT_LEAST_1]
 Sizes = Annotated[str, Parameter(help="Comma-separated among d12 (124M), d24 (350M), d36 (774M) and d48 (1558M).")]
-Batch = Annotated[int | None, Parameter(help="Sequences per step; by default 64, 64, 32 and 16.")]
+Batch = Annotated[Count | None, Parameter(help="Sequences per step; by default 64, 64, 32 and 16.")]
 Recompute = Annotated[
     str | None,
     Parameter(
@@ -55,7 +57,7 @@ def steps(
     *,
     sizes: Sizes = ALL_SIZES,
     batch: Batch = None,
-    steps: int = 30,
+    steps: Annotated[int, Parameter(validator=Number(gte=6))] = 30,
     recompute: Recompute = None,
     precision: Precision = "bf16",
     keep_bf16: KeepBf16 = None,
@@ -77,8 +79,7 @@ def steps(
     json: Path
         File for the figures of the runs.
     """
-    names = _sizes(sizes, batch)
-    require_at_least(steps=(steps, 6))
+    names = _sizes(sizes)
     _require_level(recompute, names)
     require_directory("json", json)
     precisions = _precisions(precision, keep_bf16)
@@ -112,7 +113,7 @@ def ops(
     json: Path
         With one size: a file for the figures of that picture.
     """
-    names = _sizes(sizes, batch)
+    names = _sizes(sizes)
     _require_level(recompute, names)
     for option, file in (("plot", plot), ("json", json)):
         if file and len(names) > 1:
@@ -128,7 +129,7 @@ def ops(
 
 @app.command
 def tune(
-    *, sizes: str | None = None, batch: int | None = None, only: str | None = None, out: Path | None = None
+    *, sizes: str | None = None, batch: Count | None = None, only: str | None = None, out: Path | None = None
 ) -> int:
     """Search the kernels' launch parameters for this GPU, and write the rows that gain 2% into its table.
 
@@ -144,7 +145,7 @@ def tune(
         The .json file to write, for the variable GPT2_TRITON_TABLE of any installation of this version; by default this
         GPU's in gpt2_triton/kernels/tables.
     """
-    names = _sizes(sizes or ALL_SIZES, batch)
+    names = _sizes(sizes or ALL_SIZES)
     if out and out.suffix != ".json":
         raise ConfigError(f"--out: {out} does not end in .json, as a table does")
     require_directory("out", out)
@@ -154,13 +155,12 @@ def tune(
     return search(names if sizes else None, batch, only, out)
 
 
-def _sizes(sizes: str, batch: int | None) -> list[str]:
-    """Return the names in a comma-separated list; ConfigError if one is unknown, or if the batch is."""
+def _sizes(sizes: str) -> list[str]:
+    """Return the names in a comma-separated list; ConfigError if one is unknown."""
     names = sizes.split(",")
     unknown = [name for name in names if name not in ALL_SIZES.split(",")]
     if unknown:
         raise ConfigError(f"--sizes: unknown {unknown[0]}; known are {ALL_SIZES.replace(',', ', ')}")
-    require_at_least(batch=(1 if batch is None else batch, 1))
     return names
 
 

@@ -10,17 +10,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BUDGETS = {
     "gpt2_triton": 1007,  # the ground: errors, console, device, files, the API
-    "gpt2_triton/checkpoint": 1522,
-    "gpt2_triton/commands": 1309,
+    "gpt2_triton/checkpoint": 1459,
+    "gpt2_triton/commands": 1250,
     "gpt2_triton/config": 962,
-    "gpt2_triton/data": 923,
+    "gpt2_triton/data": 919,
     "gpt2_triton/data/prepare": 951,
     "gpt2_triton/distributed": 724,
     "gpt2_triton/inference": 497,
     "gpt2_triton/kernels": 3433,
     "gpt2_triton/kernels/hopper": 2205,
     "gpt2_triton/model": 2748,
-    "gpt2_triton/training": 1604,
+    "gpt2_triton/training": 1588,
     "benchmarks": 889,
     "benchmarks/accuracy": 741,
     "benchmarks/losses": 974,
@@ -33,8 +33,8 @@ BUDGETS = {
     "tests/benchmarks/speed": 272,
     "tests/benchmarks/tune": 278,
     "tests/chaos": 687,
-    "tests/checkpoint": 1931,
-    "tests/commands": 1379,
+    "tests/checkpoint": 1880,
+    "tests/commands": 1351,
     "tests/config": 575,
     "tests/data": 873,
     "tests/data/prepare": 1040,
@@ -45,7 +45,7 @@ BUDGETS = {
     "tests/kernels": 4613,
     "tests/model": 2282,
     "tests/support": 1614,
-    "tests/training": 2188,
+    "tests/training": 2156,
 }
 
 

@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from gpt2_triton.model.fp8 import calibrate
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
 
+Count = Annotated[int, commands.AT_LEAST_1]
 app = commands.make_app("python -m benchmarks.accuracy.gradients")
 
 Gradients = dict[str, Tensor]  # by the names of torch_reference.tensors
@@ -146,7 +147,7 @@ def report(name: str, loss: float, exact_loss: float, kinds: dict[str, Agreement
 
 
 @app.default
-def compare(run: str, *, data: str, batch: int = 2, batches: int = 4, out: Path | None = None) -> None:
+def compare(run: str, *, data: str, batch: Count = 2, batches: Count = 4, out: Path | None = None) -> None:
     """Compare the gradients of bf16 and fp8 with float64's at the weights of a run.
 
     Parameters
@@ -162,7 +163,6 @@ def compare(run: str, *, data: str, batch: int = 2, batches: int = 4, out: Path 
     out: Path
         Also write the figures to this file, as JSON.
     """
-    commands.require_at_least(batch=(batch, 1), batches=(batches, 1))
     commands.require_directory("out", out)
     if not (device.present() or INTERPRET):
         raise ConfigError("gradients: needs a CUDA GPU, found none; TRITON_INTERPRET=1 runs the kernels on the CPU")

@@ -6,14 +6,9 @@ variables, which `select_device` sets, when they are imported.
 
 import sys
 
-from gpt2_triton.commands.app import main, make_app, usage_line
+from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.console import command_line, print_line
 
-ARGUMENTS = {  # in the usage line, where cyclopts would write [ARGS]
-    "configs": "[NAME]",
-    "plot": "[OPTIONS] RUNS...",
-    "perplexity": "[OPTIONS] CHECKPOINT [SHARDS...]",
-}
 tools = make_app(command_line(""), "Train GPT-2: prepare data, train, sample, evaluate, export.")
 for name, path in {
     "train": "train:command",
@@ -27,8 +22,7 @@ for name, path in {
     "stats": "stats:stats",
     "config-table": "config_table:config_table",
 }.items():
-    usage = {"usage": usage_line(name, ARGUMENTS[name])} if name in ARGUMENTS else {}
-    tools.command(f"gpt2_triton.commands.{path}", name=name, show=name != "config-table", **usage)
+    tools.command(f"gpt2_triton.commands.{path}", name=name, show=name != "config-table")
 
 REMOVED = {  # a command, what replaced it
     "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",

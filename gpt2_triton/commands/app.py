@@ -9,23 +9,21 @@ Commands import kernels inside their functions: TRITON_INTERPRET must be set bef
 import errno
 import os
 import re
-import select
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts.validators import Number
 
-from gpt2_triton import errors
-from gpt2_triton.console import command_line, discard_unwritten, prepare_streams, print_line, printable
+from gpt2_triton.console import discard_unwritten, prepare_streams, print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
-PATHS = ("run_dir", "data", "source", "out", "o", "json")  # options that take a path
+AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0, 1))
 OF_THE_USER = {errno.EACCES: "correct its permissions", errno.ENOSPC: "make room"}
 
 
@@ -33,11 +31,6 @@ def make_app(name: str, help: str | None = None) -> App:
     """Return an app with underscores in its options and no --no-... flags; its help is `help`, or its docstring."""
     plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
     return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
-
-
-def usage_line(command: str, arguments: str) -> str:
-    """Return the first line of a command's help."""
-    return f"Usage: {command_line(command)} {arguments}"
 
 
 def main(app: App, argv: list[str]) -> int:
@@ -48,18 +41,17 @@ def main(app: App, argv: list[str]) -> int:
         if not words or words[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
-        _require_paths(words)
         code = call(app, words)
         sys.stdout.flush()  # while errors are still caught
         return code
     except CycloptsError as error:
-        return _fail(_wrong_call(error, words), 2, on_every_rank=True)
+        return _fail(_wrong_call(error), 2, on_every_rank=True)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except UserError as error:
         return _exit_if_distributed(_fail(str(error), error.exit_code, error.on_every_rank))
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_left():
+        if isinstance(error, BrokenPipeError):  # stdout's reader, such as head, has all that it wants
             discard_unwritten()
             return 141
         if isinstance(error, OSError) and error.errno in OF_THE_USER:
@@ -71,29 +63,19 @@ def main(app: App, argv: list[str]) -> int:
         return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
 
 
-def _reader_has_left() -> bool:
-    """Return whether stdout's reader, such as head, has all that it wants; other pipes break too."""
-    stdout = select.poll()
-    stdout.register(1, 0)  # errors alone
-    return any(events & select.POLLERR for _, events in stdout.poll(0))
-
-
 def call(app: App, words: Iterable[str]) -> int:
     """Run a command and return its exit code; mistakes and interrupts are raised."""
     app.suppress_keyboard_interrupt = False
     return app([*words], exit_on_error=False, print_error=False, result_action="return_value") or 0
 
 
-def _wrong_call(error: CycloptsError, words: Iterable[str]) -> str:
-    """Return the message of cyclopts about the words as one line that ends with what to do."""
+def _wrong_call(error: CycloptsError) -> str:
+    """Return the message of cyclopts as one line that ends with what to do."""
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
         wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; options are --name value"
     else:
         wrong = " ".join(str(error).split()).removesuffix(".")
-    named = re.search(r"(-+\w+)\W+requires an argument", wrong)
-    if named and any(word == named[1] and value.startswith("-") for word, value in pairwise(words)):
-        return f"{wrong}; one that begins with a dash goes as {named[1]}=VALUE"
     return wrong if wrong.endswith("?") else f"{wrong}; see --help"
 
 
@@ -121,16 +103,6 @@ def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
     print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
     discard_unwritten()
     return code
-
-
-def _require_paths(words: list[str]) -> None:
-    """Refuse an empty path, which would stand for the present directory: `--run_dir "$RUN"` without RUN."""
-    for before, word in zip(["", *words], words):
-        option, equals, value = word.partition("=")
-        is_empty = not word and (before.lstrip("-") in PATHS or not before.startswith("-"))
-        if is_empty or equals and not value and option.lstrip("-") in PATHS:
-            where = option or before or "the first argument"
-            raise ConfigError(f"{where}: an empty path, as of a variable that is not set")
 
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:
@@ -162,8 +134,3 @@ def require_directory(option: str, file: Path | None) -> None:
         raise ConfigError(f"--{option}: {file.parent} is not a directory; make it, or choose another")
     if file and file.is_dir():
         raise ConfigError(f"--{option}: {file} is a directory; name a file in it")
-
-
-def require_at_least(**options: tuple[float, float]) -> None:
-    """Refuse each option=(value, least) whose value is smaller, one line for each."""
-    errors.require_at_least("--", **options)

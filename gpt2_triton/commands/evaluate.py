@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from gpt2_triton.commands.app import require_at_least, require_directory, select_device
+from gpt2_triton.commands.app import AT_LEAST_0, AT_LEAST_1, require_directory, select_device
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
 
@@ -14,7 +14,7 @@ Checkpoint = Annotated[
     str, Parameter(help="A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
 ]
 Json = Annotated[Path | None, Parameter(help="File to write the results to, as JSON.")]
-BatchTokens = Annotated[int, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]
+BatchTokens = Annotated[int, AT_LEAST_1, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]
 Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="Precision; by default as in training.")]
 
 
@@ -23,7 +23,7 @@ def hellaswag(
     /,
     *,
     data: Path | None = None,
-    limit: int = 0,
+    limit: Annotated[int, AT_LEAST_0] = 0,
     json: Json = None,
     batch_tokens: BatchTokens = 65536,
     dtype: Dtype = None,
@@ -37,7 +37,6 @@ def hellaswag(
     limit: int
         Number of questions, from the first on; 0 takes all.
     """
-    require_at_least(limit=(limit, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import load_weights
@@ -62,7 +61,7 @@ def perplexity(
     checkpoint: Checkpoint,
     /,
     *shards: str,
-    tokens: int = 0,
+    tokens: Annotated[int, AT_LEAST_0] = 0,
     json: Json = None,
     batch_tokens: BatchTokens = 65536,
     dtype: Dtype = None,
@@ -76,7 +75,6 @@ def perplexity(
     tokens: int
         Number of tokens, from the first on, in whole windows of train.seq_len; 0 takes all.
     """
-    require_at_least(tokens=(tokens, 0), batch_tokens=(batch_tokens, 1))
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import is_own_run, load_weights

@@ -3,22 +3,27 @@
 import functools
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from gpt2_triton.commands.app import make_app, require_at_least, usage_line
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from gpt2_triton.commands.app import AT_LEAST_1, make_app
 from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
 Tokenizer = Literal["gpt2", "bytes"]
+CPUS = os.cpu_count() or 1
+Workers = Annotated[int, AT_LEAST_1, Parameter(show_default=False)]
 
 
-@app.command(name="text", usage=usage_line("prepare text", "[OPTIONS] INPUTS..."))
+@app.command(name="text")
 def prepare_text(
     *inputs: Path,
     out: Path = Path("data/text"),
     tokenizer: Tokenizer = "gpt2",
-    val_fraction: float = 0.1,
-    workers: int | None = None,
+    val_fraction: Annotated[float, Parameter(validator=Number(gt=0, lt=1))] = 0.1,
+    workers: Workers = CPUS,
 ) -> None:
     """Tokenise your own text, files of .txt and .jsonl; the same command resumes a stopped preparation.
 
@@ -39,16 +44,9 @@ def prepare_text(
     """
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
-    require_at_least(workers=(_workers(workers), 1))
-    if not 0 < val_fraction < 1:
-        raise ConfigError(f"--val_fraction: must be above 0 and below 1, got {val_fraction}")
     from gpt2_triton.data.prepare import text
 
-    text.prepare_text(inputs, out, tokenizer, val_fraction, _workers(workers))
-
-
-def _workers(given: int | None) -> int:
-    return (os.cpu_count() or 1) if given is None else given
+    text.prepare_text(inputs, out, tokenizer, val_fraction, workers)
 
 
 @app.command(name="builtin")
@@ -75,9 +73,9 @@ def prepare_dataset(
     field: str = "text",
     out: Path | None = None,
     tokenizer: Tokenizer = "gpt2",
-    tokens: int | None = None,
-    shard_tokens: int = 100_000_000,
-    workers: int | None = None,
+    tokens: Annotated[int | None, Parameter(validator=Number(gte=10))] = None,
+    shard_tokens: Annotated[int, AT_LEAST_1] = 100_000_000,
+    workers: Workers = CPUS,
 ) -> None:
     """Tokenise a dataset of the Hugging Face Hub as it is streamed; the same command resumes a stopped preparation.
 
@@ -102,30 +100,25 @@ def prepare_dataset(
     workers: int
         Number of processes that tokenise; by default one per CPU.
     """
-    require_at_least(
-        workers=(_workers(workers), 1),
-        shard_tokens=(shard_tokens, 1),
-        tokens=(10 if tokens is None else tokens, 10),
-    )
     from gpt2_triton.data.prepare import dataset
 
     if version is None and not Path(source).is_dir():
         version = "sample-10BT"
     name = "-".join([Path(source).name, *([version] if version else [])])
     given = dataset.Dataset(source, version, revision, field)
-    dataset.prepare_dataset(given, out or Path("data") / name, tokenizer, tokens, _workers(workers), shard_tokens)
+    dataset.prepare_dataset(given, out or Path("data") / name, tokenizer, tokens, workers, shard_tokens)
 
 
 for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items():  # the default of --source
     _command = functools.partial(prepare_dataset, source=f"HuggingFaceFW/{_name}")
-    _help = (
-        f"Tokenise {_title} or another dataset of the Hugging Face Hub; the same command resumes a stopped preparation."
-    )
+    _help = f"Tokenise {_title} or another dataset of the Hub; the same command resumes a stopped preparation."
     app.command(_command, name=_name, help=_help)
 
 
 @app.command(name="pretokenized")
-def prepare_pretokenized(name: str, /, *, shards: int | None = None, out: Path | None = None) -> None:
+def prepare_pretokenized(
+    name: str, /, *, shards: Annotated[int | None, AT_LEAST_1] = None, out: Path | None = None
+) -> None:
     """Download shards that others have tokenised; the same command resumes a stopped download.
 
     Parameters
@@ -137,7 +130,6 @@ def prepare_pretokenized(name: str, /, *, shards: int | None = None, out: Path |
     out: Path
         Directory of the shards, val_000000.bin and train_*.bin; by default data/<name>.
     """
-    require_at_least(shards=(1 if shards is None else shards, 1))
     from gpt2_triton.data.prepare import pretokenized
 
     pretokenized.download(name, out or Path("data") / Path(name).name, shards)

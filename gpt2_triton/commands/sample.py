@@ -3,8 +3,9 @@
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
-from gpt2_triton.commands.app import require_at_least, select_device
+from gpt2_triton.commands.app import AT_LEAST_1, select_device
 from gpt2_triton.console import printable
 from gpt2_triton.inference.sampling import Sampling
 
@@ -19,8 +20,8 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 42,
-    num: int = 1,
-    batch: int = 64,
+    num: Annotated[int, AT_LEAST_1] = 1,
+    batch: Annotated[int, AT_LEAST_1] = 64,
 ) -> None:
     """Print texts that a model writes.
 
@@ -47,28 +48,18 @@ def sample(
     """
     how = Sampling(temperature, top_k, top_p)
     how.check("--", tokens, seed)
-    require_at_least(num=(num, 1), batch=(batch, 1))
     select_device(silent=True)  # stdout is the text
-    print_texts(checkpoint, prompt, tokens, how, seed, num, batch)
-
-
-def print_texts(source: Path, prompt: str, tokens: int, how: Sampling, seed: int, num: int, batch: int) -> None:
-    """Print `num` continuations of `prompt` by the weights at `source`, up to `batch` decoded at once.
-
-    A single text is printed while it is decoded.  The rate goes to stderr.  A terminal gets control characters escaped,
-    a file or a pipe gets the text as it is.
-    """
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference.load import load_for_decoding
     from gpt2_triton.inference.sample import continuations, stream
     from gpt2_triton.model.compiling import compile_decoding
 
-    config, tensors = load_weights(str(source))
+    config, tensors = load_weights(str(checkpoint))
     model, tokenizer = load_for_decoding(config, tensors, min(num, batch)), get_tokenizer(config.data.tokenizer)
     if model.arena.device.type == "cuda":
         compile_decoding(model, *how)
-    shown = printable if sys.stdout.isatty() else str
+    shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     start = time.perf_counter()
     if num == 1:
         print(shown(prompt), end="", flush=True)

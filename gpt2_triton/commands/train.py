@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
-from cyclopts.validators import Number
 
 from gpt2_triton.commands import own
-from gpt2_triton.commands.app import call, make_app, select_device
+from gpt2_triton.commands.app import AT_LEAST_1, call, make_app, select_device
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import suggestion
 from gpt2_triton.config.other_projects import counterpart
@@ -45,7 +44,7 @@ def train(
     data: Annotated[list[Path], Parameter(consume_multiple=True)] | None = None,
     plan: bool = False,
     gpu: str | None = None,
-    gpus: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    gpus: Annotated[int | None, AT_LEAST_1] = None,
     print_config: bool = False,
     run_dir: Path | None = None,
     resume: Annotated[bool | Literal["must"], Parameter(show_choices=False)] = False,

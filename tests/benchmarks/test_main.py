@@ -15,7 +15,7 @@ from gpt2_triton.commands.app import main
 
 MISTAKES = [  # arguments, part of the message
     (["steps", "--sizes", "d12,d13"], "--sizes: unknown d13; known are d12, d24, d36, d48"),
-    (["steps", "--steps", "5"], "--steps: must be at least 6, got 5"),
+    (["steps", "--steps", "5"], 'Invalid value "5" for --steps. Must be >= 6'),
     (["steps", "--json", "nowhere/a.json"], "--json: nowhere is not a directory"),
     (["ops", "--keep_bf16", "head"], "--keep_bf16: goes with --precision fp8"),
     (["ops", "--precision", "fp8", "--keep_bf16", "mlp"], "--keep_bf16"),

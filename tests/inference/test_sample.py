@@ -171,7 +171,7 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
     monkeypatch.setattr(sys.stdout, "write", lambda s: written.append((len(launched), s)))
     launch = GPT2.decode
     monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
-    sample_command.print_texts(step_dir, "Hello", 12, GREEDY, seed=3, num=1, batch=64)
+    sample_command.sample(step_dir, prompt="Hello", tokens=12, temperature=0, seed=3)
     pieces = [(at, s) for at, s in written if s]
     assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.STEPS_IN_FLIGHT + 3 and pieces[-1][1] == "\n"
     assert len(pieces) > 4
@@ -180,12 +180,12 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
 @pytest.mark.slow
 def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
     """5 texts, 2 at once: text i is that of seed + i alone, with a line of dashes between; the rate is on stderr."""
-    sample_command.print_texts(step_dir, "Hello", 3, PLAIN, seed=3, num=5, batch=2)
+    sample_command.sample(step_dir, prompt="Hello", tokens=3, seed=3, num=5, batch=2)
     out, err = capsys.readouterr()
     assert err.startswith("15 tokens in ")
     single = []
     for seed in range(3, 8):
-        sample_command.print_texts(step_dir, "Hello", 3, PLAIN, seed=seed, num=1, batch=64)
+        sample_command.sample(step_dir, prompt="Hello", tokens=3, seed=seed)
         single.append(capsys.readouterr().out)
     assert out == "---\n".join(single)
 
@@ -195,7 +195,7 @@ def test_control_characters_are_escaped_on_a_terminal_only(step_dir, capsys, mon
     """A file gets the text as it is."""
     prompt = "\x1b[2J\x9b\a"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    sample_command.print_texts(step_dir, prompt, 1, PLAIN, seed=3, num=num, batch=64)
+    sample_command.sample(step_dir, prompt=prompt, tokens=1, seed=3, num=num)
     out = capsys.readouterr().out
     assert out.count(sample_command.printable(prompt) if terminal else prompt) == num
     assert terminal == (sample_command.printable(out) == out)

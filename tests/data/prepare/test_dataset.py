@@ -366,8 +366,8 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
             "too little text: its 29,453 tokens all go into the validation shard; give that number as --tokens",
         ),
         ([str(folder.path), "--tokens", "29453"], 0, None),  # as that message says
-        ([str(folder.path), "--tokens", "9"], 2, "--tokens: must be at least 10, got 9"),
-        ([str(folder.path), "--shard_tokens", "0"], 2, "--shard_tokens: must be at least 1, got 0"),
+        ([str(folder.path), "--tokens", "9"], 2, '"9" for --tokens. Must be >= 10'),
+        ([str(folder.path), "--shard_tokens", "0"], 2, '"0" for --shard_tokens. Must be >= 1'),
     ):
         assert main(app, [*here, *words]) == code, words
         err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
