@@ -102,7 +102,7 @@ def patch_language_once() -> None:
 def require_triton() -> str:
     """Return the version of Triton; ConfigError if it is not installed.  torch's builds for CPUs bring none."""
     if (version := installed("triton")) is None:
-        raise ConfigError("triton: not installed, and this build of torch brings none; pip install triton")
+        raise ConfigError("triton: not installed; pip install triton")
     return version
 
 

@@ -69,7 +69,7 @@ def run(wheel, tmp_path_factory):
     subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], check=True)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(environment)}))
     (installed,) = metadata.distributions(path=[str(site)])
-    for distribution in needed([*installed.requires, "triton"]):  # which torch for CPUs does not bring
+    for distribution in needed(installed.requires):
         for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
             if not (site / top).is_symlink():
                 (site / top).symlink_to(distribution.locate_file(top))
