@@ -88,18 +88,6 @@ def test_adamw_multiplies_the_learning_rate_by_its_factor(rng, storage):
     assert torch.equal(runs[0].bits(), runs[1].bits())
 
 
-@pytest.mark.parametrize("storage", ["bf16", "master"])
-@lengths
-def test_adamw_moments_do_not_depend_on_the_storage(rng, n, storage):
-    w = rng(n, dtype=torch.bfloat16)
-    runs = Adam(w, "fp32"), Adam(w, storage)
-    for _ in range(3):
-        g = rng(n)
-        for run in runs:
-            run.step(g)
-    assert torch.equal(runs[0].m, runs[1].m) and torch.equal(runs[0].v, runs[1].v)
-
-
 @storages
 def test_adamw_rounds_second_moments_to_bf16_by_the_upper_half_of_the_words(rng, storage):
     """The weights' update has the second moment before it is rounded; in later steps, after."""
@@ -176,28 +164,6 @@ def test_adamw_writes_only_its_outputs(rng, storage, n):
 # ---- bf16: stochastic rounding.  Seeds are fixed; limits are 4 standard deviations ----
 
 
-def rounding_errors(seed=SEED, first=0, t=0):
-    """Return (error in units of the spacing, its variance) after one step from the same normal numbers each time."""
-    generator = torch.Generator().manual_seed(3)
-    w, g = (torch.randn(N, generator=generator).to(DEVICE) for _ in range(2))
-    runs = [Adam(w.bfloat16(), storage, seed, first) for storage in ("fp32", "bf16")]
-    for run in runs:
-        run.t = t
-        run.step(g, lr=1e-3)
-    exact, stored = (run.w for run in runs)
-    part = (exact.view(torch.int32) & 0xFFFF).double() / 65536  # of the spacing, that truncation would lose
-    low = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32).double()
-    spacing = (exact.double() - low) / part.clamp_min(1e-9)
-    went_up = torch.where(part > 0, (stored.double() - low) / spacing.where(part > 0, 1.0), 0.0)
-    return went_up - part, part * (1 - part)
-
-
-def correlation(a, b):
-    """Return the correlation of two samples' errors, in standard deviations of that of independent samples."""
-    (errors, variance), (others, other_variance) = a, b
-    return abs((errors * others).sum() / (variance * other_variance).sum().sqrt()).item()
-
-
 @pytest.mark.parametrize("first", [0, 1000, 2**31 - 512, 2**31, 2**34 + 4])
 @pytest.mark.parametrize("seed", [0, SEED, 2**62 - 1])
 def test_stochastic_rounding_adds_philox_bits(rng, first, seed):
@@ -209,13 +175,8 @@ def test_stochastic_rounding_adds_philox_bits(rng, first, seed):
         exact.step(g)
         run.step(g)
         assert torch.equal(run.bits(), rounded(exact.w, seed, first, step))
+        assert torch.equal(run.m, exact.m) and torch.equal(run.v, exact.v)
         exact.w.copy_(run.w)
-
-
-def test_stochastic_rounding_is_to_a_neighbour_and_unbiased():
-    errors, variance = rounding_errors()
-    assert (errors.abs() <= 1).all() and variance.mean() > 0.05  # the steps do end between two bf16 numbers
-    assert errors.sum().abs() < 4 * variance.sum().sqrt()
 
 
 def test_stochastic_rounding_keeps_updates_below_half_an_ulp():
@@ -224,20 +185,6 @@ def test_stochastic_rounding_keeps_updates_below_half_an_ulp():
     run = Adam(ones, "bf16", decay=0.0).step(ones, lr=0.3 / 256)
     assert set(run.w.float().unique().tolist()) == {1.0, 1 - 1 / 256}
     assert abs((run.w < 1).double().mean() - 0.3) < 4 * (0.3 * 0.7 / N) ** 0.5
-
-
-def test_stochastic_rounding_is_uncorrelated():
-    errors, variance = base = rounding_errors()
-    for lag in (1, 2, 3, 4, 1024):
-        shifted = errors[lag:], variance[lag:]
-        assert correlation((errors[:-lag], variance[:-lag]), shifted) < 4
-    for seed in (SEED + 1, SEED ^ (1 << 31), SEED ^ (1 << 61)):
-        assert correlation(base, rounding_errors(seed=seed)) < 4
-    for first in (4, N, 2**32, 2**34):
-        assert correlation(base, rounding_errors(first=first)) < 4
-    # another step has other bias corrections and so rounds slightly different numbers
-    for t in (1, 2, 1000):
-        assert correlation(base, rounding_errors(t=t)) < 4
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, on NaN
@@ -295,6 +242,7 @@ def test_adamw_with_masters_has_the_bits_of_fp32(rng, n):
         exact.step(g)
         run.step(g)
         assert torch.equal(run.bits(), exact.bits())
+        assert torch.equal(run.m, exact.m) and torch.equal(run.v, exact.v)
     assert error(run.w, exact.w) < 2.0**-8
 
 
