@@ -35,13 +35,7 @@ def silent(is_silent: bool = True) -> Iterator[None]:
 
 def prepare_streams() -> None:
     """Make stdout and stderr exist and take any text; to be called first."""
-    for number in range(3):  # a number that a shell has closed (`>&-`) would go to the next file that is opened
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # in ASCII or Latin-1
@@ -133,6 +127,14 @@ def _is_first_rank() -> bool:
 def format_bytes(count: float) -> str:
     """Return a size in GiB with two digits after the point, or below 1 GiB in MiB with one."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def format_count(count: float) -> str:
+    """Return a count with three digits and a unit: 624k, 124M, 33.6B."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.3g}"
 
 
 class Progress(tqdm):

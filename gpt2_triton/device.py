@@ -3,7 +3,6 @@
 The table has peak speeds, for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
 """
 
-import contextlib
 import functools
 import os
 import sys
@@ -167,18 +166,8 @@ def free_and_total_bytes(device: str) -> tuple[int, int]:
     return _host_memory() if device == "cpu" else torch.cuda.mem_get_info()
 
 
-def _host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return (available, total) bytes of this machine, within its control groups' limits; page cache is available."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
+def _host_memory() -> tuple[int, int]:
+    """Return (available, total) bytes of this machine; page cache is available."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
     kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
-    free, total = 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]
-    unified = (root / "proc/self/cgroup").read_text().partition("0::/")[2]  # of version 2
-    inside = Path(unified.partition("\n")[0])
-    for group in (inside, *inside.parents):  # in a container the mount itself is its own group
-        directory = root / "sys/fs/cgroup" / group
-        with contextlib.suppress(OSError, ValueError):  # not mounted, or "max", which is no limit
-            limit = int((directory / "memory.max").read_text())
-            statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-            used = int((directory / "memory.current").read_text()) - int(statistics["inactive_file"])
-            free, total = min(free, max(0, limit - used)), min(total, limit)
-    return free, total
+    return 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]

@@ -2,7 +2,7 @@
 
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import command_line
+from gpt2_triton.console import command_line, format_count
 from gpt2_triton.errors import ConfigError
 
 JOB = "train.sbatch"  # beside the recipes: a SLURM job that trains one of them on several nodes
@@ -32,13 +32,7 @@ def table() -> str:
     for name in sorted(loaded, key=lambda name: (name != recipes.OWN, loaded[name].n_params)):
         config = loaded[name]
         tokens = config.train.steps * config.total_batch_tokens
-        sizes = ("by text", "by text") if name == recipes.OWN else (_short(config.n_params), _short(tokens))
+        sizes = ("by text", "by text") if name == recipes.OWN else (format_count(config.n_params), format_count(tokens))
         about = recipes.find(name).read_text(encoding="utf-8").partition(":")[0].removeprefix("# ")
         rows.append(f"{name:22}{sizes[0]:>10}{sizes[1]:>9}  {about}")
     return "\n".join([*rows, "", f"`{command_line('configs')} NAME` prints a recipe."])
-
-
-def _short(count: float) -> str:
-    """Return a count with three digits and a unit: 124M, 33.6B."""
-    unit, name = next(((size, name) for size, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if count >= size), (1, ""))
-    return f"{count / unit:.3g}{name}"

@@ -4,7 +4,6 @@ The colours are Okabe and Ito's, which remain distinct to colour-blind readers. 
 """
 
 import json
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from cyclopts import Parameter
 
-from gpt2_triton.config.load import read_yaml
-from gpt2_triton.console import printable
+from gpt2_triton.console import format_count, printable
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
@@ -28,7 +26,6 @@ PANELS = {
     "hellaswag": "HellaSwag accuracy",
 }
 CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").glob("*.json"))}  # for --beside
-NOT_COMPARABLE = "not comparable: the run's validation data is not FineWeb in GPT-2's tokens"
 
 # OpenAI's checkpoints: loss on FineWeb's validation shard of llm.c, HellaSwag (acc_norm), from llm.c's vislog
 OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0.4320), "1558M": (2.8313, 0.4889)}
@@ -38,7 +35,6 @@ class Run(NamedTuple):
     name: str
     records: list[dict[str, Any]]
     tokens_per_step: float | None
-    on_fineweb: bool  # whether its validation data is FineWeb in GPT-2's tokens; FineWeb-Edu is other text
 
     def points(self, key: str, x_scale: float = 1.0) -> np.ndarray:
         """Return (x_scale * step, value) [n, 2] of the steps that have a value."""
@@ -52,7 +48,9 @@ class Run(NamedTuple):
         )
         lines = [textwrap.fill(self.name, 28), f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"]
         if len(speed):
-            lines.append(f"{_short(np.median(speed))} tokens/s" + (f", MFU {np.median(mfu):.0%}" if len(mfu) else ""))
+            lines.append(
+                f"{format_count(np.median(speed))} tokens/s" + (f", MFU {np.median(mfu):.0%}" if len(mfu) else "")
+            )
         if len(hellaswag):
             lines.append(f"HellaSwag {100 * hellaswag[-1]:.1f}")
         return "\n".join(lines)
@@ -67,10 +65,7 @@ def read_run(path: Path) -> Run:
     if not any(r.get(key) is not None for r in records for key in ("loss", "val_loss")):
         raise ConfigError(f"{file}: holds no losses yet; plot it after a step")
     tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens") and r["step"]), None)
-    config = file.with_name("config.yaml")
-    data = read_yaml(config)[0].get("data", {}) if config.is_file() else {}
-    fineweb = data.get("tokenizer") == "gpt2" and re.search("fineweb(?![-_]?edu)", str(data.get("val")).lower())
-    return Run(file.resolve().parent.name, records, tokens, bool(fineweb))
+    return Run(file.resolve().parent.name, records, tokens)
 
 
 def read_curve(name: str) -> dict[str, Any]:
@@ -83,10 +78,7 @@ def read_curve(name: str) -> dict[str, Any]:
 
 def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()) -> list[str]:
     """Draw all runs over tokens, or over steps if the tokens of a run are unknown; return lines that compare them with
-    the curves `beside`, names of CURVES, and warnings.
-
-    `openai` adds OpenAI's GPT-2 as horizontal lines.  Without it, the lines among the curves are drawn if the
-    validation data of every run is FineWeb in GPT-2's tokens.
+    the curves `beside`, names of CURVES.  `openai` adds OpenAI's GPT-2 as horizontal lines.
     """
     if out.suffix not in FORMATS:
         raise ConfigError(f"-o: {out} does not end in {', '.join(FORMATS)}; choose one of them")
@@ -119,7 +111,8 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     axes["loss"].set_ylim(top=max(tops) + 0.1)
     if len(norms := np.concatenate([run.points("norm")[:, 1] for run in runs])):
         axes["norm"].set_ylim(0, 2 * np.quantile(norms, 0.98) or 1.0)  # one spike must not flatten the rest
-    _draw_openai(axes, openai, automatic=all(run.on_fineweb for run in runs))
+    if openai:
+        _draw_openai(axes)
     for key, panel in axes.items():
         _finish(panel, PANELS.get(key, "loss, nats per token: training as a line, validation as dots"))
         panel.set_xlabel("tokens" if by_tokens else "steps")
@@ -130,9 +123,7 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
             figure.savefig(out, dpi=150, metadata=FORMATS[out.suffix])
     except OSError as error:
         raise ConfigError(f"plot: cannot write {out}: {error.strerror}; choose another -o") from error
-    lines = [compare(run, curve) for curve in curves for run in runs]
-    others = [run.name for run in runs if openai and not run.on_fineweb]
-    return lines + [f"{name}: its losses and those of OpenAI's GPT-2 are {NOT_COMPARABLE}" for name in others]
+    return [compare(run, curve) for curve in curves for run in runs]
 
 
 def _draw_loss(axes: Any, run: Run, scale: float, style: dict[str, Any]) -> float:
@@ -163,12 +154,9 @@ def smoothed(points: np.ndarray) -> np.ndarray:
     return (sums[window:] - sums[:-window]) / window
 
 
-def _draw_openai(axes: dict[str, Any], openai: bool, automatic: bool) -> None:
-    """Draw OpenAI's GPT-2 as horizontal lines: all sizes, or with `automatic` the sizes among the curves."""
-    low, high = axes["loss"].dataLim.y0 - 0.25, axes["loss"].get_ylim()[1]
+def _draw_openai(axes: dict[str, Any]) -> None:
+    """Draw each size of OpenAI's GPT-2 as a horizontal line."""
     for (size, (loss, score)), dashes in zip(OPENAI.items(), ("-", "--", "-.", ":")):
-        if not openai and not (automatic and low < loss < high):
-            continue
         label = f"OpenAI GPT-2 {size}\nloss {loss:.3f}, HellaSwag {100 * score:.2f}"
         axes["loss"].axhline(loss, color="0.45", lw=1.1, linestyle=dashes, label=label)
         if "hellaswag" in axes:
@@ -177,10 +165,10 @@ def _draw_openai(axes: dict[str, Any], openai: bool, automatic: bool) -> None:
 
 def _finish(axes: Any, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
-    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
     axes.locator_params(axis="x", nbins=4)
     if axes.get_ylim()[1] >= 1000:
-        axes.yaxis.set_major_formatter(lambda value, _: _short(value))
+        axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25, lw=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -195,17 +183,9 @@ def compare(run: Run, curve: dict[str, Any]) -> str:
     end, last = curve["points"][-1]
     there = f"has {np.interp(tokens, *curve['points'].T):.4f} there"
     if tokens > end:
-        there = f"ended at {last:.4f} after {_short(end)}"
-    here = f"{run.name}: val loss {loss:.4f} at {_short(tokens)} tokens"
-    return f"{here}; {curve['name']} {there} ({curve['note']})" + ("" if run.on_fineweb else f"; {NOT_COMPARABLE}")
-
-
-def _short(value: float) -> str:
-    """Return the value with a unit: 624k, 1.5M or 10B."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
+        there = f"ended at {last:.4f} after {format_count(end)}"
+    here = f"{run.name}: val loss {loss:.4f} at {format_count(tokens)} tokens"
+    return f"{here}; {curve['name']} {there} ({curve['note']})"
 
 
 def plot(
@@ -223,7 +203,7 @@ def plot(
     out: Path
         Picture to write; its ending, .png, .svg or .pdf, is its format.
     openai: bool
-        Draw OpenAI's GPT-2 as horizontal lines, even if the validation data is not FineWeb.
+        Draw OpenAI's GPT-2 as horizontal lines: its losses on FineWeb in GPT-2's tokens.
     beside: str
         Published curves of validation loss to draw too, separated by commas: gpt2_124m_llmc, modded_nanogpt_adamw,
         modded_nanogpt_muon.

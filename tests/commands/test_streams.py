@@ -28,9 +28,9 @@ def shell(command, *args, **variables):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", ["> /dev/full 2>&1", "<&- >&- 2>&-", "| true"])
+@pytest.mark.parametrize("streams", ["> /dev/full 2>&1", "| true"])
 def test_run_without_a_console_ends_with_0(tmp_path, streams):
-    """A full disk, closed streams, and a pipe whose reader has left."""
+    """A full disk, and a pipe whose reader has left."""
     run = tmp_path / "run"
     words = ["train.py", "configs/quickstart.yaml", *SMALL, "--run_dir", str(run)]
     shell(f'("$@"; echo $? > {tmp_path}/code) {streams}', *words)
@@ -54,15 +54,3 @@ def test_run_without_a_console_ends_with_0(tmp_path, streams):
 def test_command_whose_output_is_not_taken_has_no_traceback(command, expected, message, words):
     """The second command prints more than a buffer: `print` itself fails."""
     assert shell(command, *words.split())[2] == message + b"%d\n" % expected
-
-
-def test_closed_streams_do_not_give_their_numbers_to_files():
-    program = """
-import os, sys
-from gpt2_triton.console import prepare_streams, print_line
-prepare_streams()
-print_line("a line"), print_line("an error", error=True), print("a line", flush=True)
-assert os.open("/dev/null", os.O_RDONLY) > 2
-assert all(os.readlink(f"/proc/self/fd/{number}") == "/dev/null" for number in range(3))
-"""
-    assert shell('exec "$@" <&- >&- 2>&-', "-c", program)[0] == 0
