@@ -12,7 +12,7 @@ T, VOCAB = 1024, ModelConfig().vocab_size
 
 class Size(NamedTuple):
     batch: int  # sequences per step
-    recompute: str  # the fastest level within the memory that the figures in docs/engineering/performance.md aim at
+    recompute: str  # memory.recompute in bf16, the recipe's
 
 
 SIZES = {  # by model.size
