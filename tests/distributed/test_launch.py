@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
 from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.training.metrics import read_metrics
+from tests.support.loop import losses
 from tests.support.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -155,32 +155,35 @@ def test_failed_rendezvous_prints_one_line(tmp_path):
     assert started.returncode == 1 and line.startswith("error: rank 1: rendezvous of 2 ranks failed")
 
 
+TORCHRUN_MODULE = [sys.executable, "-m", "torch.distributed.run"]
+SMALL = "configs/quickstart.yaml --train.seq_len 16 --model.block_size 16 --model.n_layer 1 --model.n_embd 64"
+SMALL += " --model.n_head 1 --optim.warmup 1 --eval.every 0 --sample.every 0"
 DYING = """
 import os, sys
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
-from gpt2_triton.training.trainer import Trainer
-original = Trainer._train_step
-def train_step(self, step):
-    if step == 3 and self.group.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+from tests.support.loop import before_steps
+def die(self, step):
+    if (step, self.group.rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (3, 1, "0"):
         os.kill(os.getpid(), 9)
-    original(self, step)
-Trainer._train_step = train_step
+before_steps(die)
 sys.exit(main(app, sys.argv[1:]))
 """
+
+
+def clean_environment():
+    return {k: v for k, v in os.environ.items() if k not in NAMES} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where the bytes of a small run take seconds")
 def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
-    options = "--train.steps 4 --train.seq_len 16 --model.block_size 16 --model.n_layer 1 --optim.warmup 1"
-    options += " --eval.every 0 --sample.every 0 --checkpoint.every 2 --model.n_embd 64 --model.n_head 1"
+    options = [*SMALL.split(), "--train.steps", "4", "--checkpoint.every", "2", "--resume", "--run_dir"]
     (tmp_path / "dying.py").write_text(DYING)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    env = {k: v for k, v in os.environ.items() if k not in NAMES} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    torchrun = [*TORCHRUN_MODULE, "--standalone", "--nproc_per_node", "2"]
     for run, words in (("whole", ["train.py"]), ("broken", ["--max-restarts", "1", str(tmp_path / "dying.py")])):
-        command = [*torchrun, *words, "configs/quickstart.yaml", *options.split(), "--run_dir", str(tmp_path / run)]
-        subprocess.run([*command, "--resume"], cwd=ROOT, env=env, check=True)
+        command = [*torchrun, *words, *options, str(tmp_path / run)]
+        subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True)
     assert len(json.loads((tmp_path / "broken" / "run.json").read_text())["starts"]) == 2
     shares = [sorted((tmp_path / run / "checkpoints").glob("step_00000004/rank_*")) for run in ("whole", "broken")]
     assert [p.read_bytes() for p in shares[0]] == [p.read_bytes() for p in shares[1]] and len(shares[0]) == 2
@@ -190,12 +193,9 @@ def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two agents would each take GPU 0")
 def test_two_torchrun_agents_are_two_nodes(tmp_path):
     """One process each, as on two hosts; the losses are those of one rank."""
-    options = "--train.steps 2 --train.seq_len 32 --model.block_size 32 --optim.warmup 1 --eval.every 0"
-    options += " --sample.every 0 --model.n_layer 1 --model.n_embd 64 --model.n_head 1"
-    train = ["train.py", "configs/quickstart.yaml", *options.split(), "--run_dir"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    train, env = ["train.py", *SMALL.split(), "--train.steps", "2", "--run_dir"], clean_environment()
+    torchrun = [*TORCHRUN_MODULE, "--nnodes", "2", "--nproc_per_node", "1"]
     torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "test"]
-    env = {k: v for k, v in os.environ.items() if k not in NAMES} | {"OMP_NUM_THREADS": "1"}
     commands = [[*torchrun, *train, str(tmp_path / "two")]] * 2
     with contextlib.ExitStack() as stack:
         agents = []
@@ -205,7 +205,7 @@ def test_two_torchrun_agents_are_two_nodes(tmp_path):
             stack.callback(agents[-1].kill)
         assert [agent.wait() for agent in agents] == [0, 0], [p.read_text() for p in tmp_path.glob("stderr*")]
     subprocess.run([sys.executable, *train, str(tmp_path / "one")], cwd=ROOT, env=env, check=True)
-    one, two = ([r["loss"] for r in read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("one", "two"))
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == 2 and two == pytest.approx(one, rel=2e-6)
 
 
@@ -286,10 +286,7 @@ def test_two_gpus_are_one(tmp_path, zero, precision, optimizer):
         for node in range(2)
     ]  # fmt: skip
     assert [agent.wait() for agent in apart] == [0, 0]
-    one, two, again, nodes_of_one = (
-        [r["loss"] for r in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in r]
-        for run in ("one", "two", "again", "apart")
-    )
+    one, two, again, nodes_of_one = (losses(tmp_path / run) for run in ("one", "two", "again", "apart"))
     assert len(two) == 8 and two == again == nodes_of_one and two == pytest.approx(one, rel=1e-3)
     shares = [sorted((tmp_path / run / "checkpoints").glob("*/rank_*")) for run in ("two", "again", "apart")]
     bytes_of = [[p.read_bytes() for p in paths] for paths in shares]
