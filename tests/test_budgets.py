@@ -27,7 +27,7 @@ BUDGETS = {
     "benchmarks/speed": 1032,
     "benchmarks/tune": 626,
     "tests": 1112,
-    "tests/benchmarks": 302,
+    "tests/benchmarks": 301,
     "tests/benchmarks/accuracy": 135,
     "tests/benchmarks/losses": 410,
     "tests/benchmarks/speed": 272,

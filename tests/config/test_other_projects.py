@@ -20,7 +20,7 @@ def rows(request):
     """The rows of the table: (llm.c's options, nanoGPT's, keys here)."""
     page = (request.config.rootpath / "docs" / "guide" / "interop.md").read_text(encoding="utf-8")
     table = page.partition("## Options of llm.c and nanoGPT")[2].partition("\n## ")[0]
-    cells = [line.split("|")[2:5] for line in table.splitlines() if line.startswith("| ")][1:]
+    cells = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| ")][1:]
     return [
         (
             set(re.findall(r"`(-[a-z]+)", llmc)),
