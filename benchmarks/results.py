@@ -1,6 +1,6 @@
 """Measures the record of figures, docs/results/current.json, and renders it into pages, recipes and pictures.
 
-    python -m benchmarks.results run [--sizes d12,d48] [--parts steps,ops] [--seconds 540] [--out FILE] [--commit ID]
+    python -m benchmarks.results run [--parts steps,ops] [--sizes d12,d48] [--seconds 540]
     python -m benchmarks.results losses
     python -m benchmarks.results render [--check]
 
@@ -11,7 +11,6 @@ it measures what they do together; CUDA_VISIBLE_DEVICES=0 selects one of them.  
 `render` fills.
 """
 
-import argparse
 import importlib.util
 import json
 import re
@@ -30,17 +29,19 @@ from benchmarks.losses import pairs
 from benchmarks.speed.sizes import SIZES, T, work_of
 from benchmarks.speed.steps import PYTORCH, TORCH_MUON, TORCHAO, Program, ours, run_program
 from gpt2_triton import device
-from gpt2_triton.errors import ConfigError, DataError, UserError
+from gpt2_triton.commands.app import main, make_app
+from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.version import installed
 
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
 MEASURED = ("gpt2_triton", "benchmarks/speed")  # the code whose last commit a section is of
-KINDS = ("steps", "first_step", "ops", "peer", "first_step_torch", "multi")
+KINDS = "steps,first_step,ops,peer,first_step_torch,multi"
 MULTI_GPU, TORCH_DDP = "benchmarks.speed.multi_gpu", "benchmarks.speed.torch_ddp"
 BATCH_OF_TWO = {"d24": 32, "d36": 16, "d48": 8}  # sequences with which two models fit into 80 GB
 STEPS, FEWEST = 30, 6  # steps of a run, and of one that shows the first step alone
 
 Figures = dict[str, Any]
+app = make_app("python -m benchmarks.results", "The record of figures, docs/results/current.json.")
 
 
 class Part(NamedTuple):
@@ -71,7 +72,7 @@ def first_step(program: Program, size: str, limit: float) -> Figures:
 
 def operations(size: str, options: list[str], limit: float) -> Figures:
     """Return the milliseconds of a step's operations and their floors."""
-    found = json_of(["benchmarks", "ops", "--sizes", size, *options], limit)
+    found = json_of(["benchmarks", "ops", "--sizes", size, *options], limit)[0]
     figures = dict(ms=found["step_ms"], floor_ms=found["floors_ms"])
     figures |= {} if found["joules"] is None else dict(joules=found["joules"])
     for op in found["operations"]:
@@ -88,16 +89,15 @@ def together(module: str, size: str, options: list[str], batch: int, gpus: int, 
     return figures | dict(batch=batch, tok_s=1e3 * gpus * batch * T / medians["together"])
 
 
-def json_of(module: list[str], limit: float) -> dict[str, Any]:
+def json_of(module: list[str], limit: float) -> Any:
     """Run a module with --json FILE, and return what the file has then."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         subprocess.run([sys.executable, "-m", *module, "--json", str(file)], check=True, timeout=limit)
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
+        return json.loads(file.read_text())
 
 
-def parts(sizes: list[str], gpus: int) -> list[Part]:
+def parts_of(sizes: list[str], gpus: int) -> list[Part]:
     """Return what can be measured on so many GPUs, the most wanted first; the first size has all parts."""
     found, first = list[Part](), sizes[0]
 
@@ -163,14 +163,34 @@ def machine(commit: str) -> tuple[str, dict[str, Any]]:
     return kinds[0] + (f"x{gpus}" if gpus > 1 else ""), meta | dict(command="python -m benchmarks.results run")
 
 
-def run(out: Path, kinds: list[str], sizes: list[str], seconds: float, commit: str | None) -> int:
-    """Measure what is missing within so many seconds; return 1 if a part failed."""
+@app.command
+def run(
+    *, out: Path = RECORD, parts: str = KINDS, sizes: str = "d12,d48", seconds: float = 86_400, commit: str = ""
+) -> int:
+    """Measure what this machine's section lacks; return 1 if a part failed.
+
+    Parameters
+    ----------
+    out: Path
+        The record to continue.
+    parts: str
+        Comma-separated kinds of figures.
+    sizes: str
+        Comma-separated; the first one has all parts.
+    seconds: float
+        Begin no part that may end later.
+    commit: str
+        The commit of the code, where git does not tell it.
+    """
+    kinds, names = parts.split(","), sizes.split(",")
+    if unknown := {*kinds, *names} - {*KINDS.split(","), *SIZES}:
+        raise ConfigError(f"{min(unknown)}: no part or size; known are {KINDS},{','.join(SIZES)}")
     end, record, failed = time.monotonic() + seconds, read(out), 0
     name, meta = machine(commit or commit_of_code())
     section = record.get(name, {})
     if section.get("meta", {}).get("commit") != meta["commit"]:
         section = record[name] = {"meta": meta}
-    for part in parts(sizes, meta["gpus"]):
+    for part in parts_of(names, meta["gpus"]):
         begin = time.monotonic()
         if part.key.partition(".")[0] not in kinds or any(key.startswith(f"{part.key}.") for key in section):
             continue
@@ -203,6 +223,12 @@ def write(record: pages.Record, path: Path = RECORD) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
+@app.command(name="losses")
+def write_losses() -> None:
+    """Fill the section of losses from benchmarks/losses/*.jsonl."""
+    write(read() | {"losses": losses()})
+
+
 def losses() -> dict[str, Any]:
     """Return the section of the series: mean losses of arms, and differences of pairs with 95% intervals."""
     found: dict[str, Any] = {}
@@ -229,8 +255,15 @@ def slug(arm: str) -> str:
     return re.sub(r"\W+", "_", arm).strip("_")
 
 
-def render(check: bool) -> int:
-    """Fill the pages and draw the pictures; with `check` change nothing, and return 1 if something would change."""
+@app.command
+def render(*, check: bool = False) -> int:
+    """Fill the markers of pages and recipes, and draw the pictures.
+
+    Parameters
+    ----------
+    check: bool
+        Change nothing; exit 1 if something would change.
+    """
     record, changed, missing = read(), list[str](), list[str]()
     for path in pages.files():
         name, old = path.relative_to(pages.ROOT), path.read_text(encoding="utf-8")
@@ -247,33 +280,5 @@ def render(check: bool) -> int:
     return int(bool(missing or (check and changed)))
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    measuring = commands.add_parser("run", help="measure what this machine's section lacks")
-    measuring.add_argument("--out", type=Path, default=RECORD, help="the record to continue")
-    measuring.add_argument("--parts", default=",".join(KINDS), help="comma-separated; by default %(default)s")
-    measuring.add_argument("--sizes", default="d12,d48", help="comma-separated; the first one has all parts")
-    measuring.add_argument("--seconds", type=float, default=86_400, help="begin no part that may end later")
-    measuring.add_argument("--commit", help="the commit of the code, where git does not tell it")
-    commands.add_parser("losses", help="fill the section of losses from benchmarks/losses/*.jsonl")
-    rendering = commands.add_parser("render", help="fill the markers of pages and recipes, and draw the pictures")
-    rendering.add_argument("--check", action="store_true", help="change nothing; exit 1 if something would change")
-    given = parser.parse_args(words)
-    try:
-        if given.command == "run":
-            kinds, sizes = given.parts.split(","), given.sizes.split(",")
-            if unknown := {*kinds, *sizes} - {*KINDS, *SIZES}:
-                raise ConfigError(f"{min(unknown)}: no part or size; known are {', '.join([*KINDS, *SIZES])}")
-            return run(given.out, kinds, sizes, given.seconds, given.commit)
-        if given.command == "losses":
-            write(read() | {"losses": losses()})
-            return 0
-        return render(given.check)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(app, sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Trains the arms of a series with several seeds, and compares their losses in pairs of runs of one seed.
 
     python -m benchmarks.losses.pairs FILE --data SHARDS --out RESULTS.jsonl [--arm NAME ...] [--seeds 0,1]
-    python -m benchmarks.losses.pairs FILE --out RESULTS.jsonl --report [--plot FILE.png]
+    python -m benchmarks.losses.pairs FILE --out RESULTS.jsonl --report
 
 FILE is YAML: `config`, a configuration file; `options` of every run; `arms`, the options of each by its name; `seeds`,
 the number of runs of each arm; `baseline`, an arm, by default the first.  An arm may also set:
@@ -20,7 +20,6 @@ arm, and the mean difference of its pairs with the 95% interval by Student's t.
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -43,7 +42,6 @@ from gpt2_triton.training.run_info import read_run
 ROOT = Path(__file__).parents[2]
 PROGRAM = "gpt2_triton train"
 POINTS = 200  # of a run's curve that are kept: means of equal numbers of steps
-COLORS = ("#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 T_QUANTILES = (  # Student's t, 97.5%, for 1 to 30 degrees of freedom
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -94,23 +92,17 @@ def read_series(path: Path) -> Series:
             keys = {"seeds": tree["seeds"], "program": PROGRAM, "against": baseline} | (keys or {})
             own = [keys.pop(key) for key in ("seeds", "program", "against")]
             arms[name] = Arm(tree.get("options", {}) | keys, *own)
-        unknown = {baseline, *(arm.against for arm in arms.values())} - arms.keys()
-        if unknown or not all(isinstance(arm.seeds, int) for arm in arms.values()):
-            raise ValueError(f"unknown arms {unknown}" if unknown else "seeds is not a number")
         return Series(tree["config"], baseline, arms)
-    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: no series ({error!r}); benchmarks/losses has examples") from None
 
 
 def read_results(path: Path) -> list[Result]:
     """Return the results in a file; none if there is no file."""
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            raise DataError(f"{path}:{number}: not a result; remove the line, and its run is made again") from None
-    return rows
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    except ValueError as error:
+        raise DataError(f"{path}: a line is no result ({error}); remove it, and its run is made again") from None
 
 
 def data_digest(folder: Path) -> str:
@@ -139,16 +131,6 @@ def require_same(series: Series, rows: list[Result], data: str) -> None:
         if wrong := [f"{key} {old}, now {new}" for key, (old, new) in keys.items() if not _equal(old, new)]:
             todo = "choose another --out, or remove its line"
             raise ConfigError(f"{row['arm']} seed {row['seed']}: the result has {', '.join(wrong)}; {todo}")
-
-
-def require_trainable(series: Series, name: str) -> None:
-    """Raise ConfigError for an arm that could not be trained."""
-    arm = series.arms[name]
-    config = Config.load(ROOT / series.config, {key: str(value) for key, value in arm.options.items()})
-    if config.log.every != 1:
-        raise ConfigError(f"arm {name}: log.every must be 1: a result has the loss of every step")
-    if importlib.util.find_spec(arm.program.split()[0]) is None:
-        raise ConfigError(f"arm {name}: there is no program {arm.program}; --report shows its results")
 
 
 # ---- a run ----
@@ -245,25 +227,6 @@ def curve(rows: list[Result], arm: str) -> tuple[list[float], list[float]]:
     return [(i + 0.5) * minutes for i in range(len(means))], means
 
 
-def plot(rows: list[Result], out: Path) -> None:
-    """Draw the training loss of each arm, the mean of its runs, over minutes of its own step time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for arm, color in zip(dict.fromkeys(row["arm"] for row in rows), COLORS * 9):
-        mine = [row for row in rows if row["arm"] == arm]
-        label = f"{arm}: {mine[0]['tokens'] / 1e6:.0f}M tokens"
-        if ends := [row["val_loss"] for row in mine if row["val_loss"] is not None]:
-            label += f", validation loss {statistics.fmean(ends):.3f}"
-        axes.plot(*curve(rows, arm), color=color, lw=1.4, label=label)
-    low = min(min(row["curve"]) for row in rows)
-    axes.set(xlabel="minutes of training on one GPU", ylabel="training loss", ylim=(low - 0.05, low + 2.5))
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=150)
-
-
 def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> int:
     """Make the runs that have no result; return the number of runs that failed."""
     if not (a.data and any(a.data.glob("train_*.bin")) and any(a.data.glob("val_*.bin"))):
@@ -275,7 +238,7 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
     every = [(name, seed) for seed in seeds for name in names if seed < series.arms[name].seeds]
     runs = [run for run in every if run not in done]
     for name in {name for name, _ in runs}:
-        require_trainable(series, name)
+        Config.load(ROOT / series.config, {key: str(value) for key, value in series.arms[name].options.items()})
     for number, (name, seed) in enumerate(runs, start=1):
         if row := train(series, name, seed, a.data, digest):
             with open(a.out, "a") as file:
@@ -293,10 +256,7 @@ def compare(a: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in series.arms]:
         raise ConfigError(f"--arm {unknown[0]}: the series has {', '.join(series.arms)}")
     failed = 0 if a.report else train_missing(series, a, names)
-    rows = read_results(a.out)
-    print(report(series, rows))
-    if a.plot:
-        plot([row for row in rows if row["arm"] in names], a.plot)
+    print(report(series, read_results(a.out)))
     return 1 if failed else 0
 
 
@@ -305,10 +265,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="the series, YAML")
     parser.add_argument("--out", type=Path, required=True, help="results, a JSON object per run and line")
     parser.add_argument("--data", type=Path, help="directory of train_*.bin and val_*.bin")
-    parser.add_argument("--arm", action="append", help="an arm to train and draw; may be repeated; by default all")
+    parser.add_argument("--arm", action="append", help="an arm to train; may be repeated; by default all")
     parser.add_argument("--seeds", type=lambda s: [int(n) for n in s.split(",")], help="seeds to train, as 0,1")
     parser.add_argument("--report", action="store_true", help="train nothing, print the table")
-    parser.add_argument("--plot", type=Path, help="picture of training loss over minutes: .png, .svg or .pdf")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, which ends the run under way too
     try:
         return compare(parser.parse_args(words))

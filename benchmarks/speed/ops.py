@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as kernels
-from benchmarks import pictures
 from benchmarks.speed import floors
 from benchmarks.speed.energy import Power
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
@@ -211,8 +210,8 @@ def measure(work: Work, steps: int) -> tuple[list[Operation], Step]:
     return list(timed.operations.values()), Step(seconds * 1e3, power.joules(seconds))
 
 
-def report(works: list[Work], plot: Path | None, out: Path | None, steps: int = 10) -> None:
-    """Measure and print a table for each; draw all of them to `plot`, and write their figures to `out`."""
+def report(works: list[Work], out: Path | None, steps: int = 10) -> None:
+    """Measure and print a table for each, and write a list of their figures to `out`."""
     found = []
     for work in works:
         operations, step = measure(work, steps)
@@ -220,17 +219,12 @@ def report(works: list[Work], plot: Path | None, out: Path | None, steps: int = 
         torch.cuda.empty_cache()
         rows = [Row(op, len(op.spans), statistics.median(op.ms), *floor(op)) for op in operations]
         rows.sort(key=lambda row: -row.calls * row.ms)
-        title = f"{work.size}, B {work.batch}"
-        copy = f"copy {floors.copy_bandwidth() / 1e12:.2f} TB/s"
-        print(f"{title}, T {T}, {work.precision}, recompute {work.recompute}; {copy}")
+        title = f"{work.size}, B {work.batch}, T {T}, {work.precision}, recompute {work.recompute}"
+        print(f"{title}; copy {floors.copy_bandwidth() / 1e12:.2f} TB/s")
         print(table(rows, step))
-        found.append(figures(rows, step, title, work.precision))
+        found.append(figures(rows, step))
     if out:
-        out.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
-        print(f"wrote {out}")
-    if plot:
-        pictures.operations(found).savefig(plot, dpi=150)
-        print(f"wrote {plot}")
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def table(rows: list[Row], step: Step) -> str:
@@ -255,12 +249,11 @@ def table(rows: list[Row], step: Step) -> str:
     return "\n".join(text)
 
 
-def figures(rows: list[Row], step: Step, title: str, precision: str = "bf16") -> dict[str, Any]:
-    """Return what `pictures.operations` draws: milliseconds per step and floor of each kind of operation."""
+def figures(rows: list[Row], step: Step) -> dict[str, Any]:
+    """Return the milliseconds of a step and of each kind of operation, with their floors."""
     ms, least = collections.Counter[str](), collections.Counter[str]()
     for row in rows:
         ms[row.op.name] += row.calls * row.ms
         least[row.op.name] += row.calls * row.floor
     kinds = [dict(name=name, ms=ms[name], floor_ms=least[name]) for name, _ in ms.most_common()]
-    found = dict(title=title, precision=precision, step_ms=step.ms, joules=step.joules)
-    return found | dict(floors_ms=sum(least.values()), operations=kinds)
+    return dict(step_ms=step.ms, joules=step.joules, floors_ms=sum(least.values()), operations=kinds)

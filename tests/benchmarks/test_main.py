@@ -15,14 +15,11 @@ from gpt2_triton.commands.app import main
 
 MISTAKES = [  # arguments, part of the message
     (["steps", "--sizes", "d12,d13"], "--sizes: unknown d13; known are d12, d24, d36, d48"),
-    (["steps", "--steps", "5"], 'Invalid value "5" for --steps. Must be >= 6'),
-    (["steps", "--json", "nowhere/a.json"], "--json: nowhere is not a directory"),
-    (["ops", "--keep_bf16", "head"], "--keep_bf16: goes with --precision fp8"),
-    (["ops", "--precision", "fp8", "--keep_bf16", "mlp"], "--keep_bf16"),
-    (["steps", "--recompute", "some"], "--recompute: must be auto, none"),
-    (["steps", "--recompute", "auto"], "--recompute: auto does not go with a benchmark"),
-    (["steps", "--recompute", "gelu:13", "--sizes", "d24,d12"], "gelu:13 does not go with a benchmark: d12 has fewer"),
-    (["ops", "--plot", "a.png"], "--plot: goes with one size"),
+    (["steps", "--steps", "5"], "--steps. Must be >= 6"),
+    (["ops", "--json", "nowhere/a.json"], "--json: nowhere is not a directory"),
+    (["steps", "--recompute", "some"], "recompute: Value error, must be auto, none"),
+    (["steps", "--recompute", "auto"], "--recompute: auto is chosen when a run starts"),
+    (["steps", "--recompute", "gelu:13", "--sizes", "d24,d12"], "gelu:13 names more layers than model.n_layer 12"),
     (["tune", "--out", "a.yaml"], "--out: a.yaml does not end in .json"),
     (["speed"], 'Unknown command "speed"'),
 ]
@@ -56,7 +53,7 @@ def test_main_refuses_to_measure_without_a_gpu(monkeypatch, capsys, command):
         ),
         (
             "ops --sizes d24 --batch 4 --precision bf16,fp8 --keep_bf16 none", "speed.ops", "report",
-            [([Work("d24", 4, "gelu+ln", p, "none") for p in ("bf16", "fp8")], None, None)],
+            [([Work("d24", 4, "gelu+ln", p, "none") for p in ("bf16", "fp8")], None)],
         ),
         ("tune --sizes d12 --batch 8 --only adamw", "tune.search", "tune", [(["d12"], 8, "adamw", None)]),
         ("tune", "tune.search", "tune", [(None, None, None, None)]),
@@ -69,15 +66,6 @@ def test_commands_pass_their_options_and_return_the_code(monkeypatch, tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert main(app, argv.split()) == (0 if module == "speed.ops" else 1)
     assert calls == expected
-
-
-def test_steps_names_a_missing_torchao(monkeypatch, capsys):
-    monkeypatch.setattr(device, "present", lambda: True)
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    assert main(app, ["steps", "--baseline", "torchao"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: --baseline: torchao is not installed; install the release made for"
-    )
 
 
 def test_importing_the_commands_imports_no_torch_and_no_numpy():

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from benchmarks import pages, pictures, results
+from gpt2_triton.commands.app import main
 from gpt2_triton.errors import DataError
 from tests.support.pages import FENCE, ROOT
 
@@ -133,8 +134,7 @@ def beyond_the_edges(figure):
 
 @pytest.mark.parametrize("name", pictures.DRAWN)
 def test_no_text_of_a_picture_is_cut_off(name):
-    figures_of, picture = pictures.DRAWN[name]
-    figure = picture(figures_of(RECORD["h100"]))
+    figure = pictures.DRAWN[name][1](RECORD["h100"])
     assert beyond_the_edges(figure) <= 0
     figure.text(0.99, 0.5, "beyond the edge")
     assert beyond_the_edges(figure) > 0.1
@@ -142,8 +142,8 @@ def test_no_text_of_a_picture_is_cut_off(name):
 
 def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "PICTURES", tmp_path)
-    assert pictures.draw({}, check=False) == []  # not measured
     names = [f"docs/pictures/{name}.png: drawn again" for name in pictures.DRAWN]
+    assert pictures.draw({}, check=True) == names[2:]  # the others are not measured
     assert pictures.draw(RECORD, check=True) == names == pictures.draw(RECORD, check=False)
     assert pictures.draw(RECORD, check=True) == []
     slower = RECORD["h100"] | {"steps.d12.fp8.tok_s": 1.0}
@@ -166,25 +166,25 @@ def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(tmp_path,
         return results.Part(key, seconds, measure)
 
     everything = [part("steps.d12.bf16"), part("steps.d12.fp8", fails=True), part("ops.d12.bf16", 1000)]
-    monkeypatch.setattr(results, "parts", lambda sizes, gpus: everything)
+    monkeypatch.setattr(results, "parts_of", lambda sizes, gpus: everything)
     monkeypatch.setattr(results, "machine", lambda commit: ("h100", META | dict(commit=commit)))
     words = ["run", "--out", str(out), "--seconds", "500", "--commit"]
-    assert results.main([*words, "one"]) == 1 and calls == ["steps.d12.bf16", "steps.d12.fp8"]
+    assert main(results.app, [*words, "one"]) == 1 and calls == ["steps.d12.bf16", "steps.d12.fp8"]
     first = {"meta": META | dict(commit="one"), "steps.d12.bf16.ms": 80.123, "steps.d12.bf16.recompute": "gelu"}
     assert json.loads(out.read_text()) == {"h100": first}
     text, err = capsys.readouterr()
     assert "ops.d12.bf16: left for another run" in text and "steps.d12.fp8: failed: no memory left" in err
     everything[1:] = [part("steps.d12.fp8"), part("ops.d12.bf16")]
-    assert results.main([*words, "one", "--parts", "steps"]) == 0 and calls[2:] == ["steps.d12.fp8"]
-    assert results.main([*words, "two"]) == 0 and calls[3:] == ["steps.d12.bf16", "steps.d12.fp8", "ops.d12.bf16"]
+    assert main(results.app, [*words, "one", "--parts", "steps"]) == 0 and calls[2:] == ["steps.d12.fp8"]
+    assert main(results.app, [*words, "two"]) == 0 and calls[3:] == ["steps.d12.bf16", "steps.d12.fp8", "ops.d12.bf16"]
     assert json.loads(out.read_text())["h100"]["meta"]["commit"] == "two"
-    assert results.main([*words, "two", "--parts", "step"]) == 2
+    assert main(results.app, [*words, "two", "--parts", "step"]) == 2
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_parts_have_different_keys_and_kinds_that_can_be_named(gpus):
-    keys = [part.key for part in results.parts(["d12", "d48"], gpus)]
-    assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} <= {*results.KINDS}
+    keys = [part.key for part in results.parts_of(["d12", "d48"], gpus)]
+    assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} <= {*results.KINDS.split(",")}
     assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
     assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
 
@@ -194,7 +194,7 @@ def test_parts_keep_what_the_programs_report(monkeypatch):
     calls = []
     monkeypatch.setattr(results, "run_program", lambda program, *more, **env: calls.append(env) or report)
     step, first = (
-        {part.key: part for part in results.parts(["d12"], 1)}[key] for key in ("steps.d12.bf16", "first_step.d12")
+        {part.key: part for part in results.parts_of(["d12"], 1)}[key] for key in ("steps.d12.bf16", "first_step.d12")
     )
     assert step.measure(60.0) == dict(ms=100.0, gib=2.0, planned=1.5, tok_s=655_360.0, recompute="gelu")
     assert first.measure(60.0) == dict(cold_s=3.0, warm_s=3.0)
@@ -202,5 +202,5 @@ def test_parts_keep_what_the_programs_report(monkeypatch):
     assert cold == warm and cold["TRITON_CACHE_DIR"]
     ranks = [{"alone": [10.0] * 3, "in step": [12.0], "together": [ms]} for ms in (12.0, 13.0)]
     monkeypatch.setattr(results, "json_of", lambda module, limit: dict(ranks=ranks))
-    two = results.parts(["d12"], 2)[0].measure(60.0)
+    two = results.parts_of(["d12"], 2)[0].measure(60.0)
     assert two == dict(batch=64, alone_ms=10.0, in_step_ms=12.0, together_ms=12.5, tok_s=2 * 65_536 / 12.5e-3)

@@ -56,9 +56,7 @@ def test_missing_runs_are_trained_and_compared(words, tmp_path, capsys):
 
 @pytest.mark.parametrize("old, new, more, message", [
     ("optim.lr: 2e-3", "optim.lrr: 2e-3", (), "unknown key"),
-    ("losses.torch_train", "losses.torch_trian", (), "arm PyTorch: there is no program"),
     ("options: {", "options: {log.every: 2, ", ("--seeds", "0"), "one seed 1: the result has log.every None, now 2"),
-    ("against: other rate", "against: others", (), "no series (ValueError(\"unknown arms {'others'}\"))"),
     ("seeds: 2", "seed: 2", (), "no series (KeyError('seeds'))"),
     ("", "", ("--arm", "two"), "--arm two: the series has one, other rate, PyTorch"),
     ("", "", ("--data", "docs"), "--data docs: expected a directory of train_*.bin and val_*.bin"),
@@ -78,7 +76,7 @@ def test_results_of_other_data_and_lines_that_are_none_are_refused(words, tmp_pa
     out.write_text(out.read_text() + '{"arm": "one", "se')
     assert pairs.main(words) == 3
     other, none = capsys.readouterr().err.splitlines()
-    assert "one seed 1: the result has data 0123, now " in other and "r.jsonl:2: not a result" in none
+    assert "one seed 1: the result has data 0123, now " in other and "r.jsonl: a line is no result" in none
 
 
 def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
@@ -93,8 +91,6 @@ def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
 def test_the_committed_results_are_those_of_their_series(file, capsys):
     series, rows = pairs.read_series(file), pairs.read_results(file.with_suffix(".jsonl"))
     pairs.require_same(series, [r | {"data": ""} for r in rows], "")
-    for arm in [arm for arm in series.arms if file.stem != "fp8_deep"]:  # its program is gone
-        pairs.require_trainable(series, arm)
     assert pairs.main([str(file), "--out", str(file.with_suffix(".jsonl")), "--report"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + len({r["arm"] for r in rows})
 
@@ -116,8 +112,3 @@ def test_differences_are_those_of_pairs_on_the_same_data():
     assert pairs.difference(rows, "b", "a", "val_loss") is None
     assert str(pairs.difference(rows, "c", "a", "train_loss")) == "+0.5000 (1)"
     assert pairs.difference(rows, "c", "d", "train_loss") is None
-
-
-def test_picture(words, tmp_path):
-    assert pairs.main([*words, "--report", "--plot", str(tmp_path / "p.png")]) == 0
-    assert (tmp_path / "p.png").stat().st_size > 1000
