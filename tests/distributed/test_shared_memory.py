@@ -61,6 +61,7 @@ def allocate(local_world_size: str, refused: bool) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "local_world_size, refused, want", [("2", False, [1, 2]), ("2", True, []), ("1", False, []), ("", False, [])]
 )

@@ -291,6 +291,7 @@ def full_disk_on_rank_1(config, run):
     return job(config, run)
 
 
+@pytest.mark.slow
 def test_failed_save_on_one_rank_costs_one_warning_and_no_older_checkpoint(tmp_path):
     config = config_of(checkpoint=dict(every=1))
     assert ranks.run(2, tmp_path / "stderr", full_disk_on_rank_1, config, tmp_path) == [0, 0]
@@ -365,6 +366,7 @@ def test_ranks_rewind_together(tmp_path, name, precision):
         same(tensors(run), tensors(tmp_path / "0"))
 
 
+@pytest.mark.slow
 def test_skip_limit_ends_all_ranks(tmp_path):
     config = config_of(train=dict(steps=4, skip_limit=2), debug=dict(hash_state=0))
     assert ranks.exit_codes(2, tmp_path / "stderr", nan_on_rank_1, config, tmp_path, range(4)) == [1, 1]
@@ -376,6 +378,7 @@ def other_lr_on_rank_1(config, run):
     return job(config.replace(optim={"lr": 2e-3}) if os.environ["RANK"] == "1" else config, run)
 
 
+@pytest.mark.slow
 def test_require_equal_names_ranks_with_another_configuration(tmp_path):
     """A node with another config.yaml; data is compared by its fingerprint in the same way."""
     assert ranks.exit_codes(2, tmp_path / "stderr", other_lr_on_rank_1, config_of(), tmp_path) == [1, 1]
@@ -398,6 +401,7 @@ def flip_on_rank_1(config, run):
     return job(config, run)
 
 
+@pytest.mark.slow
 def test_replica_mismatch_ends_the_run(tmp_path):
     """As if a bit of rank 1's memory had flipped."""
     assert ranks.exit_codes(2, tmp_path / "stderr", flip_on_rank_1, config_of(0), tmp_path) == [1, 1]

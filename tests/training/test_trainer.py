@@ -193,13 +193,6 @@ def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(tmp_path,
     assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume continues"
 
 
-def test_train_prints_the_epochs_of_its_data(tmp_path, capsys):
-    """5 steps of 4 sequences."""
-    make_trainer(run_config(), tmp_path).close()
-    found = re.search(r"([\d,]+) training sequences of 16 tokens; 5 steps are (\S+) epochs", capsys.readouterr().out)
-    assert float(found[2]) == pytest.approx(20 / int(found[1].replace(",", "")), rel=1e-2)
-
-
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
     before = final_bytes(unbroken), records(unbroken)
     assert train(run_config(parallel=dict(gpus=1)), unbroken, resume=True) == 0
