@@ -24,7 +24,7 @@ from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
 AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0, 1))
-OF_THE_USER = {errno.EACCES: "correct its permissions", errno.ENOSPC: "make room"}
+OF_THE_USER = {errno.EACCES: "correct its permissions", errno.EROFS: "choose another place", errno.ENOSPC: "make room"}
 
 
 def make_app(name: str, help: str | None = None) -> App:

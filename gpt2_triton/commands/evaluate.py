@@ -1,5 +1,6 @@
 """Commands `hellaswag` and `perplexity`: evaluate a model."""
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,6 +9,7 @@ from cyclopts import Parameter
 from gpt2_triton.commands.app import AT_LEAST_0, AT_LEAST_1, require_directory, select_device
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import write_atomic
 
 # arguments of several commands
 Checkpoint = Annotated[
@@ -104,11 +106,4 @@ def perplexity(
 
 
 def _write(path: Path, record: dict) -> None:
-    import json
-
-    from gpt2_triton.files import write_atomic
-
-    try:
-        write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror}; choose another") from error
+    write_atomic(path, (dumps(record, indent=1) + "\n").encode())

@@ -117,12 +117,9 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
         _finish(panel, PANELS.get(key, "loss, nats per token: training as a line, validation as dots"))
         panel.set_xlabel("tokens" if by_tokens else "steps")
     figure.legend(*axes["loss"].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with rc_context({"svg.hashsalt": "gpt2_triton"}):
-            figure.savefig(out, dpi=150, metadata=FORMATS[out.suffix])
-    except OSError as error:
-        raise ConfigError(f"plot: cannot write {out}: {error.strerror}; choose another -o") from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "gpt2_triton"}):
+        figure.savefig(out, dpi=150, metadata=FORMATS[out.suffix])
     return [compare(run, curve) for curve in curves for run in runs]
 
 

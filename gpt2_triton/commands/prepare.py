@@ -12,9 +12,13 @@ from gpt2_triton.commands.app import AT_LEAST_1, make_app
 from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
-Tokenizer = Literal["gpt2", "bytes"]
+Tokenizer = Annotated[
+    Literal["gpt2", "bytes"], Parameter(help="Tokenizer; data.tokenizer of the configuration must be the same.")
+]
 CPUS = os.cpu_count() or 1
-Workers = Annotated[int, AT_LEAST_1, Parameter(show_default=False)]
+Workers = Annotated[
+    int, AT_LEAST_1, Parameter(help="Number of processes that tokenise; by default one per CPU.", show_default=False)
+]
 
 
 @app.command(name="text")
@@ -35,12 +39,8 @@ def prepare_text(
         Files, folders (searched for such files) and quoted globs.
     out: Path
         Directory of the shards, train_*.bin and val_*.bin.
-    tokenizer: str
-        Tokenizer; data.tokenizer of the configuration must be the same.
     val_fraction: float
         Fraction of the text that becomes validation data, taken from its end.
-    workers: int
-        Number of processes that tokenise; by default one per CPU.
     """
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
@@ -57,8 +57,6 @@ def prepare_builtin(*, out: Path = Path("data/builtin"), tokenizer: Tokenizer = 
     ----------
     out: Path
         Directory of the shards, train_*.bin and val_*.bin.
-    tokenizer: str
-        Tokenizer; data.tokenizer of the configuration must be the same.
     """
     from gpt2_triton.data.prepare import builtin
 
@@ -91,14 +89,10 @@ def prepare_dataset(
         Field that holds the text.
     out: Path
         Directory of the shards, val_000000.bin and train_*.bin; by default data/<source>-<version>.
-    tokenizer: str
-        Tokenizer; data.tokenizer of the configuration must be the same.
     tokens: int
         Stop after this many tokens; at most a tenth of them become validation data.  By default take all.
     shard_tokens: int
         Tokens per shard; the first shard is the validation data.
-    workers: int
-        Number of processes that tokenise; by default one per CPU.
     """
     from gpt2_triton.data.prepare import dataset
 

@@ -44,8 +44,10 @@ def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
         unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
-        near = _fitting_gpus(t, gpus) if gpus > 1 and total % t.seq_len == 0 else ""
-        todo = f"start {near} GPUs, or, in a new run, " if near else ""
+        divides = several and total % t.seq_len == 0  # a resumed run may have other GPUs, but the same tokens of a step
+        todo = (
+            f"start a number of GPUs that divides {total // t.seq_len} sequences, or, in a new run, " if divides else ""
+        )
         yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
@@ -53,16 +55,3 @@ def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
         step = f"a step of {rows * gpus} sequences{several and ' on '}{several} (total_batch_tokens {total})"
         wrong = f"{step} does not divide into batches of {t.batch_size}"
         yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"
-
-
-def _fitting_gpus(t: TrainConfig, gpus: int) -> str:
-    """Return the nearest numbers of GPUs that divide a step, since a resume can change them but not its tokens."""
-    sequences = t.step_tokens // t.seq_len
-
-    def divides(n: int) -> bool:
-        rows, rest = divmod(sequences, n)
-        return not rest and rows % min(t.batch_size, rows) == 0
-
-    fits = [n for n in range(1, min(sequences, 8 * gpus) + 1) if divides(n)]
-    near = [n for n in fits if n < gpus][-1:] + [n for n in fits if n > gpus][:1]
-    return " or ".join(map(str, near))

@@ -76,23 +76,13 @@ def open_data(config: Config, control: ControlGroup) -> Data:
     if config.sample.every:
         get_tokenizer(config.data.tokenizer)  # if it is missing, fail now and not at the first sample
     if validation and control.rank == 0:
-        _warn_of_validation_data(train.windows.shards, validation.windows.shards)
+        trained = {shard.path.resolve() for shard in train.windows.shards}
+        if both := [shard.path for shard in validation.windows.shards if shard.path.resolve() in trained]:
+            todo = "the validation loss will be too low; narrow data.train, or name other files in data.val"
+            print_line(f"warning: data.train contains the validation data {both[0]}: {todo}", error=True)
     if config.data.verify:
         _verify([shard for shards in data.shards.values() for shard in shards], control)
     return data
-
-
-def _warn_of_validation_data(train: Sequence[Shard], validation: Sequence[Shard]) -> None:
-    """Print a warning if validation shards are also training shards, by their content under any name."""
-    trained = {_content(shard) for shard in train}
-    if both := [str(shard.path) for shard in validation if _content(shard) in trained]:
-        more = f" and {len(both) - 1:,} more" if len(both) > 1 else ""
-        todo = "the validation loss will be too low; narrow data.train, or name other files in data.val"
-        print_line(f"warning: data.train contains the validation data {both[0]}{more}: {todo}", error=True)
-
-
-def _content(shard: Shard) -> tuple[Any, ...]:
-    return tuple(value for key, value in shard.fingerprint.items() if key != "name")
 
 
 def _verify(shards: Sequence[Shard], control: ControlGroup) -> None:

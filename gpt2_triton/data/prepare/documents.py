@@ -120,9 +120,7 @@ def _json_text(path: Path, line: int, data: bytes) -> str:
     try:
         text = json.loads(row)["text"]
         text.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{where}: half a surrogate pair; correct or remove this line") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # UnicodeEncodeError: half a surrogate pair
         raise DataError(f"{where}: not JSON: {error}; correct or remove this line") from None
     except (KeyError, TypeError, AttributeError):  # no such field, no object, no string
         wrong = 'no {"text": "..."} but ' + textwrap.shorten(row, 100, placeholder=" ...")

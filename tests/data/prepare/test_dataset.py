@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
 import time
@@ -18,7 +17,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gpt2_triton import console
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import build, dataset
@@ -123,23 +121,6 @@ def test_dataset_of_jsonl_with_another_field(tmp_path):
     (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"body": f"text {i}"}) + "\n" for i in range(400)))
     out = prepare_dataset(Dataset(str(tmp_path / "in"), field="body"), tmp_path / "out", "bytes", None, 1, 500, print)
     np.testing.assert_array_equal(tokens_of(out), llmc_tokens([f"text {i}" for i in range(400)]))
-
-
-def test_dataset_shows_its_progress(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(console, "DELAY", 0.0)
-    monkeypatch.setattr(console, "INTERVAL", 0.0)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    lines = []
-    prepare(folder, tmp_path / "out", tokens=20_000, log=lines.append)
-    shown = [line for line in capsys.readouterr().err.split("\r") if line.startswith("tokenising")]
-    pattern = rf"tokenising {folder.path}: +\d+%\|.*\| [\d.]+k?/20.0k \[00:.*tokens/s\] *"
-    assert len(shown) > 10 and all(re.fullmatch(pattern, line) for line in shown[:-1])
-    assert re.fullmatch(r"prepared .*out: 10 shards, 20,000 tokens, in 0:00:0\d", lines[-1])
-    _stop_after(folder, tmp_path / "again", 3, monkeypatch)
-    prepare(folder, tmp_path / "again")
-    shown = capsys.readouterr().err.split("\r")
-    percents = [line.split()[3].partition("|")[0] for line in shown if line.startswith("checking finished shards")]
-    assert percents == ["0%", "33%", "67%", "100%"]
 
 
 def test_rows_that_are_no_text_are_refused_with_the_fields_that_there_are(tmp_path, capsys):

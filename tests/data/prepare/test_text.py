@@ -275,7 +275,7 @@ def test_text_reads_files_folders_and_globs_alike(tmp_path):
         (b'["text"]', r'line 3: no .*"\.\.\."} but \["text"\]; correct or remove'),
         (b'{"id": 1, "body": ""}', 'line 3: no .* but {"id": 1, "body": ""}'),
         (b'{"text": 5}', 'line 3: no .* but {"text": 5}'),
-        (b'{"text": "\\ud83d"}', "line 3: half a surrogate pair; correct"),
+        (b'{"text": "\\ud83d"}', "line 3: not JSON: .*surrogates not allowed; correct"),
         (b'{"text": "\xe9"}', "line 3: not UTF-8: byte 0xe9"),
     ],
 )
