@@ -33,7 +33,7 @@ BUDGETS = {
     "tests/benchmarks/speed": 266,
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
-    "tests/checkpoint": 1880,
+    "tests/checkpoint": 1852,
     "tests/commands": 1323,
     "tests/config": 575,
     "tests/data": 873,
