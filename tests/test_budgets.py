@@ -27,7 +27,7 @@ BUDGETS = {
     "benchmarks/speed": 1025,
     "benchmarks/tune": 626,
     "tests": 1112,
-    "tests/benchmarks": 289,
+    "tests/benchmarks": 283,
     "tests/benchmarks/accuracy": 135,
     "tests/benchmarks/losses": 401,
     "tests/benchmarks/speed": 266,
