@@ -14,15 +14,22 @@ from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, Guarded, error, poisoned
+from tests.support.helpers import EPS, error, poisoned, require_same_bits_within_outputs
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
 SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]
 GPT2 = [(8192, 768, 50257), (6144 + 40, 1600, 50257)]
 DTYPES = [torch.float32, torch.bfloat16]
-shapes = pytest.mark.parametrize("R,C,V", SHAPES, ids=lambda size: str(size))
-gpu_shapes = pytest.mark.parametrize("R,C,V", GPT2, ids=["124M", "1558M-ragged"])
+BF16_ON_GPU = [pytest.param(*size, torch.bfloat16, marks=pytest.mark.gpu) for size in GPT2]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+
+
+def cases(*sizes):
+    """Return sizes in both dtypes, and GPT-2's on a GPU in bf16."""
+    rows = [(*size, dtype) for size in sizes for dtype in DTYPES] + BF16_ON_GPU
+    return pytest.mark.parametrize("R,C,V,dtype", rows, ids=lambda value: str(value))
+
+
 accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
 SCALE = 1 / 3000  # the loss scale
 
@@ -85,7 +92,7 @@ def run_chunk(lnf, wte, targets, V):
 
 
 @dtypes
-@shapes
+@pytest.mark.parametrize("R,C,V", SHAPES)
 def test_target_matches_float64(rng, R, C, V, dtype):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
     want = poisoned(R).double()
@@ -95,7 +102,8 @@ def test_target_matches_float64(rng, R, C, V, dtype):
     assert (zt[targets < 0] == 0).all()
 
 
-def check_fwd(rng, R, C, V, dtype):
+@cases(*SHAPES)
+def test_fwd_matches_float64(rng, R, C, V, dtype):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
     Vp = len(wte)
     zt = target_logits(lnf, wte, targets)
@@ -111,15 +119,9 @@ def check_fwd(rng, R, C, V, dtype):
     assert (p[rows, targets[rows].long()] == 0).all()
 
 
-@dtypes
-@shapes
-def test_fwd_matches_float64(rng, R, C, V, dtype):
-    check_fwd(rng, R, C, V, dtype)
-
-
 @accumulate
 @dtypes
-@shapes
+@pytest.mark.parametrize("R,C,V", SHAPES)
 def test_stats_match_float64(rng, R, C, V, dtype, acc):
     lnf, _, targets = draw(rng, R, C, V, dtype)
     s = rng(R).mul(6).exp()  # 1e-8 to 1e8
@@ -137,7 +139,8 @@ def test_stats_match_float64(rng, R, C, V, dtype, acc):
     assert error(lns, want[3]) < tolerance(dtype)
 
 
-def check_dx(rng, R, C, V, dtype):
+@cases(*SHAPES)
+def test_dx_matches_float64(rng, R, C, V, dtype):
     _, wte, targets = draw(rng, R, C, V, dtype)
     p, rs, ks, dln = rng(R, len(wte)).exp().to(dtype), rng(R).exp(), rng(R).mul(10), poisoned(R, C, dtype=dtype)
     want = dln.double()
@@ -146,12 +149,6 @@ def check_dx(rng, R, C, V, dtype):
     cl.classifier_dx(dln, p, wte, rs, ks, targets)
     # a sum of V products in fp32 is good to 5e-6, one of 50304 on tensor cores to 1e-5: far below bf16's rounding
     assert error(dln, want) < max(5e-6, tolerance(dtype))
-
-
-@dtypes
-@shapes
-def test_dx_matches_float64(rng, R, C, V, dtype):
-    check_dx(rng, R, C, V, dtype)
 
 
 # ---- the recipe ----
@@ -183,7 +180,12 @@ def autograd_head(lnf, wte, targets, V):
     return losses.detach(), lnf.grad, wte.grad
 
 
-def check_recipe(rng, R, C, V, dtype, chunk):
+RECIPES = [(77, 48, 300, dtype, chunk) for dtype in DTYPES for chunk in (77, 30)]  # one chunk, ragged ones
+RECIPES += [pytest.param(*size, torch.bfloat16, 3072, marks=pytest.mark.gpu) for size in GPT2]
+
+
+@pytest.mark.parametrize("R,C,V,dtype,chunk", RECIPES, ids=lambda value: str(value))
+def test_loss_and_gradients_equal_those_of_cross_entropy(rng, R, C, V, dtype, chunk):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
     wte *= 3  # losses around 10
     losses, dln, dwte = head(lnf, wte, targets, V, chunk)
@@ -196,21 +198,11 @@ def check_recipe(rng, R, C, V, dtype, chunk):
     assert (dwte[V:] == 0).all()
 
 
-@dtypes
-@pytest.mark.parametrize("chunk", [77, 30], ids=["one-chunk", "ragged-chunks"])
-def test_loss_and_gradients_equal_those_of_cross_entropy(rng, dtype, chunk):
-    check_recipe(rng, 77, 48, 300, dtype, chunk)
-
-
-def check_loss_only(rng, R, C, V, dtype):
+@cases((77, 48, 300))
+def test_losses_are_the_same_bits_without_p(rng, R, C, V, dtype):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
     kept, only = (run_losses(lnf, wte, targets, V, keep_p)[0] for keep_p in (True, False))
     assert torch.equal(kept, only)
-
-
-@dtypes
-def test_losses_are_the_same_bits_without_p(rng, dtype):
-    check_loss_only(rng, 77, 48, 300, dtype)
 
 
 # ---- range ----
@@ -255,22 +247,18 @@ def test_nan_in_a_row_makes_its_loss_nan(rng, dtype):
 
 
 @dtypes
-def test_results_do_not_depend_on_the_number_of_programs(rng, monkeypatch, dtype):
-    lnf, wte, targets = draw(rng, 1100, 48, 1100, dtype)
-    runs = []
-    for programs in (1, 3, 3):
-        monkeypatch.setattr(tuning, "num_sms", lambda programs=programs: programs)
-        runs.append(run_chunk(lnf, wte, targets, 1100))
-    for one, three, again in zip(*runs, strict=True):
-        assert torch.equal(one, three) and torch.equal(three, again)
+def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_written(rng, monkeypatch, dtype):
+    inputs = draw(rng, 1100, 48, 1100, dtype)
 
+    def run(outputs):
+        monkeypatch.setitem(globals(), "poisoned", outputs)
+        return run_chunk(*inputs, 1100)
 
-@dtypes
-def test_nothing_is_written_outside_the_outputs(rng, monkeypatch, dtype):
-    guarded = Guarded()
-    monkeypatch.setitem(globals(), "poisoned", guarded)
-    run_chunk(*draw(rng, 1100, 48, 1100, dtype), 1100)
-    assert guarded.intact() == 8
+    monkeypatch.setattr(tuning, "num_sms", lambda: 1)
+    alone = run(poisoned)
+    monkeypatch.setattr(tuning, "num_sms", lambda: 3)
+    assert all(torch.equal(one, three) for one, three in zip(alone, run(poisoned), strict=True))
+    require_same_bits_within_outputs(run, allocations=8)
 
 
 def test_classifier_fwd_refuses_a_scratch_that_is_too_small(rng):
@@ -280,20 +268,6 @@ def test_classifier_fwd_refuses_a_scratch_that_is_too_small(rng):
 
 
 # ---- GPT-2's shapes ----
-
-
-@pytest.mark.gpu
-@gpu_shapes
-def test_gpt2_launchers_on_gpu(rng, R, C, V):
-    check_fwd(rng, R, C, V, torch.bfloat16)
-    check_dx(rng, R, C, V, torch.bfloat16)
-    check_loss_only(rng, R, C, V, torch.bfloat16)
-
-
-@pytest.mark.gpu
-@gpu_shapes
-def test_gpt2_recipe_on_gpu(rng, R, C, V):
-    check_recipe(rng, R, C, V, torch.bfloat16, 3072)
 
 
 @pytest.mark.gpu
@@ -311,7 +285,7 @@ def test_dx_in_tiles_of_320_columns_gives_the_same_bits_on_gpu(rng, monkeypatch)
 
 
 @pytest.mark.gpu
-@gpu_shapes
+@pytest.mark.parametrize("R,C,V", GPT2)
 def test_gpt2_runs_are_bit_equal_on_gpu(rng, R, C, V):
     inputs = draw(rng, R, C, V, torch.bfloat16)
     for first, second in zip(run_chunk(*inputs, V), run_chunk(*inputs, V), strict=True):

@@ -1,5 +1,7 @@
 """LayerNorm against float64 at ragged shapes, and on a GPU against PyTorch at GPT-2's."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, 
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, Guarded, error, poisoned
+from tests.support.helpers import EPS, error, poisoned, require_same_bits_within_outputs
 
 # R, C: one row; ragged; GPT-2's widths, below and above 1024; three blocks of rows for two programs (the interpreter's)
 SHAPES = [(1, 48), (7, 48), (33, 48), (1, 768), (7, 768), (33, 768), (33, 1600), (2100, 48)]
@@ -92,25 +94,9 @@ def test_layernorm_bwd_matches_float64(rng, R, C, dtype, acc):
 
 
 @dtypes
-def test_layernorm_bwd_overwrites_dx(rng, dtype):
-    check_backward(rng, 33, 48, dtype, acc=True, add_dx=False)
-
-
-@dtypes
-def test_layernorm_bwd_dbias_and_ln_are_optional(rng, dtype):
-    check_backward(rng, 33, 48, dtype, acc=False, add_dx=True, with_dbias=False, with_ln=False)
-
-
-def test_layernorm_bwd_matches_autograd(rng):
-    x, w, b = (t.double().requires_grad_() for t in draw(rng, 33, 48, torch.float32))
-    dout = rng(33, 48)
-    F.layer_norm(x, (48,), w, b).backward(dout.double())
-    dx, dw, db = poisoned(33, 48), poisoned(48), poisoned(48)
-    stored = [t.detach().float() for t in (x, w, b)]
-    _, mean, rstd = forward(*stored)
-    layernorm_bwd(dx, dw, db, None, None, scratch(33, 48, torch.float32), dout, *stored, mean, rstd, False, False)
-    for got, leaf in zip((dx, dw, db), (x, w, b), strict=True):
-        assert error(got, leaf.grad) < SUMS
+@pytest.mark.parametrize("changes", [dict(add_dx=False), dict(with_dbias=False, with_ln=False)], ids=str)
+def test_layernorm_bwd_overwrites_dx_and_leaves_out_dbias_and_ln(rng, dtype, changes):
+    check_backward(rng, 33, 48, dtype, **dict(acc="add_dx" in changes, add_dx=True) | changes)
 
 
 def run_all(R, C, dtype, outputs):
@@ -128,18 +114,10 @@ def run_all(R, C, dtype, outputs):
 
 @dtypes
 @pytest.mark.parametrize("R,C", [(33, 48), (2100, 48), (33, 1600)])
-def test_layernorm_is_deterministic_and_recomputes_equal_bits(R, C, dtype):
-    first, second = (run_all(R, C, dtype, poisoned) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert torch.equal(first[0], first[1])  # ln is out
-
-
-@dtypes
-@pytest.mark.parametrize("R,C", [(33, 48), (2100, 48)])
-def test_layernorm_writes_only_its_outputs(R, C, dtype):
-    guarded = Guarded()
-    run_all(R, C, dtype, guarded)
-    assert guarded.intact() == 9
+def test_layernorm_gives_the_same_bits_recomputes_them_and_writes_only_its_outputs(R, C, dtype):
+    require_same_bits_within_outputs(functools.partial(run_all, R, C, dtype), allocations=9)
+    out, ln, *_ = run_all(R, C, dtype, poisoned)
+    assert torch.equal(out, ln)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Matrix products and their epilogues against float64, at ragged shapes and, on a GPU, at GPT-2's."""
 
+import functools
 import importlib
 import itertools
 
@@ -14,7 +15,7 @@ from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, Guarded, error, poisoned
+from tests.support.helpers import EPS, error, poisoned, require_same_bits_within_outputs
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 
@@ -23,10 +24,22 @@ mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package export
 SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32), (160, 320, 448), (1024, 320, 576)]
 SUMS = 2e-6 if INTERPRET else 2e-5  # fp32 sums over R, whose error grows with R, which is larger on a GPU
 DTYPES = [torch.float32, torch.bfloat16]
-shapes = pytest.mark.parametrize("R,N,K", SHAPES, ids=lambda size: str(size))
+CASES = [(*shape, dtype) for shape in SHAPES for dtype in DTYPES]
+LINEAR = [(3, 1), (1, 1), (4, 1), (1, 4)]  # qkv, attproj, fc, fcproj: [out, in] in units of C
+
+
+def on_gpu(*layers):
+    """Return cases of GPT-2 124M and, ragged, 1558M in bf16; layers: [out, in] in units of C."""
+    sizes = [(R, n * C, k * C) for R, C in ((32768, 768), (8192 + 40, 1600)) for n, k in layers]
+    return [pytest.param(*size, torch.bfloat16, marks=pytest.mark.gpu) for size in sizes]
+
+
+def cases(rows):
+    return pytest.mark.parametrize("R,N,K,dtype", rows, ids=lambda value: str(value))
+
+
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
-gpu_shapes = pytest.mark.parametrize("R,C", [(32768, 768), (8192 + 40, 1600)], ids=["124M", "1558M-ragged"])
 
 
 def tolerance(dtype):
@@ -46,16 +59,13 @@ def scratch(elements):
     return poisoned(max(1, elements))
 
 
-def dw_scratch(N, K, R, dtype):
-    return scratch(mm.matmul_dw_scratch(N, K, R, dtype_name(torch.empty(0, dtype=dtype))))
-
-
 def linear(rng, R, N, K, dtype):
     """Return inp, w, b of a linear layer, scaled so that its outputs are of order one."""
     return rng(R, K, dtype=dtype), rng(N, K).mul(K**-0.5).to(dtype), rng(N, dtype=dtype)
 
 
-def check_forward(rng, R, N, K, dtype):
+@cases([*CASES, *on_gpu(*LINEAR)])
+def test_forward_products_match_float64(rng, R, N, K, dtype):
     inp, w, b = linear(rng, R, N, K, dtype)
     res = rng(R, N, dtype=dtype)
     out, pre = poisoned(R, N, dtype=dtype), poisoned(R, N, dtype=dtype)
@@ -69,42 +79,6 @@ def check_forward(rng, R, N, K, dtype):
     assert error(out, reference.gelu(pre.double())) < tolerance(dtype)  # of the stored pre-activation
 
 
-def check_dx(rng, R, N, K, dtype):
-    dout, w, _ = rng(R, N, dtype=dtype), *linear(rng, R, N, K, dtype)[1:]
-    dinp = poisoned(R, K, dtype=dtype)
-    mm.matmul_dx(dinp, dout, w)
-    assert error(dinp, want("matmul_dx", [dinp], dout, w)[0]) < tolerance(dtype)
-
-
-def check_dx_dgelu(rng, R, N, K, dtype, acc, with_gelu):
-    dout, w, pre = rng(R, N, dtype=dtype), linear(rng, R, N, K, dtype)[1], rng(R, K, dtype=dtype)
-    dpre, dbias = poisoned(R, K, dtype=dtype), rng(K) if acc else poisoned(K)
-    gelu_out = poisoned(R, K, dtype=dtype) if with_gelu else None
-    expected = want("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
-    part = scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout)))
-    mm.matmul_dx_dgelu(dpre, dbias, gelu_out, part, dout, w, pre, acc)
-    on_hopper = hopper.takes("matmul_dgelu", R, K, dtype_name(dout)) is not None
-    # there gelu'(pre) is multiplied with a rounded product: two roundings in dpre, one in the terms of dbias
-    assert error(dpre, expected[0]) < tolerance(dtype) * (2**0.5 if on_hopper else 1)
-    assert error(dbias, expected[1]) < (EPS[dtype] if on_hopper else SUMS)  # else of the unrounded values
-    if with_gelu:
-        assert error(gelu_out, expected[2]) < tolerance(dtype)
-
-
-def check_dw(rng, R, N, K, dtype, acc):
-    dout, inp = rng(R, N, dtype=dtype), rng(R, K, dtype=dtype)
-    dw = rng(N, K) if acc else poisoned(N, K)
-    expected = want("matmul_dw", [dw], None, dout, inp, acc)
-    mm.matmul_dw(dw, dw_scratch(N, K, R, dtype), dout, inp, acc)
-    assert error(dw, expected[0]) < SUMS
-
-
-@dtypes
-@shapes
-def test_forward_products_match_float64(rng, R, N, K, dtype):
-    check_forward(rng, R, N, K, dtype)
-
-
 def test_matmul_without_bias_writes_fp32_without_rounding_to_bf16(rng):
     inp, w, _ = linear(rng, 77, 48, 80, torch.bfloat16)
     out = poisoned(77, 48)
@@ -113,20 +87,34 @@ def test_matmul_without_bias_writes_fp32_without_rounding_to_bf16(rng):
     assert error(out, expected) < 1e-6  # products of bf16 are exact in fp32: no bf16 rounding remains
 
 
-@dtypes
-@shapes
+@cases([*CASES, *on_gpu(*LINEAR)])
 def test_dx_matches_float64(rng, R, N, K, dtype):
-    check_dx(rng, R, N, K, dtype)
+    dout, w, _ = rng(R, N, dtype=dtype), *linear(rng, R, N, K, dtype)[1:]
+    dinp = poisoned(R, K, dtype=dtype)
+    mm.matmul_dx(dinp, dout, w)
+    assert error(dinp, want("matmul_dx", [dinp], dout, w)[0]) < tolerance(dtype)
 
 
 @accumulate
-@dtypes
-@shapes
+@cases([*CASES, *on_gpu((1, 4))])
 def test_dx_dgelu_matches_float64(rng, R, N, K, dtype, acc):
-    check_dx_dgelu(rng, R, N, K, dtype, acc, with_gelu=acc)
+    """GELU's output is recomputed where dbias is added to."""
+    dout, w, pre = rng(R, N, dtype=dtype), linear(rng, R, N, K, dtype)[1], rng(R, K, dtype=dtype)
+    dpre, dbias = poisoned(R, K, dtype=dtype), rng(K) if acc else poisoned(K)
+    gelu_out = poisoned(R, K, dtype=dtype) if acc else None
+    expected = want("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
+    part = scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout)))
+    mm.matmul_dx_dgelu(dpre, dbias, gelu_out, part, dout, w, pre, acc)
+    on_hopper = hopper.takes("matmul_dgelu", R, K, dtype_name(dout)) is not None
+    # there gelu'(pre) is multiplied with a rounded product: two roundings in dpre, one in the terms of dbias
+    assert error(dpre, expected[0]) < tolerance(dtype) * (2**0.5 if on_hopper else 1)
+    assert error(dbias, expected[1]) < (EPS[dtype] if on_hopper else SUMS)  # else of the unrounded values
+    assert gelu_out is None or error(gelu_out, expected[2]) < tolerance(dtype)
 
 
-def check_recomputed_gelu(rng, R, N, K, dtype):
+@cases([(*shape, dtype) for shape in ((77, 48, 80), (160, 320, 448)) for dtype in DTYPES] + on_gpu((4, 1)))
+def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype):
+    """In the portable kernels, and in those of kernels/hopper."""
     inp, w, b = linear(rng, R, N, K, dtype)
     kept, recomputed, pre, dpre = (poisoned(R, N, dtype=dtype) for _ in range(4))
     mm.matmul_gelu(kept, pre, inp, w, b)
@@ -139,20 +127,22 @@ def check_recomputed_gelu(rng, R, N, K, dtype):
     assert torch.equal(kept, pre) and torch.equal(dpre, again)
 
 
-@dtypes
-@pytest.mark.parametrize("R,N,K", [(77, 48, 80), (160, 320, 448)], ids=["portable", "hopper"])
-def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype):
-    check_recomputed_gelu(rng, R, N, K, dtype)
+SPLIT = [(*shape, dtype) for shape in ((2100, 48, 32), (9001, 32, 16), (2100, 2064, 16)) for dtype in DTYPES]
+HEAD = pytest.param(16384, 50304, 768, torch.bfloat16, marks=pytest.mark.gpu)
 
 
 @accumulate
-@dtypes
-@pytest.mark.parametrize("R,N,K", [*SHAPES, (2100, 48, 32), (9001, 32, 16), (2100, 2064, 16)])
+@cases([*CASES, *SPLIT, *on_gpu(*LINEAR), HEAD])
 def test_dw_matches_float64(rng, R, N, K, dtype, acc):
+    name = dtype_name(torch.empty(0, dtype=dtype))
     if INTERPRET:  # whole tiles, split tiles, and both in one launch
-        split = split_tiles(N, K, R, mm._dw_row(N, K, R, dtype_name(rng(1, dtype=dtype))))
+        split = split_tiles(N, K, R, mm._dw_row(N, K, R, name))
         assert (split.whole_tiles > 0, split.split_tiles > 0) == (R <= 1024 or N > 2048, R > 1024)
-    check_dw(rng, R, N, K, dtype, acc)
+    dout, inp = rng(R, N, dtype=dtype), rng(R, K, dtype=dtype)
+    dw = rng(N, K) if acc else poisoned(N, K)
+    expected = want("matmul_dw", [dw], None, dout, inp, acc)
+    mm.matmul_dw(dw, scratch(mm.matmul_dw_scratch(N, K, R, name)), dout, inp, acc)
+    assert error(dw, expected[0]) < SUMS
 
 
 def run_all(R, N, K, dtype, outputs):
@@ -179,28 +169,17 @@ either_kernel = pytest.mark.parametrize("R,N,K", [(2100, 48, 80), (2144, 320, 44
 @pytest.mark.slow
 @dtypes
 @either_kernel
-def test_results_do_not_depend_on_the_number_of_programs(monkeypatch, R, N, K, dtype):
+def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_written(monkeypatch, R, N, K, dtype):
     monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: False)  # depends on the number of programs
-    runs = []
-    for programs in (1, 3, 3):
-        monkeypatch.setattr(tuning, "num_sms", lambda programs=programs: programs)
-        runs.append(run_all(R, N, K, dtype, poisoned))
-    for one, three, again in zip(*runs, strict=True):
-        assert torch.equal(one, three) and torch.equal(three, again)
-
-
-@pytest.mark.slow
-@dtypes
-@either_kernel
-def test_nothing_is_written_outside_the_outputs(R, N, K, dtype):
-    guarded = Guarded()
-    run_all(R, N, K, dtype, guarded)
-    assert guarded.intact() > 5
+    monkeypatch.setattr(tuning, "num_sms", lambda: 1)
+    alone = run_all(R, N, K, dtype, poisoned)
+    monkeypatch.setattr(tuning, "num_sms", lambda: 3)
+    assert all(torch.equal(one, three) for one, three in zip(alone, run_all(R, N, K, dtype, poisoned), strict=True))
+    require_same_bits_within_outputs(functools.partial(run_all, R, N, K, dtype), allocations=11)
 
 
 BF16_DW = read_table(TABLES / "h200.json").rows["matmul_dw", "bf16"]
 WIDTHS = (768, 1024, 1280, 1600)
-LINEAR = [(3, 1), (1, 1), (4, 1), (1, 4)]  # qkv, attproj, fc, fcproj: [out, in] in units of C
 
 
 def test_split_tiles_of_gpt2_on_h200():
@@ -322,25 +301,6 @@ def test_a_wrong_shape_names_the_argument(rng):
 
 
 @pytest.mark.gpu
-@gpu_shapes
-def test_gpt2_forward_on_gpu(rng, R, C):
-    for n, k in LINEAR:
-        check_forward(rng, R, n * C, k * C, torch.bfloat16)
-
-
-@pytest.mark.gpu
-@gpu_shapes
-def test_gpt2_backward_on_gpu(rng, R, C):
-    for n, k in LINEAR:
-        check_dx(rng, R, n * C, k * C, torch.bfloat16)
-        check_dw(rng, R, n * C, k * C, torch.bfloat16, acc=False)
-        check_dw(rng, R, n * C, k * C, torch.bfloat16, acc=True)
-    check_dx_dgelu(rng, R, C, 4 * C, torch.bfloat16, acc=True, with_gelu=True)
-    check_dx_dgelu(rng, R, C, 4 * C, torch.bfloat16, acc=False, with_gelu=False)
-    check_recomputed_gelu(rng, R, 4 * C, C, torch.bfloat16)
-
-
-@pytest.mark.gpu
 @pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("w_is_nk", [True, False])
 def test_tiles_of_320_columns_give_the_same_bits_on_gpu(rng, w_is_nk):
@@ -355,8 +315,3 @@ def test_tiles_of_320_columns_give_the_same_bits_on_gpu(rng, w_is_nk):
             narrow, a, w, bias, w_is_nk=w_is_nk, epilogue=epilogue, res=add, pre=None, gelu_out=None, part=None
         )
         assert torch.equal(wide, narrow)
-
-
-@pytest.mark.gpu
-def test_classifier_dw_on_gpu(rng):
-    check_dw(rng, 16384, 50304, 768, torch.bfloat16, acc=True)

@@ -1,5 +1,8 @@
 """Helpers of the tests: poisoned outputs, relative errors, the precision of a dtype."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
 from tests.conftest import DEVICE
@@ -29,6 +32,18 @@ class Guarded:
         for buffer, size in self._made:
             assert (buffer[:4096] == 7).all() and (buffer[4096 + size :] == 7).all()
         return len(self._made)
+
+
+def require_same_bits_within_outputs(run: Callable[[Any], Sequence[torch.Tensor]], allocations: int) -> None:
+    """Let run(outputs) return finite tensors of equal bits twice, and write nothing beside what it allocates.
+
+    outputs(*shape, dtype) allocates an output or scratch.
+    """
+    for first, second in zip(run(poisoned), run(poisoned), strict=True):
+        assert torch.isfinite(first).all() and torch.equal(first, second)
+    guarded = Guarded()
+    run(guarded)
+    assert guarded.intact() == allocations
 
 
 def error(got, want) -> float:
