@@ -14,11 +14,9 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
-from gpt2_triton.kernels.hopper import classifier, fp8_gelu, fp8_matmul, fp8_matmul_dw, matmul, matmul_dw, matmul_wide
+from tests.support.gluon_simulator import KERNELS as MODULES
 
-MODULES = (classifier, fp8_gelu, fp8_matmul, fp8_matmul_dw, matmul, matmul_dw, matmul_wide)
 PARTITIONS = 8  # of a kernel at most
 REPORT = re.compile(
     r"hazard detected at __shared__ (?P<address>0x[0-9a-f]+) in block.*\n"
@@ -29,10 +27,10 @@ REPORT = re.compile(
 SUMMARY = "RACECHECK SUMMARY"
 
 
-def entries(modules: tuple[ModuleType, ...] = MODULES) -> dict[str, str]:
+def entries() -> dict[str, str]:
     """Return "file.py:line" of the `def` of each kernel with partitions, by the kernel's name."""
     found = {}
-    for module in modules:
+    for module in MODULES:
         source = inspect.getsource(module)
         for kernel in re.finditer(r"^def (_\w+_kernel)\((?:.*\n)+?(?=^@|^def |\Z)", source, re.MULTILINE):
             if "warp_specialize(" in kernel[0]:
@@ -63,11 +61,8 @@ def main(logs: list[str]) -> int:
     for name in logs:
         dispatch, others = sort(Path(name).read_text(errors="replace"))
         counts = ", ".join(f"{n} of {kernel}'s dispatch word" for kernel, n in dispatch.items())
-        print(
-            "\n".join(
-                [f"{name}: {len(others)} reports of other memory; {counts or 'none of a dispatch word'}", *others]
-            )
-        )
+        head = f"{name}: {len(others)} reports of other memory; {counts or 'none of a dispatch word'}"
+        print(head, *others, sep="\n")
         failed |= bool(others)
     return int(failed)
 

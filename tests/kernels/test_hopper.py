@@ -4,13 +4,12 @@ Their results are tested in test_hopper_simulated.py and test_hopper_attention.p
 of the operations.
 """
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.elsewhere import compiled_elsewhere
 
 BF16, F32, I32 = "*bf16", "*fp32", "i32"
 SHARED = 228 * 1024  # bytes of a multiprocessor, of which 1 KB of each program is CUDA's
@@ -106,25 +105,10 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from gpt2_triton.kernels.hopper import (
-        attention_dkdv,
-        attention_dq,
-        attention_fwd,
-        cast,
-        fp8_gelu,
-        fp8_matmul,
-        fp8_matmul_dw,
-        pipeline,
-        transpose,
-    )
-    from gpt2_triton.kernels.hopper import classifier as hopper_classifier
-    from gpt2_triton.kernels.hopper import matmul as hopper_matmul
-    from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
-    from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+    from gpt2_triton.kernels.hopper import pipeline, transpose
+    from tests.support.gluon_simulator import KERNELS
 
-    modules = hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier
-    modules += fp8_matmul, fp8_gelu, fp8_matmul_dw, cast, transpose, attention_fwd, attention_dq, attention_dkdv
-    module = next(module for module in modules if kernel_name in vars(module))
+    module = next(module for module in KERNELS if kernel_name in vars(module))
     kernel = vars(module)[kernel_name]
     types = dict(bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, i16=gl.int16, u8=gl.uint8)
     signature, constants, aligned = {}, {}, {}
@@ -160,14 +144,8 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
     """Compiled in another process: in this one the kernels may belong to the interpreter.  One process compiles several
     kernels, as its imports take as long as a kernel.  A kernel without partitions invalidates its barriers.
     """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    root = Path(__file__).parent.parent.parent
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_hopper", *names],
-        cwd=root, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    logs = re.split(r"^kernel: ", run.stdout, flags=re.MULTILINE)[1:]
+    printed = compiled_elsewhere("-m", "tests.kernels.test_hopper", *names)
+    logs = re.split(r"^kernel: ", printed, flags=re.MULTILINE)[1:]
     assert [log.splitlines()[0] for log in logs] == names
     for log in logs:
         spills = re.findall(r"(\d+) bytes spill", log)

@@ -12,7 +12,7 @@ from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
 from tests.support import reference
-from tests.support.gluon_simulator import NAMES, Race, mma_wait, simulated
+from tests.support.gluon_simulator import MISSING, NAMES, Race, mma_wait, simulated
 from tests.support.helpers import EPS, error, poisoned
 
 attention = importlib.import_module("gpt2_triton.kernels.attention")
@@ -184,18 +184,16 @@ def test_attention_bwd_writes_fp8(rng, monkeypatch, transposed, recorded):
         assert abs(cells.view(torch.float32).max() / plain.abs().max().float() - 1) < 2 * EPS[BF16]
 
 
+REPLACED = {name: MISSING[name] for name in ("no fence", "no wait for stores", "no wait for loads")} | {
+    "early release": dict(warpgroup_mma_wait=lambda pending, deps: mma_wait(pending + 1, deps)),
+    "barriers left valid": dict(
+        mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(invalidate=lambda barrier: None))
+    ),
+}
+
+
 @without_gpu
-@pytest.mark.parametrize(
-    "replaced",
-    [
-        dict(fence_async_shared=lambda: None),
-        dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
-        dict(warpgroup_mma_wait=lambda pending, deps: mma_wait(pending + 1, deps)),
-        dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))),
-        dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(invalidate=lambda barrier: None))),
-    ],
-    ids=["no fence", "no wait for stores", "early release", "no wait for loads", "barriers left valid"],
-)
+@pytest.mark.parametrize("replaced", REPLACED.values(), ids=REPLACED)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
 def test_simulator_finds_a_missing_wait_or_fence(rng, monkeypatch, backwards, replaced):
     arguments, want = draw(rng, 1, 1, 256)

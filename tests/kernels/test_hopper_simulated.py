@@ -16,7 +16,7 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.table_file import TABLES, read_table
 from tests.support import reference
-from tests.support.gluon_simulator import NAMES, Race, mma_wait, simulated
+from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
 from tests.support.helpers import EPS, error, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
@@ -139,30 +139,6 @@ def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
     assert is_right(drows, dcolumns, want, 4)
     assert abs(damax.max().view(torch.float32).item() / want.abs().max().item() - 1) < 0.01  # half a step of the byte
     assert error(part, want.view(-1, 128, N).sum(1)) < 0.01  # the same in each of 128 terms
-
-
-@pytest.mark.parametrize(
-    "replaced",
-    [
-        dict(wait_empty=lambda *_: None),
-        dict(fence_async_shared=lambda: None),
-        dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
-        dict(tma=SimpleNamespace(store_wait=lambda pending: NAMES["tma"].store_wait(pending + 1))),
-        dict(warpgroup_mma_wait=lambda pending, deps: deps if pending else mma_wait(0, deps)),
-        dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))),
-    ],
-    ids=["early load", "no fence", "no wait for stores", "too short a wait", "early release", "no wait for loads"],
-)
-def test_simulator_finds_a_missing_wait_or_fence_of_fp8_gelu(rng, replaced):
-    def found(seed, **replaced):
-        try:
-            rows, columns, _, _, pre = gelu_and_byte(rng, 256, 512, 400, seed, **replaced)
-        except Race:
-            return True
-        return not is_right(rows, columns, reference.gelu(pre), 16)
-
-    assert not found(1)
-    assert any(found(seed, **replaced) for seed in range(5))
 
 
 @seeds
@@ -298,8 +274,7 @@ def test_classifier_fwd_matches_float64(rng, seed, stored):
         assert error(p, want) < EPS[BF16]
 
 
-def run_with(rng, seed, **replaced):
-    """Return whether matmul_add or matmul_gelu is wrong with these names replaced."""
+def matmul_is_wrong(rng, seed, **replaced):
     M, N, K = SHAPES[0]
     a, w, want = product(rng, M, N, K, w_is_nk=True)
     res, out, pre = rng(M, N, dtype=BF16), poisoned(M, N, dtype=BF16), poisoned(M, N, dtype=BF16)
@@ -310,50 +285,34 @@ def run_with(rng, seed, **replaced):
         return wrong or not error(out, reference.gelu(pre.double())) < EPS[BF16]
 
 
-@pytest.mark.parametrize(
-    "replaced",
-    [
-        dict(wait_empty=lambda *_: None),
-        dict(fence_async_shared=lambda: None),
-        dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
-        dict(warpgroup_mma_wait=lambda pending, deps: deps[0] if pending else mma_wait(0, deps)),
-        dict(mbarrier=SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))),
-    ],
-    ids=["early load", "no fence", "no wait for stores", "early release", "no wait for loads"],
-)
-def test_simulator_finds_a_missing_wait_or_fence(rng, replaced):
-    def found(seed):
-        try:
-            return run_with(rng, seed, **replaced)
-        except Race:
-            return True
-
-    assert not run_with(rng, seed=1)
-    assert any(found(seed) for seed in range(5))
-
-
-@pytest.mark.parametrize(
-    "replaced",
-    [
-        dict(wait_empty=lambda *_: None),
-        dict(warpgroup_mma_wait=lambda pending, deps: deps if pending else mma_wait(0, deps)),
-    ],
-    ids=["early load", "early release"],
-)
-def test_simulator_finds_a_missing_wait_with_two_accumulators(rng, replaced):
+def wide_is_wrong(rng, seed, **replaced):
     a, w, want = product(rng, 256, 320, 400, w_is_nk=True)
+    out = poisoned(256, 320, dtype=BF16)
+    with simulated(hopper_matmul_wide, seed, programs=1, **replaced):
+        hopper_matmul_wide.matmul(out, a, w, None, w_is_nk=True, res=None)
+    return not error(out, want) < EPS[BF16]
 
+
+def fp8_gelu_is_wrong(rng, seed, **replaced):
+    rows, columns, _, _, pre = gelu_and_byte(rng, 256, 512, 400, seed, **replaced)
+    return not is_right(rows, columns, reference.gelu(pre), 16)
+
+
+FINDS = [(matmul_is_wrong, missing) for missing in MISSING if missing != "too short a wait"]  # one store in flight
+FINDS += [(wide_is_wrong, "early load"), (wide_is_wrong, "early release")]  # of two accumulators
+FINDS += [(fp8_gelu_is_wrong, missing) for missing in MISSING]
+
+
+@pytest.mark.parametrize("is_wrong,missing", FINDS)
+def test_simulator_finds_a_missing_wait_or_fence(rng, is_wrong, missing):
     def found(seed, **replaced):
-        out = poisoned(256, 320, dtype=BF16)
         try:
-            with simulated(hopper_matmul_wide, seed, programs=1, **replaced):
-                hopper_matmul_wide.matmul(out, a, w, None, w_is_nk=True, res=None)
+            return is_wrong(rng, seed, **replaced)
         except Race:
             return True
-        return not error(out, want) < EPS[BF16]
 
     assert not found(1)
-    assert any(found(seed, **replaced) for seed in range(5))
+    assert any(found(seed, **MISSING[missing]) for seed in range(5))
 
 
 def test_simulator_finds_barriers_that_nothing_uses(rng):
@@ -379,10 +338,9 @@ def test_simulator_finds_an_address_outside_a_tensor(rng):
 
 def test_simulator_finds_a_store_that_outlives_its_partition(rng):
     a, w, _ = product(rng, 128, 256, 64, w_is_nk=True)
-    silent = SimpleNamespace(store_wait=lambda pending: None)
     with pytest.raises(Race, match="ends while a store still reads"):
         for seed in range(5):  # one tile: the last wait is the only one that matters, if the store is slow
-            with simulated(hopper_matmul, seed, tma=silent):
+            with simulated(hopper_matmul, seed, **MISSING["no wait for stores"]):
                 launch(poisoned(128, 256, dtype=BF16), a, w)
 
 

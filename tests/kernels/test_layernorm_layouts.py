@@ -6,16 +6,13 @@ compiles the kernel for an H200, without one, and prints for each variant the la
 """
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from gpt2_triton.kernels.table_file import TABLES, read_table
+from tests.support.elsewhere import compiled_elsewhere
+
 WIDTHS = {768: "layernorm_bwd", 1600: "layernorm_bwd_wide"}
 # the types of `ln`, which deeper recompute levels write, and of the gradient's fp8 rows
 VARIANTS = [(C, *types) for C in WIDTHS for types in (("", ""), ("*fp8e4nv", ""), ("*fp8e4nv", "*fp8e4nv"))]
@@ -32,7 +29,7 @@ def summed_layouts(C: int, ln: str, dx8: str) -> list[str]:
     from gpt2_triton.kernels import layernorm
     from gpt2_triton.kernels.tuning import next_power_of_2
 
-    row = json.loads((ROOT / "gpt2_triton/kernels/tables/h200.json").read_text())["rows"][WIDTHS[C]]["bf16"].copy()
+    row = dict(read_table(TABLES / "h200.json").rows[WIDTHS[C], "bf16"])
     row.pop("PROGRAMS")
     options = dict(num_warps=row.pop("num_warps"))
     types = dict.fromkeys(("dx_ptr", "dout_ptr", "x_ptr", "w_ptr", "b_ptr"), "*bf16")
@@ -54,13 +51,8 @@ def summed_layouts(C: int, ln: str, dx8: str) -> list[str]:
 @pytest.mark.slow
 def test_row_sums_have_the_same_order_whichever_outputs_are_in_fp8():
     """A store of e4m3 must not change the layout of the kernel, or recompute levels would differ in their last bits."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_layernorm_layouts"],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [ast.literal_eval(line) for line in run.stdout.splitlines()]
+    printed = compiled_elsewhere("-m", "tests.kernels.test_layernorm_layouts")
+    found = [ast.literal_eval(line) for line in printed.splitlines()]
     assert len(found) == len(VARIANTS)
     for width in WIDTHS:
         first, *others = (layouts for (C, *_), layouts in found if width == C)

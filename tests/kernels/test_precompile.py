@@ -16,14 +16,14 @@ SCRIPT = """
     import torch
     import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
     from triton.compiler.errors import CompilationError
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.runtime import driver
 
-    class Device:
-        utils = property(lambda self: self)
+    from tests.kernels import compile_targets
+
+    class Device(compile_targets.Device):
         launched = 0
 
         def launcher_cls(self, src, metadata):
@@ -34,16 +34,7 @@ SCRIPT = """
                 Device.launched += loaded is src
             return launch
 
-        def load_binary(self, name, kernel, shared, device):
-            return 1, 1, 32, 0, 1024
-
-        get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-        get_current_device = lambda self: 0
-        get_current_stream = lambda self, device: 0
-        get_device_properties = lambda self, device: dict(max_shared_mem=232448)
-        unload_module = lambda self, module: None
-
-    driver.set_active(Device())
+    driver.set_active(Device("sm_90"))
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
 
     from gpt2_triton.kernels import clip_factor, compiling, fill

@@ -7,17 +7,15 @@ all kernels but some large ones.  `make compile-all` compiles all kernels of all
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from gpt2_triton.kernels.table_file import TABLES
 from tests.kernels.compile_targets import TARGETS, compile_for
+from tests.support.elsewhere import compiled_elsewhere
 
-ROOT = Path(__file__).parents[2]
 PRODUCT, FP8_PRODUCT = "_matmul_kernel:dgelu", "_fp8_matmul_kernel:dgelu"
 ATTENTION = ["_attention_bwd_dkdv_kernel", "_attention_bwd_dq_kernel"]
 SMALL = [
@@ -49,13 +47,8 @@ SPILLED = {"sm_90": 8, "sm_120": 16, "gfx1100": 132}
 def test_kernels_nearest_to_the_limits_keep_them(vendor):
     """Compile in a separate process, because kernels may run in the interpreter in this one."""
     targets = [target for target in NEAREST if target.startswith(vendor)]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_tables_compile", *targets],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    compiled = json.loads(run.stdout.splitlines()[-1])
+    printed = compiled_elsewhere("-m", "tests.kernels.test_tables_compile", *targets)
+    compiled = json.loads(printed.splitlines()[-1])
     for target in targets:
         needs, failures = compiled[target]
         assert not failures and needs.keys() == {name.partition(":")[0] for name in NEAREST[target]}
@@ -68,31 +61,10 @@ def test_kernels_nearest_to_the_limits_keep_them(vendor):
 def test_every_portable_kernel_is_compiled():
     """The runs of compile_targets launch them all on gfx950, which has fp8; nothing is compiled here."""
     program = "from tests.kernels.compile_targets import compile_for; print(*compile_for('gfx950', ()).launched)"
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    sources = [path.read_text() for path in (ROOT / "gpt2_triton" / "kernels").glob("*.py")]
+    printed = compiled_elsewhere("-c", program)
+    sources = [path.read_text() for path in TABLES.parent.glob("*.py")]
     kernels = {name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE)}
-    assert len(kernels) > 40 and kernels == set(run.stdout.split())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ([], "no run of sm_80 launches _no_kernel"),
-        (["gfx950", "sm_91"], "unknown target sm_91; known are sm_80, sm_86,"),
-    ],
-)
-def test_compile_targets_takes_all_targets_and_refuses_unknown_names(words, line):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_targets", *words, "--kernels", "_no_kernel"],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 2 and f"error: {line}" in run.stderr, run.stderr[-2000:]
+    assert len(kernels) > 40 and kernels == set(printed.split())
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ python -m tests.kernels.test_wide_accesses       kernel, accesses of global memo
 """
 
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.compile_targets import compile_for
+from tests.support.elsewhere import compiled_elsewhere
 
 KERNELS = {
     "adamw": "_adamw_kernel",
@@ -54,15 +53,7 @@ def print_accesses() -> None:
 @pytest.fixture(scope="module")
 def found():
     """Compile in a separate process, because kernels may run in the interpreter in this one."""
-    ours = ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")  # set in this process
-    environment = {key: value for key, value in os.environ.items() if key not in ours}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_wide_accesses"],
-        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "TRITON_DEFAULT_FP_FUSION" not in run.stderr  # Triton 3.9 warns where its default decides
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(compiled_elsewhere("-m", "tests.kernels.test_wide_accesses").splitlines()[-1])
 
 
 @pytest.mark.slow

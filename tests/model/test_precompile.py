@@ -6,13 +6,13 @@ builds trainers in which a launch only records what Triton would compile: the ke
 and addresses are multiples of 16.  It prints what evaluation launches and `compile` has not compiled.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.support.elsewhere import compiled_elsewhere
 
 # HellaSwag's batches are multiples of 32 tokens long, those of training here are not.  Hopper's products take multiples
 # of 32 rows only: those of the second shape, except for the last batch of validation, which is a single sequence
@@ -68,13 +68,8 @@ def test_compile_covers_all_kernels_of_evaluation(gpu, tmp_path):
     from tests.inference.test_hellaswag import row, write  # not in that process, before it has its driver
 
     rows = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.model.test_precompile", str(rows), str(tmp_path), gpu],
-        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines = [line for line in run.stdout.splitlines() if line.startswith("evaluation needs")]
+    printed = compiled_elsewhere("-m", "tests.model.test_precompile", str(rows), str(tmp_path), gpu)
+    lines = [line for line in printed.splitlines() if line.startswith("evaluation needs")]
     assert len(lines) == len(SHAPES) and all(line.endswith("late: none") for line in lines), lines
 
 

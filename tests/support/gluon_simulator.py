@@ -24,7 +24,9 @@ test_hopper_simulated.py removes each kind of wait and checks that the simulator
 
 import contextlib
 import functools
+import importlib
 import itertools
+import pkgutil
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -35,29 +37,12 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import device_math, e4m3, tiles, tuning
-from gpt2_triton.kernels.hopper import (
-    activation,
-    attention,
-    attention_dkdv,
-    attention_dq,
-    attention_fwd,
-    cast,
-    fp8_gelu,
-    fp8_matmul,
-    fp8_matmul_dw,
-    mainloop,
-    pipeline,
-    transpose,
-)
-from gpt2_triton.kernels.hopper import classifier as hopper_classifier
-from gpt2_triton.kernels.hopper import matmul as hopper_matmul
-from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
-from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+from gpt2_triton.kernels import device_math, e4m3, hopper, tiles, tuning
+from gpt2_triton.kernels.hopper import fp8_gelu
 
-KERNELS = (hopper_matmul, hopper_matmul_wide, hopper_matmul_dw, hopper_classifier, fp8_matmul, fp8_matmul_dw, fp8_gelu)
-KERNELS += cast, transpose, attention_fwd, attention_dq, attention_dkdv
-MODULES = (tiles, device_math, pipeline, mainloop, activation, attention, *KERNELS)
+HOPPER = [importlib.import_module(f"{hopper.__name__}.{found.name}") for found in pkgutil.iter_modules(hopper.__path__)]
+KERNELS = [module for module in HOPPER if any(name.endswith("_kernel") for name in vars(module))]
+MODULES = (tiles, device_math, *HOPPER)
 local = threading.local()  # .worker: the partition of this thread
 
 
@@ -327,7 +312,7 @@ def mma_wait(pending: int, deps: tuple[Any, ...]) -> Any:
     products = local.worker.products
     while len(products) > pending:
         products.pop(0).finish()
-    return tuple(finished(x) for x in deps) if len(deps) > 1 else finished(deps[0])
+    return _given(tuple(finished(x) for x in deps))
 
 
 def _barrier_wait(barrier: Barrier, parity: int) -> None:
@@ -554,6 +539,20 @@ NAMES: dict[str, Any] = dict(
     range=lambda *bounds: map(Int, range(*bounds)),
     min=lambda *numbers: Int(min(numbers)),
 )
+
+_silent = SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))
+MISSING: dict[str, dict[str, Any]] = {  # what `simulated` may replace, to show that it finds what is missing
+    "early load": dict(wait_empty=lambda *_: None),
+    "no fence": dict(fence_async_shared=lambda: None),
+    "no wait for stores": dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
+    "too short a wait": dict(tma=SimpleNamespace(store_wait=lambda pending: _store_wait(pending + 1))),
+    "early release": dict(warpgroup_mma_wait=lambda pending, deps: _given(deps) if pending else mma_wait(0, deps)),
+    "no wait for loads": dict(mbarrier=_silent),
+}
+
+
+def _given(deps: tuple[Any, ...]) -> Any:
+    return deps if len(deps) > 1 else deps[0]
 
 
 def _python_functions(replaced: dict[str, Any]) -> dict[tuple[str, str], FunctionType]:
