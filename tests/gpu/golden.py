@@ -17,15 +17,11 @@ import torch
 import triton
 
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
-from gpt2_triton.device import architecture, has_fp8
-from gpt2_triton.model.gpt2 import GPT2
-from tests.gpu.test_fp8 import fp8_model
-from tests.gpu.test_gpu import gpt2_model
+from tests.gpu.test_gpu import HAS_FP8, PRECISIONS, gpt2_model
 from tests.support.models import train_steps
 
 PATH = Path(__file__).with_name("golden_losses.json")
-KEPT = {"fp8": "head", "fp8, logits too": ""}  # fp8.keep_bf16
-VARIANTS = ("bf16", "fp32", *KEPT)
+VARIANTS = ("fp32", *PRECISIONS)
 STEPS = 5
 
 
@@ -33,11 +29,9 @@ def losses(variant: str, level: str) -> list[str]:
     """Return the losses of the first steps of 2 layers of GPT-2's width, B 2, T 256, with the weights of seed 1 and the
     tokens of train_steps, which differ from step to step.
     """
-    return [float(loss).hex() for loss, _, _ in train_steps(_model(variant, level), STEPS)]
-
-
-def _model(variant: str, level: str) -> GPT2:
-    return fp8_model(keep=KEPT[variant], level=level) if variant in KEPT else gpt2_model(dtype=variant, level=level)
+    numbers = dict(dtype="fp32") if variant == "fp32" else dict(precision=variant)
+    model = gpt2_model(**numbers, level=level)
+    return [float(loss).hex() for loss, _, _ in train_steps(model, STEPS)]
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -47,7 +41,7 @@ def read() -> dict[str, dict[str, Any]]:
 def write() -> None:
     """Replace the row of this GPU if two runs give the same losses."""
     rows = read()
-    variants = [v for v in VARIANTS if v not in KEPT or has_fp8(architecture())]
+    variants = [v for v in VARIANTS if HAS_FP8 or "fp8" not in v]
     measured, again = ({v: {level: losses(v, level) for level in RECOMPUTE_LEVELS} for v in variants} for _ in range(2))
     if measured != again:
         sys.exit("two runs gave different losses; nothing was written")

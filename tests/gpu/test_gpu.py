@@ -7,7 +7,7 @@ import collections
 import gc
 import importlib
 import pkgutil
-from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import gpt2_triton.kernels
 from benchmarks import torch_reference
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.device import architecture, has_fp8
 from gpt2_triton.inference.generate import fill_cache, generate
 from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.model.gpt2 import GPT2
@@ -25,10 +26,16 @@ from gpt2_triton.training.lr_schedule import step_inputs
 from tests.gpu import shared_gpu
 from tests.support import reference
 from tests.support.helpers import error
-from tests.support.models import F64, batches, train_steps
+from tests.support.models import F64, batches, calibrate, train_steps
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
+PRECISIONS = {"bf16": None, "fp8": "head", "fp8, logits too": ""}  # fp8.keep_bf16
+HAS_FP8 = torch.cuda.is_available() and has_fp8(architecture())
+needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="needs fp8 products")
+fp8_precisions = [pytest.param(name, marks=needs_fp8) for name in PRECISIONS if name != "bf16"]
+every_precision = pytest.mark.parametrize("precision", ["bf16", *fp8_precisions])
+bf16_and_fp8 = pytest.mark.parametrize("precision", ["bf16", fp8_precisions[-1]])
 
 
 def gpt2_config(
@@ -44,10 +51,17 @@ def gpt2_config(
     )
 
 
-def gpt2_model(**shape) -> GPT2:
-    model = GPT2(gpt2_config(**shape), gpt2_triton.kernels, "cuda")
+def gpt2_model(precision: str = "bf16", **shape) -> GPT2:
+    """Return an initialised model; precision: one of PRECISIONS, with fp8's scales calibrated."""
+    model = GPT2(in_precision(precision, gpt2_config(**shape)), gpt2_triton.kernels, "cuda")
     model.initialise(seed=1)
-    return model
+    return calibrate(model) if model.has_fp8 else model
+
+
+def in_precision(precision: str, config):
+    if precision == "bf16":
+        return config
+    return config.replace(train={"precision": "fp8"}, fp8={"keep_bf16": PRECISIONS[precision]})
 
 
 def jit_functions() -> list[triton.JITFunction]:
@@ -55,42 +69,6 @@ def jit_functions() -> list[triton.JITFunction]:
     names = (m.name for m in pkgutil.walk_packages(gpt2_triton.kernels.__path__, "gpt2_triton.kernels."))
     modules = map(importlib.import_module, names)
     return [f for m in modules for f in vars(m).values() if isinstance(f, triton.JITFunction)]
-
-
-def our_kernels() -> set[str]:
-    return {f.__name__ for f in jit_functions()}
-
-
-def launched_kernels(model: GPT2) -> set[str]:
-    """Return the names of all kernels that the second step launches, without copies and fills."""
-    train_steps(model, 1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        train_steps(model, 1)
-        torch.cuda.synchronize()
-    launched = {e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA}
-    return {name for name in launched if not name.startswith(("Memcpy", "Memset"))}
-
-
-def compare_plan_with_memory(make: Callable[..., GPT2]) -> None:
-    """Between a warm context (a step of the same kernels) and the third step free memory shrinks by the arena."""
-    train_steps(make(n_layer=1, T=1024), 1)
-    gc.collect()
-    torch.cuda.empty_cache()
-    before, _ = torch.cuda.mem_get_info()
-    model = make(n_layer=12, B=8, T=1024)
-    train_steps(model, 3)
-    torch.cuda.synchronize()
-    after, _ = torch.cuda.mem_get_info()
-    # 2%: modules that the driver loads later, and its pages of 2 MiB
-    assert abs((before - after) / model.plan.total - 1) < 0.02, f"plan {model.plan.total:,}, taken {before - after:,}"
-
-
-def require_no_allocation(model: GPT2) -> None:
-    """Three steps after the first allocate nothing on the device."""
-    train_steps(model, 1)
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    train_steps(model, 3)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
 def late_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
@@ -149,21 +127,64 @@ def test_gradients_in_fp32_equal_float64():
         assert error(ours, exact[name]) < 1e-5, name
 
 
-def test_a_step_launches_triton_kernels_and_copies_only():
-    kernels = launched_kernels(gpt2_model())
-    assert kernels <= our_kernels(), kernels - our_kernels()
-    assert {"_matmul_kernel", "_dw_kernel" if is_hopper() else "_matmul_dw_kernel"} <= kernels  # the trace saw the step
+@pytest.mark.parametrize("precision", fp8_precisions)
+def test_gradients_in_fp8_point_where_those_of_float64_do(precision):
+    """FP8 rounds an operand by 2.7%; a product's gradients have two of them, and those of the layers below."""
+    model = gpt2_model(precision)
+    want, exact = exact_gradients(SimpleNamespace(config=gpt2_config(), state=model.state))
+    [(loss, _, _)] = train_steps(model, 1)
+    assert abs(loss - want) < 2e-3 * want
+    for name, ours, _ in torch_reference.tensors(model.train_view.g, model.dims):
+        cosine = torch.nn.functional.cosine_similarity(ours.double().flatten(), exact[name].flatten(), dim=0).item()
+        ratio = (ours.double().norm() / exact[name].norm()).item()
+        assert cosine > 0.99 and 0.97 < ratio < 1.03, f"{name}: cosine {cosine:.4f}, norm {ratio:.3f} of float64's"
 
 
-def test_plan_equals_the_memory_in_use():
-    compare_plan_with_memory(gpt2_model)
+@every_precision
+def test_a_step_launches_triton_kernels_and_copies_only(precision):
+    """Of the second step, without copies and fills."""
+    model, ours = gpt2_model(precision), {f.__name__ for f in jit_functions()}
+    train_steps(model, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        train_steps(model, 1)
+        torch.cuda.synchronize()
+    launched = {e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA}
+    kernels = {name for name in launched if not name.startswith(("Memcpy", "Memset"))}
+    assert kernels <= ours, kernels - ours
+    if precision == "bf16":  # the trace saw the step
+        assert {"_matmul_kernel", "_dw_kernel" if is_hopper() else "_matmul_dw_kernel"} <= kernels
+    else:
+        assert any("scale" in name for name in kernels)
 
 
-def test_nothing_allocates_after_the_first_step():
-    require_no_allocation(gpt2_model(accumulation=2))
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+@bf16_and_fp8
+def test_plan_equals_the_memory_in_use(precision):
+    """Between a warm context (a step of the same kernels) and the third step free memory shrinks by the arena."""
+    train_steps(gpt2_model(precision, n_layer=1, T=1024), 1)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info()
+    model = gpt2_model(precision, n_layer=12, B=8, T=1024)
+    train_steps(model, 3)
+    torch.cuda.synchronize()
+    after, _ = torch.cuda.mem_get_info()
+    # 2%: modules that the driver loads later, and its pages of 2 MiB
+    assert abs((before - after) / model.plan.total - 1) < 0.02, f"plan {model.plan.total:,}, taken {before - after:,}"
+
+
+def allocations() -> int:
+    return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+
+@bf16_and_fp8
+def test_nothing_allocates_after_the_first_step(precision):
+    model = gpt2_model(precision, accumulation=2)
+    train_steps(model, 1)
+    before = allocations()
+    train_steps(model, 3)
+    assert allocations() == before
     torch.empty(1, device="cuda")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1  # the counter counts
+    assert allocations() == before + 1  # the counter counts
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -174,19 +195,22 @@ def test_two_runs_give_the_same_bits(dtype):
         assert torch.equal(flat, second.state_buffers()[name]), name
 
 
-def test_every_recompute_level_gives_the_same_bits():
+@bf16_and_fp8
+def test_every_recompute_level_gives_the_same_bits(precision):
     levels = (*RECOMPUTE_LEVELS, "gelu:1", "gelu+ln+qkv:1", "block:1")
-    runs = {level: (model := gpt2_model(level=level), train_steps(model, 2)) for level in levels}
+    runs = {level: (model := gpt2_model(precision, level=level), train_steps(model, 2)) for level in levels}
     model, history = runs["none"]
     for level, (other, others) in runs.items():
         assert others == history, level
         assert torch.equal(other.state.grads, model.state.grads), level
-        assert torch.equal(other.state.params, model.state.params), level
+        for name, flat in other.state_buffers().items():
+            assert torch.equal(flat, model.state_buffers()[name]), (level, name)
 
 
-def test_graphs_give_the_bits_of_eager_launches():
+@bf16_and_fp8
+def test_graphs_give_the_bits_of_eager_launches(precision):
     """Five steps of two micro-steps: the first overwrites, the second adds, and all three graphs are replayed."""
-    eager, graphs = gpt2_model(accumulation=2), gpt2_model(accumulation=2)
+    eager, graphs = gpt2_model(precision, accumulation=2), gpt2_model(precision, accumulation=2)
     eager.eager = True
     assert train_steps(eager, 5) == late_steps(graphs, 5)
     for name, flat in eager.state_buffers().items():
@@ -223,17 +247,22 @@ def test_another_process_on_the_gpu_changes_no_bit():
     assert shared_gpu.compare("bf16", others=["torch"]) == 0
 
 
-def test_a_run_compiles_nothing_after_compile():
+@bf16_and_fp8
+def test_a_run_compiles_nothing_after_compile(precision):
     for function in jit_functions():
         function.device_caches.clear()  # what other tests have compiled
-    model, late = GPT2(gpt2_config(accumulation=2, every=1), gpt2_triton.kernels, "cuda"), []
+    config, late = in_precision(precision, gpt2_config(accumulation=2, every=1)), []
+    model = GPT2(config, gpt2_triton.kernels, "cuda")
     made = model.compile([(model.B, model.T)])
     assert made.kernels > 20  # about 45 kernels were counted
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
         model.initialise(seed=1)
+        if model.has_fp8:
+            calibrate(model)
         train_steps(model, 2)
-        model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
+        for in_fp8 in {False, model.has_fp8}:
+            model.evaluate(*np.zeros((2, model.B, model.T), np.int32), in_fp8)
         fill_cache(model, [[1, 2, 3]], 0, seeds=[7])
         model.decode(1.0, 0, 1.0)
     assert late == []
@@ -253,6 +282,6 @@ def test_more_decoded_tokens_allocate_nothing():
     model = GPT2(gpt2_config(), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=1)
     model.initialise(seed=1)
     list(generate(model, [1, 2, 3], 8, [7], 1.0, 0, 1.0))
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    before = allocations()
     list(generate(model, [1, 2, 3], 100, [7], 1.0, 0, 1.0))
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert allocations() == before
