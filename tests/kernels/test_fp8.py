@@ -195,21 +195,15 @@ def close_to_rounded(got: Fp8, want: torch.Tensor, most: float = 2e-3) -> None:
     assert abs(amax_of(got) / want.abs().max().item() - 1) < (1e-3 if DEVICE == "cuda" else 1e-5)
 
 
-def test_layernorm_writes_fp8(rng):
-    x, w, b = rng(R, C, dtype=BF16), rng(C, dtype=BF16), rng(C, dtype=BF16)
-    out, mean, rstd = operand(R, C, 16.0), poisoned(R), poisoned(R)
-    K.layernorm_fwd(out, mean, rstd, x, w, b)
-    want, *_ = outputs(reference.layernorm_fwd, 3, (R, C), (R,), (R,), x, w, b)
-    close_to_rounded(out, want)
-
-
-def test_layernorm_writes_fp8_beside_bf16(rng):
+def test_layernorm_writes_fp8_alone_and_beside_bf16(rng):
     x, w, b = rng(R, C, dtype=BF16), rng(C, dtype=BF16), rng(C, dtype=BF16)
     results = []
     for value in (None, poisoned(R, C, dtype=BF16)):
         out, mean, rstd = dataclasses.replace(operand(R, C, 16.0), value=value), poisoned(R), poisoned(R)
         K.layernorm_fwd(out, mean, rstd, x, w, b)
         results.append((bits(out.rows), out.amax, mean, rstd))
+    want, *_ = outputs(reference.layernorm_fwd, 3, (R, C), (R,), (R,), x, w, b)
+    close_to_rounded(out, want)
     plain = poisoned(R, C, dtype=BF16)
     K.layernorm_fwd(plain, mean, rstd, x, w, b)
     assert torch.equal(value, plain)
@@ -232,7 +226,7 @@ def test_layernorm_bwd_writes_gradient_and_norm_in_fp8(rng):
     results = []
     for quantised in (False, True):
         value = dx.clone()
-        out = Fp8(*dataclass_parts(operand(R, C, 8.0)), value=value) if quantised else value
+        out = dataclasses.replace(operand(R, C, 8.0), value=value) if quantised else value
         ln = operand(R, C, 16.0) if quantised else poisoned(R, C, dtype=BF16)
         sums = [poisoned(C) for _ in range(3)]
         scratch = poisoned(layernorm_bwd_scratch(R, C, "bf16"))
@@ -242,10 +236,6 @@ def test_layernorm_bwd_writes_gradient_and_norm_in_fp8(rng):
     assert torch.equal(bits(ln.rows), bits(forward.rows)) and not ln.amax.any()
     assert error(dequantised(out), value) < 0.03  # e4m3 itself: 0.027
     assert abs(amax_of(out) / value.abs().max().item() - 1) < 2**-7  # the interpreter truncates to bf16
-
-
-def dataclass_parts(x: Fp8):
-    return x.rows, x.columns, x.scale, x.amax, x.transposed
 
 
 @pytest.mark.parametrize("T,HS", [(48, 64), (48, 80), (128, 64)])
@@ -261,7 +251,7 @@ def test_attention_writes_fp8(T, HS, rng):
     plain, dqkv = poisoned(B * T, width, dtype=BF16), poisoned(B * T, 3 * width, dtype=BF16)
     K.attention_fwd(plain, lse, qkv)
     K.attention_bwd(dqkv, poisoned(3 * width), delta, scratch, dout, qkv, plain, lse, False)
-    out = Fp8(*dataclass_parts(operand(B * T, width, 32.0)), value=poisoned(B * T, width, dtype=BF16))
+    out = dataclasses.replace(operand(B * T, width, 32.0), value=poisoned(B * T, width, dtype=BF16))
     dqkv8, dbias = operand(B * T, 3 * width, 64.0), poisoned(3 * width)
     K.attention_fwd(out, lse, qkv)
     K.attention_bwd(dqkv8, dbias, delta, scratch, dout, qkv, out, lse, False)
@@ -303,7 +293,7 @@ def test_products_equal_float64(residual, rng):
 @pytest.mark.skipif(not is_hopper(), reason="the portable kernels sum in the tensor cores' own precision")
 @pytest.mark.parametrize("depth", [1600, 6400])
 def test_long_sums_of_one_sign_are_not_biased(depth, rng):
-    """By the model of test_fp8_sums.py a tensor core's sum of 1,600 terms of one sign is 2.3% too small, one of 6,400
+    """A tensor core's sum of 1,600 terms of one sign is 2.3% too small, one of 6,400
     10%; sums of 128 terms added in fp32 are 0.06%.
     """
     a, w = product_operands(rng, 256, 320, depth)

@@ -19,7 +19,6 @@ from gpt2_triton.model.arena import (
     BufferSpec,
     buf,
     carve,
-    parse_phases,
     place_buffers,
     resolve_buffers,
 )
@@ -97,12 +96,6 @@ def test_a_buffer_within_another_takes_its_bytes_and_no_more():
         place_buffers([buffer("host", 100, "head"), buffer("guest", 129, "head", within="host")])
     with pytest.raises(AssertionError, match="guest does not fit in host"):
         place_buffers([buffer("host", 100, "head"), buffer("guest", 100, "head..update", within="host")])
-
-
-def test_parse_phases_reads_uses_and_spans():
-    assert parse_phases("block block_bwd") == {"block", "block_bwd"}
-    assert parse_phases("head..update") == {"head", "block_bwd", "update"}
-    assert parse_phases("embed..between") == set(PHASES)
 
 
 LAYERS = {  # recompute level, distinct buffers of x, ln, qkv, att, fch and fcg with three layers
