@@ -61,11 +61,15 @@ def fp8(x, scale):
     return (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn), torch.tensor([scale])
 
 
+def exact_product(a, a_scale, w, w_scale):
+    return (a.double() / a_scale.double()) @ (w.double() / w_scale.double()).T
+
+
 @seeds
 @pytest.mark.parametrize("M,N,K", [(416, 320, 784), (128, 256, 128), (32, 64, 48)], ids=lambda size: str(size))
 def test_fp8_matmul_matches_float64(rng, M, N, K, seed):
     (a, a_scale), (w, w_scale) = fp8(rng(M, K), 32.0), fp8(rng(N, K), 64.0)
-    want = (a.double() / a_scale.double()) @ (w.double() / w_scale.double()).T
+    want = exact_product(a, a_scale, w, w_scale)
     b, res = rng(N, dtype=BF16), rng(M, N, dtype=BF16)
     plain, added = (poisoned(M, N, dtype=BF16) for _ in range(2))
     with simulated(fp8_matmul, seed):
@@ -80,7 +84,7 @@ def test_fp8_matmul_matches_float64(rng, M, N, K, seed):
 def test_fp8_matmul_dw_matches_float64(rng, N, K, R, wave, seed):
     """Whole tiles and parts of split ones, in both orientations, overwritten and added to."""
     (dout, dout_scale), (inp, inp_scale) = fp8(rng(N, R), 32.0), fp8(rng(K, R), 64.0)
-    want = (dout.double() / dout_scale.double()) @ (inp.double() / inp_scale.double()).T
+    want = exact_product(dout, dout_scale, inp, inp_scale)
     row = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP_M=8, WAVE=wave)
     split = split_tiles(N, K, R, row)
     dw, scratch = poisoned(N, K), poisoned(max(1, split.scratch))
@@ -104,7 +108,7 @@ def gelu_and_byte(rng, M, N, K, seed, **replaced):
     slope, amax = torch.zeros(M, N, dtype=torch.uint8), torch.zeros(AMAX_CELLS, dtype=torch.int32)
     with simulated(fp8_gelu, seed, **replaced):
         fp8_gelu.matmul(rows, columns, scale, amax, a, a_scale, w, w_scale, b, slope, None)
-    pre = (a.double() / a_scale.double()) @ (w.double() / w_scale.double()).T + b.double()
+    pre = exact_product(a, a_scale, w, w_scale) + b.double()
     return rows, columns, slope, amax, pre
 
 
@@ -130,7 +134,7 @@ def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
     assert abs(amax.max().view(torch.float32).item() / want.max().item() - 1) < 1e-3  # fp16
 
     (dout, dout_scale), (w, w_scale) = fp8(rng(M, 80), 32.0), fp8(rng(N, 80), 64.0)
-    product = (dout.double() / dout_scale.double()) @ (w.double() / w_scale.double()).T
+    product = exact_product(dout, dout_scale, w, w_scale)
     drows, dcolumns, part = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3), poisoned(M // 128, N)
     damax, scale = torch.zeros(AMAX_CELLS, dtype=torch.int32), torch.tensor([4.0])
     with simulated(fp8_gelu, seed):

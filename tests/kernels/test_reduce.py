@@ -30,29 +30,19 @@ def step_in_row(scale=NAN, clip=NAN):
 
 
 @accumulate
-@pytest.mark.parametrize("P,N", [(1, 1), (7, 48), (33, 2304), (528, 768), (3, (1 << 18) + 5)])
-def test_column_sums_match_float64(rng, P, N, acc):
-    part = rng(P * N + 64)
-    part[P * N :] = NAN  # scratch is as large as its largest user needs
-    out = rng(N) if acc else poisoned(N)
-    want = part[: P * N].view(P, N).double().sum(0) + (out.double() if acc else 0)
-    column_sums(out, None, None, part, P, acc)
-    assert error(out, want) < SUMS
-
-
-@accumulate
-@pytest.mark.parametrize("more", [1, 2])
-def test_column_sums_of_several_in_one_launch(rng, more, acc):
-    part, outs = rng(1 + more, 33, 768), [rng(768) if acc else poisoned(768) for _ in range(1 + more)]
-    want = [p.double().sum(0) + (out.double() if acc else 0) for p, out in zip(part, outs, strict=True)]
-    column_sums(*outs, *[None] * (2 - more), part, 33, acc)
+@pytest.mark.parametrize(
+    "P,shape", [(1, (1,)), (7, (48,)), (33, (2304,)), (528, (768,)), (3, ((1 << 18) + 5,)), (5, (3, 16))]
+)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_column_sums_match_float64(rng, P, shape, n, acc):
+    """Of one to three outputs of any shape in one launch."""
+    N = math.prod(shape)
+    part, outs = rng(n * P * N + 64), [rng(*shape) if acc else poisoned(*shape) for _ in range(n)]
+    part[n * P * N :] = NAN  # scratch is as large as its largest user needs
+    sums = part[: n * P * N].view(n, P, *shape).double().sum(1)
+    want = [s + (out.double() if acc else 0) for s, out in zip(sums, outs, strict=True)]
+    column_sums(*outs, *[None] * (3 - n), part, P, acc)
     assert all(error(out, w) < SUMS for out, w in zip(outs, want, strict=True))
-
-
-def test_column_sums_fill_any_shape(rng):
-    part, out = rng(5, 3 * 16), poisoned(3, 16)
-    column_sums(out, None, None, part, 5, False)
-    assert error(out, part.double().sum(0).view(3, 16)) < SUMS
 
 
 @lengths

@@ -14,21 +14,17 @@ from gpt2_triton.kernels import contract
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import error
+from tests.support.launchers import WrappedKernels
 from tests.support.models import exact_model, kernel_model, train_steps
 
 SOME_LAYERS = ("gelu:1", "gelu+ln:1", "gelu+ln+qkv:1", "block:1")
 
 
-class SideBySide:
+class SideBySide(WrappedKernels):
     """K that runs every kernel, then its reference on float64 copies of the same inputs, and compares each output."""
-
-    step_io = gpt2_triton.kernels.step_io
 
     def __init__(self, tolerance: float):
         self.tolerance, self.workspace, self.launched = tolerance, torch.empty(1), []
-
-    def __getattr__(self, name: str):
-        return functools.partial(self._launch, name)
 
     def _launch(self, name: str, *args, **keywords):
         names = inspect.signature(getattr(reference, name)).parameters

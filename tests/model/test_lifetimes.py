@@ -4,36 +4,28 @@ import pytest
 import torch
 from torch import Tensor
 
-import gpt2_triton.kernels
 import gpt2_triton.model.memory_plan
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
+from gpt2_triton.kernels.contract import LAUNCHERS
 from gpt2_triton.model import arena, schedule
 from gpt2_triton.model.gpt2 import GPT2
 from tests.model.test_launches import SOME_LAYERS
+from tests.support.launchers import WrappedKernels
 from tests.support.models import exact_model, kernel_model, side_by_side, train_steps
 
 STEP = ("embed", "block", "head", "block_bwd", "update")  # the functions of schedule.py that a training step calls
 
 
-class NoLaunch:
+class NoLaunch(WrappedKernels):
     """K that launches nothing: it records every call as (phase, launcher, outputs, inputs)."""
-
-    step_io = gpt2_triton.kernels.step_io
 
     def __init__(self):
         self.phase, self.launches = "", []
 
-    def __getattr__(self, name: str):
-        attribute = getattr(gpt2_triton.kernels, name)
-        if not hasattr(attribute, "outputs"):
-            return attribute  # no launcher
-        outputs = attribute.outputs
-
-        def record(*args, **keywords):
-            tensors = [[t for t in side if isinstance(t, Tensor)] for side in (args[:outputs], args[outputs:])]
-            self.launches.append((self.phase, name, *tensors))
-
-        return record
+    def _launch(self, name, *args, **keywords):
+        outputs = LAUNCHERS[name].outputs
+        tensors = [[t for t in side if isinstance(t, Tensor)] for side in (args[:outputs], args[outputs:])]
+        self.launches.append((self.phase, name, *tensors))
 
 
 def wrap_phases(monkeypatch, before=lambda phase: None, after=lambda phase: None) -> None:
