@@ -24,9 +24,10 @@ ROOT = Path(__file__).parents[1]
 INLINE = re.compile(r"(<!-- r: (.*?) -->)(.*?)(<!-- /r -->)", re.DOTALL)
 YAML = re.compile(r"(\S+)( +# r: (.*))$", re.MULTILINE)
 KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
-COUNTS = {"k": 1e3, "M": 1e6, "B": 1e9}  # with three digits
-UNITS = {"ms": " ms", "s": " s", "h": " h", "J": " J", "GiB": " GiB", "W": " W", "x": "x", "%": "%"}
-DECIMALS = {"x": 2, "%": 0, "W": 0}  # else 1; a digit before the unit replaces it: 3x, 1%
+UNITS = {  # factor, format unless a digit gives the decimals, as in 3x, and what follows the number
+    "k": (1e-3, ".3g", "k"), "M": (1e-6, ".3g", "M"), "B": (1e-9, ".3g", "B"), "%": (100, ".0f", "%"),
+    "x": (1, ".2f", "x"), "W": (1, ".0f", " W"), **{unit: (1, ".1f", f" {unit}") for unit in "ms s h J GiB".split()},
+}  # fmt: skip
 
 Record = dict[str, dict[str, Any]]
 Group = dict[tuple[str, str], dict[str, Any]]  # by size and arm, the figures by name
@@ -74,16 +75,14 @@ def text_of(marker: str, figures: dict[str, Any]) -> str:
     if form == "pm":
         mean, half = (figures[f"{expression}.{part}"] for part in ("mean", "half_width"))
         return f"{mean:+.3f} ± {half:.3f}"
-    value, split = value_of(expression, figures), re.fullmatch(r"(\d?)([a-zA-Z%]+)", form)
-    if form in COUNTS:
-        return f"{value / COUNTS[form]:.3g}{form}"
-    if split and split[2] in UNITS:
-        digits, unit = split.groups()
-        decimals = int(digits or (0 if unit == "h" and value >= 10 else DECIMALS.get(unit, 1)))
-        return f"{100 * value if unit == '%' else value:.{decimals}f}{UNITS[unit]}"
+    value, unit = value_of(expression, figures), form.lstrip("0123456789")
+    digit = form.removesuffix(unit)
+    if unit in UNITS:
+        factor, usual, after = UNITS[unit]
+        return f"{factor * value:{f'.{digit}f' if digit else usual}}{after}"
     if form and not re.fullmatch(r"\+?,?\.\df", form):
         raise KeyError(f"format {form}")
-    return f"{value:{form}}" if form else str(value)
+    return f"{value:{form}}"
 
 
 def render(text: str, record: Record, page: Path) -> str:

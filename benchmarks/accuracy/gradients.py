@@ -1,6 +1,6 @@
 """Compares the gradients of bf16 and fp8 with float64's, tensor by tensor, at the weights of a checkpoint.
 
-    python -m benchmarks.accuracy.gradients RUN --data 'SHARDS/train_*.bin' [--out FILE]
+    python -m benchmarks.accuracy.gradients RUN --data 'SHARDS/train_*.bin'
 
 The loss is the mean of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
 with our gradient g and float64's e from the same bf16 weights:
@@ -13,11 +13,9 @@ The last arithmetic is float64 on other batches: how much the gradient of one ba
 """
 
 import gc
-import json
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -147,7 +145,7 @@ def report(name: str, loss: float, exact_loss: float, kinds: dict[str, Agreement
 
 
 @app.default
-def compare(run: str, *, data: str, batch: Count = 2, batches: Count = 4, out: Path | None = None) -> None:
+def compare(run: str, *, data: str, batch: Count = 2, batches: Count = 4) -> None:
     """Compare the gradients of bf16 and fp8 with float64's at the weights of a run.
 
     Parameters
@@ -160,31 +158,20 @@ def compare(run: str, *, data: str, batch: Count = 2, batches: Count = 4, out: P
         Sequences of a micro-batch.
     batches: int
         Micro-batches.
-    out: Path
-        Also write the figures to this file, as JSON.
     """
-    commands.require_directory("out", out)
     if not (device.present() or INTERPRET):
         raise ConfigError("gradients: needs a CUDA GPU, found none; TRITON_INTERPRET=1 runs the kernels on the CPU")
     saved, tensors = load_weights(run)
     params = tensors["params"].to(torch.bfloat16)
     configs = configs_of(saved, batch, batches)
     batched, others = (windows(data, configs["bf16"], batches, first) for first in (0, batches))
-    bf16 = ours(configs.pop("bf16"), params, batched)
-    dims = bf16[2]
+    found = {name: ours(config, params, batched) for name, config in configs.items()}
+    dims = found["bf16"][2]
     exact_loss, want = exact(params, dims, batched)
-    figures = {}
-
-    def compared(name: str, loss: float, gradients: Gradients) -> None:
-        figures[name] = by_kind(gradients, want)
-        report(name, loss, exact_loss, figures[name])
-
-    compared("bf16", *bf16[:2])
-    for name, config in configs.items():
-        compared(name, *ours(config, params, batched)[:2])
-    compared("float64, other batches", *exact(params, dims, others))
-    if out:
-        out.write_text(json.dumps({"exact_loss": exact_loss, "agreement": figures}, indent=1) + "\n")
+    for name, (loss, gradients, _) in found.items():
+        report(name, loss, exact_loss, by_kind(gradients, want))
+    loss, gradients = exact(params, dims, others)
+    report("float64, other batches", loss, exact_loss, by_kind(gradients, want))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 OLD and NEW are commits of this repository or directories with a checkout.  The comparison covers all numbers in
 metrics.jsonl except times, and the sha256 of each tensor of the last checkpoint: weights, moments, master bits.
 --time trains in the order old, new, new, old and prints the median ms per step too; with it, --gpus is their number.
+Runs are made in $TMPDIR, a checkpoint each.
 Keys of a configuration, as --train.precision fp8, hold for all runs.  The exit code is 1 if a bit differs, 2 if a run
 fails.
 """
@@ -37,7 +38,6 @@ ROOT = Path(__file__).parents[2]
 TIMES = {"ms", "tok_s", "mfu"}  # keys of metrics.jsonl that differ between equal runs
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
 WARM_STEPS = 10  # not timed: clocks settle, and the first steps capture CUDA graphs
-ROOM = 24 << 30  # bytes that must be free in /dev/shm: a run refuses to start without those for its checkpoint
 DATA = "--data.train builtin --data.val builtin --data.tokenizer bytes"  # bytes are valid ids of GPT-2's vocabulary
 QUIET = "--eval.every 0 --eval.hellaswag_every 0 --sample.every 0 --checkpoint.every 0 --checkpoint.major 0"
 
@@ -75,21 +75,18 @@ def cases(given: argparse.Namespace) -> list[Case]:
         options = f"{gpt2(given.time, batch_size, gpus=gpus)} --model.size {given.size}"
         return [Case(f"{given.size}, batch {batch_size}, GPUs {gpus}", options, gpus)]
     if given.cpu:
-        steps = given.steps or 20
-        options = f"--train.steps {steps} --optim.warmup {min(8, steps)} --eval.every 10 --sample.every 0"
+        options = "--train.steps 20 --optim.warmup 8 --eval.every 10 --sample.every 0"
         found.append(Case("quickstart", f"configs/quickstart.yaml {options}"))
-    steps = given.steps or 5
     if given.gpu:
-        run = gpt2(steps, batch_size)
+        run = gpt2(5, batch_size)
         found += [Case(level, f"{run} --memory.recompute {level}") for level in LEVELS]
-        found.append(Case("2 micro-steps, master fp32", f"{gpt2(steps, batch_size, 2)} --optim.master fp32"))
+        found.append(Case("2 micro-steps, master fp32", f"{gpt2(5, batch_size, 2)} --optim.master fp32"))
         found.append(Case("fp32", f"{run} --train.dtype fp32"))
     if gpus > 1:  # one torchrun agent uses peer copies, an agent for each GPU NCCL
-        run = gpt2(steps, batch_size, 2, gpus)
-        for zero in (1, 0, 2):
-            found.append(Case(f"{gpus} GPUs, copies, ZeRO-{zero}", f"{run} --parallel.zero {zero}", gpus))
+        run = gpt2(5, batch_size, 2, gpus)
+        found += [Case(f"{gpus} GPUs, copies, ZeRO-{z}", f"{run} --parallel.zero {z}", gpus) for z in (1, 0, 2)]
         found.append(Case(f"{gpus} GPUs, NCCL, ZeRO-1", run, gpus, gpus))
-    return [case for case in found if given.only in case.name]
+    return found
 
 
 # ---- runs ----
@@ -157,7 +154,7 @@ def read_result(run_dir: Path) -> Result:
 
 def differences(old: Result, new: Result) -> list[str]:
     """Return one line for the first record of metrics.jsonl that differs, and one for each tensor that differs."""
-    lines = []
+    lines = [] if old.ms else ["no step was logged"]
     for then, now in zip(old.metrics, new.metrics):
         if then != now:
             keys = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
@@ -165,12 +162,10 @@ def differences(old: Result, new: Result) -> list[str]:
             break
     if len(old.metrics) != len(new.metrics):
         lines.append(f"records in metrics.jsonl: {len(old.metrics)} != {len(new.metrics)}")
-    if not old.ms:
-        lines.append("no step was logged")
     for name in sorted(old.tensors.keys() | new.tensors.keys()):
-        then, now = (result.tensors.get(name, "missing")[:12] for result in (old, new))
-        if old.tensors.get(name) != new.tensors.get(name):
-            lines.append(f"{name}: sha256 {then} != {now}")
+        then, now = (result.tensors.get(name, "missing") for result in (old, new))
+        if then != now:
+            lines.append(f"{name}: sha256 {then[:12]} != {now[:12]}")
     return lines
 
 
@@ -222,9 +217,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="time runs of this number of steps")
     parser.add_argument("--size", default="d12", help="model.size of timed runs")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences of 1024 tokens per GPU and micro-step")
-    parser.add_argument("--steps", type=int, help="steps of compared runs; default 20 with --cpu, else 5")
-    parser.add_argument("--only", default="", help="compare only the cases whose names contain this")
-    parser.add_argument("--work", type=Path, help="directory for runs; default /dev/shm if it has room, else $TMPDIR")
     given, keys = parser.parse_known_args(words)
     if given.time and given.time <= WARM_STEPS:
         parser.error(f"--time: expected more than the {WARM_STEPS} steps that are not timed, got {given.time}")
@@ -236,11 +228,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(words: list[str]) -> int:
-    (given, keys), shm = parse(words), Path("/dev/shm")
+    given, keys = parse(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, after which the run under way is killed too
-    where = given.work or (shm if shm.is_dir() and shutil.disk_usage(shm).free > ROOM else None)
     order = ("old", "new", "new", "old") if given.time else ("old", "new")
-    with tempfile.TemporaryDirectory(prefix="loss_compare-", dir=where) as directory:
+    with tempfile.TemporaryDirectory(prefix="loss_compare-") as directory:
         work = Path(directory)
         try:
             trees = {name: checkout(getattr(given, name), work, name) for name in ("old", "new")}
