@@ -1,12 +1,11 @@
-"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) over a flat range, gradients clipped on the way
-in.
+"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) over a flat range of parameters.
 
     g  = grad * clip factor
     m += alpha1 * (g - m),    v += alpha2 * (g^2 - v),    alpha = 1 - beta, subtracted in float64 by the host
     w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
 
-lr, the bias corrections, the clip factor, the step and the seed are read from device memory (step_io.py), so that a
-captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  weights.py stores the new w, and v, which
+The kernel reads lr, the bias corrections, the clip factor, the step and the seed from device memory (step_io.py).  So
+one captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  weights.py stores the new w and v; v
 may be in bf16.
 """
 
@@ -51,7 +50,7 @@ def adamw(
     w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, step_out: Tensor, step_in: Tensor,
     step_key: Tensor, first: int, decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    """Update w, m, v (and low) in place with lr_factor times the learning rate; `first`, a multiple of 4, is the flat
+    """Update w, m, v and low in place, at lr_factor times the learning rate.  `first`, a multiple of 4, is the flat
     index of w[0] in the whole model.
     """
     n = w.numel()

@@ -6,16 +6,16 @@ backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (do
            dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
 
 qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.
-Rows of one head are loaded and stored through TMA descriptors, which read zeros and write nothing past the end of a
-sequence or of a head.  So only the scores need masks, for causality, and lse and delta, whose rows need not begin on 16
-bytes, as TMA requires.  The heads of qkv are numbered through: NH of q, NH of k, NH of v.
+TMA descriptors load and store the rows of one head.  Past the end of a sequence or a head they read zeros and write
+nothing, so scores need masks only for causality.  lse and delta are masked instead: TMA requires rows that begin on
+16 bytes, and their rows need not.  The heads of qkv are numbered through: NH of q, NH of k, NH of v.
 
-The scale and log2(e) are folded into one factor of the scores, so that exponentials are exp2.  p and ds are rounded
-to the stored dtype before they are multiplied.  The backward pass is two kernels, one program per block of queries
-(delta, dq) and then one per block of keys (dk, dv): 7 products where 5 would do, but each output has one writer, so
-there are no atomics and the bits of two runs are equal.  Head sizes 80 and 96 run in blocks of 128 columns, padded with
-zeros: 1.6 and 1.33 times the arithmetic.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/:
-bf16, heads of 64 columns, whole blocks of 64 tokens.
+One factor of the scores holds the scale and log2(e), so that exponentials are exp2.  p and ds are rounded to the stored
+dtype before they are multiplied.  The backward pass is two kernels: the first has a program per block of queries
+(delta, dq), the second a program per block of keys (dk, dv).  They compute 7 products where 5 would do.  But each
+output has one writer: there are no atomics, and two runs have equal bits.  Heads of 80 and 96 columns run in blocks of
+128, padded with zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/: bf16 with heads of
+64 columns, in whole blocks of 64 tokens.
 """
 
 import math
@@ -53,14 +53,11 @@ def _store(desc, b, h, t, value):
 
 @triton.jit
 def _online_softmax_step(s, v, m, total, acc, factor):
-    """Return the running maximum m, sum and output after one more block of scores (log2 domain).
-
-    The sum of a row is kept in 8 parts, which are added at the end: four lanes hold a row of scores, and with parts no
-    lane waits for another (4% of the kernel).
-    """
+    """Return the running maximum m, sum and output after one more block of scores (log2 domain)."""
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     p = tl.exp2(s * factor - m_new[:, None])
     shrink = tl.exp2(m - m_new)
+    # 8 partial sums a row: four lanes hold a row of scores, and so no lane waits for another (4% of the kernel)
     total = total * shrink[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
     acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
     return m_new, total, acc
@@ -77,8 +74,8 @@ def _attention_fwd_kernel(
     bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
     i = first + tl.arange(0, BLOCK_M)
-    # [B, T, heads, HS], unlike the other descriptors: a reshape that is more than a view keeps q in registers; with a
-    # view, each product reads q from shared memory again, which takes 10% longer
+    # Unlike the other descriptors, [B, T, heads, HS]: this reshape is no view and keeps q in registers.  With a view,
+    # each product would read q from shared memory again, which takes 10% longer.
     q = q_desc.load([b, first, h, 0]).reshape(BLOCK_M, BLOCK_D)
     m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that no row becomes inf - inf
     total = tl.zeros((BLOCK_M, 8), tl.float32)
@@ -96,7 +93,7 @@ def _attention_fwd_kernel(
     sums = tl.sum(total, 1)
     out = (acc / sums[:, None]).to(out_desc.dtype)
     _store(out_desc, b, h, first, out)
-    if out8_desc is not None:  # of the rounded numbers, so that a cast of out gives the same bits
+    if out8_desc is not None:  # from the rounded out: a cast of out gives the same bits
         out = tl.where(i[:, None] < T, out.to(tl.float32), 0.0)
         _store(out8_desc, b, h, first, quantise(out, scale_ptr, amax_ptr))
     tl.store(lse_ptr + bh.to(tl.int64) * T + i, m + tl.log2(sums), mask=i < T)
@@ -257,7 +254,7 @@ def attention_bwd(
     dqkv: Operand, dbias: Tensor, delta: Tensor, scratch: Tensor,
     dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """dqkv from dout; dbias (+)= its column sums, before rounding; delta is workspace."""
+    """Write dqkv, and dbias (+)= the column sums of dqkv before rounding; delta is workspace."""
     C = out.shape[1]
     rows = _launch_dq(dqkv, scratch, delta, dout, qkv, full(out), lse)
     column_sums(dbias[:C], None, None, scratch, rows, acc)

@@ -10,14 +10,14 @@ With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (s
     classifier_dx      dlnf    = dz @ wte = rs * (p @ wte) + ks * wte[t],  as dz[r, j] = rs * p[r, j], and ks at j = t
     matmul_dw          dwte    = dz.T @ lnf = p.T @ lns, and in row t ks[r] * lnf[r], which embedding_bwd adds
 
-The usual softmax needs all logits of a row before the first probability: one more pass over [R, Vp] between the product
-that writes it and the two that read it.  Here the first product's epilogue stores p, and the epilogues of the other two
-apply the denominator.  The exponent field of p replaces the subtraction of the largest logit: losses up to 70 are as
-exact as fp32 logits allow; p is at most 2^108, a loss of 75.  S leaves out j = t, which avoids cancellation where p[t]
-is near 1: a loss of 1e-6 has full precision.
+The usual softmax needs all logits of a row before the first probability: one more pass over [R, Vp].  Here the first
+product stores p, and the epilogues of the two products that read p apply the denominator.  p is relative to the
+target's logit, not to the largest, since p's exponent field has room.  Losses up to 70 are as exact as fp32 logits
+allow; p is at most 2^108, a loss of 75.  S leaves out j = t, so nothing cancels where the target's probability is
+near 1: a loss of 1e-6 has full precision.
 
-S sums p before it is rounded for storage.  From rounded values losses would be off by 1.7e-3 instead of 3e-6; the
-gradients would improve from 9e-4 to 4e-4 at best (peaked logits), while rounding dlnf to bf16 costs 1.7e-3.
+S sums p before p is rounded for storage.  Sums of rounded values would raise the error of losses from 3e-6 to 1.7e-3.
+They would at best halve the gradients' error of 9e-4, where rounding dlnf to bf16 costs 1.7e-3.
 
 R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no gradient.  On
 Hopper, hopper.takes decides which of the products run in the kernels of hopper/.
@@ -42,7 +42,7 @@ from gpt2_triton.kernels.tuning import dtype_name, programs, tuned
 
 @triton.jit
 def _log1p(x):
-    """Return log(1 + x) for x >= 0, below 1/2 as 2*atanh(t), t = x / (2 + x): rounding 1 + x would lose a small x."""
+    """Return log(1 + x) for x >= 0; below 1/2 it is 2*atanh(x / (2 + x)), as rounding 1 + x would lose a small x."""
     t = x / (2.0 + x)
     u = t * t  # at most 0.04, so the first term left out, u^4 / 9, is under 3e-7
     series = 2.0 * t * (1.0 + u * (1 / 3 + u * (1 / 5 + u * (1 / 7))))
@@ -188,8 +188,8 @@ def classifier_loss(
     losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Tensor | None,
     rowsum: Tensor, lnf: Operand, targets: Tensor, step_in: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """Write losses (+)= log(1 + S), the factors rs and ks of dlogits, and lns = rs * lnf; without gradients the last
-    three are None.
+    """Write losses (+)= log(1 + S), the factors rs and ks of dlogits, and lns = rs * lnf.  Without a backward
+    pass, rs, ks and lns are None.
     """
     (R, C), lnf = lnf.shape, full(lnf)
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
@@ -200,7 +200,7 @@ def classifier_loss(
 
 @contract("dln[R,C] <- p[R,Vp] wte[Vp,C] rs[R] ks[R] targets[R]")
 def classifier_dx(dln: Tensor, p: Tensor, wte: Operand, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
-    """Write dln = rs * (p @ wte) + ks * wte[target], of the bf16 tensor of an fp8 operand."""
+    """Write dln = rs * (p @ wte) + ks * wte[target]; an fp8 wte is read in bf16."""
     (R, Vp), C, wte = p.shape, wte.shape[1], full(wte)
     if hopper.takes("classifier_dx", R, C, dtype_name(p)):
         return hopper_matmul_wide.classifier_dx(dln, p, wte, rs, ks, targets)

@@ -4,7 +4,7 @@
 
 Outputs stand left of `<-`, inputs right of it, in the order of the signature.  A dimension is a symbol, an integer or a
 product (`3*C`, `B*T`); `*` alone is any shape.  `?` marks an argument that may be None, `+` an output that may be
-accumulated into, `~` one whose first dimension may have any stride.
+accumulated into, `~` an argument with any stride along its first dimension.
 
 `scratch` is workspace: its contents are meaningless after the call.  `rowsum` is workspace of the head: classifier_fwd
 writes it for classifier_loss, in a layout that is private to the two.

@@ -5,14 +5,14 @@ decode_matmul     out = [gelu]([layernorm](x) @ w.T + b) [+ res]
 decode_attention  cache[row] = k, v of qkv;  att = softmax(q @ cache.k[..row].T / sqrt(HS)) @ cache.v[..row]
 cache_fill        cache = k, v of a whole sequence, which the forward pass has left in qkv
 
-The state of a sequence is a row of `seq`, int32 [B, 5] on the device: its last token, that token's row in the cache,
-the number of tokens sampled (sampling.py), and the low and high 31 bits of its seed.  So the launches of all steps are
-the same, and one CUDA graph replays them.  cache is [B, T, 2, C], one per layer; C holds the heads one after the other.
+The state of a sequence is a row of `seq`, int32 [B, 5] on the device.  It holds the last token, the token's row in the
+cache, the number of tokens sampled (sampling.py), and the low and high 31 bits of the seed.  So all steps have the same
+launches, and one CUDA graph replays them.  cache is [B, T, 2, C], one per layer; C holds the heads one after the other.
 
-A step is bound by reading the weights and, with few sequences, by the number of launches: five per layer.  To launch
-less, each program of a product normalises its input rows itself, which come from L2.  Up to NARROW sequences, a program
-holds whole rows of the weights in registers and takes one sequence after the other, so that a result does not depend on
-the number of sequences; more sequences go through tensor cores.
+Reading the weights bounds a step; with few sequences, so does the number of launches, five per layer.  To save
+launches, each program of a product normalises its input rows itself, which come from L2.  Up to NARROW sequences, a
+program holds whole rows of weights in registers and takes one sequence after the other.  A result then does not depend
+on the number of sequences.  More sequences go through tensor cores.
 """
 
 import math
@@ -125,9 +125,7 @@ def _decode_attention_kernel(
     att_ptr, cache_ptr, qkv_ptr, seq_ptr, T, NH, HS, factor,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head of one sequence.  Each of BLOCK_T slots keeps a maximum, a sum and an output (log2 domain); the
-    slots are combined at the end.  The new token is the first in slot 0.
-    """
+    """Compute one head of one sequence in BLOCK_T slots, which are combined at the end."""
     b = tl.program_id(0).to(tl.int64) // NH
     C = NH * HS
     d = tl.arange(0, BLOCK_D)
@@ -140,6 +138,7 @@ def _decode_attention_kernel(
     cache_ptr += b * T * 2 * C + column
     tl.store(cache_ptr + row.to(tl.int64) * 2 * C, k, mask=inside)
     tl.store(cache_ptr + row.to(tl.int64) * 2 * C + C, v, mask=inside)
+    # a slot keeps a maximum, a sum and an output (log2 domain); slot 0 begins with the new token
     slot = tl.arange(0, BLOCK_T)
     m = tl.where(slot == 0, tl.sum(q * k, 0), -1.0e30)  # finite, so that no slot becomes inf - inf
     total = tl.where(slot == 0, 1.0, 0.0)
@@ -182,7 +181,7 @@ def decode_matmul(
     out: Tensor, x: Tensor, w: Tensor, b: Tensor | None, lnw: Tensor | None, lnb: Tensor | None, res: Tensor | None,
     gelu: bool = False, eps: float = 1e-5,
 ) -> None:  # fmt: skip
-    """out = res + gelu(layernorm(x) @ w.T + b); b, the norm's weights and res may be None, gelu False."""
+    """out = res + gelu(layernorm(x) @ w.T + b).  None leaves out b, the norm (lnw, lnb) or res."""
     (B, K), N = x.shape, w.shape[0]
     if B <= NARROW:
         row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)

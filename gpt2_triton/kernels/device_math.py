@@ -1,6 +1,6 @@
 """Device functions that several kernels share: products, GELU, the classifier's exponential, master weights, AdamW.
 
-All values are fp32 where nothing else is said.
+Values are fp32 unless a docstring says otherwise.
 """
 
 import math
@@ -33,11 +33,11 @@ def dot(a, b, acc=None):
 
 @triton.jit
 def exp_relative_tile(z, factor, zt, target, j, V):
-    """Return p of a tile of logits z: exp relative to the target's, 2^(factor * z - zt), at most 2^108; 0 at the target
-    and in the padding.  zt and target belong to the tile's rows, j are its columns.
+    """Return p = 2^(factor * z - zt), at most 2^108, of a tile of logits z; 0 at the target and in the padding.  zt and
+    target belong to the tile's rows, j are the tile's columns.
     """
     counted = (j < V)[None, :] & (j[None, :] != target[:, None])
-    # a NaN must stay one: a plain minimum would turn it into 2^108, and a broken run into a finite loss
+    # NaN stays NaN: a plain minimum would give 2^108, and so a broken run a finite loss
     exponent = tl.minimum(z * factor - zt[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(counted, tl.exp2(exponent), 0.0)
 
@@ -46,7 +46,7 @@ def exp_relative_tile(z, factor, zt, target, j, V):
 #     s = sigmoid(2u),  u = sqrt(2/pi) * (x + 0.044715 * x^3),  2u' = 2 * sqrt(2/pi) * (1 + 3 * 0.044715 * x^2)
 #     gelu(x)  = 0.5 * x * (1 + tanh(u)) = x * s
 #     dgelu(x) = s + x * 2u' * (s - s^2)
-# hopper/activation.py has another s.
+# hopper/activation.py computes s in another way.
 
 
 @triton.jit

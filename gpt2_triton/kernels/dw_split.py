@@ -11,9 +11,9 @@ PARTIALS_PER_STEP = 10  # partial sums read and added in the time of a step
 
 
 class TileSplit(NamedTuple):
-    """The items into which dW is divided: `whole_tiles` of `steps` steps each, then `split_tiles`, each in
-    `k_parts` of `part_steps` steps.  A tile is `rows` x `columns` of dW: BLOCK_M x BLOCK_N or, where fewer tiles cover
-    dW so, BLOCK_N x BLOCK_M.
+    """The items of dW: `whole_tiles` of `steps` steps each, then `split_tiles` in `k_parts` of `part_steps` steps each.
+
+    A tile is `rows` x `columns` of dW: BLOCK_M x BLOCK_N, or turned if fewer turned tiles cover dW.
     """
 
     rows: int
@@ -44,8 +44,8 @@ def time_in_steps(whole_tiles: int, split_tiles: int, k_parts: int, steps: int, 
 
 def split_tiles(N: int, K: int, R: int, row: dict[str, int]) -> TileSplit:
     """Return the split that takes the least time for dW[N, K], a sum over R.  Tiles that fill whole waves are never
-    split.  WAVE, the items that run at once, is a number of the table and not of the GPU at hand: the same sizes are
-    summed in the same order everywhere.
+    split.  WAVE, the number of items that run at once, comes from the table, not from the GPU at hand.  So the same
+    sizes are summed in the same order everywhere.
     """
     rows, columns = row["BLOCK_M"], row["BLOCK_N"]
     tiles, turned = (triton.cdiv(N, r) * triton.cdiv(K, c) for r, c in ((rows, columns), (columns, rows)))

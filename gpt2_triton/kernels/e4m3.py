@@ -1,7 +1,6 @@
-"""Device functions of e4m3: rounding, the largest |x| of a tensor, and columns with their tokens in pairs; and the
-scale of the bytes that keep gelu'.
+"""Device functions of e4m3: rounding, a tensor's largest |x|, and columns with tokens in pairs; and gelu' as a byte.
 
-fp8.py states what an operand in fp8 is.
+fp8.py defines an operand in fp8.
 """
 
 import triton
@@ -10,7 +9,7 @@ from triton.language.target_info import is_hip
 
 from gpt2_triton.kernels.tuning import INTERPRET
 
-AMAX_CELLS = 32  # of a tensor, so that programs seldom wait for each other
+AMAX_CELLS = 32  # a tensor has several, so that programs seldom wait for each other
 
 # gelu', -0.13 to 1.13, as a byte: round(STEPS * gelu') + ZERO
 STEPS = tl.constexpr(202.25)
@@ -25,8 +24,8 @@ _LARGEST = tl.constexpr(448.0)
 def to_e4m3(x):
     """Return fp32 x as e4m3, rounded to nearest even and saturated at 448; NaN stays NaN.
 
-    An instruction of NVIDIA's GPUs does that; for sm_89 Triton 3.6 would cast to fp16 first, and so round twice.
-    Triton's interpreter truncates and wraps, so there x is made a number of e4m3 before the cast.
+    NVIDIA's instruction does that.  It is inline because Triton 3.6 casts to fp16 first for sm_89 and so rounds twice.
+    The interpreter's cast truncates and wraps, so there x is rounded to a number of e4m3 before the cast.
     """
     if not _EXACT:
         if is_hip():
@@ -47,7 +46,7 @@ def to_e4m3(x):
 
 @triton.jit
 def widened(x):
-    """Return x of any dtype in fp32.  Triton's interpreter takes the NaN of e4m3 for 480, so there it is put back."""
+    """Return x of any dtype in fp32.  Triton's interpreter reads e4m3's NaN as 480, so there NaN is restored."""
     y = x.to(tl.float32)
     if _EXACT:
         if x.dtype == tl.float8e4nv:
@@ -63,17 +62,17 @@ def row_maxima(top, x):
 
 @triton.jit
 def record_bits(amax_ptr, top):
-    """Record the largest of `top`, bits of |x|: a maximum that is exact in any order; NaN and infinity are largest."""
+    """Record the largest of `top`, bits of |x|.  Maxima are exact in any order; NaN wins."""
     tl.atomic_max(amax_ptr + tl.program_id(0) % _CELLS, tl.max(top), sem="relaxed")
 
 
 @triton.jit
 def quantise(x, scale_ptr, amax_ptr, rows=None):
-    """Return x in e4m3 times its tensor's scale, and record its amax where there are cells for it: that of all its
-    elements, or of the rows for which the mask `rows` is true.
+    """Return x times its tensor's scale in e4m3.  With amax_ptr, record the largest |x| of all rows, or of the rows
+    that the mask `rows` selects.
     """
     y = to_e4m3(x * tl.load(scale_ptr))
-    if amax_ptr is not None:  # last: before y, maxima took 46 more registers of layernorm at C 1600
+    if amax_ptr is not None:  # after y: maxima before y cost layernorm 46 more registers at C 1600
         top = row_maxima(0, x)
         if rows is not None:
             top = tl.where(rows, top, 0)
@@ -89,8 +88,8 @@ def token_at(p):
 
 @triton.jit
 def paired_columns(x):
-    """Return fp32 [R, C] as e4m3, transposed, with the tokens of a pair in an int16: [C, R / 2].  One thread holds rows
-    g and g + 8 of a tensor core's result, so that on Hopper stmatrix stores them as they are.
+    """Return fp32 [R, C] as e4m3, transposed, with the tokens of a pair in an int16: [C, R / 2].  A thread has rows g
+    and g + 8 of a tensor core's result, so Hopper's stmatrix stores a pair as it is.
     """
     r: tl.constexpr = x.shape[0]
     c: tl.constexpr = x.shape[1]
@@ -98,7 +97,7 @@ def paired_columns(x):
     if _EXACT or is_hip():
         low = to_e4m3(low).to(tl.uint8, bitcast=True).to(tl.int16)
         pairs = low | (to_e4m3(high).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
-    else:  # casts of their own: ptxas 12.8 confuses the bytes of a cast that is stored both packed and apart
+    else:  # separate casts: ptxas 12.8 confuses the bytes of a cast that is stored both packed and unpacked
         pairs = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
         )

@@ -4,15 +4,15 @@ embedding_fwd  x[b*T + t] = wte[ids[b, t]] + wpe[t]
 embedding_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r with targets[r] = v of ks[r] * lnf[r]
              dwpe[t] (+)= sum_b dx[b*T + t],  0 for t >= T
 
-The second sum belongs to the output head, whose weights are wte too: ks is the gradient of the target's logit (see
-classifier.py).
+The second sum is the output head's gradient, as wte is the head's weight too; ks is the gradient of the target's logit
+(classifier.py).
 
-Rows that share a token collide, and atomic adds would add them in a different order in each run.  So the host sorts the
-2R entries by token (scatter_table of data/packing.py): entry e < R is row e of dx, entry e >= R row e - R of lnf.  A
-segment is at most 128 entries of one token, which one program adds up.  A token with more entries is split into several
-segments; their sums go to `slots` of scratch, which a second kernel adds in order.  So each row of dwte has one writer
-and one order, and rows without entries are not touched.  The tables have fixed sizes, because launches are replayed
-from a CUDA graph: unused rows have length 0.
+Rows that share a token collide, and atomic adds would add them in a different order in each run.  So the host sorts 2R
+entries by token (scatter_table of data/packing.py): entry e < R is row e of dx, entry R + r is row r of lnf.  One
+program adds up a segment, at most 128 entries of one token.  A token with more entries has several segments: their sums
+go to `slots` of scratch, and a second kernel adds the slots in order.  So each row of dwte has one writer and one
+order, and rows without entries are not touched.  A CUDA graph replays the launches, so the tables have fixed sizes:
+unused rows have length 0.
 
 order         int32 [2R]    entries, sorted by token
 segments      int32 [Ns,4]  token, first index in order, length, slot in scratch (-1: add to dwte)
@@ -64,7 +64,7 @@ def _embedding_bwd_segments_kernel(
         is_target = entry >= R
         r = tl.where(is_target, entry - R, entry).to(tl.int64)
         factor = tl.load(ks_ptr + r, mask=inside & is_target, other=1.0)
-        if is_hip():  # Triton 3.6 compiles no pointer that is chosen from two, which saves a load
+        if is_hip():  # two loads: Triton 3.6 cannot choose between two pointers here
             at, from_lnf = (r * C)[:, :, None] + c[None, None, :], is_target[:, :, None]
             mask = inside[:, :, None] & (c < C)[None, None, :]
             lnf = tl.load(lnf_ptr + at, mask=mask & from_lnf, other=0.0)
@@ -124,7 +124,7 @@ def embedding_bwd(
     dwte: Tensor, dwpe: Tensor, scratch: Tensor,
     dx: Tensor, lnf: Operand, ks: Tensor, order: Tensor, segments: Tensor, split_tokens: Tensor, T: int, acc: bool,
 ) -> None:  # fmt: skip
-    """dwte += rows of dx by input token and of ks * lnf by target; dwpe (+)= sums of dx over the batch."""
+    """dwte += rows of dx by input token, rows of ks * lnf by target; dwpe (+)= sums of dx over the batch."""
     R, C = dx.shape
     Ns, Nh = segments.shape[0], split_tokens.shape[0]
     row = tuned("embedding_bwd_segments", dtype_name(dx), BLOCK_C=C)

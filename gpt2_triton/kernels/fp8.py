@@ -2,13 +2,13 @@
 
 An operand is stored as q = e4m3(x * scale), with one scale for a tensor, a power of two.  The kernel that writes the
 tensor also records its largest |x|, amax; roll_scales turns the maxima of the last 16 steps into the scales of the next
-step.  So no pass over a tensor is made for its scale, and a scale is fixed during a step: it depends neither on ranks
-nor on micro-steps.
+step.  So a scale costs no pass over its tensor.  A scale is fixed during a step: it depends neither on ranks nor on
+micro-steps.
 
-wgmma takes 8-bit operands only K-major, with the dimension that is summed over contiguous.  A weight gradient sums over
-tokens, so its operands are also stored transposed, as `columns`, with the tokens of each 16 in pairs: position 2g + h
-holds token g + 8h.  That is what Hopper's stmatrix writes; a product does not depend on an order that both operands
-share.  The columns of weights are in order.
+wgmma takes 8-bit operands only K-major: the summed dimension is contiguous.  A weight gradient sums over tokens, so its
+operands are also stored transposed, as `columns`.  There the tokens of each 16 lie in pairs, as Hopper's stmatrix
+writes them: position 2g + h holds token g + 8h.  A product does not depend on an order that both operands share.  The
+columns of weights are in order.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Fp8:
         return self.rows.is_contiguous()
 
     def __getitem__(self, rows: slice) -> "Fp8":
-        """Return a part of an operand whose columns no product reads."""
+        """Return some rows of an operand, if no product reads its columns."""
         assert not len(self.columns)
         return dataclasses.replace(self, rows=self.rows[rows], value=None if self.value is None else self.value[rows])
 
@@ -62,7 +62,7 @@ Operand = Tensor | Fp8
 
 
 def full(operand: Operand) -> Tensor:
-    """Return the bf16 tensor of an operand that has one."""
+    """Return the operand in bf16; an Fp8 must have `value`."""
     if not isinstance(operand, Fp8):
         return operand
     assert operand.value is not None
@@ -79,8 +79,8 @@ def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 @triton.jit
 def store_heads(desc, columns_desc, scale_ptr, amax_ptr, b, h, t, value):
-    """Store `value`, the rows from t on of head h in sequence b, which are 0 past its end: in fp8 if there is a scale;
-    with columns_desc, transposed too.
+    """Store the rows from t on of head h in sequence b; rows past the sequence's end are 0.  With a scale they are fp8,
+    with columns_desc they are stored transposed too.
     """
     if columns_desc is not None:
         columns = paired_columns(value * tl.load(scale_ptr))
@@ -105,7 +105,7 @@ def _roll_scales_kernel(scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: t
         history = tl.where(s == 0, top, history)
         tl.store(history_ptr + slot * STEPS + s, history)
         most = tl.max(history, 0)
-        # a tensor may grow by 2 in a step: 2^floor(log2(448 / 2 / most)), from the exponents; 448 / 2 is 1.75 * 2^7
+        # 2^floor(log2(448 / 2 / most)) from the exponents, as a tensor may double in a step; 448 / 2 is 1.75 * 2^7
         bits = most.to(tl.uint32, bitcast=True)
         above = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
         exponent = tl.minimum(7 - ((bits >> 23).to(tl.int32) - 127) - above, 100)
@@ -119,7 +119,7 @@ def _check_amax_kernel(squares_ptr, amax_ptr, N, BLOCK: tl.constexpr):
     for first in range(0, N, BLOCK):
         i = first + tl.arange(0, BLOCK)
         top = tl.maximum(top, tl.load(amax_ptr + i, mask=i < N, other=0))
-    if tl.max(top, 0) >= 0x7F800000:  # the bits of infinity; those of NaN are larger
+    if tl.max(top, 0) >= 0x7F800000:  # the bits of infinity; NaN's bits are larger
         tl.store(squares_ptr, float("nan"))
 
 
@@ -171,8 +171,9 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
 
 
 def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int) -> TensorDescriptor | None:
-    """Describe the columns [heads*HS, B*T] of an operand that is written transposed, as pairs [heads, HS, B, T/2], in
-    blocks of `tokens` tokens of one head; None if it is not.  `shape` is [B, NH, T].
+    """Describe an operand's columns [heads*HS, B*T] as pairs [heads, HS, B, T/2], in blocks of `tokens` of a head.
+
+    Return None if the operand is not written transposed.  `shape` is [B, NH, T].
     """
     if not (isinstance(operand, Fp8) and operand.transposed):
         return None
@@ -184,7 +185,7 @@ def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int)
 
 @contract("x8[R,C] <- x[R,C]")
 def cast_operand(x8: Fp8, x: Tensor) -> None:
-    """Write the rows of x, bf16, and record its amax; of a weight (x8.transposed) also the columns, in order."""
+    """Cast x, bf16, to x8's rows and record the amax; a weight (x8.transposed) also gets columns, in order."""
     R, C = x.shape
     if x8.transposed and hopper.takes("cast_weight", R, C, "fp8"):
         return hopper_cast.cast_weight(x8.rows, x8.columns, x, x8.scale, x8.amax)
@@ -198,19 +199,19 @@ def cast_operand(x8: Fp8, x: Tensor) -> None:
 
 @contract("squares[1]+ <- amax[A,P]")
 def check_amax(squares: Tensor, amax: Tensor) -> None:
-    """Set squares to NaN if an amax is not finite: e4m3 has no infinity, so that losses and gradients can be finite
-    where an operand is not.
+    """Set squares to NaN if an amax is not finite.  e4m3 has no infinity, so losses and gradients can be finite where
+    an operand is not.
     """
     _check_amax_kernel[(1,)](squares, amax, amax.numel(), BLOCK=1024, num_warps=4)
 
 
 @contract("scale[A]+ history[A,H]+ amax[A,P]+ <- step_out[4]")
 def roll_scales(scale: Tensor, history: Tensor, amax: Tensor, step_out: Tensor) -> None:
-    """Move each tensor's amax into its history, set its scale to the largest power of two with which twice the
-    history's maximum is at most 448, and clear its cells.
+    """Move each tensor's amax into its history, set its scale for the next step, and clear its cells.
 
-    Both stay as they are after a step that is not applied (step_out[APPLY]) and where the amax is not finite; a scale
-    also stays while its history is 0.
+    The scale is the largest power of two that keeps twice the history's maximum at or below 448.  Scale and history
+    stay after a step that is not applied (step_out[APPLY]), and where the amax is not finite.  A scale also stays while
+    its history is 0.
     """
     A, steps = history.shape
     _roll_scales_kernel[(A,)](scale, history, amax, step_out, CELLS=amax.shape[1], STEPS=steps, num_warps=1)

@@ -1,16 +1,16 @@
-"""Products of fp8 operands (fp8.py), the counterparts of matmul.py's launchers, which call these.
+"""Products of fp8 operands (fp8.py).  The launchers of matmul.py call them.
 
-Both operands are K-major: [M, K] and [N, K].  Products are summed by the tensor cores, on Hopper to 14 bits unless
-kernels/hopper adds parts of 128 terms in fp32 (docs/engineering/fp8.md), divided by the operands' scales, powers of
-two, which is exact, and finished as in matmul.py, with these differences:
+Both operands are K-major: [M, K] and [N, K].  Tensor cores sum the products, on Hopper to 14 bits; most kernels of
+hopper/ add parts of 128 terms in fp32 (docs/engineering/fp8.md).  Scales are powers of two, so dividing by them is
+exact.  Epilogues are as in matmul.py, with these differences:
 
 matmul_gelu      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte: round(STEPS * gelu') + ZERO.
-                 GELU's input is not kept.  A byte's error is at most half a step, 0.0025 of values -0.13 to 1.13.
+                 GELU's input is not kept.  A byte's error is at most half a step, 0.0025.
 matmul_dx_dgelu  multiplies by those bytes and writes dpre as an fp8 operand, rows and columns.
 
-classifier_target  sums each target's logit as classifier.py's product of fp8 operands sums it.  Tensor cores drop what
-                 is 14 bits below the largest term, which lowers logits by a fraction of 8e-5.  A target's logit that
-                 is summed exactly would change losses by 0.002 where logits are near 30.
+classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums all logits.  Tensor cores drop what is
+                 14 bits below the largest term, which lowers logits by a fraction of 8e-5.  An exact sum for the
+                 target alone would change losses by 0.002 where logits are near 30.
 
 On Hopper hopper.takes chooses the kernel, as in matmul.py.  The order of the bytes of gelu' is private to the kernels
 that write and read them.
@@ -87,7 +87,7 @@ def _fp8_classifier_target_kernel(
     zt_ptr, lnf_ptr, wte_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, R, C,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Write zt, the diagonal of lnf @ wte[targets].T, summed as the product of logits is."""
+    """Write zt, the diagonal of lnf @ wte[targets].T, summed as classifier_fwd sums logits."""
     i = tl.arange(0, BLOCK_R)
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + i
     target = tl.load(targets_ptr + r, mask=r < R, other=-1).to(tl.int64)
@@ -159,8 +159,9 @@ def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:
 
 
 def dw_operands(dout: Operand, inp: Operand) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-    """Return the tensors that dW's product reads and their scales: in fp8 the columns, [N, R] and [K, R], which are
-    written now if they were not with the rows.
+    """Return the tensors that dW's product reads, and their scales.
+
+    In fp8 they are the columns, [N, R] and [K, R]; columns that were not written with the rows are written now.
     """
     if not (isinstance(dout, Fp8) and isinstance(inp, Fp8)):
         return (full(dout), full(inp)), (None, None)

@@ -5,9 +5,9 @@ forward    mean = sum_C(x) / C,  rstd = 1 / sqrt(sum_C((x - mean)^2) / C + eps)
 backward   g = dout * w,  dx (+)= rstd * (g - sum_C(g) / C - xhat * sum_C(g * xhat) / C)
            dw (+)= sum_R(dout * xhat),  db (+)= sum_R(dout),  dbias (+)= sum_R(dx as it is after the update)
 
-There is no fused residual + layernorm: the residual is added in the epilogue of the product before it (matmul_add), so
-x is the sum already.  dbias is the gradient of that product's bias: its output enters the residual stream unchanged, so
-the gradient is the column sums of the new dx.  Statistics are two-pass, in fp32, of the stored x.  Column sums run per
+The residual is not fused here: the product before the norm adds it in its epilogue (matmul_add), so x is the sum
+already.  dbias is the gradient of that product's bias.  The product's output enters the residual stream unchanged, so
+dbias is the column sums of the new dx.  Statistics are two-pass, in fp32, of the stored x.  Column sums run per
 program over a fixed set of rows, then over programs in a fixed order (reduce.py).  The kernels are bound by bandwidth:
 forward reads and writes a row, backward reads three and writes one.
 """
@@ -32,9 +32,9 @@ def _normalise(x, mean, rstd, w, b):
 
 @triton.jit
 def _elements(r, c, C):
-    """Return the indices of rows r, columns c.  Threads hold runs of at most 8 elements, 16 bytes of bf16: a store of
-    e4m3 alone would make them 16 in the whole kernel, and so change the order of its sums.
-    """
+    """Return the indices of rows r, columns c."""
+    # runs of at most 8 elements, 16 bytes of bf16: without the limit a store of e4m3 makes runs of 16 in the whole
+    # kernel, and so changes the order of its sums
     return tl.max_contiguous(r[:, None] * C + c[None, :], [1, 8])
 
 
@@ -114,7 +114,7 @@ def _layernorm_bwd_kernel(
 
 @contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
 def layernorm_fwd(out: Operand, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> None:
-    """out = layernorm(x), of an fp8 operand its rows, and its bf16 tensor if it has one; mean, rstd fp32."""
+    """Write out = layernorm(x); mean and rstd in fp32.  An fp8 out gets its rows, and its bf16 tensor if it has one."""
     R, C = x.shape
     plain, (out8, *scaling) = (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)

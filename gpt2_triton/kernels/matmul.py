@@ -15,10 +15,10 @@ On Hopper, hopper.takes decides which products run in the kernels of hopper/.  T
 all products on other GPUs and in the interpreter.
 
 Each program walks output tiles (a persistent kernel), so that the loads of the next tile overlap the epilogue of the
-last.  A tile has the same bits whichever program computes it.  dw has few tiles and a long sum: the tiles that would
-fill the GPU only in part, at the end, are split along R.  Their partial sums go to scratch and are added in a fixed
-order, so that two runs agree bit for bit (a hybrid of Stream-K, https://arxiv.org/abs/2301.03598, with parts of equal
-length: parts in flight together then read the same rows).
+last.  A tile has the same bits whichever program computes it.  dw has few tiles and a long sum.  Tiles that would fill
+the GPU only in part, at the end, are split along R.  Their partial sums go to scratch and are added in a fixed order,
+so that two runs agree bit for bit.  This is a hybrid of Stream-K (https://arxiv.org/abs/2301.03598), with parts of
+equal length: parts in flight together then read the same rows.
 """
 
 import triton
@@ -57,7 +57,7 @@ def _epilogue(acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc,
         # "+ 0 * acc" keeps pre in acc's register layout; without it gelu_out and dpre each compute the sigmoid, and at
         # 128x256 registers spill
         pre = pre_desc.load([m, n]).to(tl.float32) + 0.0 * acc
-        acc *= dgelu(pre)  # rows past the end are 0 * dgelu(0): nothing for the column sums
+        acc *= dgelu(pre)  # rows past the end are 0 and add nothing to the column sums
         tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
         if gelu_desc is not None:
             gelu_desc.store([m, n], gelu(pre).to(gelu_desc.dtype))
@@ -107,14 +107,12 @@ def _matmul_dw_kernel(
     part_steps, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write tiles [0, whole_tiles) of out[N, K] (+)= dout.T @ inp; partial sums of the others to part[k_part][tile].
-    Operands with scales are fp8, stored as [N, R] and [K, R].
-    """
+    """Write whole tiles of out[N, K] (+)= dout.T @ inp, and the partial sums of the others to part[k_part][tile]."""
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
     split_tiles = tiles_n * tiles_k - whole_tiles
     if dout_scale_ptr is not None:
-        unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))
+        unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))  # fp8: operands are [N, R] and [K, R]
     for item in tl.range(tl.program_id(0), whole_tiles + split_tiles * k_parts, tl.num_programs(0)):
         slot = item - whole_tiles  # negative for a whole tile
         tile, first, count, _ = split_item(item, whole_tiles, split_tiles, steps, part_steps)

@@ -6,9 +6,9 @@
     x  = a * x + (b * A + c * A A) x,    A = x x^T       repeated: an odd polynomial of each singular value
     w -= lr * (scale * x + decay * w)                    scale = 0.2 * sqrt(longer side)
 
-The polynomials bring all singular values close to 1 (model/muon.py has them): the update is nearly the polar factor
-U V^T of x = U S V^T.  Its elements have an rms of 1 / sqrt(longer side), so that scale makes it 0.2, about that of
-AdamW, and both take the same learning rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982).
+The polynomials (model/muon.py) bring all singular values close to 1: the update is nearly the polar factor U V^T of
+x = U S V^T.  Its elements have an rms of 1 / sqrt(longer side).  The scale makes the rms 0.2, about AdamW's, so that
+both take the same learning rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982).
 
 Each launch takes all matrices of one shape, [k, M, N], each of them contiguous, with any stride between them.  The bits
 of a matrix do not depend on the others.  If M > N, A is x^T x, and the polynomial is multiplied from the right.  A and
@@ -30,8 +30,8 @@ from gpt2_triton.kernels.tiles import halves, tile_corner
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, next_power_of_2, tuned
 from gpt2_triton.kernels.weights import load_weights, random_words, store_weights
 
-NORM_FACTOR = tl.constexpr(1.02)  # of the norm of a matrix rounded to bf16, whose singular values may grow by rounding
-SMALLEST_NORM = tl.constexpr(1e-12)  # a matrix of zeros stays one
+NORM_FACTOR = tl.constexpr(1.02)  # above 1, since rounding a matrix to bf16 may raise its singular values
+SMALLEST_NORM = tl.constexpr(1e-12)  # a matrix of zeros stays zeros
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def muon_momentum(x: Tensor, m: Tensor, g: Tensor, step_out: Tensor, momentum: f
 
 
 def _elements(x: Tensor) -> dict[str, int]:
-    return tuned("adamw", dtype_name(x), BLOCK=x.shape[1])  # kernels of the same form
+    return tuned("adamw", dtype_name(x), BLOCK=x.shape[1])  # adamw's kernel has the same form
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _normalise_kernel(
 
 @contract("out[k,M,N]~ scratch[*] <- x[k,M,N]~")
 def muon_normalise(out: Tensor, scratch: Tensor, x: Tensor) -> None:
-    """Write out = x / (1.02 * ||x||) for each of k matrices; a matrix of zeros stays one."""
+    """Write out = x / (1.02 * ||x||) for each of k matrices; a matrix of zeros stays zeros."""
     k, n = x.shape[0], x.shape[1] * x.shape[2]
     parts, block = triton.cdiv(n, _norm_block(n)), min(next_power_of_2(n), 1 << 18) if INTERPRET else 1024
     _squares_kernel[(parts, k)](scratch, x, n, x.stride(0), BLOCK=_norm_block(n), num_warps=8)
@@ -117,7 +117,7 @@ def _store_tile(desc, i, row, column, tile):
 
 @triton.jit
 def lower_tile(item, tiles):
-    """Return row and column of the item-th of the tiles (tiles + 1) / 2 tiles on and below the diagonal.
+    """Return row and column of tile number `item` on and below the diagonal of tiles x tiles.
 
     The rows of tiles are taken in pairs, the last with the first, so that all pairs are equally long.
     """
@@ -253,7 +253,8 @@ def muon_update(
 ) -> None:  # fmt: skip
     """Update w (and low) in place by lr * (scale * x + decay * w), unless step_out[APPLY] is 0.
 
-    first      the flat index of w[0, 0] in the whole model; w[l, 0] is `distance` * l further; multiples of 4
+    `first` is the flat index of w[0, 0] in the whole model; w[l, 0] follows at first + l * distance.  Both are
+    multiples of 4.
     """
     (L, n), dtype, row = w.shape, dtype_name(w), _elements(w)
     low_stride = 0 if low is None else low.stride(0)

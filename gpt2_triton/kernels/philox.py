@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., SC11) keyed by seed, purpose, step and flat element.
 
-One Philox call on the counter (i // 4 low, i // 4 high, step, purpose) returns four 32-bit words, of which element i
-takes word i % 4.  So a number depends on seed, purpose, step and element, and not on block sizes, launches or ranks.
+One Philox call on the counter (i // 4 low, i // 4 high, step, purpose) returns four 32-bit words; element i takes
+word i % 4.  So a number depends on seed, purpose, step and element, and not on block sizes, launches or ranks.
 """
 
 import triton
@@ -57,7 +57,7 @@ def _fill_kernel(w_ptr, n, value, BLOCK: tl.constexpr):
 def normal_init(w: Tensor, low: Tensor | None, seed: int, first: int, std: float) -> None:
     """w = N(0, std), element i from Philox at flat index first + i, with `first` a multiple of 4.
 
-    A bf16 w is the fp32 number rounded; low, if given, gets its other 16 bits (device_math.split_master).
+    A bf16 w is the fp32 number rounded; low, if given, gets the number's other 16 bits (device_math.split_master).
     """
     block = _block(w.numel())
     _normal_init_kernel[(triton.cdiv(w.numel(), block),)](w, low, w.numel(), seed, first, std, BLOCK=block)

@@ -5,9 +5,8 @@
         ...
     compiled.kernels, compiled.from_cache, compiled.seconds
 
-The launchers are called as in a step and determine the kernels, types and blocks, so there is no list of them.  Triton
-3.6 and later compile asynchronously, but would then launch too unless `warmup` is set; `JITFunction.run` is replaced to
-set it.
+The launchers are called as in a step and determine the kernels, types and blocks, so nobody keeps a list.  Triton
+compiles asynchronously, but then also launches, unless `warmup` is set; the replaced `JITFunction.run` sets it.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 
 @dataclasses.dataclass
 class Compiled:
-    """The number of kernels made ready, how many of them came from Triton's cache on disk, and the time for all."""
+    """The number of kernels made ready, the number found in Triton's cache on disk, and the time for all."""
 
     kernels: int = 0
     from_cache: int = 0
@@ -37,11 +36,11 @@ class Compiled:
 def compiling(
     ignore_errors: bool = False, report: Callable[[int, int], None] = lambda done, total: None
 ) -> Iterator[Compiled]:
-    """Submit each kernel launched in the context to a thread pool; at its end, wait until all are loaded.
+    """Compile each kernel launched in the context on a thread pool; at its end, wait until all are loaded.
 
-    This includes Gluon's kernels, which are JITFunctions.  Threads suffice, since MLIR's passes, ptxas and gcc run
-    without Python's lock.  With `ignore_errors`, a kernel that does not compile, or needs more than the GPU has, raises
-    at its launch instead.  `report` is called with the number of launches whose kernel is compiled, and of all.
+    Threads suffice: MLIR's passes, ptxas and gcc run without Python's lock.  With `ignore_errors`, a kernel that does
+    not compile, or needs more than the GPU has, raises at its launch instead.  `report` gets two numbers: launches
+    with a compiled kernel, and all launches.
     """
     out, began, gpu = Compiled(), time.perf_counter(), torch.cuda.current_device()
     launched, cached = [], []
@@ -81,8 +80,7 @@ def _make_launcher(kernel: Any, ignored: tuple[type[Exception], ...]) -> None:
 
 
 def _load(kernel: Any, ignored: tuple[type[Exception], ...]) -> None:
-    """Load a kernel.  Call it from one thread: all extensions of 3.6 have one module name, and importing one overwrites
-    the module of another, so that a thread could get the launcher of another thread's kernel.
-    """
+    """Load a kernel.  Call it from one thread only."""
+    # all extensions of Triton 3.6 share a module name: a second thread could get the launcher of another kernel
     with contextlib.suppress(*ignored):
         _ = kernel.run

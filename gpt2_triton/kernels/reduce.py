@@ -50,7 +50,7 @@ def column_sums(out: Tensor, second: Tensor | None, third: Tensor | None, part: 
     block_p = min(next_power_of_2(P), 64)
     if INTERPRET:
         block_n = min(next_power_of_2(N), 1 << 18)
-    elif N < 1 << 16:  # few columns: blocks of eight, one sector, give each multiprocessor some
+    elif N < 1 << 16:  # few columns: blocks of eight, one sector, keep every multiprocessor busy
         block_p, block_n = min(next_power_of_2(P), 512), 8
     else:
         block_n = max(64, 4096 // block_p)
@@ -122,8 +122,8 @@ def loss_sum(out: Tensor, losses: Tensor, step_in: Tensor) -> None:
 
 @contract("step_out[4] <- sumsq[1] step_in[8]")
 def clip_factor(step_out: Tensor, sumsq: Tensor, step_in: Tensor) -> None:
-    """step_out's NORM, CLIP_FACTOR, which brings the norm to at most CLIP (1 if CLIP is 0), and APPLY, 1 if norm and
-    loss are finite, else 0.
+    """Write step_out's NORM, CLIP_FACTOR and APPLY.  The factor brings the norm to at most CLIP; it is 1 if CLIP is 0.
+    APPLY is 1 if norm and loss are finite, else 0.
     """
     _clip_factor_kernel[(1,)](step_out, sumsq, step_in)
 

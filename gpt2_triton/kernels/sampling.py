@@ -1,14 +1,14 @@
 """Sampling of each sequence's next token from its logits, with temperature, top-k and top-p, without sorting them.
 
 top_k    keep the k largest logits: z >= the largest bound that at least k logits reach
-top_p    of those, keep the most likely that together have probability p (nucleus sampling, Holtzman et al. 2020,
-         https://arxiv.org/abs/1904.09751): the largest bound whose logits have at least p of the mass kept so far
+top_p    of the kept logits, keep the most likely that together have probability p (nucleus sampling, Holtzman et al.
+         2020, https://arxiv.org/abs/1904.09751): z >= the largest bound that leaves at least p of their mass
 token    argmax_j (z[j] / temperature + G[j]),  G[j] = -log(E[j]),  E[j] = -log(1 - u[j]) exponential: the Gumbel-max
          trick; j has probability softmax(z / temperature)[j]
 
-Both bounds are found by bisection, which ends when one logit is left between a bound that is too high and one that is
-not, so the sets are exact.  Equal logits at a bound are kept or removed together.  The mass is summed in fp32, in a
-fixed order.
+Bisection finds both bounds.  It ends when one logit is left between a bound that is too high and a bound that is not,
+so the sets are exact.  Equal logits at a bound are kept or removed together.  The mass is summed in fp32, in a fixed
+order.
 
 u[j] is word j of Philox (philox.py) for the sequence's seed and the number of tokens sampled so far.  It does not
 depend on the other sequences of the decode batch.
@@ -56,14 +56,14 @@ def _reached(z_ptr, V, bound, peak, factor, MASS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _raise_bound(z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest bound that `goal` logits, or a mass of `goal`, reach, and its count; `low` is one of these."""
+    """Return the largest bound that `goal` logits (MASS: a mass of `goal`) reach, and their count; they reach `low`."""
     high = peak
     high_count, mass = _reached(z_ptr, V, high, peak, factor, MASS, BLOCK)
     enough = (mass if MASS else high_count.to(tl.float32)) >= goal
     low = tl.where(enough, high, low)
     low_count = tl.where(enough, high_count, low_count)
     middle = low + (high - low) * 0.5
-    # one logit between the bounds: it is the last that belongs; no number between them: all of these are equal
+    # ends with one logit between the bounds, the last to keep, or with no number between them: the logits are equal
     while (low_count - high_count > 1) & (middle > low) & (middle < high):
         count, mass = _reached(z_ptr, V, middle, peak, factor, MASS, BLOCK)
         enough = (mass if MASS else count.to(tl.float32)) >= goal
@@ -126,7 +126,7 @@ def _sample_token_kernel(
 
 @contract("seq[B,5]+ <- logits[B,Vp]")
 def sample_token(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, top_p: float) -> None:
-    """Set each sequence's token to one sampled from logits[:, :V]; increment its row and its count of tokens sampled.
+    """Sample each sequence's next token from logits[:, :V]; increment its row and its count of tokens sampled.
 
     temperature 0 takes the most likely token; top_k 0 and top_p 1 keep all tokens.
     """

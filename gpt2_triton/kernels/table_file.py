@@ -66,7 +66,9 @@ def _parse(file: Traversable) -> Table:
         }
         return Table(**data | dict(rows=rows))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{file.name}: no table like {WITHOUT_GPU}.json ({type(error).__name__}: {error})") from None
+        raise ConfigError(
+            f"{file.name}: not a table in the form of {WITHOUT_GPU}.json ({type(error).__name__}: {error})"
+        ) from None
 
 
 def choose(gpu: str, capability: str, tables: dict[str, Table]) -> str:
@@ -125,4 +127,4 @@ def notice() -> str | None:
     if found.names(gpu) and found.source == "measured":
         return None
     lacks = f"launch parameters are not measured on {gpu}" if found.names(gpu) else f"no table for {gpu}"
-    return f"{lacks}: {table_name()}'s rows; `python -m benchmarks tune` in a checkout may gain"
+    return f"{lacks}: {table_name()}'s rows; `python -m benchmarks tune` in a checkout may find faster ones"

@@ -5,7 +5,7 @@ fp8_stats        elements at the largest number and at 0                        
 parameter_stats  tensor_stats of a gradient, sum of w^2, sum of (the update AdamW is about to make)^2
 muon_stats       the same before an update by Muon
 
-Sums and maxima are over the finite elements.  Each kernel reads its tensors once and takes the time of that.
+Sums and maxima are over the finite elements.  Each kernel reads its tensors once; that bounds its time.
 """
 
 import torch
@@ -95,9 +95,9 @@ def _parameter_stats_kernel(
 
 @contract("out[3,P]+ <- x[*]")
 def tensor_stats(out: Tensor, x: Operand, acc: bool) -> None:
-    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc combined with the old out.
+    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc, combined with the old out.
 
-    Of an fp8 operand they are those of its bf16 tensor, or of what its rows stand for if it has none.
+    An fp8 operand gives its bf16 tensor, or without one its rows divided by the scale.
     """
     scale = x.scale if isinstance(x, Fp8) and x.value is None else None
     x = full(x) if scale is None else x.rows
@@ -139,8 +139,8 @@ def parameter_stats(
 ) -> None:  # fmt: skip
     """out = tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py.
 
-    The update is taken before w is rounded.  With fp32 masters, w is their bf16 rounding: the decay, and the ratio of
-    update and weight, are of the rounded weights.
+    The update is taken before w is rounded.  With fp32 masters, w is the bf16 weight: the decay and the ratio of update
+    to weight use rounded weights.
     """
     n, P = w.numel(), out.shape[1]
     alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)

@@ -32,8 +32,8 @@ def halves(tile):
 
 @triton.jit
 def split_item(item, whole_tiles, split_tiles, steps, part_steps):
-    """Return an item's tile, its first step, its number of steps and its slot: the place of its partial sum in scratch,
-    or -1 for a whole tile.  Parts of the same rows follow one another and share them in L2.
+    """Return an item's tile, first step, number of steps and slot: the place of the partial sum in scratch, or -1 for a
+    whole tile.  Items that sum the same rows follow one another and share the rows in L2.
     """
     slot = item - whole_tiles
     tile, first, count = item, 0, steps

@@ -1,10 +1,10 @@
-"""Loads and stores the weights of an update, in one of three storages; AdamW and Muon share it.  A second moment in
-bf16 is rounded as weights are.
+"""Loads and stores the weights of an update, for AdamW and Muon, in one of three storages.  A second moment in bf16 is
+rounded like weights.
 
 fp32            as they are
-bf16            rounded stochastically: 16 random bits are added below the ones that stay, so that the rounding error
-                is 0 on average and updates smaller than half an ulp are not lost; the bits are Philox's for (seed,
-                step, element), of whose 32 the weight takes the lower half and the second moment the upper
+bf16            rounded stochastically: 16 random bits are added below the bits that stay.  The rounding error is then
+                0 on average, and updates below half an ulp are not lost.  Philox gives 32 bits for (seed, step,
+                element): the weight takes the lower half, a second moment the upper half.
 bf16 with low   exactly, as bf16 and the 16 lower bits (device_math.split_master)
 """
 
@@ -28,9 +28,7 @@ def load_weights(w_ptr, low_ptr, i, mask):
 
 @triton.jit
 def random_words(step_key_ptr, first, USED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the words that round BLOCK elements, 0 if they are not USED; `first`, a multiple of 4, is the flat index
-    of the first one.
-    """
+    """Return the words that round BLOCK elements from flat index `first`, a multiple of 4; 0 without USED."""
     if not USED:
         return tl.zeros((BLOCK,), tl.uint32)
     seed = tl.load(step_key_ptr + SEED_LOW).to(tl.int64) | (tl.load(step_key_ptr + SEED_HIGH).to(tl.int64) << 32)

@@ -144,7 +144,7 @@ def test_a_gpus_own_table_comes_before_its_architectures():
 )
 def test_notice_names_a_table_that_was_not_measured_on_this_gpu(gpu, name, architecture, line):
     gpu(name, architecture)
-    assert table_file.notice() == (line and f"{line}; `python -m benchmarks tune` in a checkout may gain")
+    assert table_file.notice() == (line and f"{line}; `python -m benchmarks tune` in a checkout may find faster ones")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's bounds")
@@ -187,8 +187,8 @@ def test_without_a_gpu_no_table_is_taken_and_no_notice_printed(monkeypatch):
     ("change", "message"),
     [
         (lambda d: d.update(gpu="NVIDIA A100"), "is for NVIDIA A100, this GPU is NVIDIA L40S"),
-        (lambda d: d.pop("date"), "l40s.json: no table like h200.json (TypeError: "),
-        (lambda d: d.update(rows=3), "l40s.json: no table like h200.json (AttributeError: "),
+        (lambda d: d.pop("date"), "l40s.json: not a table in the form of h200.json (TypeError: "),
+        (lambda d: d.update(rows=3), "l40s.json: not a table in the form of h200.json (AttributeError: "),
         (lambda d: d["rows"].pop("adamw"), "row adamw bf16 is missing; expected integers BLOCK"),
         (lambda d: d["rows"]["matmul"]["bf16"].pop("GROUP_M"), "row matmul bf16 is {'BLOCK_M': "),
         (lambda d: d["rows"]["adamw"]["any"].update(num_stages="3"), "'num_stages': '3'"),

@@ -2,7 +2,7 @@
 
 A tile is read in slices of SLICE_M x SLICE_N, 32 numbers for each thread of two warps: down the first SLICE_N columns,
 then down the next.  The load of slice s + 1 is issued before slice s is used, so that the arithmetic hides shared
-memory's latency; the two slices' registers are what limits a slice's size.
+memory's latency.  The registers of two slices limit a slice's size.
 """
 
 from triton.experimental import gluon
@@ -28,10 +28,9 @@ SLICES = gl.constexpr(DOWN.value * (BLOCK_N.value // SLICE_N.value))
 RING = gl.constexpr(4)  # slices of pre in flight
 
 
-# gelu and dgelu of device_math.py, for outputs in bf16: sigmoid(2u) = 0.5 + 0.5 * tanh(u), with the instruction that
+# gelu and dgelu of device_math.py for outputs in bf16, with sigmoid(2u) = 0.5 + 0.5 * tanh(u).  One instruction
 # approximates tanh to 2^-11 of its value, where bf16's half ulp is 2^-9.  Errors against float64 are the same to four
-# digits (docs/LOG.md), and a product's epilogue stays hidden behind the next product, which the two
-# instructions of sigmoid would expose.
+# digits (docs/LOG.md).  sigmoid's two instructions would not hide behind the next product.
 
 
 @gluon.jit
@@ -116,8 +115,8 @@ def take_pre(pre, step, layout: gl.constexpr):
 
 @gluon.jit
 def derivative_partition(out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N):
-    """Store dpre = c * gelu'(pre) of each tile, where c is the gradient of gelu(pre); the sums of its columns to
-    part[tile_m]; and gelu(pre), if gelu_ptr is given.  It may be pre's address: a slice has been read by then.
+    """Store dpre = c * gelu'(pre) of each tile, its column sums to part[tile_m], and gelu(pre) if gelu_ptr is given.
+    c is the gradient of gelu(pre).  gelu_ptr may be pre's address: a slice of pre is read before it is overwritten.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     cols, at = slice_offsets(N, layout)
@@ -142,7 +141,7 @@ def derivative_partition(out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N):
             store_slice(out_ptr, at, dpre, row, col, M, N)
             if gelu_ptr is not None:
                 store_slice(gelu_ptr, at, fast_gelu(x), row, col, M, N)
-            # of every eighth row, which one thread holds; rows past the end are 0
+            # one thread holds every eighth row; rows past the end are 0
             sums += gl.convert_layout(gl.sum(gl.reshape(dpre, [SLICE_M // 8, 8, SLICE_N]), 0), layout)
             if s % DOWN == DOWN - 1:
                 if col < N:

@@ -1,6 +1,6 @@
 """Parts of attention for Hopper (attention_fwd.py, attention_dq.py, attention_dkdv.py), for bf16 heads of 64 columns.
 
-A program has one warpgroup, whose wgmma computes 64 rows: a block of queries (forward, dQ) or of keys (dK, dV).  The
+A program has one warpgroup, and its wgmma computes 64 rows: a block of queries (forward, dQ) or of keys (dK, dV).  The
 blocks of the other side pass through a ring of one (forward) or two stages, which TMA fills.  No warps are set apart
 for loads: several programs share a multiprocessor, and while one takes exponentials another multiplies.  In a program
 of the backward pass one product is in flight while the scores become p, or p becomes ds.  kernels/attention.py has the
@@ -85,7 +85,7 @@ def stage_gradient(desc, columns_desc, scale_ptr, amax_ptr, value):
     if scale_ptr is not None:
         value = quantise(value, scale_ptr, amax_ptr)
     rows.store(value.to(desc.dtype))
-    fence_async_shared()  # before the barrier that precedes the stores, which may be that of the next maximum
+    fence_async_shared()  # here, as the barrier before the stores may be the next maximum's barrier
     return rows, columns
 
 
@@ -98,7 +98,7 @@ def store_gradient(desc, columns_desc, staged, row, column):
 
 
 class Gradient(NamedTuple):
-    """dqkv as it is stored: bf16 rows, or e4m3 with their scale and the cells of their amax, and perhaps transposed."""
+    """dqkv as it is stored: rows in bf16, or in e4m3 with scale and amax, and perhaps transposed too."""
 
     rows: Tensor  # bf16 or e4m3 [B*T, 3*C]
     columns: Tensor | None  # int16 [3*C, B*T/2], pairs of tokens in e4m3

@@ -2,8 +2,8 @@
 
 A program's k and v stay in registers; its blocks of queries are q and dout, and lse and delta of the whole sequence are
 in shared memory.  Scores are transposed, [keys, queries], and computed for 32 queries at a time, so that p and ds fit
-in registers.  dv has the portable kernel's bits.  dk does not: that kernel starts the sum of v @ dout.T at -delta, this
-one subtracts delta from the sum.
+in registers.  dv has the portable kernel's bits.  dk does not: the portable kernel starts the sum of v @ dout.T at
+-delta, and this kernel subtracts delta from the sum.
 """
 
 from torch import Tensor
@@ -31,11 +31,11 @@ from gpt2_triton.kernels.tuning import next_power_of_2
 
 OPTIONS = dict(num_warps=4, maxnreg=168)
 PROGRAMS = 3  # that share a multiprocessor: its 65,536 registers hold 3 x 128 threads x 168
-SHARED = 228 * 1024 // PROGRAMS - 1024  # bytes of shared memory for each, of which CUDA takes 1 KB more
-# lse and delta, fp32, of a power of two of tokens, beside six blocks and their barriers: 2,048 tokens
+SHARED = 228 * 1024 // PROGRAMS - 1024  # bytes of shared memory for each; CUDA takes 1 KB more
+# 2,048 tokens, a power of two: their lse and delta, fp32, fit beside six blocks and the barriers
 LONGEST = 1 << ((SHARED - 6 * HEAD * HEAD * 2 - 256) // 8).bit_length() - 1
 
-PART = gl.constexpr(32)  # queries whose scores are computed at a time
+PART = gl.constexpr(32)  # queries that are scored at a time
 PART_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
 PART_OPERAND = gl.constexpr(gl.DotOperandLayout(0, PART_LAYOUT.value, 2))
 VECTOR_LAYOUT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
@@ -44,7 +44,7 @@ VECTOR_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, DIAGONAL: gl.constexpr):
-    """Add p.T @ dout and ds.T @ q of the block of queries in this step's stage, whose first part is `part`."""
+    """Add p.T @ dout and ds.T @ q of the block of queries in this step's stage; `part` is the block's first part."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, PART_LAYOUT)
     zeros = gl.zeros([SIDE, PART], gl.float32, PART_LAYOUT)
     stage = step % STAGES
@@ -59,7 +59,7 @@ def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, DIAGONAL: gl.
         s = warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(s * FACTOR - lse_buf.index(part + n).load(COLUMNS)[None, :])
         if DIAGONAL:
-            # numbers in the sequence: with those in the block ptxas 12.8 adds 12 instructions to the kernel's loop
+            # i and j count from the sequence's start: from the block's, ptxas 12.8 adds 12 instructions to the loop
             i = (part + n) * PART + gl.arange(0, PART, layout=COLUMNS)
             j = part * PART + gl.arange(0, SIDE, layout=gl.SliceLayout(1, PART_LAYOUT))
             p = gl.where(i[None, :] >= j[:, None], p, 0.0)
@@ -115,7 +115,7 @@ def _attention_dkdv_kernel(
         row = b * T + first + (step + STAGES) * SIDE
         load_pair(qkv_desc, dout_desc, ring, step % STAGES, row, h * SIDE, h * SIDE, step + STAGES < steps)
     dk *= SCALE
-    # sums before stores, whose shared memory Triton may use again while TMA reads it
+    # before the stores: later sums could reuse shared memory that TMA still reads
     part_ptr += ((b * BLOCKS + block) * 2 * NH + h) * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
     gl.store(part_ptr, gl.sum(dk, 0))
     gl.store(part_ptr + NH * SIDE, gl.sum(dv, 0))
@@ -131,8 +131,8 @@ def _attention_dkdv_kernel(
 def attention_bwd_dkdv(
     dqkv: Gradient, part: Tensor, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor
 ) -> int:  # fmt: skip
-    """Write dk and dv, two thirds of dqkv's columns, and part fp32 [B*T/64, 2*C], their column sums for each block of
-    64 keys; return part's rows.  dout is bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse and delta are fp32 [B, NH, T].
+    """Write dk and dv into dqkv, and their column sums for each block of 64 keys into part, fp32 [B*T/64, 2*C].
+    dout is bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse and delta are fp32 [B, NH, T].  Return part's rows.
     """
     B, NH, T = lse.shape
     blocks = T // HEAD

@@ -90,7 +90,7 @@ def _attention_dq_kernel(
         load_pair(qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block)
     dq = _dq_step(q, dout, dq, lse, delta, ring, block, True) * SCALE
     d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
-    # sums before stores, whose shared memory Triton may use again while TMA reads it
+    # before the stores: later sums could reuse shared memory that TMA still reads
     gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
     staged = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq)
     store_gradient(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)
@@ -102,9 +102,8 @@ def _attention_dq_kernel(
 def attention_bwd_dq(
     dqkv: Gradient, part: Tensor, delta: Tensor, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor
 ) -> int:
-    """Write dq, a third of dqkv's columns, delta fp32 [B, NH, T] and part fp32 [B*T/64, C], the column sums of dq for
-    each block of 64 queries; return part's rows.  dout and out are bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse fp32
-    [B, NH, T].
+    """Write dq into dqkv, delta, fp32 [B, NH, T], and dq's column sums for each block of 64 queries into part, fp32
+    [B*T/64, C].  dout and out are bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse fp32 [B, NH, T].  Return part's rows.
     """
     B, NH, T = lse.shape
     blocks = T // HEAD

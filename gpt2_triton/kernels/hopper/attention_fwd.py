@@ -1,7 +1,7 @@
 """Attention's forward pass for Hopper, with its parts in attention.py.
 
 A program's q stays in shared memory, as an operand of products, beside one block of keys and one of values.  The next
-block of keys is loaded during the softmax and that of values during the next scores.  Five programs share a
+block of keys is loaded during the softmax, the next block of values during the next scores.  Five programs share a
 multiprocessor, and while one takes exponentials another multiplies.  All sums have the portable kernel's order: the
 bits are equal.
 """
@@ -25,9 +25,7 @@ OPTIONS = dict(num_warps=4, maxnreg=96)
 
 @gluon.jit
 def _partial_sums(p):
-    """Return the sum of each row in 8 parts, of every eighth column.  A thread holds two columns of each 8, so that no
-    lane waits for another.
-    """
+    """Return each row's sum in 8 parts, of every eighth column: a thread holds two columns of each 8."""
     return gl.sum(gl.reshape(p, [SIDE, SIDE // 8, 8]), 1)
 
 
@@ -39,9 +37,7 @@ def _by_row(x, factors):
 
 @gluon.jit
 def _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, steps, after):
-    """Return the running maximum m, sum and output after one more block of keys (log2 domain), and load the next block.
-    The keys begin `after` rows behind the first query; None: all queries see all of them.
-    """
+    """Return maximum m, sum and output after one more block of keys (log2 domain), and load the next block."""
     k = ring.x.index(0)
     v = ring.y.index(0)
     wait_full(ring.x_full, step, 1)
@@ -49,7 +45,7 @@ def _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, s
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     load_block(qkv_desc, ring.x_full.index(0), k, row + (step + 1) * SIDE, k_column, step + 1 < steps)
-    if after is not None:
+    if after is not None:  # the keys begin `after` rows behind the first query; None: all queries see all of them
         i = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
         j = after + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
         s = gl.where(i[:, None] >= j[None, :], s, -1.0e30)
@@ -91,16 +87,16 @@ def _attention_fwd_kernel(out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv
     wait_full(q_full, 0, 1)
     for step in range(0, first // SIDE):
         m, total, acc = _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, steps, None)
-    # the diagonal: one step, in a loop whose length Triton cannot derive, as without a loop ptxas spills registers
+    # the diagonal, one step.  The loop hides that from Triton: without a loop ptxas spills registers
     for step in range(first // SIDE, steps):
         after = step * SIDE - first
         m, total, acc = _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, steps, after)
     sums = gl.sum(total, 1)
-    # lse before stores, whose shared memory Triton may use again while TMA reads it
+    # lse before the stores: later it could reuse shared memory that TMA still reads
     at = bh.to(gl.int64) * T + first + gl.arange(0, SIDE, layout=ROWS)
     gl.store(lse_ptr + at, m + gl.log2(gl.convert_layout(sums, ROWS)))
     out = (acc / gl.convert_layout(sums, ROWS)[:, None]).to(gl.bfloat16)
-    if out8_desc is not None:  # of the rounded numbers, so that a cast of out gives the same bits
+    if out8_desc is not None:  # from the rounded out: a cast of out gives the same bits
         rows8 = gl.allocate_shared_memory(out8_desc.dtype, [SIDE, SIDE], out8_desc.layout)
         rows8.store(quantise(out.to(gl.float32), scale_ptr, amax_ptr))
     q.store(out)  # last, so that all warps pass the fence before the first store
@@ -116,8 +112,8 @@ def _attention_fwd_kernel(out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv
 def attention_fwd(
     out: Tensor, out8: Tensor | None, scale: Tensor | None, amax: Tensor | None, lse: Tensor, qkv: Tensor
 ) -> None:
-    """Write out, bf16 [B*T, C], and lse, fp32 [B, NH, T], of qkv, bf16 [B*T, 3*C]; with out8, e4m3 [B*T, C], also out
-    times scale, fp32 [1], and its amax in int32 [AMAX_CELLS], unless that is None.
+    """Write out, bf16 [B*T, C], and lse, fp32 [B, NH, T], of qkv, bf16 [B*T, 3*C].  With out8, e4m3 [B*T, C], write
+    also out times scale, fp32 [1], and record the amax in int32 [AMAX_CELLS] unless amax is None.
     """
     B, NH, T = lse.shape
     _attention_fwd_kernel[(T // HEAD * B * NH,)](

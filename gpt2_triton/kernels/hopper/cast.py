@@ -1,7 +1,7 @@
 """Weights in e4m3 for Hopper, as rows and as columns, from one reading of bf16.
 
-A block of rows lies in shared memory for TMA, and is read from there in a layout in which a thread holds rows 2g and
-2g + 1.  Their bytes are packed into one number of 16 bits, which stmatrix can store transposed.
+TMA stores a block of rows from shared memory.  The block is read again in a layout that gives a thread rows 2g and
+2g + 1.  A number of 16 bits packs the two bytes, and stmatrix can store it transposed.
 """
 
 import triton
@@ -17,7 +17,7 @@ SIDE = 128  # of a block
 BLOCK = gl.constexpr(SIDE)
 OPTIONS = dict(num_warps=8)
 LOADED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
-TURNED = gl.constexpr(  # a tensor core's result, but with rows 2g and 2g + 1 where that has g and g + 8
+TURNED = gl.constexpr(  # like a tensor core's result, but a thread holds rows 2g and 2g + 1 instead of g and g + 8
     gl.DistributedLinearLayout(
         [[0, 1], [1, 0], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
         [[16, 0], [32, 0], [64, 0]], [], [SIDE, SIDE],
@@ -50,8 +50,8 @@ def _cast_weight_kernel(rows_desc, columns_desc, x_desc, scale_ptr, amax_ptr):
 
 
 def cast_weight(rows: Tensor, columns: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None) -> None:
-    """Write x[R, C], bf16, times scale, fp32 [1], in e4m3 to rows [R, C] and columns [C, R], and its amax to int32
-    [AMAX_CELLS], unless that is None; R and C are multiples of 16.
+    """Write x[R, C], bf16, times scale, fp32 [1], in e4m3 to rows [R, C] and columns [C, R].  Record the amax in int32
+    [AMAX_CELLS] unless amax is None.  R and C are multiples of 16.
     """
     R, C = x.shape
     _cast_weight_kernel[(triton.cdiv(R, SIDE), triton.cdiv(C, SIDE))](

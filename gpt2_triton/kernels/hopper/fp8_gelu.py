@@ -8,10 +8,10 @@ load_partition, slope_partition  one warp each loads the operands, and the bytes
 Products are summed in the tensor cores' 14 bits over all of K: adding parts in fp32, as fp8_matmul.py does, would take
 64 more registers of each thread that multiplies.
 
-The arithmetic of a slice is in fp16 pairs, whose error is far below e4m3's.  gelu' is a byte (e4m3.py has its scale):
-one fp16 addition writes it, and a permutation of bytes and a subtraction read it.  The tile is passed on in units of
-what is written, so that fp16's range is enough; pre beyond it becomes fp16's largest number.  The bytes lie as the
-threads hold them, 16 in a row, slice after slice.
+A slice is computed in pairs of fp16, with an error far below e4m3's.  gelu' is a byte (e4m3.py has its scale): one fp16
+addition writes it, and a permutation of bytes and a subtraction read it.  A tile is passed on in the output's units, so
+fp16's range is enough; pre beyond the range becomes fp16's largest number.  The bytes lie as the threads hold them, 16
+in a row, slice after slice.
 """
 
 from typing import Any, NamedTuple
@@ -101,8 +101,8 @@ CONSTANTS = dict(
 )  # fmt: skip
 
 # four fp16 numbers x in $2, $3 -> e4m3 of gelu(x) times the scale in $4, and bytes of gelu'(x).  With y = min(x^2, 64):
-# u = x (c2 + c1 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (c4 + c3 y) (x (s - s^2)), in that order for a
-# large finite x, where s - s^2 is 0;  then m1 gelu' + m2 has the byte in its low bits
+# u = x (c2 + c1 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (c4 + c3 y) (x (s - s^2)).  The order serves a
+# large finite x, where s - s^2 is 0.  At last m1 gelu' + m2 has the byte in its low bits
 _GELU = """
 mul.f16x2 y, {x}, {x}; min.f16x2 y, y, top; fma.rn.f16x2 u, y, c1, c2; mul.f16x2 u, u, {x}; tanh.approx.f16x2 t, u;
 fma.rn.f16x2 s, t, half, half; mul.f16x2 g, {x}, s; mul.f16x2 g, g, sc; cvt.rn.satfinite.e4m3x2.f16x2 {e}, g;
@@ -116,7 +116,7 @@ GELU_ASM = gl.constexpr(
     + "mov.b32 $0, {e0, e1}; prmt.b32 $1, d0, d1, 0x6420; }"
 )
 
-# fp16 $3, $4 times the derivatives of the bytes $5: the products in $1, $2 and in e4m3 in $0
+# multiplies fp16 $3, $4 by the derivatives in the bytes $5; the products are fp16 in $1, $2 and e4m3 in $0
 DGELU_ASM = gl.constexpr(
     f"{{ .reg .b32 a, b, o; .reg .b16 e0, e1; mov.b32 o, {fp16_pair(-BYTE_AT - ZERO.value)};"
     "prmt.b32 a, $5, 0x64646464, 0x4140; prmt.b32 b, $5, 0x64646464, 0x4342;"
@@ -145,7 +145,7 @@ def sums_of_thread(x):
 
 @gluon.jit
 def to_fp16(x, SATURATE: gl.constexpr):
-    """Round to fp16; with SATURATE, numbers beyond its range to the largest, and NaN stays NaN."""
+    """Round to fp16; with SATURATE, numbers beyond fp16's range become its largest, and NaN stays NaN."""
     if SATURATE:
         return gl.inline_asm_elementwise(
             "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
@@ -255,15 +255,15 @@ def gelu_partition(out, slope_desc, slope_bufs, c_slices, c, M, N):
         turn += 1
     if out.amax_ptr is not None:
         largest = gl.max(gl.max(top, 1), 0).to(gl.float32)
-        record(out, gl.maximum(gelu(largest), LOWEST))  # gelu grows with x where it is above that
+        record(out, gl.maximum(gelu(largest), LOWEST))  # above LOWEST, gelu grows with x
     tma.store_wait(0)
 
 
 @gluon.jit
 def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
-    """Store each tile's product with gelu', and the sums of its columns to part[tile_m]; at the end, record the largest
-    |product|.  That leaves out NaN and is at most fp16's largest number; the sums are then not finite, so that the step
-    is skipped.
+    """Store each tile's product with gelu', and the product's column sums to part[tile_m]; at the end, record the
+    largest |product|.  The record leaves out NaN and is at most fp16's largest number.  The sums are then not finite,
+    and so the step is skipped.
     """
     cols = gl.arange(0, SIDE, layout=gl.SliceLayout(0, SLICE_LAYOUT))
     scale = gl.load(out.scale_ptr)
@@ -343,10 +343,10 @@ def matmul(
     rows: Tensor, columns: Tensor, scale: Tensor, amax: Tensor | None, a: Tensor, a_scale: Tensor, w: Tensor,
     w_scale: Tensor, b: Tensor | None, slope: Tensor, part: Tensor | None,
 ) -> int:  # fmt: skip
-    """Write gelu(a[M, K] @ w[N, K].T / scales + b) in e4m3, rows [M, N] and columns [N, M], and bytes of gelu' to
-    slope; or with `part`, the product times gelu' from slope, and to part[M / 128, N] the sums of its columns.
+    """Write gelu(a[M, K] @ w[N, K].T / scales + b) in e4m3, rows [M, N] and columns [N, M], and gelu' bytes to slope.
 
-    M is a multiple of 128, N of 256.  Returns M / 128.
+    With `part`, write the product times slope's gelu' instead, and its column sums to part[M / 128, N].  M is a
+    multiple of 128, N of 256.  Return M / 128.
     """
     (M, K), N, side, k = a.shape, w.shape[0], SIDE.value, BLOCK_K.value
     _fp8_gelu_kernel[(programs(M // TILE_M * (N // TILE_N)),)](

@@ -1,9 +1,9 @@
 """Forward products and dX of fp8 operands for Hopper: out = a[M, K] @ w[N, K].T / scales + b (+ res), in bf16.
 
-Tensor cores add 32 fp8 products and the sum so far with 14 bits of the largest of them.  That loses small terms and
-biases long sums of one sign: by 17% over 65,536 terms whose operands' means are half of their standard deviations.  So
-the sums of each 128 terms are added in fp32.  Each of two warpgroups has 64 x 256 of a tile, and registers for the
-product of half of that: while one adds, the other multiplies.
+Tensor cores add 32 fp8 products to the sum so far and keep 14 bits of the largest term.  That loses small terms and
+biases long sums of one sign, by 17% over 65,536 terms if the operands' means are half of their standard deviations.  So
+the sums of each 128 terms are added in fp32.  Each of two warpgroups has 64 x 256 of a tile, and registers for half of
+the product: while one adds, the other multiplies.
 """
 
 import triton

@@ -21,7 +21,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
 @gluon.jit
 def load_partition(a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.constexpr, W_T: gl.constexpr):
     """Load blocks of a and w, tile after tile, and if there is a residual, its tiles into c.  WIDTH is the width of a
-    tile: that of w's one block, or of its two blocks together.
+    tile: the sum of w's one or two blocks.
     """
     STAGES: gl.constexpr = ring.a.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
@@ -33,8 +33,8 @@ def load_partition(a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.conste
             load_blocks(a_desc, w_descs, ring, step, m, n, k, False, W_T)
             step += 1
             if res_desc is not None:
-                # c is empty once compute has begun this tile: its last store has read c.  Some steps into the tile that
-                # costs no wait, and the load is hidden behind the steps that remain
+                # compute empties c at the beginning of this tile, once its last store has read c.  So a wait some
+                # steps into the tile costs nothing, and the load is hidden behind the steps that remain
                 if k == min(STAGES, gl.cdiv(K, BLOCK_K) - 1) * BLOCK_K:
                     mbarrier.wait(c.empty, turn & 1)
                     load_residual(res_desc, c, m, n)
@@ -43,7 +43,7 @@ def load_partition(a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.conste
 
 @gluon.jit
 def load_residual(res_desc, c, m, n):
-    """Load a tile of the residual into c, which is one block or several, down the tile and then to the right."""
+    """Load a tile of the residual into c: one block, or several in order down the tile and then to the right."""
     if len(c.buf.shape) == 2:
         mbarrier.expect(c.full, res_desc.block_type.nbytes)
         tma_load(res_desc, [m, n], c.full, c.buf)

@@ -4,10 +4,10 @@ compute_partition        two warpgroups multiply tiles of 128 x 256 with wgmma, 
 load_partition           one warp keeps STAGES pairs of blocks in flight by TMA, tile after tile, and never waits for an
                          epilogue
 activation_partition     two warps apply GELU to the last tile while compute multiplies the next
-derivative_partition     the same for GELU's derivative, whose operand preactivation_partition, one warp, loads ahead
+derivative_partition     the same for GELU's derivative; preactivation_partition, one warp, loads its operand ahead
 
-A tile has the same bits whichever program computes it, and one writer.  With GELU or its derivative, compute passes a
-tile on rounded to bf16: gelu'(pre) is multiplied with a product that has been rounded once, as in PyTorch.
+A tile has one writer, and the same bits whichever program computes it.  With GELU or its derivative, compute rounds a
+tile to bf16 before it passes the tile on.  So gelu'(pre) is multiplied with a rounded product, as in PyTorch.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Weight gradients for Hopper: dw[N, K] (+)= dout.T @ inp, in whole and split tiles as kernels/matmul.py describes.
 
-Both operands come as they are stored, rows first; wgmma takes the first one transposed from shared memory.  The
-accumulator, 128 x 256, is a tile of dw or, where those waste less at dw's edges, the transpose of a tile of 256 x 128.
+Both operands come as they are stored, rows first; wgmma takes the first operand transposed from shared memory.  The
+accumulator, 128 x 256, is a tile of dw.  Where 256 x 128 wastes less at dw's edges, it is such a tile transposed.
 """
 
 from torch import Tensor
@@ -37,8 +37,8 @@ STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in s
 def dw_load_partition(
     a_desc, w_desc, ring, N, K, work, ROWS: gl.constexpr, COLUMNS: gl.constexpr, K_MAJOR: gl.constexpr
 ):  # fmt: skip
-    """Load blocks of a and w, item after item: dout and inp, or where the tile is turned, inp and dout.  K_MAJOR: they
-    are stored transposed, contiguous along the rows that are summed over.
+    """Load blocks of a and w, item after item: dout and inp, or inp and dout for a turned tile.  K_MAJOR: both are
+    stored transposed, contiguous along the rows that are summed.
     """
     DEPTH: gl.constexpr = a_desc.block_type.shape[1 if K_MAJOR else 0]
     whole_tiles, split_tiles, items, steps, part_steps = work
@@ -55,8 +55,8 @@ def dw_load_partition(
 
 @gluon.jit
 def destination(out_ptr, part_ptr, n, k, N, K, slot, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return the address, stride, height and width of a tile's place: in out, or of a partial sum in its slot, where it
-    is a matrix of ROWS x COLUMNS.
+    """Return address, stride, height and width of a tile's place in out, or of a partial sum's slot in part, a matrix
+    of ROWS x COLUMNS.
     """
     ptr = out_ptr + (n.to(gl.int64) * K + k)
     stride = K

@@ -1,9 +1,9 @@
-"""Products of matmul.py, and the classifier's dX, in tiles of 128 x 320, where tiles of 256 columns would waste more:
-1558M's 1,600 columns are five of them.
+"""Products of matmul.py, and the classifier's dX, in tiles of 128 x 320, for widths at which tiles of 256 columns waste
+more: five wide tiles cover 1558M's 1,600 columns.
 
-There are two accumulators, of 256 columns and of a strip of 64: wgmma takes no more than 256, and Triton's shapes are
-powers of two.  Both are summed in the order of matmul.py, to the same bits.  Blocks are half as deep, so that five
-stages and the tile that is stored fit into shared memory.
+A tile has two accumulators, of 256 columns and of a strip of 64: wgmma takes at most 256 columns, and Triton's shapes
+are powers of two.  Both are summed in the order of matmul.py, to the same bits.  Blocks are half as deep, so that five
+stages and the tile to be stored fit into shared memory.
 """
 
 import triton

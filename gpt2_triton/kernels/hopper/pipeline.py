@@ -2,11 +2,11 @@
 
 A kernel's warps are divided into partitions with different work, which synchronise at mbarriers in shared memory.  Each
 stage of a ring has two: `full` completes a phase when the blocks have arrived, `empty` when they have been used.  Wait
-number i passes once phase i is complete, which the phase's parity shows.  The first wait on `empty` returns at once:
-parity 1 is that of the phase before phase 0.
+number i passes once phase i is complete; the barrier knows a phase by its parity.  The first wait on `empty` returns at
+once: it waits for parity 1, as if a phase -1 were complete.
 
-Registers limit a tile.  An accumulator of 128 x 256 takes 128 registers of each thread of two warpgroups, one of
-128 x 320 takes 160; a kernel of 12 warps starts with 168 per thread, which its warpgroups redistribute (setmaxnreg).
+Registers limit a tile.  With two warpgroups, an accumulator of 128 x 256 takes 128 registers of each thread; 128 x 320
+takes 160.  A kernel of 12 warps starts with 168 per thread, and its warpgroups redistribute them (setmaxnreg).
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gpt2_triton.kernels.tiles import halves, tile_corner
 
-# newer names, then those of Triton 3.6
+# newer names, then Triton 3.6's
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 if not hasattr(gl.shared_memory_descriptor, "reinterpret"):
@@ -47,8 +47,8 @@ DTYPES = {
 }  # fmt: skip
 
 
-# A tuple that holds constexprs or sizes is written in the call: assigned to a name, Triton makes tensors of them, which
-# each partition then captures in shared memory.
+# Write a tuple of constexprs or sizes in the call itself.  Triton makes tensors of a tuple that has a name, and each
+# partition then captures them in shared memory.
 
 
 class Operands(NamedTuple):
@@ -97,7 +97,7 @@ def quarters(tile):
 
 @gluon.jit
 def barriers(n: gl.constexpr, count: gl.constexpr = 1):
-    """Return n barriers, of which each completes a phase with `count` arrivals."""
+    """Return n barriers; each completes a phase with `count` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
         mbarrier.init(bars.index(i), count=count)
@@ -106,8 +106,8 @@ def barriers(n: gl.constexpr, count: gl.constexpr = 1):
 
 @gluon.jit
 def channel(buf, IS_SHARED: gl.constexpr, emptied: gl.constexpr = 1):
-    """Return a channel that `emptied` arrivals make empty; without barriers if it is not shared, because a barrier that
-    nothing uses would lose its memory: see `invalidate`.
+    """Return a channel that `emptied` arrivals make empty.  An unshared channel has no barriers, because a barrier that
+    nothing uses would lose its memory (see `invalidate`).
     """
     if IS_SHARED:
         return Channel(buf, barriers(1).index(0), barriers(1, emptied).index(0))
@@ -118,8 +118,8 @@ def channel(buf, IS_SHARED: gl.constexpr, emptied: gl.constexpr = 1):
 @gluon.jit
 def invalidate(bars):
     """Invalidate barriers, at the end of a kernel without partitions.  Triton's allocator reuses a barrier's memory
-    after its last use, which the PTX ISA allows only after mbarrier.inval.  Without it, runs that shared a GPU had
-    wrong bytes there.  In a kernel with partitions the barriers that they use keep their memory to the end.
+    after the last use; the PTX ISA allows that only after mbarrier.inval.  Runs that shared a GPU had wrong bytes there
+    without it.  In a kernel with partitions, the barriers of partitions keep their memory to the end.
     """
     COUNT: gl.constexpr = bars.shape[0]
     for i in gl.static_range(COUNT):
