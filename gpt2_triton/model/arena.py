@@ -1,8 +1,8 @@
 """Plans every buffer of a run into one allocation.
 
-A buffer is a field of a dataclass (buffers.py) with its symbolic shape, its storage and the phases of a step in which
-its bytes matter.  `resolve_buffers` fills in the sizes, `place_buffers` gives each buffer an offset (first fit, largest
-first; two buffers share bytes only if no phase needs both), and `carve` cuts typed views out of the allocation.
+A buffer is a field of a dataclass (buffers.py) with its symbolic shape, its storage and its phases, the parts of a step
+in which its bytes matter.  `resolve_buffers` fills in the sizes.  `place_buffers` gives each buffer an offset: the
+largest first, at the first fit.  Two buffers share bytes only if no phase needs both.  `carve` cuts typed views.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class BufferSpec:
     live: str  # "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
     kind: str
     drop: str = ""  # the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
-    again: str = ""  # the first level at which the backward pass writes that copy again, if not `drop`
-    within: str = ""  # the buffer whose bytes this one shares; their uses never overlap
-    only: str = ""  # the operands that need the buffer: "bf16" of the layers, or "logits" in fp8
+    again: str = ""  # the first level at which the backward pass writes the shared copy again; "": `drop`
+    within: str = ""  # the buffer that lends its bytes; the uses of the two never overlap
+    only: str = ""  # needed only with "bf16" operands of the layers, or with fp8 operands of the "logits"
     one_copy: bool = False  # all entries of the list use one copy
 
     @property
@@ -101,13 +101,13 @@ def resolve_buffers(
     table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str], order: Sequence[str],
     formats: Set[str] = frozenset({"bf16"}),
 ) -> list[Buffer]:  # fmt: skip
-    """Return the table's buffers for these sizes, not yet placed; those without elements are left out.
+    """Return the table's buffers for these sizes, not yet placed, without buffers that are empty or `only` for others.
 
     levels   the recompute level of each layer; layers of the deeper level come first
-    order    all levels, from the one that keeps most to the one that keeps least
-    formats  of operands: buffers that are `only` for another are left out
+    order    all levels, from the level that keeps most to the level that keeps least
+    formats  the formats of operands, as `only` names them
 
-    The copies of three layers at level `gelu:1`.  Layer 0 computes the output of GELU again, so its fcg is layer 1's:
+    Three layers at level `gelu:1`: layer 0 computes the output of GELU again, so its fcg is layer 1's:
 
     >>> from gpt2_triton.model.buffers import RECOMPUTE_LEVELS, Acts, layer_levels
     >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, C=4, NH=1, L=3, S=7, Vp=8, W=8)
@@ -148,10 +148,10 @@ def resolve_buffers(
 
 
 def _copies(n: int, layers: int, dropped: int, odd_only: bool) -> tuple[int, ...]:
-    """Return the copy that each of a list's n entries uses: all have their own but those of the first `dropped` layers.
+    """Return the copy that each of a list's n entries uses.
 
-    These use the copy of the first layer that has one.  In the forward pass they finish with it before that layer
-    writes it; in the backward pass that layer finishes with it before they write it again.
+    The first `dropped` layers use the copy of the next layer; every other entry has its own copy.  In the forward pass
+    the dropped layers are done before that layer writes, in the backward pass that layer is done before they write.
 
     >>> _copies(4, 4, 2, odd_only=False)
     (0, 0, 0, 1)
@@ -166,7 +166,7 @@ def _copies(n: int, layers: int, dropped: int, odd_only: bool) -> tuple[int, ...
 
 @dataclasses.dataclass
 class MemoryPlan:
-    """Placed buffers by name, and the bytes of the one allocation."""
+    """Placed buffers by name, and the bytes of the allocation."""
 
     buffers: dict[str, Buffer]
     total: int
@@ -180,8 +180,8 @@ class MemoryPlan:
 
 
 def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> MemoryPlan:
-    """Place every buffer, the largest first, at the lowest offset that is free in all its phases; `fixed` ones are
-    placed already.
+    """Place every buffer, the largest first, at the lowest offset that is free in all its phases; `fixed` buffers
+    are placed already.
     """
     placed = [b for b in fixed if not b.spec.within]
     for b in sorted((b for b in buffers if not b.spec.within), key=lambda b: -b.nbytes):
@@ -202,8 +202,8 @@ def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> Memory
 
 
 def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str, int]) -> Any:
-    """Return an instance of `table` whose fields are views of `arena`, shaped by `dims` (at most the planned sizes);
-    fields that have no buffer are None.
+    """Return `table` with views of `arena` in its fields, shaped by `dims` (at most the planned sizes); a field without
+    a buffer is None.
     """
 
     def view(buffer: Buffer, copy: int) -> Tensor:

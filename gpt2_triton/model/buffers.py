@@ -2,21 +2,21 @@
 
 Symbols of shapes:
 
-B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows, of which the head takes Rc at a time;
+B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the head takes Rc rows at a time;
            Rp is Rc, or 0 in a model that only runs forward
 C, NH, HS  channels, heads, head size = C / NH
 L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L]
            is the last.  ln[i] is the layernorm of x[i] with the weights lnw[i], lnb[i], the final one included
 V, Vp      vocabulary, padded vocabulary
 Tmax       the longest sequence, model.block_size
-N          parameters.  Nf parameters, Nt first and Nv second moments, Nm low halves of the fp32 masters, Ng, Nr and Nx
-           gradients are the elements of flat buffers: on one rank N, or 0 if not needed (sharding.py); with Muon, Nv
-           leaves out the layers' matrices
-No, Nc     elements of the layers' matrices, of the largest class of them that a rank orthogonalises; 0 without Muon
-Np, W      elements of the packed batch (data/packing.py), of the scratch
+N          parameters.  Flat buffers (sharding.py) hold Nf parameters, Nt first and Nv second moments, Nm low halves of
+           fp32 masters, and Ng, Nr and Nx gradients.  On one rank each is N, or 0 if not needed.  Muon's Nv leaves
+           out the layers' matrices
+No, Nc     elements of the layers' matrices, and of the largest class that a rank orthogonalises; 0 without Muon
+Np, W      elements of the packed batch (data/packing.py), and of the scratch
 Nw         WINDOW + 1 in training
 A          tensors with an fp8 scale, 0 in bf16 (fp8.py)
-Sa, Sp, As activations, parameters and fp8 tensors that have statistics, P partial results of each
+Sa, Sp, As activations, parameters and fp8 tensors that have statistics; each has P partial results
 Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logits
 """
 
@@ -35,10 +35,10 @@ WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in l
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """Says what the backward pass of a layer computes again instead of reading it, from memory.recompute."""
+    """Says what a layer's backward pass computes again instead of reading, from memory.recompute."""
 
     gelu: bool
-    ln: bool  # also with `block`, where both norms of a layer share a copy of ln; and casts of weights and att to fp8
+    ln: bool  # and fp8 casts of weights and att; also at `block`, where a layer's norms share ln
     qkv: bool
     block: bool
 
@@ -50,7 +50,7 @@ class Recompute:
 
 
 def layer_levels(recompute: str, L: int) -> list[str]:
-    """Return the level of each layer: LEVEL for all, or of LEVEL:N for the first N, the others having the level before.
+    """Return the level of each layer: LEVEL for all, or of LEVEL:N for the first N and the level before for the rest.
 
     >>> layer_levels("gelu:1", 3)
     ['gelu', 'none', 'none']
@@ -103,10 +103,10 @@ class State:
     m:          Tensor = buf("Nt",     "f32", "embed..between",   "optimizer")
     v:          Tensor = buf("Nv",     "v",   "embed..between",   "optimizer")
     orth:       Tensor = buf("No",     "act", "update",           "optimizer")   # Muon's x of each class: muon.py
-    orth_next:  Tensor = buf("Nc",     "act", "update",           "optimizer")   # and of one class at a time
+    orth_next:  Tensor = buf("Nc",     "act", "update",           "optimizer")   # the next x, of one class
     gram:       Tensor = buf("Nc",     "act", "update",           "optimizer")
     poly:       Tensor = buf("Nc",     "act", "update",           "optimizer")
-    grads:      Tensor = buf("Ng",     "f32", "embed..update",    "gradients")   # of this rank's batches; summed here
+    grads:      Tensor = buf("Ng",     "f32", "embed..update",    "gradients")   # of this rank's batches, then sums
     reduced:    Tensor = buf("Nr",     "f32", "embed..update",    "gradients")   # ZeRO-2: this rank's shard of the sums
     received:   Tensor = buf("Nx",     "f32", "block_bwd",        "gradients")   # of other ranks, to be summed
     window:     Tensor = buf("2 Nw",   "f32", "embed..between",   "optimizer")   # recent losses, norms: outlier.py
@@ -141,7 +141,7 @@ class Acts:
     fch:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="block", only="bf16")
     fcg:     Tensors = buf("L | R 4*C",  "act", "block..block_bwd", "activations", drop="gelu", again="block",
                            only="bf16")
-    lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final layernorm, that of x[2L]
+    lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final layernorm, of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
     p:       Tensor  = buf("Rp Vp",      "act", "head",             "head")  # exp(logit - target logit)
     rs:      Tensor  = buf("R",          "f32", "head",             "head")  # factor of p in dlogits
@@ -160,8 +160,8 @@ class Acts:
 
 @dataclasses.dataclass
 class Decoding:
-    """Buffers that decoding needs in addition to those of the forward pass.  The backward pass may overwrite them, as
-    no sequence is continued after a training step.
+    """Buffers that decoding adds to the forward pass's.  The backward pass may overwrite them: no sequence is continued
+    after a training step.
     """
 
     cache:  Tensors = buf("L | Bd T 2 C", "act", "embed block head between", "decoding")  # keys, values
@@ -172,7 +172,7 @@ class Decoding:
 
 def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
     """Return (name, index) of every activation that has statistics, in the order of act_stats; dx[i] is dx at x[i]."""
-    hidden = "fcg" if dims["A"] else "fch"  # of GELU's output in fp8 runs, which do not store its input
+    hidden = "fcg" if dims["A"] else "fch"  # fp8 runs store GELU's output, not its input
     counts = {"x": dims["S"], "qkv": dims["L"], "att": dims["L"], hidden: dims["L"], "dx": dims["S"]}
     return [(name, i) for name, n in counts.items() for i in range(n)]
 
@@ -184,7 +184,7 @@ class ParamEntry(NamedTuple):
     layer: int | None
     bucket: int  # 0 embed, 1 + l layer l, L + 1 rest
     bucket_offset: int  # its first element's index in the bucket
-    offset: int  # its flat index, its first element's index among all parameters: the same on any number of ranks
+    offset: int  # its flat index: the first element's index among all parameters, on any number of ranks
     shape: tuple[int, ...]
     init: str
     decay: bool
@@ -204,7 +204,7 @@ def param_entries(dims: dict[str, int]) -> Iterator[ParamEntry]:
 
 
 def param_views(flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = None) -> Params:
-    """Return Params whose tensors are views of a flat buffer of parameters or gradients.
+    """Return Params as views of a flat buffer of parameters or gradients.
 
     starts   where each bucket begins in the buffer; None: directly after the previous bucket
     """

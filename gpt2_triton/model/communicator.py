@@ -1,12 +1,12 @@
 """Exchange of gradients and parameters between ranks, on a second stream that runs next to the computation.
 
-gradients   A layer's are reduced once its backward pass is done, or together with those of other layers: see
-            `send_schedule`.  The embedding's, the largest bucket, are reduced with those of norms and biases under
-            layer 0's last product.  Layer 0's come last, and the update waits for them.
-matrices    Muon orthogonalises whole matrices, each on one rank: before it their parts are sent to that rank (ZeRO-1
-            and 2), after it the results to the ranks that update them.
-parameters  (ZeRO-1 and 2) Embedding, norms and biases are gathered under the update of the layers, the layers when the
-            next step begins, each in time for its forward pass.
+gradients   A layer's gradients are reduced after its backward pass, alone or together with other layers' gradients: see
+            `send_schedule`.  The embedding, the largest bucket, is reduced with norms and biases under layer 0's last
+            product.  Layer 0 comes last, and the update waits for it.
+matrices    Muon orthogonalises each whole matrix on one rank.  Before that, the other ranks send their parts of it
+            (ZeRO-1 and 2).  After it, the result is sent to the ranks that update it.
+parameters  (ZeRO-1 and 2) Embedding, norms and biases are gathered under the update of the layers.  Layers are gathered
+            when the next step begins, each in time for its forward pass.
 
 There are two transports.  NcclCommunicator uses collectives.  PeerCopyCommunicator (peer_copies.py) serves ranks of one
 host that can read each other's arenas.
@@ -27,7 +27,7 @@ from gpt2_triton.model.side_stream import SideStream
 
 
 class Communicator:
-    """The communicator of a single rank, which does nothing.  Its methods are those that schedule and model call."""
+    """The communicator of a single rank: it does nothing.  Schedule and model call its methods."""
 
     def begin_micro_step(self, first: bool, last: bool) -> None:
         """Begin a micro-step; `first` and `last` are its places in the step."""
@@ -39,7 +39,7 @@ class Communicator:
         """Make the current stream wait until the layer's gradients may be written."""
 
     def reduce_grads(self, layer: int) -> None:
-        """Reduce what is due when the gradients of `layer`, or of what is NOT_A_LAYER, are complete."""
+        """Reduce the buckets that are due once the gradients of `layer`, or of NOT_A_LAYER, are complete."""
 
     def end_micro_step(self) -> None:
         """Make the current stream wait for all that was sent."""
@@ -57,24 +57,24 @@ class Communicator:
         """Complete the part of the matrices that this rank updates with what other ranks have orthogonalised."""
 
     def gather_after_update(self, bucket: int) -> None:
-        """Gather what is due when this rank has updated its shard of the bucket."""
+        """Gather the buckets that are due once this rank has updated its shard of `bucket`."""
 
     def precompile(self) -> None:
         """Launch every kernel of the exchange once, to have it compiled."""
 
     def gather_params(self) -> None:
-        """Gather all parameters, for what reads them between steps; all ranks call it together."""
+        """Gather all parameters before something reads them between steps; all ranks call it together."""
 
     def close(self) -> None:
         """Release the memory of other ranks."""
 
 
 def send_schedule(n_layer: int, zero: int, last: bool, send_from: int) -> dict[int, list[int]]:
-    """Return the buckets to reduce together, by the layer after whose backward pass they are sent.
+    """Return, for each layer, the buckets that are reduced together after its backward pass.
 
-    last        Gradients are sent in the last micro-step of a step.  At ZeRO-2 a layer's have no buffer to stay in, so
-                each micro-step sends them, alone.
-    send_from   Gradients of the layers above this one wait for its own, those of the layers below are sent at once.
+    last        True in the last micro-step of a step, which sends everything that is not sent yet.  At ZeRO-2 each
+                micro-step sends each layer alone, because no buffer keeps the layer's gradients.
+    send_from   Layers above this layer wait and are sent with it; layers below it are sent at once.
 
     Three layers, the last micro-step, send_from 1; bucket 0 is the embedding, 4 norms and biases:
 
@@ -150,7 +150,7 @@ class BucketedCommunicator(Communicator):
                 self._barrier()
                 self._gather(0)
                 self._gather(self._rest)
-                self._barrier()  # weights may be loaded after a step, which must not overwrite what others still read
+                self._barrier()  # a load of weights after the step must not overwrite what others still read
         if self._zero and bucket == self._rest - 1:
             self._side.join()
 
@@ -171,7 +171,7 @@ class BucketedCommunicator(Communicator):
             self._side.join()
 
     def _accumulates(self, bucket: int) -> bool:
-        """Return whether sums are added to those of earlier micro-steps: at ZeRO-2, where each sends its layers."""
+        """Return whether sums are added to earlier micro-steps' sums: for layers, at ZeRO-2."""
         return not self._first and self._zero == 2 and 0 < bucket < self._rest
 
     def _shard_length(self, bucket: int) -> int:
@@ -239,7 +239,7 @@ class NcclCommunicator(BucketedCommunicator):
         self._group.all_gather(whole, self._own_shard(whole))
 
     def collect_matrices(self, classes: Sequence[MatrixClass]) -> None:
-        """Sum the parts of all ranks, each with zeros in the place of the others; at stage 0 each rank has them all."""
+        """Sum the ranks' parts; each rank has zeros in the others' parts.  At stage 0 each rank has all parts."""
         if not self._zero:
             return
         for c in classes:
@@ -264,10 +264,10 @@ class NcclCommunicator(BucketedCommunicator):
                 self._group.all_reduce(rest)
 
     def _whole_groups(self, c: MatrixClass) -> Sequence[Tensor]:
-        """Return the matrices in groups of one for each rank, as flat views, without those that make no whole group."""
+        """Return groups of one matrix per rank, as flat views; the matrices left over are in _rest_group."""
         size = c.whole[0].numel() * self._group.size
         return c.whole.view(-1)[: len(c.whole) // self._group.size * size].split(size)
 
     def _rest_group(self, c: MatrixClass) -> Tensor:
-        """Return the matrices that make no whole group, as a flat view."""
+        """Return the matrices that _whole_groups leaves over, as a flat view."""
         return c.whole[len(c.whole) // self._group.size * self._group.size :].view(-1)

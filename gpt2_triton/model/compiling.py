@@ -1,4 +1,4 @@
-"""Compiles the kernels of a run before it begins: makes its calls without launching (kernels/precompile.py)."""
+"""Compiles a run's kernels before the run begins, by its calls without their launches (kernels/precompile.py)."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from gpt2_triton.model.communicator import Communicator
 def compile_run(model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> Any:
     """Compile the kernels of a training run on all cores; return kernels/precompile.py's Compiled.
 
-    validated   shapes (B, T) of the batches of validation, which a run in fp8 evaluates in fp8 too.  Kernels are
-                specialised on B*T and T being multiples of 16 or 32, and B*T selects among some kernels.
-    answered    those of questions, which every run evaluates in bf16
+    `validated` are the shapes (B, T) of validation batches, which an fp8 run evaluates in fp8 too.  `answered` are the
+    shapes of questions, which every run evaluates in bf16.  Shapes count because kernels are specialised on multiples
+    of 16 and 32, and B*T selects among some kernels.
     """
     model.train_view.comm = Communicator()
     try:

@@ -33,11 +33,11 @@ class DeviceEvent:
 
 
 class GraphCache:
-    """Runs functions whose launches are the same in every call with the same arguments, as CUDA graphs.
+    """Runs functions as CUDA graphs; equal arguments must always give equal launches.
 
-    The first call launches kernel by kernel, which loads the kernels, and then captures the launches without running
-    them; later calls replay the capture.  Nothing in the arena moves, and values that change from step to step are
-    read from it, so addresses and descriptors in the capture stay valid.
+    The first call launches kernel by kernel, which loads the kernels.  Then it captures the launches without running
+    them, and later calls replay the capture.  Addresses and descriptors in a capture stay valid: nothing in the arena
+    moves, and values that change from step to step are read from it.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class GraphCache:
 def capture(function: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
     """Return the launches of a call as a graph, without running them."""
     graph = torch.cuda.CUDAGraph()
-    gc.disable()  # another model's graphs, if collected during the capture, would be destroyed, which CUDA forbids then
+    gc.disable()  # a collection could destroy another model's graphs, which CUDA forbids during a capture
     try:
         # thread_local: a global capture treats the prefetch thread's wait for an event as an error
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

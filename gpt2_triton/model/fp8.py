@@ -1,8 +1,8 @@
 """Operands of products in fp8: their buffers, and their places in the schedule's view.
 
-With train.precision fp8, objects of kernels/fp8.py's Fp8 stand in the places of the bf16 operands of the layers'
-products and of their backward pass; everything else is as in bf16.  If fp8.keep_bf16 is none, so do the operands of the
-product that gives the logits.
+With train.precision fp8, Fp8 objects (kernels/fp8.py) replace the bf16 operands of the layers' products, forward and
+backward.  If fp8.keep_bf16 is none, they also replace the operands of the product that gives the logits.  Everything
+else is as in bf16.
 
 A scale belongs to one tensor of one layer.  State.scale has the SCALES of each layer, then HEAD_SCALES.
 """
@@ -73,7 +73,7 @@ def scales(dims: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def place(name: str, layer: int) -> tuple[str, int]:
-    """Return the field of Acts or Params, and the entry of it, that has the scale of this name and layer."""
+    """Return the field of Acts or Params, and the entry in it, that the scale of this name and layer belongs to."""
     field, per_layer, first = PLACES.get(name, (name, 1, 0))
     return field, per_layer * layer + first
 
@@ -127,8 +127,8 @@ def clear(row: Tensor | None) -> None:
 
 
 def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
-    """Set a GPT2's scales by two passes over a step's packed micro-batches, the first with guessed scales; nothing else
-    remains of the passes.  All ranks call it, before the first step that has no scales.
+    """Set a GPT2's scales by two passes over a step's packed micro-batches.  The first pass has guessed scales; nothing
+    but scales remains of the passes.  All ranks call it, before the first step of a run without scales.
     """
     s = model.state
     s.step_in.copy_(torch.from_numpy(step_in))
@@ -155,13 +155,13 @@ def guess_scales(state: State, dims: Mapping[str, int], loss_scale: float) -> No
 
 
 def without_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors but those of the scales."""
+    """Return a checkpoint's tensors without the scales."""
     return {name: tensor for name, tensor in tensors.items() if name not in ("scale", "history")}
 
 
 def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return shapes and dtypes of the scales in a checkpoint with this configuration, on the device "meta"; it may be
-    of a version without fp8.
+    """Return shapes and dtypes of the scales in a checkpoint with this configuration, on the device "meta".  A version
+    without fp8 has saved no scales.
     """
     precision, keep = saved["train"].get("precision", "bf16"), saved.get("fp8", {}).get("keep_bf16", "head") or "none"
     if precision == "fp8" and keep not in ("head", "none"):

@@ -38,11 +38,10 @@ class GPT2:
         self, config: Config, K: Any, device: str, *, batch: int | None = None, training: bool = True,
         sequences: int = 0, dtypes: dict[str, torch.dtype] | None = None, group: ProcessGroup | None = None,
     ):  # fmt: skip
-        """Plan and allocate the arena.
+        """Plan and allocate the arena.  `sequences` is how many are decoded at once.
 
-        batch       sequences at once of a model that only runs forward; None: the micro-batch of its StepShape
-        sequences   how many are decoded at once
-        group       the ranks that train the model together; None: a single rank, whatever started the process
+        batch   sequences at once of a model that only runs forward; None: trains with its StepShape's micro-batch
+        group   the ranks that train the model together; None: a single rank, whatever started the process
         """
         self.config, self.K = config, K
         assert training == (batch is None), "the batch of a model that trains follows from its configuration"
@@ -54,7 +53,7 @@ class GPT2:
         self.plan, self.dims = plan_memory(config, K, self.B, self.T, training, dtypes, sequences, self.shape)
         self.has_fp8 = self.dims["A"] > 0
         self.recompute = [Recompute.at(level, self.has_fp8) for level in recompute_levels(config, training)]
-        self.calibrated = False  # whether the scales of fp8 tensors are those of a step, a checkpoint or fp8.calibrate
+        self.calibrated = False  # whether a step, a checkpoint or fp8.calibrate has set the fp8 scales
         if self.plan.total > free_bytes(device):
             raise out_of_memory(self.plan, config, K, self.shape, device, training)
         try:
@@ -85,8 +84,8 @@ class GPT2:
         self._with_stats = False  # whether the step in progress takes statistics
 
     def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
-        """Return the schedule's view for B sequences of T tokens, B*T at most the plan's, for use between steps: all in
-        train.dtype, or with `fp8` in the formats and with the scales of a step.
+        """Return the schedule's view for B sequences of T tokens, B*T at most the plan's, for use between steps.  It
+        uses train.dtype, or with `fp8` a step's formats and scales.
         """
         if (B, T, fp8) not in self._views:
             self._views[B, T, fp8] = self._make_view(B, T, fp8 and self.has_fp8)
@@ -144,8 +143,8 @@ class GPT2:
         return self._step
 
     def first_non_finite(self, batches: Iterable[Tensor], control: ControlGroup) -> str:
-        """Compute the gradients of these packed micro-batches with the present weights, and return the name of the
-        first tensor with non-finite elements on any rank, or "".  All ranks call it, between steps.
+        """Return the name of the first tensor with non-finite elements on any rank, or "", after a pass over these
+        packed micro-batches with the present weights.  All ranks call it, between steps.
         """
         assert self.stats_recorder, "statistics have no memory: log.stats_every is 0"
         self._with_stats, n = True, 0
@@ -182,7 +181,7 @@ class GPT2:
     def evaluate(self, ids: np.ndarray, targets: np.ndarray, fp8: bool = False) -> Tensor:
         """Return the losses [B*T] of the tokens, 0 where the target is -1, on the host; ids, targets int32 [B, T].
 
-        With `fp8`, of the forward pass that a step of an fp8 run makes; its scales do not change.
+        With `fp8`, the forward pass is an fp8 step's; its scales do not change.
         """
         B, T = ids.shape
         v = self.view(B, T, fp8)
@@ -229,11 +228,11 @@ class GPT2:
     # ---- kernels and graphs ----
 
     def compile(self, validated: Iterable[tuple[int, int]] = (), answered: Iterable[tuple[int, int]] = ()) -> Any:
-        """Compile the kernels of a whole run, in which batches of these shapes are evaluated: compiling.py."""
+        """Compile the kernels of a whole run that evaluates batches of these shapes; see compiling.py."""
         return compile_run(self, {*validated}, {*answered})
 
     def release_graphs(self) -> None:
-        """Destroy the graphs and close other ranks' memory, before the process group ends: NCCL waits for graphs that
+        """Destroy the graphs and close other ranks' memory, before the process group ends.  NCCL waits for graphs that
         hold its collectives, and CUDA reports an error if a rank ends while others have its memory open.
         """
         self._graphs.reset()

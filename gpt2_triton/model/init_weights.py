@@ -11,8 +11,8 @@ INIT_STD = 0.02
 
 
 def init_weights(K: Any, s: State, dims: dict[str, int], rank: int, seed: int) -> None:
-    """Set weights to N(0, 0.02), residual projections to N(0, 0.02 / sqrt(2L)), norms to 1 and everything else in the
-    state, the padded rows of wte and the moments too, to 0.
+    """Set weights to N(0, 0.02), residual projections to N(0, 0.02 / sqrt(2L)) and norms to 1.  Everything else is 0:
+    biases, the padded rows of wte, and the rest of the state.
     """
     std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * dims["L"]))
     for flat in state_io.state_buffers(s).values():

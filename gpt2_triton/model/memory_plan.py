@@ -32,7 +32,7 @@ FIXED_DTYPES = dict(
 CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
 # the kernels' code and the CUDA graphs, 0.16 GiB at 12 layers; on a CPU the interpreter's arrays
 MODULE_BYTES = int(0.25 * GIB)
-LOGITS_ROWS = 16  # of a text, at once: the most that a decode step takes whose results do not depend on their number
+LOGITS_ROWS = 16  # of a text, at once: up to 16 rows, a row's result does not depend on their number
 FORWARD_ONLY = "block"  # the level at which layers share all buffers that only a backward pass would read
 
 
@@ -96,9 +96,7 @@ def plan_memory(
 
 
 def _plan_between_steps(plan: MemoryPlan, dims: dict[str, int], dtypes: dict[str, torch.dtype]) -> MemoryPlan:
-    """Return the plan of a forward pass in bf16 between two steps of an fp8 run.  It has the plan's other buffers, and
-    the activations of a model that only runs forward in bytes that no buffer holds between steps.
-    """
+    """Return the plan of a bf16 forward pass between two steps of an fp8 run, in bytes that nothing holds then."""
     forward, names = {"embed", "block", "head"}, {f.name for table in (State, Decoding) for f in fields(table)}
     levels, dims = [FORWARD_ONLY] * dims["L"], dims | dict(Rp=0)
     acts = [b for b in resolve_buffers(Acts, dims, dtypes, levels, RECOMPUTE_LEVELS) if b.spec.kind != "backward"]
@@ -115,17 +113,17 @@ def recompute_levels(config: Config, training: bool) -> list[str]:
 
 
 def _plan_bytes(config: Config, K: Any, shape: StepShape, B: int | None = None) -> int:
-    """Return the bytes of the plan with micro-batch B, by default that of the shape."""
+    """Return the bytes of the plan with micro-batch B, by default the shape's."""
     return plan_memory(config, K, B or shape.micro_batch, config.train.seq_len, shape=shape)[0].total
 
 
 def _largest_batch(config: Config, K: Any, shape: StepShape, budget: int) -> int:
-    """Return the largest micro-batch whose plan fits `budget` bytes, 0 if none does."""
+    """Return the largest micro-batch with a plan of at most `budget` bytes, or 0."""
     return largest_batch(lambda B: _plan_bytes(config, K, shape, B), budget)
 
 
 def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
-    """Return the largest batch whose plan fits `budget` bytes, 0 if none does; total_bytes(B) grows with B."""
+    """Return the largest B with total_bytes(B) of at most `budget`, or 0; total_bytes grows with B."""
     low, high = 0, 1
     while total_bytes(high) <= budget:
         low, high = high, high * 2
@@ -136,8 +134,8 @@ def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
 
 
 def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape | None = None) -> Config:
-    """Return the configuration with memory.recompute `auto` replaced by the first level, which is the fastest, whose
-    plan fits `budget` bytes, in as few layers as necessary; by the last level if none fits.
+    """Return the configuration with a level in place of memory.recompute `auto`: the fastest level with a plan of at
+    most `budget` bytes, in as few layers as necessary.  If no level fits, take the last.
     """
     if config.memory.recompute != "auto":
         return config
@@ -160,8 +158,8 @@ def free_bytes(device: str) -> int:
 
 
 def used_bytes(device: str) -> int:
-    """Return the bytes in use on this GPU, 0 on a CPU.  The first call creates the CUDA context and so returns its
-    size and what other processes use.
+    """Return the bytes in use on this GPU, other processes' too; 0 on a CPU.  The first call creates the CUDA context
+    and counts it.
     """
     if device == "cpu":
         return 0

@@ -1,4 +1,4 @@
-"""Muon's views of the arena, the layers' matrices in three classes of one shape each, and its polynomials.
+"""Muon's polynomials, and its views of the arena: the layers' matrices in three classes of one shape each.
 
 kernels/muon.py has the arithmetic, schedule.update_matrices its order.
 """
@@ -13,12 +13,12 @@ from gpt2_triton.config.schema import OptimConfig
 from gpt2_triton.model import sharding
 from gpt2_triton.model.buffers import State
 
-# Each row (a, b, c) is p(s) = a s + b s^3 + c s^5 of the singular values s.  The rows are those of Polar Express (Amsel
-# et al. 2025, https://arxiv.org/abs/2505.16932): each one is the odd quintic nearest to 1 on the interval into which
-# the rows before it bring all s between LOWEST and 1, and so the five together are the best five.  All but the last
-# take s / 1.01: rounding to bf16 may lift a singular value above its interval, where the next polynomial grows.
+# Each row (a, b, c) is p(s) = a s + b s^3 + c s^5 of the singular values s.  The rows are Polar Express (Amsel et al.
+# 2025, https://arxiv.org/abs/2505.16932).  Each row is the odd quintic nearest to 1 on the interval into which the rows
+# before it bring all s between LOWEST and 1.  So no other five do better together.  All rows but the last take
+# s / 1.01: rounding to bf16 may lift a singular value above its interval, where the next polynomial grows.
 # tests/model/test_muon.py derives them again.
-LOWEST = 1e-3 / 1.02 / 1.01  # a singular value of 1e-3 times the norm, after the divisions by 1.02 norms and by 1.01
+LOWEST = 1e-3 / 1.02 / 1.01  # a singular value of 1e-3 norms, divided by 1.02 norms and by 1.01
 POLAR_EXPRESS = (
     (8.20615719576407, -22.90471716679143, 16.462724596901133),
     (4.067930319748221, -2.861538944815634, 0.5183433066308626),
@@ -29,10 +29,10 @@ POLAR_EXPRESS = (
 
 
 class MatrixClass(NamedTuple):
-    """The weight matrices of one shape in all layers, as Muon updates them: q, k, v and attproj; fc; or fcproj.
+    """The weight matrices of one shape in all layers: q, k, v and attproj; fc; or fcproj.
 
-    This rank updates the same n elements of them in each layer, and orthogonalises some whole matrices.  `parts` has
-    the elements that each rank updates, among the 4 C^2 of a layer.
+    This rank orthogonalises some whole matrices, and updates the same n elements in each layer.  `parts` has the
+    elements that each rank updates, among the class's 4 C^2 in a layer.
     """
 
     w: Tensor  # [L, n], with a stride between layers; so are the next four
@@ -41,12 +41,12 @@ class MatrixClass(NamedTuple):
     g: Tensor
     x: Tensor  # a part of `whole`
     whole: Tensor  # [matrices, rows, columns], all matrices of the class
-    owned: Tensor  # [k, rows, columns], those that this rank orthogonalises: every ranks-th
+    owned: Tensor  # [k, rows, columns], the matrices that this rank orthogonalises: every ranks-th
     next: Tensor  # [k, rows, columns], the iterate after `owned`
     gram: Tensor  # [k, C, C]
     poly: Tensor  # [k, C, C]
     first: int  # flat index of w[0, 0]
-    distance: int  # from it to that of w[1, 0]
+    distance: int  # from it to w[1, 0]'s flat index
     decay: float
     scale: float  # of an update with singular values 1
     parts: list[range]
@@ -55,8 +55,8 @@ class MatrixClass(NamedTuple):
 
 
 def matrix_classes(state: State, dims: dict[str, int], rank: int, optim: OptimConfig) -> Iterator[MatrixClass]:
-    """Yield the three classes of the layers' matrices.  Each has 4 C^2 elements of a layer, in the flat order, and the
-    4 C^2 L elements of `orth` that follow those of the class before.
+    """Yield the three classes of the layers' matrices, in the flat order.  A class has 4 C^2 elements in each layer,
+    and 4 C^2 L elements of `orth`, directly after the class before it.
     """
     C, L, ranks, zero = (dims[name] for name in ("C", "L", "ranks", "zero"))
     layer, size = sharding.buckets(dims)[1], 4 * C * C

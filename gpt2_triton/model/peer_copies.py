@@ -1,13 +1,13 @@
 """The transport of ranks on one host: copy engines read the other ranks' arenas, and each rank adds up its shard.
 
-The multiprocessors stay with the computation, where collectives take some of them.  Measured on 4 H200s, 124M, against
-NcclCommunicator: 98.4 -> 99.4% of the throughput of ranks that are in step without any exchange, and 97.4 -> 98.9% of
-four times the slowest GPU alone.  That gain is what this file and distributed/shared_memory.py are kept for.  Where
-memory cannot be shared, the run falls back to NCCL with a warning.
+Collectives would take some multiprocessors from the computation.  Share of the throughput without any exchange (4
+H200s, 124M): 99.4%, NcclCommunicator 98.4%.  Share of four times the slowest GPU alone: 98.9%, NcclCommunicator 97.4%.
+This file and distributed/shared_memory.py are kept for that gain.  Where memory cannot be shared, the run falls back to
+NCCL with a warning.
 
-Most layers' gradients are sent together, in the backward pass of the last layers.  NVLink sleeps when it has been idle
-for 50 ms, and awake it takes about 29 of an H200's 700 W, which the computation lacks at the power limit; a transfer
-after each layer would keep it awake for the whole step.
+Most layers' gradients are sent together, in the backward pass of the last layers.  NVLink sleeps after 50 ms without
+work.  Awake, it takes about 29 W of an H200's 700 W, and the computation lacks them at the power limit.  A transfer
+after each layer would keep NVLink awake for the whole step.
 """
 
 from collections import deque
@@ -20,9 +20,9 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.communicator import BucketedCommunicator
 from gpt2_triton.model.muon import MatrixClass, pieces
 
-# A layer's gradients, 48 C^2 bytes, take as long over NVLink as about 1,400 tokens take through its backward pass of
-# about 48 C^2 operations per token (370 GB/s, 500 TFLOP/s).  Sums also wait for multiprocessors.  So the gradients of
-# all L layers arrive in time if they are sent 4096 L / R layers before the end.
+# A layer's gradients are 48 C^2 bytes, and its backward pass takes about 48 C^2 operations per token.  At 370 GB/s and
+# 500 TFLOP/s, NVLink takes as long for them as the computation for 1,400 tokens.  Sums also wait for multiprocessors.
+# So the gradients of all L layers arrive in time if they are sent 4096 L / R layers before the end.
 TOKENS_TO_HIDE_A_LAYER = 4096
 
 
@@ -38,7 +38,7 @@ class PeerCopyCommunicator(BucketedCommunicator):
     def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]):
         super().__init__(group, K, state, dims)
         self._arenas = arenas
-        # each rank begins with the next one, so that no two read the same rank at a time
+        # each rank begins with the next rank, so that no two read the same rank at a time
         self._peers = [(group.rank + i) % group.size for i in range(1, group.size)]
 
     def close(self) -> None:

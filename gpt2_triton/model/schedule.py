@@ -6,8 +6,8 @@ With train.precision fp8 the operands of products are kernels/fp8.py's Fp8, whic
 `acc` is False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
 m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
 its gradients are complete.  On one rank it does nothing (communicator.py).
-m.observe takes statistics of tensors that have just been written, named as in m.a and m.w, and of updates that are
-about to be made.  In most steps it does nothing (tensor_stats.py).
+m.observe takes statistics: of tensors just after they are written, named as in m.a and m.w, and of updates just before
+they are made.  In most steps it does nothing (tensor_stats.py).
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def block(K: Any, m: Any, acc: bool = False) -> None:
     w, a = m.w, m.a
     for l in range(m.L):
         m.comm.wait_params(l)
-        if not acc or m.recompute[0].ln:  # else those of the first micro-step are still there
+        if not acc or m.recompute[0].ln:  # else the first micro-step's casts are still there
             cast(K, m.fp8_weights[l])
             m.observe.tensors(qkvw=l, attprojw=l, fcw=l, fcprojw=l)
         layer(K, m, l)
@@ -61,12 +61,9 @@ def final_norm(K: Any, m: Any) -> None:
 
 
 def head(K: Any, m: Any, acc: bool) -> None:
-    """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's part of its gradient without the rows of the
-    targets, which embedding_bwd adds.
+    """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's part of its gradient.
 
-    With S = sum of exp(z_j - z_target) over j != target: loss = log(1 + S), dlogits = rs * p + ks at the target,
-    rs = scale / (1 + S), ks = -scale * S / (1 + S).  The first product writes p = exp(z - z_target) unnormalised; the
-    two products that read p apply rs.
+    embedding_bwd adds the targets' rows to g.wte later.  kernels/classifier.py has the formulas.
     """
     w, g, a, i = m.w, m.g, m.a, 2 * m.L
     final_norm(K, m)
@@ -89,7 +86,7 @@ def head(K: Any, m: Any, acc: bool) -> None:
 
 
 def head_loss(K: Any, m: Any) -> None:
-    """losses = cross entropy of each token, without what a backward pass would need."""
+    """losses = cross entropy of each token; nothing is kept for a backward pass."""
     a = m.a
     final_norm(K, m)
     cast(K, m.fp8_weights[m.L])
@@ -109,7 +106,7 @@ def prefill(K: Any, m: Any, d: Any, sequences: slice) -> None:
 
 
 def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float) -> None:
-    """Sample the next token of each sequence of d.seq: one row each, its last token's, goes through the model."""
+    """Sample the next token of each sequence of d.seq; each sequence's last token goes through the model as one row."""
     w, a = m.w, m.a
     K.decode_embed(a.x[0], d.seq, w.wte, w.wpe)
     for l in range(m.L):
@@ -127,10 +124,10 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
 
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
-    """Run the layers' backward pass, and the embedding's before layer 0's last product.
+    """Run the layers' backward pass; the embedding's comes before layer 0's last product.
 
-    dx[i] is the gradient at x[i]; all are one buffer, in which layernorm_bwd adds to dx[i+1] to make dx[i].
-    branch_bias_grads[i] is the gradient of the bias whose branch ends at x[i]: the column sums of dx[i].
+    dx[i] is the gradient at x[i].  All dx are one buffer: layernorm_bwd adds to dx[i+1] to make dx[i].  The branch that
+    ends at x[i] has a bias; branch_bias_grads[i] is the bias's gradient, the column sums of dx[i].
     """
     w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_sharded
     for l in reversed(range(m.L)):
@@ -199,7 +196,7 @@ def update(K: Any, m: Any) -> None:
     if m.fp8:
         roll_scales(K, m)
     for p in m.updates:
-        if len(p.w):  # with many ranks the last ones own no part of a small bucket
+        if len(p.w):  # with many ranks the last ranks own no part of a small bucket
             m.observe.adamw(p)
             K.adamw(
                 p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, p.lr_factor, *m.betas_eps
@@ -211,7 +208,7 @@ def update(K: Any, m: Any) -> None:
 
 
 def update_matrices(K: Any, m: Any) -> None:
-    """Update the layers' matrices by Muon: their momentum, orthogonalised approximately in x, changes the weights."""
+    """Update the layers' matrices by Muon: write their momentum to x, orthogonalise x nearly, and update w with x."""
     s, a, stats = m.s, m.a, m.s.step_out[:4]
     for c in m.matrices:
         if c.x.numel():

@@ -1,15 +1,15 @@
 """Layout of the flat buffers on each rank, for any number of ranks and ZeRO stage (Rajbhandari et al. 2020,
 https://arxiv.org/abs/1910.02054).
 
-A bucket is a contiguous part of the flat order whose gradients are complete at about the same time.  Bucket 0 is the
+A bucket is a contiguous part of the flat order; its gradients are complete at about the same time.  Bucket 0 is the
 embedding (wte, wpe), 1 + l is layer l, and the last one holds norms and biases.  Each is padded to a multiple of the
-ranks, and its r-th part is rank r's shard.  The padding is never read, and flat indices, the keys of rounding noise and
-of checkpoints, do not count it.  A single rank has no padding.
+ranks, and its r-th part is rank r's shard.  The padding is never read.  Flat indices, the keys of rounding noise and of
+checkpoints, leave the padding out.  A single rank has no padding.
 
 stage   m, v, low     gradients
 0       all           all, summed over ranks in place
-1       own shards    all; the own shards are summed in place
-2       own shards    embedding, norms and biases, and two layers; the sums of the own shards go to `reduced`
+1       own shards    all; the rank's own shards are summed in place
+2       own shards    embedding, norms and biases, and two layers; the sums of own shards go to `reduced`
 """
 
 import math
@@ -71,11 +71,9 @@ def grad_offsets(dims: dict[str, int]) -> list[int]:
 
 
 def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool, muon: bool = False) -> dict[str, int]:
-    """Return the elements of the flat buffers.
+    """Return the elements of the flat buffers, by buffers.py's symbols.
 
-    Nf parameters, Nt first and Nv second moments, Nm low bits, Ng gradients, Nr reduced gradients (stage 2), Nx
-    received gradients: one shard of the largest bucket from each of the other ranks.  With Muon, No elements of the
-    layers' matrices, Nc of the largest class of them that a rank orthogonalises.
+    Nr counts at stage 2 only.  Nx is one shard of the largest bucket from each of the other ranks.
     """
     all_buckets, zero = buckets(dims), dims["zero"]
     full, layer = sum(b.padded for b in all_buckets), all_buckets[1].padded
@@ -96,14 +94,14 @@ def _layers_in_moments(dims: dict[str, int]) -> int:
 
 
 def _second(dims: dict[str, int], bucket: int, moment: int) -> int | None:
-    """Return the offset in `v` of what is at `moment` in `m`."""
+    """Return the offset in `v` of the element at `moment` in `m`; None: `v` does not have it."""
     if not dims["No"] or bucket == 0:
         return moment
     return moment - _layers_in_moments(dims) if bucket == dims["L"] + 1 else None
 
 
 def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
-    """Return `rank`'s shard of each bucket, which it squares, saves and, from stage 1 on, updates; it may be empty."""
+    """Return `rank`'s shards, one per bucket, maybe empty.  It squares, saves and from stage 1 on updates them."""
     out, own, zero = [], 0, dims["zero"]
     for i, b in enumerate(buckets(dims)):
         part = b.padded // dims["ranks"]

@@ -7,16 +7,16 @@ import torch
 
 
 class SideStream:
-    """A second stream, whose work overlaps that of the current stream."""
+    """A second stream; its work overlaps the current stream's work."""
 
     def __init__(self, device: str):
         # high priority: between two kernels that fill the GPU the side stream's work starts first
         self._stream = None if device == "cpu" else torch.cuda.Stream(priority=-1)
-        self._used = False  # during capture a stream may only wait for one that is part of the capture
+        self._used = False  # during a capture a stream may only wait for a stream that is captured too
 
     @contextlib.contextmanager
     def after_current(self) -> Iterator[None]:
-        """Launch what the body launches on this stream, after everything in the current stream so far."""
+        """Put the body's launches on this stream, after everything in the current stream so far."""
         if self._stream is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Maps a model's state buffers to the tensors of a checkpoint, whose names, shapes and order do not depend on the
+"""Maps a model's state buffers to the tensors of a checkpoint.  Their names, shapes and order do not depend on the
 number of ranks.
 
 tensor   elements  buffer
@@ -48,8 +48,8 @@ def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Te
 
 
 def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
-    """Return, for a checkpoint's state.json, (flat index, elements) of each slice of the shards, and with Muon those of
-    `v` by its own elements; empty for one rank.
+    """Return, for a checkpoint's state.json, (flat index, elements) of each slice of the shards; empty for one rank.
+    With Muon, also the slices of `v`, which counts its own elements.
     """
     if dims["ranks"] == 1:
         return {}
@@ -61,7 +61,7 @@ def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
 
 
 def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) -> None:
-    """Fill the buffers from a checkpoint's complete tensors, of which a rank copies the spans that it holds."""
+    """Fill the buffers from a checkpoint's complete tensors; a rank copies the spans that it holds."""
     buffers = state_buffers(s)
     all_params, own = sharding.updated_shards(dims | dict(zero=0), rank), sharding.updated_shards(dims, rank)
     for name, tensor in tensors.items():

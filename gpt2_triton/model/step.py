@@ -12,7 +12,7 @@ import torch
 
 from gpt2_triton.model.cuda import DeviceEvent
 
-STEPS = 3  # one that is launched, one whose results are read, and the one before, whose end starts the latter's time
+STEPS = 3  # a step being launched, a step being read, and the step before that, for its end time
 
 
 class StepResult(NamedTuple):
@@ -47,8 +47,8 @@ class InFlightStep:
         self.ended = self._began = DeviceEvent(device)
 
     def begin(self, previous: "InFlightStep", step_in: np.ndarray, step_key: Sequence[int]) -> None:
-        """Write the inputs.  The step's time begins when `previous` ends, or now if that step's result has been read
-        and the device is idle.
+        """Write the inputs.  The step's time begins when `previous` ends, or now if the result of `previous`
+        has been read and the device is idle.
         """
         assert not self.in_flight, f"a step's result() has to be read before {STEPS} more begin"
         if not previous.in_flight:

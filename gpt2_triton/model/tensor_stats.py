@@ -1,15 +1,15 @@
 """Statistics of the tensors of a step: rms, largest absolute value and non-finite elements, layer by layer.
 
-The schedule tells m.observe what it has written.  In a step with statistics that is a StatsRecorder, which launches a
-kernel that reads each tensor before another one overwrites its bytes; no byte of the training changes.
+The schedule tells m.observe what it has written.  In a step with statistics, m.observe is a StatsRecorder: its kernels
+read each tensor before other kernels overwrite the tensor's bytes.  No byte of the training changes.
 
 x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in buffers.py; in an fp8 run fcg[l], not fch[l]
 dx[i]                          the gradient of the loss at x[i], times the loss scale
-each fp8 tensor                the shares of its elements that are saturated, at 448, and that are 0
+each fp8 tensor                two shares of its elements: saturated at 448, and 0
 each parameter                 its gradient before the update, the weights, and the update before rounding
 
-With several ranks each reads what it computes: the activations of its own sequences, and the parameters that it
-updates, its shard or at ZeRO-0 all of them.  The host combines the ranks' partial results.
+Each rank reads what it computes: the activations of its own sequences, and the parameters that it updates (at ZeRO-0
+all, else its shard).  The host combines the ranks' partial results.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ Record = dict[str, dict[str, dict[str, list[Any]]]]  # kind -> tensor -> column 
 
 
 class Observer:
-    """Takes no statistics.  Its methods are those that the schedule calls."""
+    """Takes no statistics.  The schedule calls its methods."""
 
     def tensors(self, **entries: int) -> None:
         """Look at tensors that have just been written: their names in Acts or Params, and their indices there."""
@@ -85,7 +85,7 @@ class StatsRecorder(Observer):
             self._seen.add(entry)
             if entry in self._act_slots:
                 self._K.tensor_stats(self.buffers[0][self._act_slots[entry]], self._tensor(*entry), self._acc)
-            counted = self._acc and entry[0] in WEIGHTS  # in the first micro-step, if they are cast in each
+            counted = self._acc and entry[0] in WEIGHTS  # cast in each micro-step, counted in the first
             if entry in self._fp8_slots and not counted:
                 self._K.fp8_stats(self.buffers[2][self._fp8_slots[entry]], self._tensor(*entry), self._acc)
 
@@ -109,8 +109,8 @@ class StatsRecorder(Observer):
                 yield out, r
 
     def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Record:
-        """Return the record of a step from host copies of `buffers`; the first alone gives activations only.  All ranks
-        call it and get the same record.
+        """Return the record of a step from host copies of `buffers`.  The first copy alone gives activations only.  All
+        ranks call it and get the same record.
         """
         record: Record = {"activations": {}, "parameters": {}}
         found = control.all_gather(
@@ -134,8 +134,8 @@ class StatsRecorder(Observer):
         return record
 
     def first_non_finite(self, micro_steps: int, control: ControlGroup) -> str:
-        """Return in words the first tensor with non-finite elements in the gradients that were computed last; if there
-        is none, the fp8 tensor of the lowest layer whose amax is not finite, or "".  Clears amax.  All ranks call it.
+        """Return in words the first tensor with non-finite elements in the latest gradients.  If there is none, return
+        the fp8 tensor of the lowest layer with a non-finite amax, or "".  Clears amax.  All ranks call it.
         """
         found = first_non_finite(self.read([self.buffers[0].cpu()], micro_steps, control))
         if not self._scales:
@@ -148,9 +148,7 @@ class StatsRecorder(Observer):
 
 
 def _combine_parts(partials: Tensor) -> np.ndarray:
-    """Return [tensors, 3 or 5] from a rank's partial results [tensors, 3 or 5, P]: float64 sums, but for the second
-    number, which is a maximum.
-    """
+    """Return a rank's [tensors, 3 or 5, P] as [tensors, 3 or 5]: the maximum of number 1, float64 sums else."""
     parts = partials.numpy().astype(np.float64)
     out = parts.sum(-1)
     out[:, 1] = parts[:, 1].max(-1)
@@ -222,7 +220,7 @@ def fp8_name(name: str, i: int) -> str:
 def format_summary(record: Record) -> str:
     """Return one line: the largest activation, gradient and relative update, and the first tensor that is not finite.
 
-    Updates are those of matrices only.  Biases start at 0, so their early ratios are large without meaning.
+    Updates are shown for matrices only.  Biases start at 0, so their early ratios are large without meaning.
     """
     acts, params = record["activations"], record["parameters"]
     columns = {

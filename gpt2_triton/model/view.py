@@ -42,7 +42,7 @@ class ModelView:
     order: Tensor
     segments: Tensor
     split_tokens: Tensor
-    branch_bias_grads: list[Tensor | None]  # [i]: gradient of the bias whose branch ends at x[i]
+    branch_bias_grads: list[Tensor | None]  # [i]: the bias gradient of the branch that ends at x[i]
     L: int
     NH: int
     V: int
@@ -52,7 +52,7 @@ class ModelView:
     recompute: list[Recompute]  # of each layer
     betas_eps: tuple[float, float, float]
     comm: Communicator  # to the other ranks
-    norm_grads: list[Tensor]  # the gradients whose squares this rank sums for the norm
+    norm_grads: list[Tensor]  # the gradients that this rank squares and sums for the norm
     updates: list[UpdateSpan]
     matrices: list[muon.MatrixClass]  # empty without Muon
     fp8: bool  # some operands are in fp8
@@ -70,8 +70,8 @@ def make_view(
     plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], optim: OptimConfig,
     comm: Communicator, rank: int, K: Any, fp8: bool, record: bool = False,
 ) -> ModelView:  # fmt: skip
-    """Return the view for dims["B"] sequences of dims["T"] tokens, at most the plan's; with `fp8` operands of products
-    are K.Fp8, with `record` kernels record the maxima of these, as in training.
+    """Return the view for dims["B"] sequences of dims["T"] tokens, at most the plan's.  With `fp8`, operands of
+    products are K.Fp8; with `record`, as in training, kernels record their maxima.
     """
     d = dims | dict(Rc=min(dims["Rc"], dims["R"]))
     starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None
@@ -81,7 +81,7 @@ def make_view(
     again: list[list[Any]] = [[]] * d["L"]
     if fp8:
         weights = place_operands(K, w, a, carve(Fp8Buffers, plan.buffers, arena, d), state, d, record)
-        for l, redo in enumerate(recompute):  # where rows are not kept; at level block attention writes its own again
+        for l, redo in enumerate(recompute):  # rows that are not kept; at level block attention rewrites att's
             again[l] = [*weights[l], *([] if redo.block else [a.att[l]])] if redo.ln else []
     biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []
     return ModelView(
