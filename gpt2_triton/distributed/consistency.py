@@ -13,9 +13,9 @@ from gpt2_triton.files import run_dir_error
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
-    """Raise ConfigError with the ranks that do not see rank 0's run directory: every checkpoint would be incomplete.
+    """Raise ConfigError with the ranks that do not see rank 0's run directory.
 
-    Rank 0 makes a hidden file; a network file system has `seconds` to show it.
+    Such a rank's shards would be missing from checkpoints.  Rank 0 makes a file; the others look for it for `seconds`.
     """
     if control.size == 1:
         return
@@ -39,9 +39,9 @@ def _make(run_dir: Path, name: str) -> str:
 
 
 def require_equal(control: ControlGroup, **values: Any) -> None:
-    """Raise ConfigError with the ranks that differ from rank 0, unless each value, of JSON, is the same on all.
+    """Raise ConfigError with the ranks that have another value, of JSON, than rank 0.
 
-    Otherwise a node with an older configuration or a missing shard would train without an error.
+    Without this check a node with an older configuration or a missing shard would train without an error.
     """
     for what, value in values.items():
         found = control.all_gather(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())

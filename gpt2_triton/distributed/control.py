@@ -17,14 +17,14 @@ POLL_SECONDS = 0.02
 
 
 class ControlGroup:
-    """Exchanges values between ranks, as JSON, so that numbers arrive unchanged."""
+    """Exchanges values between ranks as JSON.  Numbers arrive unchanged."""
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, store: Any = None):
         self.rank, self.size = rank, size
         self._name, self._store, self._calls = name, store, 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; PeerLostError if the store is gone, with rank 0 or the launcher."""
+        """Return every rank's value, by rank; PeerLostError if the process that holds the store has exited."""
         if self.size == 1:
             return [value]
         try:
@@ -40,12 +40,12 @@ class ControlGroup:
             return self._wait(key)
         values = [self._take(f"{key}/{rank}") for rank in range(self.size)]
         self._store.set(key, json.dumps(values))
-        if self._calls > 1:  # all ranks have read the previous list, since they have sent values for this one
+        if self._calls > 1:  # every rank has sent its next value, so every rank has read the last list
             self._store.delete_key(f"{self._name}/{self._calls - 1}")
         return values
 
     def from_rank0(self, function: Callable[[], Any]) -> Any:
-        """Call `function` on rank 0; return its result, or raise its OSError or UserError, on every rank."""
+        """Call `function` on rank 0.  Return its result, or raise its OSError or UserError, on every rank."""
         result: dict[str, Any] = {}
         error: OSError | UserError | None = None
         if self.rank == 0:
@@ -64,8 +64,8 @@ class ControlGroup:
         return found["value"]
 
     def leave(self) -> None:
-        """Return on rank 0, whose process may hold the store, once every other rank has called this.  To be called
-        before all ranks exit with an error, as their last call.
+        """Keep rank 0, which may hold the store, until every rank has called this.  It is the last call of ranks that
+        all exit with an error.
         """
         if self.rank > 0:
             self._store.set(f"{self._name}/left/{self.rank}", "null")
@@ -89,15 +89,15 @@ SINGLE_PROCESS = ControlGroup("single")
 def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
     """Return a name that all ranks of this start share, and that no earlier start had.
 
-    torchrun gives restarted ranks the store of the previous start, keys included, and no number that all nodes agree
-    on.  So each rank draws a random token.  Rank 0's is the name, and it counts only next to the receiver's own token:
+    torchrun gives restarted ranks the old store with its old keys, and no number that all nodes agree on.  So each
+    rank draws a random token.  Rank 0's token is the name.  A rank takes it only from an offer with its own token:
 
         rank r   set token/r = T_r
-        rank 0   set offer/r = [token/r, T_0], again until accept/r is T_0
+        rank 0   repeat offer/r = [token/r, T_0] until accept/r is T_0
         rank r   wait until the first of offer/r is T_r; set accept/r = the second; return it
         rank 0   when all ranks have accepted, return T_0
 
-    Raises TimeoutError after `seconds`, on rank 0 with the ranks that are missing.
+    Raise TimeoutError after `seconds`; on rank 0 the error names the missing ranks.
     """
     token, end = secrets.token_hex(8), time.monotonic() + seconds
     store.set(f"token/{rank}", json.dumps(token))

@@ -12,7 +12,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def set_env_from_slurm() -> None:
     """Set torchrun's variables in a task of srun.  Do nothing under torchrun, or in a step of one task.
 
-    Only a step that srun started has SLURM_STEP_ID; the batch script itself is one process, whatever the job's tasks.
+    Only steps of srun have SLURM_STEP_ID.  The batch script is one process, however many tasks the job has.
     """
     env = os.environ
     if "RANK" in env or "SLURM_STEP_ID" not in env:
@@ -21,7 +21,7 @@ def set_env_from_slurm() -> None:
     if size == 1:
         return
     rank, local_rank = (_number(name, 0, size - 1) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
-    port = 20000 + (_number("SLURM_JOB_ID", 0) + 101 * _number("SLURM_STEP_ID", 0)) % 20000  # of this step alone
+    port = 20000 + (_number("SLURM_JOB_ID", 0) + 101 * _number("SLURM_STEP_ID", 0)) % 20000  # a job may run two steps
     nodes = env.get("SLURM_STEP_NODELIST", "")
     if not (nodes or "MASTER_ADDR" in env):
         raise ConfigError("SLURM_STEP_NODELIST is not set; start the ranks with srun or torchrun, or set MASTER_ADDR")
@@ -38,9 +38,7 @@ def first_host(nodes: str) -> str:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks, (0, 1) without a launcher; ConfigError for variables that are
-    missing or out of range.
-    """
+    """Return (rank, number of ranks), or (0, 1) without a launcher; ConfigError for a missing or wrong variable."""
     size = _number("WORLD_SIZE", 1, default="1")
     rank = _number("RANK", 0, size - 1, default="0")
     if size > 1:

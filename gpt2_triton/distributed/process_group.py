@@ -23,8 +23,8 @@ from gpt2_triton.errors import PeerLostError
 
 
 def connect(rank: int, size: int, seconds: float) -> Any:
-    """Return the key-value store of this start of the ranks, at MASTER_ADDR and MASTER_PORT; PeerLostError if they have
-    not all joined within `seconds`.
+    """Return this start's key-value store, at MASTER_ADDR and MASTER_PORT; PeerLostError unless all ranks join
+    within `seconds`.
     """
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))  # type: ignore[attr-defined]
@@ -42,8 +42,8 @@ class ProcessGroup:
     def __init__(self, device: str, timeout: float):
         """Select this rank's GPU and join the group; device is "cuda" or "cpu".
 
-        timeout is the watchdog's, in seconds.  Rendezvous may take 3 times and a collective 12 times as long, so that
-        the watchdog reports first: its message names the rank at fault.
+        timeout is the watchdog's, in seconds.  Rendezvous may take 3 timeouts, a collective 12.  So the watchdog
+        reports first: its message names the rank at fault.
         """
         self.rank, self.size = rank_and_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -52,7 +52,7 @@ class ProcessGroup:
         self.single_node = os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)
         self._timeout = timedelta(seconds=12 * timeout)
         self._allocations = 0
-        self._stream_barrier: shared_memory.StreamBarrier | None = None  # of ranks on GPUs that share memory
+        self._stream_barrier: shared_memory.StreamBarrier | None = None  # for GPUs that share memory
         if device == "cuda":
             torch.cuda.set_device(local_gpu())
         if self.size == 1:
@@ -82,22 +82,22 @@ class ProcessGroup:
         if arenas and self.device == "cuda" and self._stream_barrier is None:
             try:
                 self._stream_barrier = shared_memory.StreamBarrier(self.rank, self.size, self._timeout)
-            except AttributeError as error:  # of this torch, on every rank
+            except AttributeError as error:  # this torch lacks a name, on every rank
                 arenas, reason = [], str(error)
         if reason and self.rank == 0:
             problem = f"the ranks of this host cannot read each other's memory ({reason})"
-            print_line(f"warning: {problem}; gradients and parameters go through collectives, slower", error=True)
+            print_line(f"warning: {problem}; gradients and parameters go through slower collectives", error=True)
         return own, arenas
 
     # ---- collectives, in the order of the current stream ----
 
     def all_reduce(self, tensor: Tensor, largest: bool = False) -> None:
-        """tensor = the sum over ranks, or each element's largest value; all ranks get the same bits."""
+        """tensor = its sum over ranks, or its elementwise maximum if `largest`; all ranks get the same bits."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._collective(dist.all_reduce, tensor, op=op)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
-        """out = this rank's shard of the sum of `whole` over ranks; it may be that shard of `whole`."""
+        """out = this rank's shard of the sum of `whole` over ranks; `out` may lie in `whole`, at that shard."""
         self._collective(_collective_by_name("reduce_scatter_single", "reduce_scatter_tensor"), out, whole)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
@@ -107,7 +107,7 @@ class ProcessGroup:
     def barrier(self) -> None:
         """Barrier in stream order: writes before it are visible to all ranks after it, and reads before it are done.
 
-        On GPUs only for ranks that share memory, and not in the default stream: see StreamBarrier.
+        On GPUs the ranks must share memory, and the stream must not be the default stream: see StreamBarrier.
         """
         if (b := self._stream_barrier) is None:
             self._collective(dist.barrier)
@@ -126,7 +126,7 @@ class ProcessGroup:
             raise PeerLostError(f"{function.__name__} failed ({reason}): {todo}") from error
 
     def control(self, name: str) -> ControlGroup:
-        """Return a control group of all ranks; threads that use one at the same time need one name each."""
+        """Return a control group of all ranks.  Threads that run at the same time need groups of different names."""
         return ControlGroup(name, self.rank, self.size, self.store)
 
     def close(self) -> None:
@@ -140,5 +140,5 @@ class ProcessGroup:
 
 
 def _collective_by_name(new: str, old: str) -> Callable[..., Any]:
-    """Return a collective that torch 2.13 renamed; 2.11 has only the old name, about which 2.13 warns."""
+    """Return a collective by its new name, or by its old name before torch 2.13, which warns of old names."""
     return getattr(dist, new, None) or getattr(dist, old)

@@ -1,7 +1,7 @@
 """Lock of a run directory: one process at a time writes to it.  Rank 0 holds it, for all ranks.
 
-The lock is the kernel's flock on RUN/.lock, which ends with its process, however that ends; the file names the process.
-On a file system without flock the file itself is the lock: if its process was killed, the user deletes it.
+The lock is flock on RUN/.lock; it ends with its process, even if the process is killed.  The file names the process.
+On a file system without flock the file itself is the lock: after a kill the user deletes the file.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import run_dir_error
 
 NAME = ".lock"
-MOST_BYTES = 300  # of the file, in messages
-UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # of flock, by file system
+MOST_BYTES = 300  # of the file that a message quotes
+UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # of file systems without flock
 
 
 @contextlib.contextmanager
@@ -51,10 +51,10 @@ def _take(path: Path) -> int:
     except BaseException:
         os.close(file)
         raise
-    if os.fstat(file).st_nlink == 0:  # the process that held it has ended and removed it meanwhile
+    if os.fstat(file).st_nlink == 0:  # its holder has just ended and deleted the file
         os.close(file)
         return _take(path)
-    with contextlib.suppress(OSError):  # a full disk, which the first file that matters reports
+    with contextlib.suppress(OSError):  # a full disk: the run's next file reports it
         os.ftruncate(file, 0)
         os.pwrite(file, f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%F %T')},".encode(), 0)
     return file

@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host open to each other, and a barrier in stream order for those that do.
+"""Memory that the ranks of one host share, and a barrier in stream order for these ranks.
 
-A GPU's memory is opened through CUDA's IPC handles, and copy engines read it over NVLink or PCIe; a CPU's has a file
-descriptor.  Every private or barely public name of torch that this project uses is in this file, tested with torch
-2.11.  If one of them is missing, or the GPUs are AMD's, ranks exchange through collectives.
+Ranks open a GPU's memory by CUDA's IPC handles; copy engines read it over NVLink or PCIe.  They open a CPU's memory by
+a file descriptor.  This file has all of the project's private or barely public names of torch, tested with torch 2.11.
+If torch lacks such a name, or the GPUs are AMD's, ranks exchange through collectives.
 """
 
 import os
@@ -19,8 +19,8 @@ from gpt2_triton.distributed.control import ControlGroup
 def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, list[Tensor], str]:
     """Allocate `nbytes` on each rank of a host; all ranks call it together.
 
-    Returns this rank's memory, the memory of all ranks by rank, and "".  If a rank cannot open another's memory, the
-    list is empty on all ranks, and the text is the first such rank's reason.
+    Return this rank's memory, the memory of all ranks by rank, and "".  If any rank cannot open another's memory, all
+    ranks get an empty list, and the text is the first such rank's reason.
     """
     buffer, own = SharedBuffer(nbytes, device), control.rank
     given = [None if rank == own else buffer.handle() for rank in range(control.size)]
@@ -44,7 +44,7 @@ class SharedBuffer:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         else:
             self._file = os.memfd_create("gpt2_triton")
-            os.posix_fallocate(self._file, 0, nbytes)  # so that missing memory is an error here and not in a step
+            os.posix_fallocate(self._file, 0, nbytes)  # missing memory is an error here, not in a step
             self.memory = _map(self._path, nbytes)
 
     @property
@@ -52,13 +52,13 @@ class SharedBuffer:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def handle(self) -> list[Any] | None:
-        """Return the argument of another process's `open_shared`, as JSON; None if this memory cannot be shared.
+        """Return what another process gives to `open_shared`, as JSON; None if this memory cannot be shared.
 
-        Each reader needs its own: torch keeps a count in it, which that one reader takes from 1 to 0.
+        Each reader needs a handle of its own: the reader takes torch's count in the handle from 1 to 0.
         """
         if self._file is not None:
             return [self._path]
-        if torch.version.hip:  # not tried
+        if torch.version.hip:  # AMD's handles: not tried
             return None
         try:
             parts = self.memory.untyped_storage()._share_cuda_()
@@ -67,7 +67,7 @@ class SharedBuffer:
         return [part.hex() if isinstance(part, bytes) else part for part in parts]
 
     def close_handle(self) -> None:
-        """Refuse further readers; those that have opened the memory keep it."""
+        """Refuse further readers; earlier readers keep the memory."""
         if self._file is not None:
             os.close(self._file)
 
@@ -79,7 +79,7 @@ def open_shared(handle: list[Any] | None, nbytes: int, device: str) -> Tensor:
     if device == "cpu":
         return _map(handle[0], nbytes)
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
-    # as memory of this device, so that this device's streams copy it; as the owner's, the owner's streams would
+    # opened on this device, not on the owner's: else the owner's streams would do the copies
     storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *parts[1:])
     memory = torch.empty(0, dtype=torch.uint8, device=device)
     return memory.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]
@@ -92,13 +92,13 @@ def _map(path: str, nbytes: int) -> Tensor:
 class StreamBarrier:
     """An all-gather of a few bytes by NCCL's copy engines.
 
-    Ranks wait for each other in the stream, where a kernel would keep a multiprocessor busy.  Not for the default
-    stream, in which NCCL's copy engines refuse to work.
+    Ranks wait for each other in the stream.  A kernel that waits would keep a multiprocessor busy.  The default stream
+    is not allowed: there NCCL's copy engines refuse to work.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         gpu, options = torch.device("cuda", torch.cuda.current_device()), dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = options.config.min_ctas = 1  # for more, NCCL would have 0.2 GiB of buffers
+        options.config.max_ctas = options.config.min_ctas = 1  # for more, NCCL allocates 0.2 GiB of buffers
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group: Any = dist.new_group(timeout=timeout, pg_options=options, device_id=gpu)
         self._backend = self.group._get_backend(gpu)
@@ -109,6 +109,6 @@ class StreamBarrier:
         self._backend.register_mem_pool(self._pool, symm=True)
 
     def close(self) -> None:
-        """Release the memory, which is NCCL's and does not outlive the process group."""
+        """Release the memory: NCCL's memory does not outlive the process group."""
         self._backend.deregister_mem_pool(self._pool)
         del self.whole, self.part, self._pool, self._backend, self.group

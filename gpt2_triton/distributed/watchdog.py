@@ -3,10 +3,10 @@ with a message that names the rank at fault.
 
     main thread   heartbeat(step) before each micro-step; `with phase(name)` around work that takes longer
     watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase) in the store
-                  while this rank has made no progress for the timeout: watch all states, and report if
-                      no rank makes progress for the timeout times the factor of the slowest phase of all ranks
-                      or a rank publishes nothing for the timeout, whatever the phase
-                  the first rank that reports prints `diagnose`; all exit with 1
+                  after a timeout without progress of this rank: watch all ranks, and report if
+                      no rank makes progress for timeout * factor; the slowest phase of any rank gives the factor
+                      or a rank publishes nothing for one timeout, in any phase
+                  the first rank to report prints `diagnose`; every rank exits with 1
 
 NCCL's own timeout sees neither collectives in a CUDA graph nor a suspended host, and its message names no rank.
 """
@@ -24,13 +24,13 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 
 STARTING, STEPPING, SAVING = "starting", "training", "saving"
 SEARCHING = "searching for non-finite numbers"
-TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1}  # of the timeout, by phase
-SLOW_PHASE_FACTOR = 10  # every other phase, without heartbeats inside: saving, validating, sampling, ...
-SILENT_AFTER = 5  # intervals without a new tick after which a rank is called silent
+TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1}  # timeouts that a phase may take
+SLOW_PHASE_FACTOR = 10  # of other phases (saving, validating, ...), which have no heartbeats inside
+SILENT_AFTER = 5  # a rank is silent after this many intervals without a new tick
 
 
 class State(NamedTuple):
-    """A rank's state, as it is in the store."""
+    """A rank's state in the store."""
 
     tick: int  # states published
     beats: int  # heartbeats
@@ -39,7 +39,7 @@ class State(NamedTuple):
 
 
 def diagnose(states: Sequence[State], silent: Sequence[int]) -> str:
-    """Return which ranks are at fault: the silent ones, else those with the fewest heartbeats, else none."""
+    """Return in words which ranks are at fault: silent ranks, else the ranks behind all others, else none."""
     fewest = min(state.beats for state in states)
     behind = [rank for rank, state in enumerate(states) if state.beats == fewest]
     if silent:
@@ -55,7 +55,7 @@ def _ranks_are(ranks: Sequence[int]) -> str:
 
 
 class _Watch:
-    """The states of all ranks while this one stands still, with the times at which they changed."""
+    """The states of all ranks while this rank stands still, and the times of their changes."""
 
     def __init__(self, states: Sequence[State], now: float):
         self.states, self.began, self.last_progress = states, now, 0.0
@@ -70,7 +70,7 @@ class _Watch:
         self.states = states
 
     def silent(self, since: float) -> list[int]:
-        """Return the ranks that have published nothing since then."""
+        """Return the ranks that have published nothing after the time `since`."""
         return [rank for rank, tick in enumerate(self.last_ticks) if tick <= since]
 
 
@@ -95,7 +95,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Allow the timeout times the phase's factor inside."""
+        """Allow the block the phase's number of timeouts."""
         before, self._phase = self._phase, name
         self.heartbeat(self._step)
         try:
@@ -114,7 +114,7 @@ class Watchdog:
                 self._publish()
                 if not self._closed:
                     self._check()
-        except RuntimeError:  # the store is gone, and with it the process that holds it
+        except RuntimeError:  # the process that holds the store has exited
             time.sleep(5 * self._interval)  # meanwhile collectives outside CUDA graphs raise a better error
             if not self._closed:
                 lost = "rank 0 or the launcher has exited; restart the job, with --resume"
@@ -132,7 +132,7 @@ class Watchdog:
         return [State(*json.loads(store.get(k))) if store.check([k]) else State(0, 0, 0, STARTING) for k in keys]
 
     def _check(self) -> None:
-        """Watch all ranks while this one stands still; end the process if a rank is silent or all stand still."""
+        """Watch all ranks while this rank stands still; end the process if a rank is silent or all stand still."""
         now = time.monotonic()
         if now - self._last_progress <= self._timeout:
             self._watch = None
@@ -153,5 +153,5 @@ class Watchdog:
             todo = "restart the job, with --resume"
             print_line(f"error: rank {self.group.rank}: {waited}: {diagnosis}; {todo}", error=True)
         else:
-            time.sleep(2 * self._interval)  # the launcher ends all ranks with the first: let the other one report
+            time.sleep(2 * self._interval)  # the first exit makes the launcher end all ranks: let another report first
         os._exit(1)

@@ -3,10 +3,10 @@
 A step needs nothing from the host: the sampled token stays on the device as the next step's input.  So the host
 launches step s before it reads the token of step s - 3, and the device never waits.
 
-The model sees at most T tokens (train.seq_len).  A full window is restarted from the newest T // 2 tokens, which run
-through the forward pass at their new positions; T - T // 2 steps from the cache follow.  So every token has at least
-T // 2 tokens before it and costs one step and 1/T of a forward pass.  Moving the window by one token each time, as
-nanoGPT does, would cost a forward pass per token, since every position changes.
+The model sees at most T tokens (train.seq_len).  When this window is full, the newest T // 2 tokens run through the
+forward pass at new positions, and T - T // 2 steps from the cache follow.  So every token has at least T // 2 tokens
+before it, and costs one step and 1/T of a forward pass.  nanoGPT moves the window by one token instead, which changes
+every position and costs a forward pass per token.
 """
 
 from collections import deque
@@ -64,8 +64,8 @@ def generate(
 def fill_cache(model: GPT2, windows: list[list[int]], sampled: int, seeds: Sequence[int]) -> None:
     """Run all but the last token of each window into the cache, and set the last as the next step's input.
 
-    The windows have equal lengths.  `sampled` counts the tokens sampled so far and keys the next random number; at 0
-    all windows are the prompt.
+    The windows have equal lengths.  `sampled`, the number of tokens sampled so far, keys the next random number.  If it
+    is 0, all windows are the prompt.
     """
     n = len(windows[0])
     if n > 1 and sampled == 0:
@@ -82,7 +82,7 @@ def fill_cache(model: GPT2, windows: list[list[int]], sampled: int, seeds: Seque
 def _steps(
     model: GPT2, count: int, copies: list[_TokenCopy], temperature: float, top_k: int, top_p: float
 ) -> Iterator[list[int]]:
-    """Launch `count` decode steps, and yield the tokens of each STEPS_IN_FLIGHT - 1 launches later."""
+    """Launch `count` decode steps; yield a step's tokens after STEPS_IN_FLIGHT - 1 more launches."""
     in_flight: deque[_TokenCopy] = deque()
     for step in range(count):
         model.decode(temperature, top_k, top_p)

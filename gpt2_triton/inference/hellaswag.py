@@ -1,9 +1,9 @@
 """HellaSwag: the loss of every ending of every question, and the accuracies that follow.
 
 The losses of a sequence depend neither on the rest of its batch nor on padding after it: attention is causal and every
-sum has a fixed order.  So batches are made for speed alone, the longest sequences first.  Each batch is padded to its
-longest sequence, rounded up to 32 tokens so that all batches run through the same kernels (see matmul.py), and holds as
-many sequences as fit the arena.
+sum has a fixed order.  So batches are made for speed alone: the longest sequences come first, and a batch holds as many
+as fit the arena.  It is padded to its longest sequence, rounded up to 32 tokens.  The rounding lets all batches run
+through the same kernels (see matmul.py).
 """
 
 import itertools
@@ -39,7 +39,7 @@ def questions_of_run(config: Config) -> Questions | None:
 def evaluate(model: GPT2, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:
     """Return the scores of `model` on `questions`, divided among the ranks of `control`."""
     part = ending_losses(model, questions, control.rank, control.size)
-    answered = np.flatnonzero(part)  # gather these alone: the messages are as long for any number of ranks
+    answered = np.flatnonzero(part)  # gather these alone, without the zeros of other ranks
     losses = np.zeros_like(part)
     for places, values in control.all_gather([answered.tolist(), part[answered].tolist()]):
         losses[places] = values
@@ -49,8 +49,8 @@ def evaluate(model: GPT2, questions: Questions, control: ControlGroup = SINGLE_P
 def ending_losses(model: GPT2, questions: Questions, rank: int = 0, ranks: int = 1) -> np.ndarray:
     """Return the summed loss of each ending's tokens given its context, float64 [4 * rows].
 
-    A context that is too long for the model loses its beginning, as in lm-evaluation-harness.  Every `ranks`-th batch
-    from `rank` on is computed; the other endings keep 0.
+    A context that is too long for the model loses its beginning, as in lm-evaluation-harness.  This rank computes every
+    `ranks`-th batch from number `rank` on; the other endings keep 0.
     """
     lengths = _lengths(model, questions)
     losses = np.zeros(len(lengths), np.float64)
@@ -60,7 +60,7 @@ def ending_losses(model: GPT2, questions: Questions, rank: int = 0, ranks: int =
         for chosen, T in mine:
             ids, targets = _batch(questions, lengths, chosen, T)
             each = model.evaluate(ids, targets).numpy().reshape(ids.shape)
-            # numpy's sum pairs numbers by position, so that padding would change the last bit; cumsum adds in order
+            # np.sum pairs numbers by position: padding would change the last bit; cumsum adds in order
             losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
             progress.advance(int(lengths[chosen].sum()))
     return losses
@@ -82,12 +82,12 @@ def shapes(model: GPT2, questions: Questions) -> set[tuple[int, int]]:
 
 
 def require_fitting(model: GPT2, questions: Questions) -> None:
-    """Raise DataError for an ending that the model cannot take as a whole."""
+    """Raise DataError if an ending is longer than the model's longest input."""
     lengths, longest = [len(ending) for ending in questions.endings], _longest(model)
     if (length := max(lengths)) > longest:
         row = lengths.index(length) // ENDINGS + 1
         what = f"an ending of row {row:,} has {length} tokens, the longest input of this model is {longest}"
-        raise DataError(f"HellaSwag: {what}; ask fewer questions, or leave it out")
+        raise DataError(f"HellaSwag: {what}; ask fewer questions, or leave HellaSwag out")
 
 
 def _longest(model: GPT2) -> int:
@@ -117,7 +117,7 @@ def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np
 
 
 def predictions(questions: Questions, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's ending with the smallest loss and with the smallest loss over the length, int64 [rows] each."""
+    """Return each row's ending of smallest loss, and of smallest loss / length, int64 [rows] each."""
     with np.errstate(divide="ignore"):  # an ending that is empty after the clean-up is never chosen
         normalised = losses / questions.lengths
     return losses.reshape(-1, ENDINGS).argmin(1), normalised.reshape(-1, ENDINGS).argmin(1)
@@ -129,7 +129,7 @@ def scores(questions: Questions, losses: np.ndarray) -> Scores:
     found: Scores = {"rows": rows}
     for metric, chosen in zip(("acc", "acc_norm"), predictions(questions, losses), strict=True):
         found[metric] = acc = float((chosen == questions.labels).mean())
-        found[f"{metric}_stderr"] = math.sqrt(acc * (1 - acc) / max(rows - 1, 1))  # of the sample / sqrt(rows)
+        found[f"{metric}_stderr"] = math.sqrt(acc * (1 - acc) / max(rows - 1, 1))  # sample deviation / sqrt(rows)
     return found
 
 

@@ -15,9 +15,9 @@ def load_for_losses(
 ) -> GPT2:
     """Return a model with the weights tensors["params"] for batches of up to `tokens` tokens, kernels compiled.
 
-    The batch is a whole number of sequences of train.seq_len.  It is smaller if memory is short, but holds at least one
-    sequence of block_size.  The model computes in `dtype`, "bf16" or "fp32"; None is the configuration's.
-    It also decodes `sequences` sequences at once; 0: none.
+    A batch is a whole number of sequences of train.seq_len.  If memory is short it is smaller, but holds at least
+    block_size tokens.  The model computes in `dtype`, "bf16" or "fp32", by default in the configuration's dtype.
+    It can also decode `sequences` sequences at once.
     """
     if dtype:
         config = config.replace(train={"dtype": dtype}, optim={"master": "none"})

@@ -1,4 +1,4 @@
-"""Losses over tokens: the validation loss of a run, the perplexity of a checkpoint, the loss of single sequences."""
+"""Losses over tokens: a run's validation loss, a checkpoint's perplexity, the loss of single sequences."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ from gpt2_triton.model.gpt2 import GPT2
 def validation_loss(
     model: GPT2, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS, fp8: bool = False
 ) -> float:
-    """Return the mean loss of a run's validation tokens, with `fp8` by the forward pass of an fp8 step.  Rank r of
-    `control` computes every size-th batch from r.
+    """Return the mean loss of a run's validation tokens.  `fp8` takes the forward pass of an fp8 step.
 
-    If a rank cannot read its batches, all ranks raise DataError.
+    Each rank computes a part of the batches, rank r the batches r, r + size, r + 2 * size, ...
+    If one rank cannot read its batches, all ranks raise DataError.
     """
     total, wrong, batches = 0.0, "", loader.batches(model.B, control.rank, control.size)
     try:
@@ -38,7 +38,7 @@ def validation_loss(
 
 
 class Perplexity(NamedTuple):
-    """The mean loss of `tokens` targets in nats, its exponential, and the loss in bits per byte of their text."""
+    """The mean loss of `tokens` targets in nats, its exponential, and the loss in bits per byte of text."""
 
     tokens: int
     loss: float
@@ -47,7 +47,7 @@ class Perplexity(NamedTuple):
 
 
 def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
-    """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in windows of seq_len as in validation.
+    """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in validation's windows of seq_len.
 
     Bits per byte leave out the end-of-text token, which has no bytes.
     """
@@ -72,10 +72,10 @@ def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
 
 
 def mean_loss(model: GPT2, tokens: np.ndarray) -> float:
-    """Return the mean loss of the tokens after the first of each sequence; tokens int32 [sequences, n], n at least 2.
+    """Return the mean loss of each sequence's tokens but the first; tokens: int32 [sequences, n], n at least 2.
 
-    Sequences longer than model.T + 1 are cut into windows of model.T, in which a token is predicted from
-    its window alone, as in `perplexity`; the last window may be shorter.
+    Sequences longer than model.T + 1 are cut into windows, as in `perplexity`.  The model predicts a token from its
+    window alone.  The last window may be shorter.
     """
     ids, targets = tokens[:, :-1], tokens[:, 1:]
     whole = ids.shape[1] // model.T * model.T
@@ -94,7 +94,7 @@ def _summed_loss(model: GPT2, ids: np.ndarray, targets: np.ndarray) -> float:
 
 
 def logits(model: GPT2, tokens: np.ndarray, start: int) -> np.ndarray:
-    """Return the logits after each token from position `start` on, fp32 [sequences, n - start, V]; tokens int32
+    """Return the logits after each token from position `start` on, fp32 [sequences, n - start, V]; tokens: int32
     [sequences, n], n at most model.T.
     """
     n = tokens.shape[1]
@@ -103,8 +103,8 @@ def logits(model: GPT2, tokens: np.ndarray, start: int) -> np.ndarray:
 
 
 def padded_batches(model: GPT2, ids: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield sequences [rows, n] in batches that fit the model, as (rows, ids [., T]); T is n rounded up to a multiple
-    of 32, which few kernels have to be compiled for, but at most model.T.
+    """Yield `ids` [all, n] in batches that fit the model, as (rows, padded ids [batch, T]).  T is n rounded up to a
+    multiple of 32, so that few kernels are compiled, but at most model.T.
     """
     n = ids.shape[1]
     T = min(-(-n // 32) * 32, model.T)
@@ -117,7 +117,7 @@ def padded_batches(model: GPT2, ids: np.ndarray) -> Iterator[tuple[slice, np.nda
 
 
 def _byte_lengths(config: Config) -> np.ndarray | None:
-    """Return the bytes of text of every token id, 0 for the end of text and for ids beyond the tokenizer's.
+    """Return each token's number of bytes, int64 [V]; 0 for end-of-text and for ids that the tokenizer lacks.
 
     If the tokenizer is not available, print a warning and return None.
     """

@@ -1,7 +1,7 @@
-"""Return text that a model samples after a prompt.
+"""Sample text after a prompt.
 
-Tokens are sampled on the device with random numbers keyed by the seed of a text and the number of its tokens so far: a
-text depends on the weights, the prompt and the seed alone.
+The device draws each token with a random number, keyed by the text's seed and its number of tokens so far.  So a text
+depends on the weights, the prompt and the seed alone.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -16,13 +16,13 @@ from gpt2_triton.model.gpt2 import GPT2
 def stream(
     model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int
 ) -> Generator[str, None, None]:
-    """Yield the continuation of `prompt` by `tokens` tokens in pieces, each as soon as its characters are complete."""
+    """Yield the `tokens` tokens after `prompt` as text, in pieces, as soon as a piece's characters are complete."""
     steps = generate(model, encode_prompt(tokenizer, prompt), tokens, [seed], *how)
     return stream_text(tokenizer, (token for [token] in steps))
 
 
 def sample_in_training(model: GPT2, config: Config) -> str:
-    """Return one text of a model in training, as the configuration's `sample` section requests."""
+    """Return one text of a model in training, by the configuration's section `sample`."""
     s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
     return next(continuations(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed, num=1))
 
@@ -47,7 +47,7 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, N
 def continuations(
     model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, num: int
 ) -> Iterator[str]:
-    """Yield `num` texts, each `prompt` and its continuation; text i samples with seed + i in any batch."""
+    """Yield `num` texts, each `prompt` and its continuation.  Text i has seed + i, whatever the batch."""
     batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt)
     for first in range(seed, seed + num, batch):
         seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change

@@ -1,4 +1,4 @@
-"""The rule by which a text's tokens are chosen; importable without torch, to check options first."""
+"""How the next token is chosen.  No torch here: commands check these options before they import torch."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ class Sampling(NamedTuple):
 
     temperature: float = 1.0  # of the softmax; 0 takes the most likely token
     top_k: int = 0  # draw among the k most likely tokens; 0 among all
-    top_p: float = 1.0  # then among the most likely that together have probability p; 1 among all
+    top_p: float = 1.0  # then among the fewest tokens that together have probability p; 1 among all
 
     def check(self, prefix: str, tokens: int, seed: int) -> None:
         """Raise ConfigError for values out of range; `prefix`, such as "--", comes before an option's name."""
