@@ -1,14 +1,14 @@
-"""HellaSwag's questions as tokens: a context, and four endings, one of them right.
+"""HellaSwag's questions as tokens: a context and four endings; one ending is right.
 
-Two styles are in use, which give different figures.  Both score each ending by the sum of its tokens' losses given the
-context (acc) and by that sum divided by the ending's length (acc_norm):
+Two styles are in use, and give different figures.  Both add the losses of an ending's tokens after the context, and
+choose the ending with the smallest sum (acc), or with the smallest sum / length (acc_norm):
 
     completion  context `ctx`, ending " " + ending, tokenised separately; length is the number of tokens.  llm.c,
                 build-nanogpt: https://github.com/karpathy/llm.c/blob/master/dev/data/hellaswag.py
     harness     context "activity_label: ctx_a Ctx_b"; WikiHow's brackets are removed from context and endings; length
                 is the number of characters.  lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py
 
-The rows come from the published .jsonl, or from llm.c's .bin, which holds tokens of the completion style only.
+The rows come from the published .jsonl, or from llm.c's .bin.  The .bin has tokens, and the completion style alone.
 """
 
 import codecs
@@ -40,7 +40,7 @@ IN_TRAINING = f"{GET} and set eval.hellaswag_data to it, or eval.hellaswag_every
 
 
 class Row(BaseModel):
-    """The fields of a line of the .jsonl that are used."""
+    """A line of the .jsonl, without fields that nothing reads."""
 
     activity_label: str
     ctx_a: str
@@ -55,16 +55,16 @@ class Questions(NamedTuple):
 
     contexts: list[np.ndarray]
     endings: list[np.ndarray]
-    lengths: np.ndarray  # by which acc_norm divides: float64 [4 * rows]
+    lengths: np.ndarray  # of the endings, for acc_norm: float64 [4 * rows]
     labels: np.ndarray  # the right ending: int64 [rows]
 
 
 def load_questions(
     path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str], todo: str = IN_COMMAND
 ) -> dict[str, Questions]:
-    """Return the first `limit` rows (0: all) in each of `styles` that the file has; path None downloads the .jsonl.
+    """Return the first `limit` rows (0: all) by style; path None downloads the .jsonl.
 
-    An error ends with `todo`, IN_COMMAND or IN_TRAINING.
+    A .bin gives the style completion, whatever `styles` names.  An error ends with `todo`, IN_COMMAND or IN_TRAINING.
     """
     where = path or downloaded(todo)
     if where.suffix == ".bin":
@@ -75,9 +75,9 @@ def load_questions(
 
 @contextmanager
 def _reading(path: Path, todo: str) -> Iterator[None]:
-    """Raise DataError if `path` is no regular file, and for an OSError of the block."""
+    """Raise DataError if `path` is not a regular file, or in place of an OSError of the block."""
     try:
-        if path.exists() and not path.is_file():  # to read a pipe would wait for its writer
+        if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
             raise DataError(f"{path}: not a regular file; {todo}")
         yield
     except OSError as error:
@@ -85,7 +85,7 @@ def _reading(path: Path, todo: str) -> Iterator[None]:
 
 
 def downloaded(todo: str = IN_COMMAND) -> Path:
-    """Return the .jsonl in the cache, where it is downloaded to if it is not there."""
+    """Return the cached .jsonl; download it first if it is missing."""
     with _reading(where := Path.home() / CACHED, todo):
         _download(where, todo)
     return where
@@ -99,7 +99,7 @@ def _download(target: Path, todo: str = IN_COMMAND) -> None:
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             data = response.read()
-    except (OSError, HTTPException) as error:  # URLError and a timeout are OSErrors, a cut connection is the other
+    except (OSError, HTTPException) as error:  # a cut connection is an HTTPException, all else an OSError
         why = getattr(error, "reason", None) or error
         raise DataError(f"{URL}: cannot download: {why}; try again; else {todo}") from error
     if (found := hashlib.sha256(data).hexdigest()) != SHA256:
@@ -144,8 +144,8 @@ def completion(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
 def harness(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
     """Return lm-evaluation-harness's questions: spaces at the end of a context belong to the ending.
 
-    The harness tokenises context and ending together.  Tokenised alone they have the same tokens: the ending begins
-    with a space, and GPT-2 splits text there before it merges bytes.
+    The harness tokenises context and ending together.  Tokenised alone they give the same tokens: the ending begins
+    with a space, and GPT-2 splits a text before this space, then merges bytes within the pieces.
     """
     contexts = [clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}") for row in rows]
     texts = [[clean(ending) for ending in row.endings] for row in rows]
@@ -203,7 +203,7 @@ def _read_bin(path: Path, tokenizer: Tokenizer, limit: int, todo: str) -> Questi
 def _bin_parts(row: np.ndarray) -> list[np.ndarray] | None:
     """Return the tokens of the context and of the endings; None if the row is damaged.
 
-    A row holds 65535, its bytes, its number, the label, 4, and five times a count and as many tokens.
+    A row is 65535, its bytes, its number, the label and 4; then five times a count and that many tokens.
     """
     if len(row) < 6 or row[0] != BIN_START or row[3] >= ENDINGS or row[4] != ENDINGS:
         return None

@@ -1,9 +1,9 @@
 """From shards to packed micro-batches: the order of samples, and a thread that prepares batches ahead.
 
-A window is seq_len + 1 tokens of one shard; windows start seq_len apart; n is their
-number over all shards.  Global sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutation of
-[0, n) keyed by (seed, epoch).  The order does not depend on batch size, rank or history, so the loader's whole state is
-one integer, the next global sample.
+A window is seq_len + 1 tokens of one shard, and the next window starts seq_len later.  All shards have n windows.
+Global sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutation of [0, n) keyed by (seed,
+epoch).  The order does not depend on batch size, rank or history.  So the loader's whole state is one integer, the next
+global sample.
 """
 
 import itertools
@@ -32,8 +32,8 @@ def permute(index: np.ndarray, epoch: np.ndarray, n: int, seed: int) -> np.ndarr
     """Return pi(index) in [0, n), keyed by (seed, epoch), elementwise (uint64).
 
     Four Feistel rounds, (l, r) -> (r, l ^ F(r, key)), permute [0, 4^half) for any F; 4^half is the first power of
-    four >= n.  A value outside [0, n) is permuted again until it lies inside (cycle walking): still a permutation, in
-    at most 4 passes on average.
+    four >= n.  A value outside [0, n) is permuted again until it lies inside (cycle walking).  The result is still a
+    permutation, and takes at most 4 passes on average.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -51,7 +51,7 @@ def permute(index: np.ndarray, epoch: np.ndarray, n: int, seed: int) -> np.ndarr
 
 
 class Windows:
-    """The windows of seq_len + 1 tokens of a list of shards, in one numbering."""
+    """The windows of a list of shards, numbered from shard to shard."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int):
         self.shards, self.seq_len = shards, seq_len
@@ -61,8 +61,8 @@ class Windows:
     def read(self, windows: np.ndarray) -> np.ndarray:
         """Return the tokens of windows (int64 [count]), int32 [count, seq_len + 1].
 
-        DataError if a file has changed, or has a token outside the vocabulary: every token that reaches a kernel is
-        checked here.  For 64 windows of 1025 tokens that takes 4 us; to read them takes 1 ms, to pack them 5.
+        DataError if a file has changed, or has a token outside the vocabulary.  Every token that reaches a kernel is
+        checked here, in a thousandth of the time to read and pack it.
         """
         tokens = np.empty((len(windows), self.seq_len + 1), "<u2")
         places = self._places(windows)
@@ -106,7 +106,7 @@ class TrainLoader:
 
 
 class ValidationLoader:
-    """Reads the first tokens // seq_len windows in order (0: all of them), the same tokens for any batch size."""
+    """Reads the first tokens // seq_len windows in order; tokens 0 reads all windows."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int, tokens: int):
         self.windows = Windows(shards, seq_len)
@@ -118,8 +118,8 @@ class ValidationLoader:
             raise DataError(f"{shards[0].path}: {what}; set eval.tokens, to 0 for all, or data.val")
 
     def batches(self, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (ids, targets), int32 [rows, seq_len] each, of every `ranks`-th batch from number `rank` on; the last
-        may have fewer rows.
+        """Yield (ids, targets), int32 [rows, seq_len] each, of every `ranks`-th batch from number `rank` on.  The last
+        batch may have fewer rows.
         """
         for first in range(rank * rows, self.count, ranks * rows):
             tokens = self.windows.read(np.arange(first, min(first + rows, self.count)))
@@ -133,11 +133,11 @@ class ValidationLoader:
 class Prefetcher:
     """Iterator over packed micro-batches that a thread prepares ahead in a ring of `depth` host buffers.
 
-    With b = micro_batch, micro-step k of a step that begins with global sample s takes the samples
-    [s + k*b*ranks, s + (k+1)*b*ranks); rank r takes b of them, from the r*b-th on.
+    Let b = micro_batch, and let a step begin with global sample s.  In its micro-step k, rank r takes b samples, from
+    sample s + (k * ranks + r) * b on.
 
-    A buffer is valid until the next call of next().  Its copy to the device has been issued by then but may not have
-    finished, so an event is recorded, and the thread, not the caller, waits for it before it fills the buffer again.
+    A buffer is valid until the next call of next().  By then its copy to the device is issued, but perhaps not done.
+    So next() records an event, and the thread, not the caller, waits for the event before it fills the buffer again.
     At least three buffers are needed: one being read, one possibly being copied, one being filled.
     """
 
@@ -173,7 +173,7 @@ class Prefetcher:
         return self
 
     def __next__(self) -> torch.Tensor:
-        """Return the next micro-batch, or raise the exception of the thread in its place."""
+        """Return the next micro-batch; raise the thread's exception if there is none."""
         if self._returned is not None:
             if self._copied:
                 self._copied[self._returned].record()
@@ -187,13 +187,13 @@ class Prefetcher:
         return self._buffers[item]
 
     def step(self, first_sample: int) -> Iterator[torch.Tensor]:
-        """Yield the micro-batches of the step that begins with this sample, made here, independently of the thread."""
+        """Yield the micro-batches of the step that begins with this sample; the caller reads them, not the thread."""
         for first in self.first_samples_of_step(first_sample):
             tokens = self._loader.batch(first, self._micro_batch)
             yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], self._vocab_size)
 
     def first_samples_of_step(self, first_sample: int) -> Iterator[int]:
-        """Yield the first global sample of each of this rank's micro-batches in the step that begins with this one."""
+        """Yield where each micro-batch of this rank begins, in the step that begins with global sample first_sample."""
         return itertools.islice(self._first_samples(first_sample), self._accumulation)
 
     def close(self) -> None:

@@ -3,18 +3,18 @@
 import numpy as np
 import torch
 
-SEGMENT = 128  # most entries that one program of the embedding backward adds up
+SEGMENT = 128  # one program of the embedding backward adds at most this many entries
 
 
 def scatter_bounds(R: int, vocab_size: int) -> tuple[int, int, int]:
-    """Return the most segments Ns, split tokens Nh and slots that R ids and R targets can need; all can be reached.
+    """Return the largest numbers of segments Ns, split tokens Nh and slots of R ids and R targets.
 
     E = 2R entries, M = SEGMENT.  A token with c > 0 entries has ceil(c / M) = 1 + floor((c - 1) / M) segments.
-    Ns: k present tokens have at most k + floor((E - k) / M), as floors sum to at most the floor of the sum.  This grows
-        with k <= min(V, E); one token of E - k + 1 entries and k - 1 tokens of one entry reach it.
-    Nh: a split token has M + 1 entries or more, so min(V, floor(E / (M + 1))), reached by that many of M + 1 entries.
-    Slots are the segments of split tokens, for h of them h + floor((E - h) / M) as above, at h = Nh, reached by h - 1
-        tokens of M + 1 entries and one with the rest; 0 if there cannot be any.
+    Ns: k tokens have at most k + floor((E - k) / M) segments, because floors add up to at most the floor of the sum.
+        The bound grows with k <= min(V, E).  k - 1 tokens of one entry and one token with the rest reach it.
+    Nh: a split token has M + 1 entries or more, so Nh = min(V, floor(E / (M + 1))).
+    Slots are the segments of split tokens: at most h + floor((E - h) / M) for h split tokens, and h is at most Nh.
+        h - 1 tokens of M + 1 entries and one token with the rest reach this bound.  It is 0 without split tokens.
     """
     entries = 2 * R
     present, split = min(vocab_size, entries), min(vocab_size, entries // (SEGMENT + 1))
@@ -22,7 +22,7 @@ def scatter_bounds(R: int, vocab_size: int) -> tuple[int, int, int]:
 
 
 def scatter_table(ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the terms of each row of wte's gradient and their order, as int32 tables.
+    """Return int32 tables: which entries each row of wte's gradient adds, and in which order.
 
     Entry e < R adds dx[e] to wte[ids[e]]; entry e >= R adds ks[e - R] * lnf[e - R] to wte[targets[e - R]].  A target
     of -1 has no entry.  Unused elements of the tables are zero.
@@ -32,7 +32,7 @@ def scatter_table(ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> tupl
                         otherwise the sum is stored in partial row `slot`.
     split_tokens [Nh, 4]: (token, first_slot, count, 0): the partial rows of a token with more than SEGMENT entries.
 
-    If SEGMENT were 2, then for ids = 7 4 7 and targets = 4 7 9, so that entries 0 to 5 belong to tokens 7 4 7 4 7 9:
+    For example SEGMENT = 2, ids = 7 4 7, targets = 4 7 9.  Entries 0 to 5 belong to tokens 7 4 7 4 7 9:
     order         1 3 0 2 4 5                     token 4 has entries 1 3, token 7 has 0 2 4, token 9 has 5
     segments      (4, 0, 2, -1)  (7, 2, 2, 0)  (7, 4, 1, 1)  (9, 5, 1, -1)
     split_tokens  (7, 0, 2, 0)                    row 7 gets partial rows 0 and 1
@@ -46,9 +46,9 @@ def scatter_table(ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> tupl
 
 
 def _sort_entries(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the entries sorted by token, the tokens that have any, and how many each has."""
+    """Return the entries sorted by token, the tokens that occur, and each such token's number of entries."""
     entries = np.flatnonzero(tokens >= 0)
-    keys = tokens[entries].astype(np.uint16)  # numpy sorts 16-bit keys by radix: 1 ms for 131,072, 5 to 8 ms as int32
+    keys = tokens[entries].astype(np.uint16)  # numpy sorts 16-bit keys by radix, five times as fast as int32 keys
     order = np.zeros(len(tokens), np.int32)
     order[: len(entries)] = entries[np.argsort(keys, kind="stable")]
     counts = np.bincount(keys, minlength=vocab_size)
@@ -57,7 +57,7 @@ def _sort_entries(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.n
 
 
 def _cut_segments(token: np.ndarray, count: np.ndarray, segments: np.ndarray, split_tokens: np.ndarray) -> None:
-    """Fill the tables for tokens with `count` entries each, which follow each other in `order`."""
+    """Fill the tables; `order` has the `count` entries of each token, token after token."""
     parts = -(-count // SEGMENT)
     is_split = parts > 1
     slots = np.where(is_split, parts, 0)

