@@ -1,7 +1,7 @@
-"""The log of a run: one console line per step, metrics.jsonl, and main.log and Weights & Biases, made from its records.
+"""The log of a run: one console line per step, and metrics.jsonl, which also feeds main.log and Weights & Biases.
 
-Each line is written at once.  A resumed run first drops the lines after its checkpoint, so that in the end the files
-hold the lines of an unbroken run, except for times (ms, tok_s, mfu).
+Each line is written at once.  A resumed run first drops the lines after its checkpoint.  So in the end the files hold
+the lines of an unbroken run, but for times (ms, tok_s, mfu).
 """
 
 import json
@@ -29,11 +29,11 @@ from gpt2_triton.training.wandb_logger import WandbLogger
 
 
 class Logger:
-    """Writes config.yaml and run.json when it is made, then each record; `step` always counts finished steps.
+    """Writes config.yaml and run.json at once, then each record; `step` always counts finished steps.
 
-    resume_step: 0 for a new run; else records of later steps are dropped
+    resume_step: 0 for a new run; a resumed run drops the records of later steps
     about: this start, from run_info.describe_start
-    gpus: GPUs of the run; the MFU is a fraction of their peak
+    gpus: number of GPUs; the MFU is a fraction of their peak together
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Logger:
         self.config, self.steps = config, config.train.steps
         self._is_first_step = True
         self._mean_seconds: float | None = None
-        peak = device.peak_flops() if config.train.dtype == "bf16" else None  # device.py has the peaks of bf16
+        peak = device.peak_flops() if config.train.dtype == "bf16" else None  # device.py knows no other peaks
         self._mfu_per_tok_s = config.flops_per_token / (peak * gpus) if peak else None
         self._run_dir = run_dir
         try:
@@ -55,7 +55,7 @@ class Logger:
             self._open_files(resume_step)
             found = read_run(run_dir) if resume_step else {}
             self._wandb = WandbLogger(run_dir, config, found.get("wandb_id"), about)
-            write_atomic(run_dir / "config.yaml", config.to_yaml().encode())  # others may read it
+            write_atomic(run_dir / "config.yaml", config.to_yaml().encode())  # others may read it meanwhile
             starts = found.get("starts", [])
             write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
         except OSError as error:
@@ -69,7 +69,7 @@ class Logger:
         truncate(self._run_dir / STATS, step)
         self._stats = LogFile(self._run_dir / STATS) if self.config.log.stats_every else None
         llmc, main_log = self.config.log.main_log == "llmc", self._run_dir / MAIN_LOG
-        if llmc or main_log.exists():  # written again: llm.c itself leaves lines of undone steps there
+        if llmc or main_log.exists():  # rebuilt, without the lines of undone steps, which llm.c itself leaves
             write_atomic(main_log, "".join(map(llmc_line, history)).encode())
         self._main_log = LogFile(main_log) if llmc else None
 
@@ -82,7 +82,7 @@ class Logger:
         print_line(text)
 
     def step(self, step: int, result: StepResult, cause: str = "") -> None:
-        """Report a finished step: with log.every k each k-th, the last, and skipped ones.
+        """Report a finished step, if log.every divides it, if it is the last step, or if it was skipped.
 
         cause: the first tensor that was not finite, if known
         """
@@ -106,7 +106,7 @@ class Logger:
         self.info(line + ("" if applied else f" | skipped: {why}"))
 
     def rewind(self, step: int, target: int, sample: int) -> None:
-        """Drop the records after step `target`, to which the run returns from `step`, to continue with `sample`."""
+        """Drop the records after step `target`: the run returns to it from `step`, and continues with `sample`."""
         self._close_files()
         self._open_files(target)
         self._write({"step": target, "rewound_from": step, "sample": sample})
@@ -124,7 +124,7 @@ class Logger:
         return f"step {step:{len(str(self.steps))}d}/{self.steps}"
 
     def statistics(self, step: int, record: dict[str, Any], summary: str) -> None:
-        """Append a record of tensor statistics to stats.jsonl.  With a number per layer it is not for charts."""
+        """Append tensor statistics to stats.jsonl alone: a number per layer would fill a chart."""
         assert self._stats is not None
         self._stats.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
         self.info(f"{self._at(step)} | stats: {summary}")
@@ -163,7 +163,7 @@ class Logger:
 
     def _write(self, record: Record) -> None:
         record = null_non_finite(record)
-        if record in self._of_last_step:  # a run that resumes from one checkpoint twice repeats what comes first
+        if record in self._of_last_step:  # a second resume from one checkpoint repeats its first records
             return
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._main_log:

@@ -1,14 +1,14 @@
 """The learning rate, and the other numbers that the host computes for the update of each step.
 
 `step` counts from 0; W = warmup, N = steps, low = final_frac * lr, D = (1 - wsd_decay_frac) * N.
-    step < W    lr * (step + 1) / W, so the peak is first reached at step W - 1; after the warmup:
+    step < W    lr * (step + 1) / W, which first reaches lr at step W - 1; after the warmup:
     constant    lr
     cosine      low + (lr - low) * (1 + cos(pi * r)) / 2                r = (step - W) / (N - W)
     linear      lr - (lr - low) * r                                     the same r
     wsd         lr until D, then low + (lr - low) * (1 - sqrt(q))       q = (step - D) / (N - D)
     trapezoid   lr until D, then lr - (lr - low) * q                    the same q
-r and q reach 1 at step N, one after the last, so the last step N - 1 is a little above low.  All but the last curve are
-llm.c's.
+r and q would be 1 at step N, so the last step, N - 1, is a little above low.  All curves but trapezoid are as in
+llm.c.
 """
 
 import math

@@ -5,8 +5,8 @@ One object per line, each with `step`, the number of finished steps:
     {"step": 250, "val_loss": ..., "val_loss_fp8": ...}, the second in runs in fp8
     {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
     {"step": 250, "sample": ...}   {"step": 300, "rewound_from": 412, "sample": ...}
-A step also has "loss_z" and "norm_z" once 128 steps are known, "skipped": true if its update was skipped, and
-"outlier": true if it was skipped as an outlier.  Numbers that are not finite are null, since JSON has no NaN.
+A step also has "loss_z" and "norm_z" from 128 known steps on, "skipped": true if it was skipped, and "outlier": true
+if it was skipped as an outlier.  Numbers that are not finite are null, since JSON has no NaN.
 """
 
 import json
@@ -30,8 +30,8 @@ def null_non_finite(record: Record) -> Record:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records of a metrics file, without a last line that a crash cut short.  Other damaged lines are left
-    out with a warning.
+    """Return the records of a metrics file.  Leave out a last line that a crash cut short, and with a warning other
+    damaged lines.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = [line for line in file if line.endswith("\n")]
@@ -51,7 +51,7 @@ def _record(line: str) -> Record | None:
 
 
 def truncate(path: Path, resume_step: int) -> list[Record]:
-    """Keep the records up to resume_step and return them; 0, a new run, keeps none."""
+    """Keep and return the records up to resume_step.  A new run has resume_step 0 and keeps none."""
     if not path.exists():
         return []
     kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
@@ -60,10 +60,10 @@ def truncate(path: Path, resume_step: int) -> list[Record]:
 
 
 def llmc_line(record: Record) -> str:
-    """Return the record as a line of llm.c's main.log; empty if that file has no such line.
+    """Return the record as a line of llm.c's main.log, or "" if llm.c logs no such record.
 
-    llm.c numbers a training step by the updates before it, so the first is s:0; validation and HellaSwag by the updates
-    done, as here.
+    llm.c numbers a training step by the updates before it, so the first step is s:0.  It numbers validation and
+    HellaSwag by finished updates, as we do.
     """
     step = record["step"]
     if "loss" in record:

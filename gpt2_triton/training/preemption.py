@@ -1,11 +1,11 @@
-"""Ends of a run before its last step: signals, and the time limit train.max_minutes.
+"""How a run ends before its last step: by a signal, or by the time limit train.max_minutes.
 
-After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends; a resumed run
-then validates and samples as was due.  A second signal ends it at once.  Before the loop, when there is nothing to
-save, Python's own handlers act.
+After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends.  The resumed
+run does what was due then: it validates and samples.  A second signal ends the run at once.  Before the loop there is
+nothing to save, and Python's own handlers act.
 
-Both ends leave the file PREEMPTED in the run directory, since launchers hide exit codes.  The loop of the next start
-removes it.
+A run that ends so leaves the file PREEMPTED in its directory, since launchers hide exit codes.  The loop of the next
+start removes it.
 
 A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  Each rank's request
 therefore travels with its next step's loss, so that all ranks stop after the same step.
@@ -23,9 +23,9 @@ from typing import Any
 from gpt2_triton.console import print_from_handler
 
 PREEMPTED = "PREEMPTED"
-# seconds in which a signal counts as the same one: shells, SLURM and torchrun repeat what the process group also got
+# seconds in which a repeated signal does not count: shells, SLURM and torchrun send the process group's signal again
 REPEAT_WINDOW = 1
-LAUNCHED_WINDOW = 5  # of ranks, or of a process that torchrun started
+LAUNCHED_WINDOW = 5  # for several ranks, or under torchrun
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,14 +35,14 @@ class ShutdownSignals:
     def __init__(self, ranks: int):
         self.received = 0  # number of the signal that this rank received last
         self.time_is_up = False  # train.max_minutes on this rank
-        self.all_ranks_agree = False  # some rank had requested the end before the last finished step began
+        self.all_ranks_agree = False  # a rank requested the end before the last finished step began
         self.made_at = time.monotonic()
         self._ranks, self._received_at = ranks, 0.0  # the time of the first signal
         self._window = LAUNCHED_WINDOW if ranks > 1 or "TORCHELASTIC_RUN_ID" in os.environ else REPEAT_WINDOW
         self._replaced: dict[int, Any] = {}  # the handlers before, by signal
 
     def begin_loop(self, run_dir: Path) -> None:
-        """Install the handlers, which only the main thread can.  SIGHUP stays ignored if it is, as under nohup."""
+        """Install the handlers, if this is the main thread.  Under nohup SIGHUP is ignored, and stays ignored."""
         self._run_dir = run_dir
         if threading.current_thread() is threading.main_thread():
             for number in NUMBERS:
@@ -77,9 +77,9 @@ class ShutdownSignals:
 
 
 class BorrowedSignals(ShutdownSignals):
-    """The signals of a program that trains by a call.  When its `with` block ends, the program's own handlers are put
-    back, and one receives the signal: KeyboardInterrupt for SIGINT, unless the program handles it.  A second signal
-    goes to them at once.
+    """The signals of a program that trains by a call.  When the `with` block ends, the program's handlers are put back
+    and the signal is raised again.  Python's own handler makes SIGINT a KeyboardInterrupt.  A second signal goes to
+    the program's handlers at once.
     """
 
     def __enter__(self) -> "BorrowedSignals":
@@ -101,7 +101,7 @@ class BorrowedSignals(ShutdownSignals):
 
 
 class TimeLimit:
-    """train.max_minutes: is_near() while there is still time to finish a step and to save."""
+    """train.max_minutes; is_near() turns True while there is still time to finish a step and to save."""
 
     def __init__(self, minutes: float, began: float):
         """`began`: time.monotonic() at which the minutes begin; 0 minutes are no limit."""
@@ -111,8 +111,8 @@ class TimeLimit:
     def is_near(self, saving: float) -> bool:
         """Return True if the time left may not suffice for one more step; to be called once a step.
 
-        `saving`: seconds that a save takes.  The run may have to wait for the save before and for two of its longest
-        steps: the request travels with the next step, whose result is read one step later.
+        `saving`: seconds that a save takes.  The run may have to wait for an earlier save and for two of its longest
+        steps: the request travels with the next step, and the run reads the next step's result one step later.
         """
         now = time.monotonic()
         self._longest, self._lap_began = max(self._longest, now - self._lap_began), now
@@ -120,7 +120,7 @@ class TimeLimit:
 
 
 def mark_preempted(run_dir: Path) -> None:
-    """Leave PREEMPTED in the run directory, unless that cannot be written."""
+    """Leave PREEMPTED in the run directory, if the disk allows it."""
     with contextlib.suppress(OSError):
         (run_dir / PREEMPTED).touch()
 

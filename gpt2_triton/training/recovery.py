@@ -1,5 +1,5 @@
-"""Returns a model to an earlier checkpoint (a rewind), and reads the data of a step again: to calibrate scales, or to
-find what was not finite.
+"""Return a model to an earlier checkpoint (a rewind), and read a step's data again, to calibrate scales or to find what
+was not finite.
 
 run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
@@ -24,11 +24,11 @@ from gpt2_triton.model.gpt2 import GPT2
 def restore_model(
     target: int, run_dir: Path, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup
 ) -> tuple[int, tuple[int, float] | None]:
-    """Give the model its state after step `target`, and delete later checkpoints of the run.  Return the step, and step
-    and loss of the lowest validation loss up to it, unless its checkpoint was deleted.
+    """Give the model its state after step `target`, and delete later checkpoints of the run.  Return the step, and the
+    best (step, loss) of validation up to it, or None if the best checkpoint was deleted.
 
-    The host copy of the last save is used if it is of that step; otherwise the checkpoint is read, or the newest intact
-    one before it if it is damaged.  Raise CheckpointError if there is none.
+    The state comes from the host copy of the last save if the copy is of that step, else from the newest intact
+    checkpoint up to that step.  Raise CheckpointError if there is none.
     """
     directory = run_dir / "checkpoints"
     if not _restore_from_host(target, model, checkpointer, control):
@@ -50,15 +50,15 @@ def _newest_intact(directory: Path, target: int) -> int:
 
 
 def _best_at(target: int, directory: Path) -> tuple[int, float] | None:
-    """Return the best validation loss that the checkpoint of `target` records, if its checkpoint is still there."""
-    best = read_best(step_path(directory, target))  # None if it is damaged, and not needed, as the host has a copy
+    """Return the best (step, loss) that the checkpoint of `target` records, if the best checkpoint still exists."""
+    best = read_best(step_path(directory, target))  # None if that checkpoint is damaged and the host copy was used
     return best if best and best[0] in dict(list_steps(directory)) else None
 
 
 def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup) -> bool:
-    """Restore each rank's shards from its own memory and gather the others; return False if that is not possible.
+    """Restore each rank's shards from its host copy and gather the weights; return False if that is not possible.
 
-    At ZeRO-0 a rank would need moments from the others as well, for which there is no collective.
+    At ZeRO-0 a rank would also need the other ranks' moments, which no collective gathers.
     """
     if control.size > 1 and model.dims["zero"] == 0 or not checkpointer.restore_from_host(target, model.local_shards()):
         return False
@@ -75,8 +75,8 @@ def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
 
 
 def batches_of_step(batches: Prefetcher, first_sample: int, control: ControlGroup) -> list[Tensor]:
-    """Return this rank's packed micro-batches of the step that begins with this sample.  All ranks call it; if one
-    cannot read its data, all raise DataError.
+    """Return this rank's packed micro-batches of the step that begins with this sample.  All ranks call it together.
+    If one rank cannot read its data, all raise DataError.
     """
     found, unread = [], ""
     try:
@@ -89,7 +89,7 @@ def batches_of_step(batches: Prefetcher, first_sample: int, control: ControlGrou
 
 
 def first_non_finite(model: GPT2, batches: Prefetcher, first_sample: int, control: ControlGroup) -> str:
-    """Compute the gradients of the step that begins with this sample again; return in words the first tensor that is
+    """Compute again the gradients of the step that begins with this sample.  Return in words the first tensor that is
     not finite.  All ranks call it.
     """
     try:
@@ -102,8 +102,8 @@ def first_non_finite(model: GPT2, batches: Prefetcher, first_sample: int, contro
 def find_non_finite_losses(
     model: GPT2, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
 ) -> str:
-    """Compute the losses of the step that begins with this sample again, with the present weights, and return in words
-    how many sequences are not finite, with rank and SHARD:TOKEN of the first.  All ranks call it, between steps.
+    """Compute again the losses of the step that begins with this sample, with the present weights.  Return in words how
+    many sequences are not finite, and rank and SHARD:TOKEN of the first.  All ranks call it, between steps.
     """
     bad, rows, place = 0, 0, ""
     for first in batches.first_samples_of_step(first_sample):

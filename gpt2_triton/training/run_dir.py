@@ -1,6 +1,4 @@
-"""The run directory at the start of a run: locked against a second writer, its newest checkpoint found, and what an
-earlier start logged kept.
-"""
+"""The run directory at the start of a run: lock it, find its newest checkpoint, keep the logs of an earlier start."""
 
 import contextlib
 import itertools
@@ -16,20 +14,20 @@ from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
 
-WRITTEN = (METRICS, STATS, MAIN_LOG, "config.yaml", "run.json", "seen")  # as hidden files first
+WRITTEN = (METRICS, STATS, MAIN_LOG, "config.yaml", "run.json", "seen")  # each through a hidden file
 
 
 def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:
-    """Lock `run_dir` until `held` closes; return the newest checkpoint that verifies, None to start a new run.
+    """Lock `run_dir` until `held` closes.  Return the newest intact checkpoint, or None to start a new run.
 
-    ConfigError if another process writes to it, or if it has metrics but no checkpoint and `resume` is False;
+    ConfigError if another process writes to it, or if without `resume` it has metrics but no checkpoint.
     CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
     """
     held.enter_context(lock_run_dir(run_dir))
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
     try:
         for name in WRITTEN:
-            for hidden in run_dir.glob(f".{name}.*.tmp"):  # of a killed start: the lock excludes a running one
+            for hidden in run_dir.glob(f".{name}.*.tmp"):  # left by a killed start: the lock excludes a running start
                 hidden.unlink()
         if found is None:
             _begin(run_dir, resume)
@@ -39,7 +37,7 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
 
 
 def _begin(run_dir: Path, resume: Resume) -> None:
-    """Print that a resume found nothing; keep the logs of an earlier start that saved no checkpoint."""
+    """Begin a new run; keep aside the logs of an earlier start that saved no checkpoint."""
     if resume == "must":
         todo = "correct --run_dir, or give --resume alone to start a new run"
         raise CheckpointError(f"--resume must: {run_dir} has no checkpoint; {todo}")
@@ -55,7 +53,7 @@ def _begin(run_dir: Path, resume: Resume) -> None:
 
 
 def _keep_aside(run_dir: Path) -> str:
-    """Rename the logs to the first free number, as metrics.jsonl.1; return their new names."""
+    """Rename the logs with the first free number, such as metrics.jsonl.1; return the new names."""
     names = [name for name in (METRICS, STATS, MAIN_LOG) if (run_dir / name).exists()]
     number = next(n for n in itertools.count(1) if not any((run_dir / f"{name}.{n}").exists() for name in names))
     return ", ".join((run_dir / name).rename(run_dir / f"{name}.{number}").name for name in names)

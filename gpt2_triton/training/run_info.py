@@ -1,7 +1,7 @@
-"""RUN/run.json: the run's id at Weights & Biases; code, packages, device, table, memory plan of each start.
+"""RUN/run.json: the run's id at Weights & Biases, and each start's code, packages, device, table and memory plan.
 
     {"wandb_id": "1a2b3c4d", "starts": [{"time": ..., "after_step": 0, "git": {"commit": ..., "dirty": false}, ...}]}
-Each start of the run adds an entry, which shows whether it was resumed under another commit or on another GPU.
+Each start of the run adds an entry.  Entries show if a run was resumed under another commit or on another GPU.
 """
 
 import json
@@ -22,9 +22,9 @@ RUN = "run.json"
 def describe_start(
     config: Config, shape: StepShape, arena_bytes: int, device: str, after_step: int, calibrated: bool = False
 ) -> dict[str, Any]:
-    """Return the entry of a start; `config` has the recompute level that was chosen, `device` is the GPU's name.
+    """Return the entry of a start.  `config` has the chosen recompute level; `device` is the GPU's name.
 
-    calibrated   whether the start finds new scales for the tensors in fp8
+    calibrated: whether this start calibrates the scales of fp8
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -42,7 +42,7 @@ def describe_start(
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """Return run.json, an empty dictionary if there is none or it is damaged; OSError if it cannot be read."""
+    """Return run.json, or {} if it is missing or damaged; OSError if it cannot be read."""
     try:
         found = json.loads((run_dir / RUN).read_bytes())
         return {"wandb_id": found["wandb_id"], "starts": list(found["starts"])}

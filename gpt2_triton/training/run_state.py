@@ -1,7 +1,7 @@
 """The progress of a run: the numbers that a checkpoint keeps next to the tensors.
 
-A step is skipped on the device if its loss or gradient norm is not finite or is an outlier (kernels/outlier.py).  The
-host reads of it one step later and counts it here.  docs/engineering/stability.md describes the whole.
+The device skips a step if its loss or gradient norm is not finite or is an outlier (kernels/outlier.py).  The host
+learns this one step later and counts it here.  docs/engineering/stability.md describes the whole.
 """
 
 import math
@@ -14,13 +14,13 @@ from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.model.step import StepResult
 
 ADVICE = "lower optim.lr and resume, without the newest checkpoints if that does not help, or start again"
-MAX_REWINDS = 10  # to one checkpoint; if that many did not help, the data is not the cause
+MAX_REWINDS = 10  # to one checkpoint; after so many the data is not the cause
 
 
 @dataclass
 class RunState:
-    """The state after `step` finished steps.  The fields are keys of a checkpoint's state.json, in its order; an empty
-    `left_out` is not in it.
+    """The state after `step` finished steps.  The fields are keys of a checkpoint's state.json, in the order of that
+    file; an empty `left_out` is left out.
     """
 
     step: int = 0
@@ -28,18 +28,18 @@ class RunState:
     best: tuple[int, float] | None = None  # (step, loss) of the lowest validation loss; None if the run keeps none
     skipped: int = 0  # skipped steps
     outliers: int = 0  # skipped steps with finite numbers
-    skipped_in_a_row: int = 0  # not finite
-    without_update: int = 0  # skipped in a row for either reason
-    rewinds: int = 0  # to the step of the next field, in a row
+    skipped_in_a_row: int = 0  # steps that were not finite
+    without_update: int = 0  # steps skipped in a row, not finite or outliers
+    rewinds: int = 0  # in a row, to rewound_to
     rewound_to: int = 0  # the target of the last rewind
-    left_out: list[str] = field(default_factory=list)  # keys of what was due after `step` when the run was stopped
+    left_out: list[str] = field(default_factory=list)  # keys of tasks due after `step` that a stop left out
 
     def __post_init__(self) -> None:
-        self._earlier_bests: list[tuple[int, float]] = []  # of this start, oldest first
+        self._earlier_bests: list[tuple[int, float]] = []  # found by this start, oldest first
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any]) -> "RunState":
-        """Return the state in a state.json, without its other keys."""
+        """Return the state from a state.json; other keys do not matter."""
         best = saved.get("best")  # older checkpoints have none
         own = {f.name: saved[f.name] for f in fields(cls) if f.name in saved and f.name != "best"}
         return cls(best=(best[0], best[1]) if best else None, **own)
@@ -50,7 +50,7 @@ class RunState:
     # ---- the lowest validation loss ----
 
     def record_validation(self, step: int, loss: float) -> bool:
-        """Record a validation loss; return True if it is the lowest after any step so far.  NaN never is."""
+        """Record a validation loss; return True if it is the lowest so far.  Step 0 and NaN do not count."""
         lowest = step > 0 and loss < (self.best[1] if self.best else math.inf)
         if lowest:
             self._earlier_bests += [self.best] if self.best else []
@@ -62,8 +62,8 @@ class RunState:
         return self.best[0] if self.best else None
 
     def forget_best_of(self, step: int | None) -> None:
-        """Forget the validation loss of a step that could not be saved, unless None: if it was the best, the one before
-        it is that again.
+        """Forget the validation loss of a step that could not be saved (None: no such step).  If it was the best loss,
+        the best loss before it is the best again.
         """
         self._earlier_bests = [best for best in self._earlier_bests if best[0] != step]
         if step is not None and self.best_step == step:
@@ -79,15 +79,15 @@ class RunState:
         self.without_update = 0 if result.applied else self.without_update + 1
 
     def is_rewind_due(self, config: Config) -> bool:
-        """Return True if train.rewind_after steps in a row, or more, had no update."""
+        """Return True if at least train.rewind_after steps in a row had no update."""
         return 0 < config.train.rewind_after <= self.without_update
 
     def rewind_target(self, config: Config, saved: Collection[int]) -> int:
-        """Return the step to which the run has to rewind, or 0; `saved` are the steps of the checkpoints.
+        """Return the step to which the run has to rewind, or 0; `saved`: the steps of the checkpoints.
 
-        The target is the last checkpoint that was due before the steps without an update.  A checkpoint that a signal
-        caused does not count, so that interruptions do not change the target.  If the due one is missing, because
-        checkpoint.every was another or the run had no rewind_after, the newest before these steps is the target.
+        The target is the last checkpoint that checkpoint.every made due before the steps without an update.  A signal's
+        checkpoint does not count, so that interruptions do not change the target.  If the due checkpoint is missing,
+        because checkpoint.every or rewind_after has changed, the target is the newest one before these steps.
         """
         if not self.is_rewind_due(config):
             return 0
@@ -99,7 +99,7 @@ class RunState:
         """Raise NonFiniteError if rewinds did not help, or if train.skip_limit steps in a row were not finite.
 
         target: rewind_target's step
-        find_losses: returns which losses of the last step are not finite, in words
+        find_losses: returns in words which losses of the last step are not finite
         """
         train = config.train
         if target and target == self.rewound_to and self.rewinds >= MAX_REWINDS:
@@ -111,12 +111,12 @@ class RunState:
             rewind = ", with no checkpoint before them to rewind to" if train.rewind_after else ""
             raise NonFiniteError(
                 f"step {self.step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row"
-                f"{rewind} (samples up to {self.sample:,}); of the last, {find_losses()}; "
+                f"{rewind} (samples up to {self.sample:,}); of the last step, {find_losses()}; "
                 f"the last update was step {self.step - self.without_update}: {ADVICE}"
             )
 
     def rewind_to(self, step: int, best: tuple[int, float] | None) -> None:
-        """Set the step back; the position in the data stays, so that the run continues with the samples after it.
+        """Set the step back, but not the position in the data: the run continues with new samples.
 
         best: the lowest validation loss up to `step`, if its checkpoint exists
         """

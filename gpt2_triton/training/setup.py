@@ -1,4 +1,4 @@
-"""The parts of a run, made in this order: its data, its state with the tensors to start from, the model, the log."""
+"""The parts of a run, made in this order: data, state with the tensors to start from, model, log."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,22 +41,22 @@ class Data(NamedTuple):
 
     @property
     def shards(self) -> dict[str, Sequence[Shard]]:
-        """The shards by the keys of state.json that hold their fingerprints."""
+        """The shards, by the key of state.json that holds their fingerprints."""
         validation = {"validation_data": self.validation.windows.shards} if self.validation else {}
         return {"data": self.train.windows.shards} | validation
 
     def fingerprints(self) -> dict[str, Any]:
-        """Return what identifies the data, on any machine."""
+        """Return what identifies the data on every machine."""
         return {key: [shard.fingerprint for shard in shards] for key, shards in self.shards.items()}
 
 
 class Start(NamedTuple):
-    """The state of a run with the tensors to load, and lines for the console about them."""
+    """The state of a run, the tensors to load, and notes about both for the console."""
 
     state: RunState
     tensors: dict[str, Tensor]
     notes: list[str]
-    checkpoint: Path | None = None  # the one to resume from
+    checkpoint: Path | None = None  # to resume from
     config: dict[str, Any] | None = None  # the checkpoint's
     changed_data: Mapping[str, resume.Change] = {}
 
@@ -74,7 +74,7 @@ def open_data(config: Config, control: ControlGroup) -> Data:
     data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
     if config.sample.every:
-        get_tokenizer(config.data.tokenizer)  # if it is missing, fail now and not at the first sample
+        get_tokenizer(config.data.tokenizer)  # a missing one fails now, not at the first sample
     if validation and control.rank == 0:
         trained = {shard.path.resolve() for shard in train.windows.shards}
         if both := [shard.path for shard in validation.windows.shards if shard.path.resolve() in trained]:
@@ -86,7 +86,7 @@ def open_data(config: Config, control: ControlGroup) -> Data:
 
 
 def _verify(shards: Sequence[Shard], control: ControlGroup) -> None:
-    """Compare this rank's part of the shards with shards.json next to them; DataError for one that differs."""
+    """Compare this rank's part of the shards with shards.json next to them; DataError if a shard differs."""
     unknown, own = 0, shards[control.rank :: control.size]
     with Progress("verifying shards", sum(2 * shard.count for shard in own), "bytes") as progress:
         for shard in own:
@@ -106,14 +106,14 @@ def _open_shards(config: Config, split: str) -> list[Shard]:
 def to_save(config: Config, data: Data) -> dict[str, Any]:
     """Return what a checkpoint keeps about configuration and data.
 
-    The configuration has the tokens of a step, which a resume may not change, even if they are a default.
+    A resume may not change the tokens of a step, so the configuration states them even where they are a default.
     """
     explicit = config.replace(train={"total_batch_tokens": config.total_batch_tokens})
     return {"config": explicit.to_dict()} | data.fingerprints()
 
 
 def restore(found: Path | None, config: Config, data: Data) -> Start:
-    """Read the checkpoint `found` as resume.read does; without one, return a new state and the tensors of init_from."""
+    """Read the checkpoint `found`; without a checkpoint return a new state and the tensors of init_from."""
     if found is None:
         return Start(RunState(), initial_weights(config), [])
     state, tensors, notes, changed_data = resume.read(found, config, to_save(config, data))
@@ -123,11 +123,10 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
 def build_model(
     config: Config, K: Any, run_dir: Path, group: ProcessGroup, control: ControlGroup, data: Data, start: Start
 ) -> GPT2:
-    """Return the model over the kernels K with its weights: new ones, and over them the tensors of `start`; add to the
-    notes of `start`.
+    """Return the model over the kernels K, with the tensors of `start`; a new run first draws new weights.
 
-    On a GPU the kernels are compiled.  Raise CheckpointError if the disk has no space for a checkpoint of it, DataError
-    for questions that are too long for it.
+    On a GPU the kernels are compiled.  Notes go to `start.notes`.  Raise CheckpointError if the disk has no space for
+    a checkpoint, DataError if a question is too long for the model.
     """
     budget = min(control.all_gather(free_bytes(group.device)))
     fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
@@ -135,7 +134,7 @@ def build_model(
         start.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
     model = GPT2(fitting, K, group.device, group=group)
     if data.hellaswag:
-        hellaswag.require_fitting(model, data.hellaswag)  # now, and not at the first evaluation
+        hellaswag.require_fitting(model, data.hellaswag)  # fails now, not at the first evaluation
     if group.rank == 0:
         require_space(run_dir / "checkpoints", model.checkpoint_spec())
     if group.device == "cuda":
@@ -162,7 +161,7 @@ def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, dat
 
 
 def open_checkpointer(config: Config, run_dir: Path, group: ProcessGroup) -> AsyncCheckpointer:
-    """Return what saves the run's checkpoints."""
+    """Return the writer of the run's checkpoints."""
     c = config.checkpoint
     retention = Retention(c.keep, c.major, c.every if config.train.rewind_after else 0)
     return AsyncCheckpointer(run_dir / "checkpoints", retention, group.control("saver"))

@@ -1,4 +1,4 @@
-"""The start of a run: what is refused before torch is imported, and the run's directory."""
+"""The start of a run, before torch is imported: check the configuration, make the run's directory."""
 
 import contextlib
 import itertools
@@ -19,14 +19,14 @@ from gpt2_triton.files import run_dir_error
 def starting(
     config: Config, run_dir: Path | None, resume: bool | Literal["must"], name: str = ""
 ) -> Iterator[Path | None]:
-    """Check the configuration, and on rank 0 the data's tokenizer and the run's directory, which is made and yielded.
+    """Check the configuration; on rank 0 also check the data's tokenizer, and make and yield the run's directory.
 
-    Without `run_dir` it is runs/<name>-<time>.  Other ranks do nothing with `run_dir`.
+    Without `run_dir` the directory is runs/<name>-<time>.  Other ranks do nothing with `run_dir`.
     """
     from gpt2_triton.data.shards import require_tokenizer
 
     rank, ranks = rank_and_size()
-    StepShape.of(config, ranks)  # refuses another parallel.gpus before the run has a directory
+    StepShape.of(config, ranks)  # refuses a wrong parallel.gpus before the run has a directory
     if config.train.precision == "fp8":
         from gpt2_triton.device import require_own_fp8
 
@@ -52,7 +52,7 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
     for directory in (real := run_dir.resolve(), *real.parents):
         if directory.name == "checkpoints" and list_steps(directory):
             run = directory.parent
-            raise ConfigError(f"--run_dir: {run_dir} is for checkpoints of the run {run}; give that, or choose another")
+            raise ConfigError(f"--run_dir: {run_dir} is inside the run {run}; give {run}, or choose another")
     found = list_steps(run_dir / "checkpoints")
     if found and not resume:
         raise ConfigError(
@@ -62,9 +62,9 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
 
 @contextlib.contextmanager
 def creating_run_dir(name: str, run_dir: Path | None) -> Iterator[Path]:
-    """Make the run's directory, by default runs/<name>-<time> or the first of -2, -3, ... that is new; yield it.
+    """Make and yield the run's directory, by default runs/<name>-<time>, with -2, -3, ... if that name is taken.
 
-    Remove it at the end if it is new and still empty, as after a refused start.
+    Remove the directory at the end if it is new and still empty, as after a refused start.
     """
     named = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([named], (named.with_name(f"{named.name}-{n}") for n in itertools.count(2)))

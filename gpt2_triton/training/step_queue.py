@@ -1,4 +1,4 @@
-"""Steps between launch and result: the device computes one while the host reads the one before."""
+"""Steps between launch and result: the device computes a step while the host reads the step before."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ class StepQueue:
     def __init__(self, model: GPT2, watchdog: Watchdog):
         self._model, self._watchdog = model, watchdog
         self._in_flight: deque[InFlightStep] = deque()
-        self._finished = 0  # steps, since this was made
+        self._finished = 0  # steps of this queue
         self._launched = 0
-        self._unread: tuple[int, str] | None = None  # the first launch without its data, and why
-        self.statistics: Sequence[Tensor] = ()  # host copies, of the step that finished last
+        self._unread: tuple[int, str] | None = None  # the first launch that lacked data, and why
+        self.statistics: Sequence[Tensor] = ()  # host copies from the step that finished last
 
     def launch(self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool) -> None:
-        """Launch a step, which takes its micro-batches from `batches`; `inputs` is the row of step_inputs."""
+        """Launch a step over micro-batches of `batches`; `inputs` is the row of step_inputs."""
         accumulation = self._model.shape.accumulation
         self._model.begin_step(inputs, step, self._model.config.train.seed, with_stats)
         for micro in range(accumulation):
@@ -37,8 +37,8 @@ class StepQueue:
         self._launched += 1
 
     def _next(self, batches: Iterator[Tensor]) -> Tensor:
-        """Return the next micro-batch.  Without its data, return an empty one and void the step: the other ranks wait
-        for this one in the middle of a step, and can only stop after it.
+        """Return the next micro-batch.  If its data cannot be read, void the step and return an empty micro-batch: the
+        other ranks are in the step too, and can only stop after it.
         """
         try:
             return next(batches)
@@ -48,13 +48,13 @@ class StepQueue:
             return torch.from_numpy(np.zeros(self._model.state.batch.shape, np.int32))
 
     def require_data(self, control: ControlGroup) -> None:
-        """Raise DataError on every rank if the step that finished last had no data on one of them; all call it."""
+        """Raise DataError on every rank if one rank lacked data for the last finished step; all ranks call it."""
         for unread in control.all_gather(self._unread):
             if unread and unread[0] < self._finished:
                 raise DataError(unread[1])
 
     def finish(self, running: int = 0) -> StepResult | None:
-        """Wait for the oldest step in flight and return its result; None if at most `running` are in flight."""
+        """Wait for the oldest step in flight and return its result; None if at most `running` steps are in flight."""
         if len(self._in_flight) <= running:
             return None
         finished = self._in_flight.popleft()

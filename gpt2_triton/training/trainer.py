@@ -1,8 +1,8 @@
 """The training loop: data in, schedule on the device, metrics and checkpoints out.
 
-A run is a pure function of its configuration.  A step takes the global samples that follow the samples of the step
-before, also after a rewind; it draws its rounding noise from (seed, step), and logs no clock but in fields named so.
-Stopping after any step and resuming from its checkpoint therefore gives the bytes of the unbroken run.
+A run is a pure function of its configuration.  A step takes the global samples after the samples of the step before,
+even after a rewind.  It draws its rounding noise from (seed, step).  Logs have times only in the fields for times.
+So a run that stops after any step and resumes from its checkpoint gives the bytes of the unbroken run.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ def train(
     signals: ShutdownSignals | None = None,
     K: Any = kernels,
 ) -> int:
-    """Train to the last step, or until a signal or train.max_minutes; return the exit code: 0 done or out of time, 129,
-    130 or 143 stopped.  The last finished step is saved.  Every rank calls it; all take rank 0's run_dir.
+    """Train to the last step, or until a signal or train.max_minutes.  Every rank calls it; all take rank 0's run_dir.
+    The last finished step is saved.  Return the exit code: 0 if done or out of time, 128 + the signal if stopped.
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
     control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
@@ -71,14 +71,14 @@ class Trainer:
     ):
         """Continue after the checkpoint `found`, or start a new run.
 
-        `watchdog` is that of the run's ranks; without one, the environment decides about the ranks.  K is the kernel
-        package; tests give tests/support/reference.py.
+        `watchdog` brings the process group; without a watchdog the launcher's environment gives the ranks.  K is the
+        kernel package; tests give tests/support/reference.py.
         """
         timeout = config.parallel.timeout
         self.watchdog = watchdog or Watchdog(ProcessGroup(device_name(), timeout), timeout)
         self.group = self.watchdog.group
         self.control = self.group.control("loop")
-        self.bytes_before = used_bytes(self.group.device)  # on this GPU, before the model is built
+        self.bytes_before = used_bytes(self.group.device)  # in use on this GPU before the model is built
         with self.watchdog.phase("loading"):
             self.data = open_data(config, self.control)
             start = restore(found, config, self.data)
@@ -109,13 +109,13 @@ class Trainer:
         """
         self.signals.begin_loop(self.run_dir)
         if self.group.rank == 0:
-            with contextlib.suppress(OSError):  # none is there, or the disk is read-only
+            with contextlib.suppress(OSError):  # no such file, or a read-only disk
                 (self.run_dir / PREEMPTED).unlink()  # of an earlier start
         try:
             return self._loop()
         except DataError:
             self.queue.discard()
-            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # else it has no scales yet
+            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # else fp8 has no scales yet
                 self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
                 self._save(self.state.step)
                 self._wait_for_save()
@@ -148,9 +148,9 @@ class Trainer:
         return self._end(step, trained=first < last)
 
     def _end(self, step: int, trained: bool) -> int:
-        """Save what a signal or the time limit interrupted; return the exit code when all checkpoints are written."""
+        """Save a run that a signal or the time limit ends; return the exit code once all checkpoints are written."""
         stopping = self.signals.stop
-        if stopping and step > 0 and not self._read_step():  # if it needs a rewind, the resumed run does it
+        if stopping and step > 0 and not self._read_step():  # the resumed run does a rewind that is due
             self._save(step)
         self._wait_for_save(raise_errors=True)
         done = not stopping or step >= self.config.train.steps
@@ -172,9 +172,9 @@ class Trainer:
         self.queue.launch(step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every))
 
     def _read_step(self, running: int = 0) -> bool:
-        """Wait until at most `running` steps are in flight, and log the one that finished; return True to rewind."""
-        # with running=1 the device computes a step meanwhile; evaluation, samples and checkpoints wait for the last
-        # step, so that lines and numbers are those of a loop without steps in flight
+        """Wait until at most `running` steps are in flight, and log the finished step; return True to rewind."""
+        # with running=1 the device computes a step meanwhile; evaluation, samples and checkpoints read that step first,
+        # so that lines and numbers are the same as without steps in flight
         result = self.queue.finish(running)
         if result is None:
             return False
@@ -208,7 +208,7 @@ class Trainer:
         return target
 
     def _find_non_finite_losses(self) -> str:
-        """Return which losses of the last finished step are not finite when computed again, in words."""
+        """Compute again the losses of the last finished step; return in words which are not finite."""
         with self.watchdog.phase(SEARCHING):
             self.model.comm.gather_params()
             first = self.state.sample - self.sequences
@@ -235,7 +235,7 @@ class Trainer:
         return target
 
     def _calibrate(self) -> None:
-        """Give a run in fp8 its first scales, unless its checkpoint had some; they depend on no step's number."""
+        """Give a run in fp8 its first scales, unless its checkpoint had scales.  The step's number does not matter."""
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
                 inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
@@ -249,7 +249,7 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
     def _tasks(self) -> dict[str, tuple[int, Callable[[int], None]]]:
-        """Return what is done between steps, by the key that says how often: the key's value and the function."""
+        """Return the tasks between steps, by the key that says how often: (the key's value, the function)."""
         c = self.config
         return {
             "eval.every": (c.eval.every, self._validate),
@@ -259,7 +259,7 @@ class Trainer:
         }
 
     def _between_steps(self, step: int) -> bool:
-        """Evaluate, sample and save as is due after `step` steps; return True, without, if the run has to rewind."""
+        """Evaluate, sample and save what is due after `step` steps.  If the run has to rewind, only return True."""
         due = [key for key, (every, _) in self._tasks().items() if self._due(step, every)]
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
         if not self._stops_at(step) and (due and self._finish_step() or save and self._read_step()):
@@ -270,17 +270,17 @@ class Trainer:
         return False
 
     def _stops_at(self, step: int) -> bool:
-        """Return whether what is due after this step is left to the resumed run; _end saves."""
+        """Return True if the resumed run does what is due after this step; then _end saves."""
         return self.signals.stop and step < self.config.train.steps
 
     def _call(self, due: list[str], step: int) -> None:
-        """Call the tasks of these keys, until the run is to stop; state.left_out keeps the others."""
+        """Call the tasks of these keys until the run has to stop; state.left_out keeps the other keys."""
         tasks = self._tasks()
         self.state.left_out = [key for key in due if key in tasks]  # a key of an earlier version may be gone
         while self.state.left_out and not self._stops_at(step):
             every, task = tasks[self.state.left_out[0]]
             if every:
-                task(step)  # one that fails stays left out
+                task(step)  # a task that fails stays in left_out
             self.state.left_out.pop(0)
 
     def _validate(self, step: int) -> None:
@@ -330,18 +330,18 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, NonFiniteError):
-            self.queue.abandon()  # the run ends with the step that the message names
+            self.queue.abandon()  # the message names the last step: read no later one
         elif error is not None and self.group.size > 1:
             return  # other ranks may wait for this one, and this one must not wait for them
         self.close(failed=error is not None)
 
     def close(self, failed: bool = False) -> None:
-        """Read the step in flight, if there is one rank, and close everything, also if a part of it fails."""
+        """On one rank read the step in flight; then close everything, even if closing one part fails."""
         if self.group.size == 1:  # several ranks read a step together or not at all
             with contextlib.suppress(Exception):  # the step in flight may have finished, or be lost with the device
                 self._read_step()
         with contextlib.ExitStack() as closing:
-            if self.group.size > 1:  # NCCL's graphs have to go before its communicator
+            if self.group.size > 1:  # CUDA graphs must go before the communicator that they use
                 closing.callback(self.model.release_graphs)
             closing.callback(self.log.close, failed)
             closing.callback(self.batches.close)

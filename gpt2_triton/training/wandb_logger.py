@@ -1,7 +1,7 @@
 """Weights & Biases: sends the records of metrics.jsonl while training.
 
-Rows carry the run's own step.  A resumed run continues under the id in run.json, and the server drops rows of steps
-that it has: the rows that a crash repeats, and after a rewind those up to the step that failed.
+Rows carry the run's own step.  A resumed run continues under the id in run.json.  The server drops rows of steps that
+it already has: after a crash the repeated rows, and after a rewind the rows up to the step that failed.
 """
 
 import os
@@ -14,12 +14,12 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
 from gpt2_triton.training.metrics import METRICS, Record
 
-START_SECONDS = 20.0  # that wandb.init waits for a server; it may take 10 more
-FINISH_SECONDS = 60.0  # to send the last rows
+START_SECONDS = 20.0  # of waiting for a server in wandb.init, which may add 10
+FINISH_SECONDS = 60.0  # of sending the last rows
 
 
 class WandbLogger:
-    """Sends records as rows.  The first failure prints a warning and ends it; training never waits for a server."""
+    """Sends records as rows.  The first failure prints a warning and ends the sending; the run goes on."""
 
     def __init__(self, run_dir: Path, config: Config, run_id: str | None, about: dict[str, Any] | None = None):
         """`run_id`: the run to continue at Weights & Biases; None starts a new one."""
@@ -33,7 +33,7 @@ class WandbLogger:
         import wandb
 
         mode = config.log.wandb
-        if mode == "online" and not wandb.login(prompt=False, verify=False):  # init would ask, and wait for ever
+        if mode == "online" and not wandb.login(prompt=False, verify=False):  # wandb.init would ask, and wait for ever
             raise LookupError("no API key; `wandb login` asks for it")
         self._run = wandb.init(
             project=config.log.wandb_project,

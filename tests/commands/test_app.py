@@ -187,7 +187,7 @@ def test_two_starts_in_one_second_have_a_directory_each(here, monkeypatch):
 def test_train_refuses_a_run_dir_inside_checkpoints(here, trained, capsys, given):
     (here / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
     assert main(train_app, ["x.yaml", "--run_dir", given, "--resume"]) == 2 and not trained
-    want = f"error: --run_dir: {given} is for checkpoints of the run {here / 'run'}; give that, or choose another\n"
+    want = f"error: --run_dir: {given} is inside the run {here / 'run'}; give {here / 'run'}, or choose another\n"
     assert capsys.readouterr().err == want
 
 

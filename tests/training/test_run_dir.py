@@ -89,14 +89,14 @@ def test_directory_inside_checkpoints_belongs_to_their_run(tmp_path, inside):
     write(tmp_path / "run" / "checkpoints", 10)
     (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoints")
     for path in (tmp_path / "run" / "checkpoints" / inside, tmp_path / "link" / inside):
-        with pytest.raises(ConfigError, match=f"^--run_dir: {path} is for checkpoints of the run {tmp_path / 'run'}; "):
+        with pytest.raises(ConfigError, match=f"^--run_dir: {path} is inside the run {tmp_path / 'run'}; "):
             check_run_dir(path, True)
 
 
 def test_checkpoint_is_no_run_directory(tmp_path):
     (tmp_path / "best").symlink_to(write(tmp_path / "checkpoints", 10))
     for path in (tmp_path / "best", tmp_path / "checkpoints" / STEP_10):
-        with pytest.raises(ConfigError, match=f"{path} is for checkpoints of the run {tmp_path}; give that, or"):
+        with pytest.raises(ConfigError, match=f"{path} is inside the run {tmp_path}; give {tmp_path}, or"):
             check_run_dir(path, True)
 
 
