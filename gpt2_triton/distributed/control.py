@@ -90,7 +90,7 @@ def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
     """Return a name that all ranks of this start share, and that no earlier start had.
 
     torchrun gives restarted ranks the old store with its old keys, and no number that all nodes agree on.  So each
-    rank draws a random token.  Rank 0's token is the name.  A rank takes it only from an offer with its own token:
+    rank draws a random token.  Rank 0's token is the name.  A rank accepts only an offer that names the rank's token:
 
         rank r   set token/r = T_r
         rank 0   repeat offer/r = [token/r, T_0] until accept/r is T_0

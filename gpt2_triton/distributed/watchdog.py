@@ -95,7 +95,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Allow the block the phase's number of timeouts."""
+        """Let the block take as many timeouts as the phase may."""
         before, self._phase = self._phase, name
         self.heartbeat(self._step)
         try:

@@ -71,7 +71,7 @@ class Trainer:
     ):
         """Continue after the checkpoint `found`, or start a new run.
 
-        `watchdog` brings the process group; without a watchdog the launcher's environment gives the ranks.  K is the
+        `watchdog` has the process group; without a watchdog the launcher's environment gives the ranks.  K is the
         kernel package; tests give tests/support/reference.py.
         """
         timeout = config.parallel.timeout
