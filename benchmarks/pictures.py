@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.losses import pairs
-from benchmarks.speed.sizes import SIZES
+from benchmarks.speed.sizes import MODELS
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LOSSES = Path(__file__).parent / "losses"
@@ -53,7 +53,7 @@ def operations(figures: Figures) -> Any:
 
 def comparison(figures: Figures) -> Any:
     """Return the picture of speed, memory, and training loss over minutes, each beside PyTorch's."""
-    sizes = [size for size in SIZES if f"steps.{size}.torch.tok_s" in figures] or ["d12"]
+    sizes = [size for size in MODELS if f"steps.{size}.torch.tok_s" in figures] or ["d12"]
     figure = new_figure(12, 3.9)
     speed, memory, loss = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
     for i, (arm, color) in enumerate(COLORS.items()):

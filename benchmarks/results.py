@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import pages, pictures
 from benchmarks.losses import pairs
-from benchmarks.speed.sizes import SIZES, T, work_of
+from benchmarks.speed.sizes import MODELS, T, work_of
 from benchmarks.speed.steps import PYTORCH, TORCH_MUON, TORCHAO, Program, ours, run_program
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app
@@ -56,9 +56,9 @@ class Part(NamedTuple):
 
 
 def steps(program: Program, size: str, limit: float) -> Figures:
-    found = run_program(program, size, SIZES[size].batch, STEPS, limit)
+    found = run_program(program, size, MODELS[size].batch, STEPS, limit)
     figures = {name: found[name] for name in ("ms", "joules", "gib", "planned") if found.get(name)}
-    figures["tok_s"] = 1e3 * SIZES[size].batch * T / found["ms"]
+    figures["tok_s"] = 1e3 * MODELS[size].batch * T / found["ms"]
     return figures | ({"recompute": program.recompute} if program.recompute else {})
 
 
@@ -66,7 +66,7 @@ def first_step(program: Program, size: str, limit: float) -> Figures:
     """Return the seconds from a process's start to the end of its first step, with empty and with filled caches."""
     with tempfile.TemporaryDirectory() as cache:
         caches = dict(TRITON_CACHE_DIR=f"{cache}/triton", TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor")
-        cold, warm = (run_program(program, size, SIZES[size].batch, FEWEST, limit, **caches) for _ in range(2))
+        cold, warm = (run_program(program, size, MODELS[size].batch, FEWEST, limit, **caches) for _ in range(2))
     return dict(cold_s=cold["first_step"], warm_s=warm["first_step"])
 
 
@@ -106,11 +106,11 @@ def parts_of(sizes: list[str], gpus: int) -> list[Part]:
 
     if gpus > 1:
         for size in sizes:
-            batch = BATCH_OF_TWO.get(size, SIZES[size].batch)
+            batch = BATCH_OF_TWO.get(size, MODELS[size].batch)
             for precision in ("bf16", "fp8"):
                 options = ["--precision", precision, "--batch", str(batch)]
                 add(f"multi.{size}.{precision}", 120, together, MULTI_GPU, size, options, batch, gpus)
-        add(f"multi.{first}.torch", 240, together, TORCH_DDP, first, [], SIZES[first].batch, gpus)
+        add(f"multi.{first}.torch", 240, together, TORCH_DDP, first, [], MODELS[first].batch, gpus)
         return found
     for size in sizes:
         slow = 1 if size == "d12" else 2
@@ -183,8 +183,8 @@ def run(
         The commit of the code, where git does not tell it.
     """
     kinds, names = parts.split(","), sizes.split(",")
-    if unknown := {*kinds, *names} - {*KINDS.split(","), *SIZES}:
-        raise ConfigError(f"{min(unknown)}: no part or size; known are {KINDS},{','.join(SIZES)}")
+    if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
+        raise ConfigError(f"{min(unknown)}: no part or size; known are {KINDS},{','.join(MODELS)}")
     end, record, failed = time.monotonic() + seconds, read(out), 0
     name, meta = machine(commit or commit_of_code())
     section = record.get(name, {})

@@ -24,7 +24,7 @@ import torch
 
 import gpt2_triton.kernels as K
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
-from benchmarks.speed.sizes import SIZES, T, work_of
+from benchmarks.speed.sizes import MODELS, T, work_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
@@ -120,7 +120,7 @@ def main(config: Config, zero: int, steps: int, rounds: int, out: Path | None) -
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
+    parser.add_argument("size", choices=MODELS, nargs="?", default="d12")
     parser.add_argument("--batch", type=int, help="sequences of 1024 tokens on each GPU")
     parser.add_argument("--recompute", help="memory.recompute")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8"), help="train.precision")

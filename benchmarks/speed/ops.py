@@ -175,7 +175,7 @@ def floor(op: Operation) -> tuple[float, str]:
     return max(found)
 
 
-class Row(NamedTuple):
+class OpTime(NamedTuple):
     """An operation's calls per step, milliseconds per call, floor per call and what sets the floor."""
 
     op: Operation
@@ -217,7 +217,7 @@ def report(works: list[Work], out: Path | None, steps: int = 10) -> None:
         operations, step = measure(work, steps)
         gc.collect()  # frees the arena before the next one is allocated
         torch.cuda.empty_cache()
-        rows = [Row(op, len(op.spans), statistics.median(op.ms), *floor(op)) for op in operations]
+        rows = [OpTime(op, len(op.spans), statistics.median(op.ms), *floor(op)) for op in operations]
         rows.sort(key=lambda row: -row.calls * row.ms)
         title = f"{work.size}, B {work.batch}, T {T}, {work.precision}, recompute {work.recompute}"
         print(f"{title}; copy {floors.copy_bandwidth() / 1e12:.2f} TB/s")
@@ -227,7 +227,7 @@ def report(works: list[Work], out: Path | None, steps: int = 10) -> None:
         out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def table(rows: list[Row], step: Step) -> str:
+def table(rows: list[OpTime], step: Step) -> str:
     """Return one line per operation: calls per step, ms per call and step, work, rates, floor, shares; then sums."""
     head = ["operation", "shape", "calls", "ms", "ms per step", "GFLOP", "MB", "TFLOP/s", "GB/s", "floor ms", "by"]
     lines = [[*head, "floor/ms", "of step"]]
@@ -249,7 +249,7 @@ def table(rows: list[Row], step: Step) -> str:
     return "\n".join(text)
 
 
-def figures(rows: list[Row], step: Step) -> dict[str, Any]:
+def figures(rows: list[OpTime], step: Step) -> dict[str, Any]:
     """Return the milliseconds of a step and of each kind of operation, with their floors."""
     ms, least = collections.Counter[str](), collections.Counter[str]()
     for row in rows:

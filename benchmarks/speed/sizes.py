@@ -15,7 +15,7 @@ class Size(NamedTuple):
     recompute: str  # memory.recompute in bf16, the recipe's
 
 
-SIZES = {  # by model.size
+MODELS = {  # by model.size
     "d12": Size(64, "gelu"),
     "d24": Size(64, "gelu+ln"),
     "d36": Size(32, "gelu+ln"),
@@ -52,7 +52,7 @@ def work_of(
     keep_bf16: str | None = None, optim: str = "adamw",
 ) -> Work:  # fmt: skip
     """Return the work of a size, with its own batch and level unless they are given."""
-    default = SIZES[size]
+    default = MODELS[size]
     return Work(size, batch or default.batch, recompute or default.recompute, precision, keep_bf16, optim)
 
 

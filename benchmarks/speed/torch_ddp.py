@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.speed.multi_gpu import SETTLE, speed_table
-from benchmarks.speed.sizes import SIZES, T
+from benchmarks.speed.sizes import MODELS, T
 from benchmarks.speed.torch_gpt2 import batch_of, build, run_steps
 from gpt2_triton import device
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
@@ -25,7 +25,7 @@ def main(size: str, steps: int, rounds: int, out: Path | None) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
     group = ProcessGroup("cuda", 300)
-    control, B = group.control("ddp"), SIZES[size].batch
+    control, B = group.control("ddp"), MODELS[size].batch
     batch, one = batch_of(B), torch.zeros(1, device="cuda")
     (alone, alone_optimizer), (module, optimizer) = build(size), build(size)
     together = DistributedDataParallel(module, gradient_as_bucket_view=True)
@@ -52,7 +52,7 @@ def main(size: str, steps: int, rounds: int, out: Path | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
+    parser.add_argument("size", choices=MODELS, nargs="?", default="d12")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the milliseconds of all steps")

@@ -22,7 +22,7 @@ from torch.nn.attention import sdpa_kernel
 
 from benchmarks.speed.energy import Power
 from benchmarks.speed.floors import ATTENTION
-from benchmarks.speed.sizes import SIZES, tokens_of
+from benchmarks.speed.sizes import MODELS, tokens_of
 from gpt2_triton.config.schema import ModelConfig
 
 
@@ -140,7 +140,7 @@ def main(size: str, batch: int, steps: int, start: float, variant: str | None) -
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("size", choices=MODELS)
     parser.add_argument("batch", type=int)
     parser.add_argument("steps", type=int, help="the first five are not counted")
     parser.add_argument("start", type=float, help="time.time() when the process was started")

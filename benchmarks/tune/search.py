@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import gpt2_triton.kernels as kernels
-from benchmarks.speed.sizes import SIZES, T, work_of
+from benchmarks.speed.sizes import MODELS, T, work_of
 from benchmarks.tune import calls, tables
 from benchmarks.tune.calls import Call, Trial, trying
 from benchmarks.tune.candidates import SPACE, candidates
@@ -88,7 +88,7 @@ def batches_of(sizes: list[str] | None, batch: int | None, budget: int) -> dict[
     """Return the batch of each size to tune: `batch`, else as large as a run of the size fits `budget` bytes, at most
     the benchmarks' own.  Without `sizes`, those whose runs fit with LEAST_BATCH sequences; d12 if none does.
     """
-    found = {size: _fitting_batch(size, batch or SIZES[size].batch, budget) for size in sizes or SIZES}
+    found = {size: _fitting_batch(size, batch or MODELS[size].batch, budget) for size in sizes or MODELS}
     if not sizes:
         large = {size: B for size, B in found.items() if B >= min(LEAST_BATCH, batch or LEAST_BATCH)}
         found = large or {"d12": found["d12"]}

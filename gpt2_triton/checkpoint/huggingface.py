@@ -30,7 +30,7 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks in older files
 MODEL, PARTS = "model.safetensors", "model-*.safetensors"
 # our name: the key in config.json
-SIZES = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {"block_size": "n_positions"}
+CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {"block_size": "n_positions"}
 
 # keys of config.json that change what a model computes, with the values that are supported, the default first
 REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -51,7 +51,7 @@ def read(name: str) -> Weights:
     """Return the GPT-2 in a directory, or of this name on the hub; CheckpointError if it cannot run here."""
     directory = Path(name) if Path(name).is_dir() else _download(name)
     config = _read_config(directory / "config.json")
-    model = model_config_from_sizes(f"hf:{name}", **{ours: config[theirs] for ours, theirs in SIZES.items()})
+    model = model_config_from_sizes(f"hf:{name}", **{ours: config[theirs] for ours, theirs in CONFIG_KEYS.items()})
     places = _find_tensors(directory)
 
     def tensor(name: str) -> np.ndarray:
@@ -93,7 +93,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     for key, allowed in REQUIRED.items():
         if (got := config.get(key, allowed[0])) not in allowed:
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported")
-    for key in SIZES.values():
+    for key in CONFIG_KEYS.values():
         if not isinstance(config.get(key), int):
             raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, expected a whole number")
     if config.get("n_inner") not in (None, 4 * config["n_embd"]):
@@ -156,7 +156,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
 
 def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the content of config.json, without dropout as in training here."""
-    sizes = {theirs: getattr(model, ours) for ours, theirs in SIZES.items()}
+    sizes = {theirs: getattr(model, ours) for ours, theirs in CONFIG_KEYS.items()}
     computes = {key: allowed[0] for key, allowed in REQUIRED.items()}
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     stored = {"fp32": "float32", "bf16": "bfloat16"}[dtype]

@@ -26,7 +26,7 @@ MODEL_MAGIC = 20240326
 VERSIONS = {3: "fp32", 5: "bf16"}
 STORAGE = {"fp32": "<f4", "bf16": "<i2"}
 HEADER_BYTES = 1024
-SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # header[2:7]
+HEADER_SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # header[2:7]
 MODEL = "model.bin"
 
 
@@ -42,7 +42,7 @@ def read(path: str) -> Weights:
     if header[1] not in VERSIONS:
         todo = "write it again with a newer llm.c"
         raise CheckpointError(f"{where}: version {header[1]}, expected 3 (fp32) or 5 (bf16); {todo}")
-    model = model_config_from_sizes(where, **dict(zip(SIZES, header[2:7].tolist())))
+    model = model_config_from_sizes(where, **dict(zip(HEADER_SIZES, header[2:7].tolist())))
     rows, storage = int(header[7]), STORAGE[VERSIONS[int(header[1])]]
     elements = flat_length(model) + (rows - model.padded_vocab) * model.n_embd
     expected = HEADER_BYTES + elements * np.dtype(storage).itemsize
@@ -66,7 +66,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     """Write model.bin in dtype "fp32" or "bf16", and gpt2_tokenizer.bin."""
     model = weights.model
     version = next(number for number, stored in VERSIONS.items() if stored == dtype)
-    sizes = [getattr(model, name) for name in SIZES]
+    sizes = [getattr(model, name) for name in HEADER_SIZES]
     with open(directory / MODEL, "wb") as file:
         file.write(_header(MODEL_MAGIC, version, *sizes, model.padded_vocab))
         for name, values in weights.read_all("exporting", _order(weights.shapes, model.n_layer)):

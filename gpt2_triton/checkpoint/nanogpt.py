@@ -14,7 +14,7 @@ import torch
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, parameter_shapes, to_fp32, tokenizer_of
 from gpt2_triton.errors import CheckpointError
 
-SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args
+MODEL_ARGS = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args
 PREFIX = re.compile(r"^(_orig_mod\.)?(transformer\.)?")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MASK = re.compile(r"h\.\d+\.attn\.bias")  # in models without flash attention
@@ -31,9 +31,9 @@ def read(path: str) -> Weights:
     if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("model", "model_args"))):
         raise CheckpointError(f"{where}: has no model and model_args; expected nanoGPT's ckpt.pt")
     arguments = content["model_args"]
-    if missing := [key for key in SIZES if key not in arguments]:
+    if missing := [key for key in MODEL_ARGS if key not in arguments]:
         raise CheckpointError(f"{where}: its model_args have no {missing[0]}; expected nanoGPT's ckpt.pt")
-    model = model_config_from_sizes(where, **{key: arguments[key] for key in SIZES})
+    model = model_config_from_sizes(where, **{key: arguments[key] for key in MODEL_ARGS})
     tensors = {PREFIX.sub("", str(name)): t for name, t in content["model"].items()}
     tensors = {name: t for name, t in tensors.items() if name != "lm_head.weight" and not MASK.fullmatch(name)}
 

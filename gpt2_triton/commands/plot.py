@@ -31,7 +31,7 @@ CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").
 OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0.4320), "1558M": (2.8313, 0.4889)}
 
 
-class Run(NamedTuple):
+class Curves(NamedTuple):
     name: str
     records: list[dict[str, Any]]
     tokens_per_step: float | None
@@ -56,7 +56,7 @@ class Run(NamedTuple):
         return "\n".join(lines)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> Curves:
     """Read a run directory, or its metrics.jsonl alone; ConfigError if it has no losses."""
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
@@ -65,7 +65,7 @@ def read_run(path: Path) -> Run:
     if not any(r.get(key) is not None for r in records for key in ("loss", "val_loss")):
         raise ConfigError(f"{file}: holds no losses yet; plot it after a step")
     tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens") and r["step"]), None)
-    return Run(file.resolve().parent.name, records, tokens)
+    return Curves(file.resolve().parent.name, records, tokens)
 
 
 def read_curve(name: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     return [compare(run, curve) for curve in curves for run in runs]
 
 
-def _draw_loss(axes: Any, run: Run, scale: float, style: dict[str, Any]) -> float:
+def _draw_loss(axes: Any, run: Curves, scale: float, style: dict[str, Any]) -> float:
     """Draw training loss as a line and validation loss as dots; return the top of the panel that shows both.
 
     A long run's fall from ln(vocabulary), its first twentieth, is above the top: it would flatten the rest.
@@ -171,7 +171,7 @@ def _finish(axes: Any, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def compare(run: Run, curve: dict[str, Any]) -> str:
+def compare(run: Curves, curve: dict[str, Any]) -> str:
     """Return a line with the run's last validation loss and the curve's at as many tokens, interpolated."""
     val = run.points("val_loss", run.tokens_per_step or 1.0)
     if not len(val):

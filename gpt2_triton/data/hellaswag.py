@@ -39,7 +39,7 @@ IN_COMMAND = f"{GET} and give it as --data FILE"
 IN_TRAINING = f"{GET} and set eval.hellaswag_data to it, or eval.hellaswag_every to 0"
 
 
-class Row(BaseModel):
+class Example(BaseModel):
     """A line of the .jsonl, without fields that nothing reads."""
 
     activity_label: str
@@ -110,9 +110,9 @@ def _download(target: Path, todo: str = IN_COMMAND) -> None:
 # ---- text ----
 
 
-def _read_jsonl(path: Path, limit: int, todo: str) -> list[Row]:
+def _read_jsonl(path: Path, limit: int, todo: str) -> list[Example]:
     """Return the first `limit` rows (0: all); empty lines do not count."""
-    rows: list[Row] = []
+    rows: list[Example] = []
     with _reading(path, todo), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -125,9 +125,9 @@ def _read_jsonl(path: Path, limit: int, todo: str) -> list[Row]:
     return rows
 
 
-def _parse(line: bytes, where: str, todo: str) -> Row:
+def _parse(line: bytes, where: str, todo: str) -> Example:
     try:
-        return Row.model_validate_json(line)
+        return Example.model_validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = f"{'.'.join(map(str, first['loc'])) or 'not a row'}: {first['msg']}"
@@ -135,13 +135,13 @@ def _parse(line: bytes, where: str, todo: str) -> Row:
         raise DataError(f"{where}: {what}, in {got}; {todo}") from None
 
 
-def completion(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
+def completion(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:
     """Return llm.c's questions, with the text unchanged."""
     endings = [tokenizer.encode(" " + ending) for row in rows for ending in row.endings]
     return _questions([row.ctx for row in rows], endings, [*map(len, endings)], rows, tokenizer)
 
 
-def harness(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
+def harness(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:
     """Return lm-evaluation-harness's questions: spaces at the end of a context belong to the ending.
 
     The harness tokenises context and ending together.  Tokenised alone they give the same tokens: the ending begins
@@ -156,7 +156,7 @@ def harness(rows: Sequence[Row], tokenizer: Tokenizer) -> Questions:
 
 
 def _questions(
-    contexts: list[str], endings: list[np.ndarray], lengths: list[int], rows: Sequence[Row], tokenizer: Tokenizer
+    contexts: list[str], endings: list[np.ndarray], lengths: list[int], rows: Sequence[Example], tokenizer: Tokenizer
 ) -> Questions:
     """Return the questions; an empty context becomes the end-of-text token."""
     tokens = [tokenizer.encode(text) if text else np.array([tokenizer.eot], np.uint16) for text in contexts]
@@ -170,7 +170,7 @@ def clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-STYLES: dict[str, Callable[[Sequence[Row], Tokenizer], Questions]] = {"completion": completion, "harness": harness}
+STYLES: dict[str, Callable[[Sequence[Example], Tokenizer], Questions]] = {"completion": completion, "harness": harness}
 
 
 # ---- llm.c's tokens ----

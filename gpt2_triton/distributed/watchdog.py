@@ -2,7 +2,7 @@
 with a message that names the rank at fault.
 
     main thread   heartbeat(step) before each micro-step; `with phase(name)` around work that takes longer
-    watchdog      every interval: set watchdog/RANK = State(tick, beats, step, phase) in the store
+    watchdog      every interval: set watchdog/RANK = Status(tick, beats, step, phase) in the store
                   after a timeout without progress of this rank: watch all ranks, and report if
                       no rank makes progress for timeout * factor; the slowest phase of any rank gives the factor
                       or a rank publishes nothing for one timeout, in any phase
@@ -29,7 +29,7 @@ SLOW_PHASE_FACTOR = 10  # of other phases (saving, validating, ...), which have 
 SILENT_AFTER = 5  # a rank is silent after this many intervals without a new tick
 
 
-class State(NamedTuple):
+class Status(NamedTuple):
     """A rank's state in the store."""
 
     tick: int  # states published
@@ -38,7 +38,7 @@ class State(NamedTuple):
     phase: str
 
 
-def diagnose(states: Sequence[State], silent: Sequence[int]) -> str:
+def diagnose(states: Sequence[Status], silent: Sequence[int]) -> str:
     """Return in words which ranks are at fault: silent ranks, else the ranks behind all others, else none."""
     fewest = min(state.beats for state in states)
     behind = [rank for rank, state in enumerate(states) if state.beats == fewest]
@@ -57,11 +57,11 @@ def _ranks_are(ranks: Sequence[int]) -> str:
 class _Watch:
     """The states of all ranks while this rank stands still, and the times of their changes."""
 
-    def __init__(self, states: Sequence[State], now: float):
+    def __init__(self, states: Sequence[Status], now: float):
         self.states, self.began, self.last_progress = states, now, 0.0
         self.last_ticks = [now] * len(states)
 
-    def update(self, states: Sequence[State], now: float) -> None:
+    def update(self, states: Sequence[Status], now: float) -> None:
         for rank, (before, state) in enumerate(zip(self.states, states, strict=True)):
             if state.tick != before.tick:
                 self.last_ticks[rank] = now
@@ -123,13 +123,13 @@ class Watchdog:
 
     def _publish(self) -> None:
         self._tick += 1
-        state = State(self._tick, self._beats, self._step, self._phase)
+        state = Status(self._tick, self._beats, self._step, self._phase)
         self.group.store.set(f"watchdog/{self.group.rank}", json.dumps(state))
         time.sleep(self._interval)
 
-    def _read_all(self) -> list[State]:
+    def _read_all(self) -> list[Status]:
         store, keys = self.group.store, [f"watchdog/{rank}" for rank in range(self.group.size)]
-        return [State(*json.loads(store.get(k))) if store.check([k]) else State(0, 0, 0, STARTING) for k in keys]
+        return [Status(*json.loads(store.get(k))) if store.check([k]) else Status(0, 0, 0, STARTING) for k in keys]
 
     def _check(self) -> None:
         """Watch all ranks while this rank stands still; end the process if a rank is silent or all stand still."""

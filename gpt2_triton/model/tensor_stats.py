@@ -32,7 +32,7 @@ ACTIVATION = ("rms", "absmax", "nonfinite")
 FP8 = ("saturated", "zero")
 PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio")
 
-Record = dict[str, dict[str, dict[str, list[Any]]]]  # kind -> tensor -> column -> a number for each point or layer
+Statistics = dict[str, dict[str, dict[str, list[Any]]]]  # kind -> tensor -> column -> a number for each point or layer
 
 
 class Observer:
@@ -108,11 +108,11 @@ class StatsRecorder(Observer):
             if r.start < r.stop:
                 yield out, r
 
-    def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Record:
+    def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Statistics:
         """Return the record of a step from host copies of `buffers`.  The first copy alone gives activations only.  All
         ranks call it and get the same record.
         """
-        record: Record = {"activations": {}, "parameters": {}}
+        record: Statistics = {"activations": {}, "parameters": {}}
         found = control.all_gather(
             [_combine_parts(part).tolist() for part in partials[:2]]
             + [part.numpy().sum(-1, dtype=np.float64).tolist() for part in partials[2:]]
@@ -177,7 +177,7 @@ def _append(kind: dict[str, dict[str, list[Any]]], names: list[str], columns: di
 # ---- records as text ----
 
 
-def first_non_finite(record: Record) -> str:
+def first_non_finite(record: Statistics) -> str:
     """Return the first tensor, in the order of a step, that has non-finite elements, with their number, or ""."""
     acts = record["activations"]
     for name, i in _in_order(len(acts["qkv"]["rms"]), "fcg" if "fcg" in acts else "fch"):
@@ -217,7 +217,7 @@ def fp8_name(name: str, i: int) -> str:
     return f"{name} of {'the head' if name in HEAD_SCALES else f'layer {i}'}"
 
 
-def format_summary(record: Record) -> str:
+def format_summary(record: Statistics) -> str:
     """Return one line: the largest activation, gradient and relative update, and the first tensor that is not finite.
 
     Updates are shown for matrices only.  Biases start at 0, so their early ratios are large without meaning.
@@ -244,7 +244,7 @@ def format_summary(record: Record) -> str:
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))
 
 
-def format_table(record: Record) -> str:
+def format_table(record: Statistics) -> str:
     """Return all of a record as text, one line per tensor."""
     lines = []
     kinds = [("activations", ACTIVATION), ("parameters", PARAMETER), *([("fp8", FP8)] if "fp8" in record else [])]

@@ -8,9 +8,9 @@ import pytest
 from torch.distributed import HashStore
 
 from gpt2_triton.distributed import watchdog
-from gpt2_triton.distributed.watchdog import State, Watchdog, diagnose
+from gpt2_triton.distributed.watchdog import Status, Watchdog, diagnose
 
-AHEAD, BEHIND, OLDER = State(9, 40, 7, "training"), State(9, 39, 6, "training"), State(9, 38, 6, "saving")
+AHEAD, BEHIND, OLDER = Status(9, 40, 7, "training"), Status(9, 39, 6, "training"), Status(9, 38, 6, "saving")
 
 
 @pytest.mark.parametrize("states, silent, diagnosis", [
@@ -39,11 +39,11 @@ class Watched:
     """A watchdog of rank 0 of two, with a timeout of 100 s, under a clock of its own; `published` is rank 1's state."""
 
     def __init__(self, monkeypatch, phase):
-        self.now, self.reported, self.published = 1000.0, [], State(1, 1, 1, phase)
+        self.now, self.reported, self.published = 1000.0, [], Status(1, 1, 1, phase)
         monkeypatch.setattr("time.monotonic", lambda: self.now)
         monkeypatch.setattr(Watchdog, "_publish", lambda dog: None)
         monkeypatch.setattr(Watchdog, "_report_and_exit", lambda dog, diagnosis: self.reported.append(diagnosis))
-        own = State(1, 1, 1, phase)
+        own = Status(1, 1, 1, phase)
         both = lambda dog: [own._replace(tick=int(self.now)), self.read()]  # noqa: E731
         monkeypatch.setattr(Watchdog, "_read_all", both)
         self.dog = Watchdog(SimpleNamespace(rank=0, size=1, store=HashStore()), 100.0)

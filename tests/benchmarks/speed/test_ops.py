@@ -133,8 +133,8 @@ def test_floor_is_the_longest_time_with_its_name(monkeypatch):
 
 
 ROWS = [
-    ops.Row(operation(), 10, 0.8, 0.5, "cuBLAS"),
-    ops.Row(operation("layernorm_fwd", None), 5, 0.002, 0.001, "copy"),
+    ops.OpTime(operation(), 10, 0.8, 0.5, "cuBLAS"),
+    ops.OpTime(operation("layernorm_fwd", None), 5, 0.002, 0.001, "copy"),
 ]
 
 
