@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
@@ -20,12 +21,21 @@ UNKNOWN_RATE = 1e8  # bytes per second of a slow shared disk, assumed before the
 class AsyncCheckpointer:
     """Writes checkpoints in a thread.  If one cannot be written, training continues after a warning."""
 
-    def __init__(self, directory: Path, retention: Retention, control: ControlGroup = SINGLE_PROCESS):
+    def __init__(
+        self,
+        directory: Path,
+        retention: Retention,
+        control: ControlGroup = SINGLE_PROCESS,
+        resumed: dict[str, Any] | None = None,
+    ):
+        """`resumed`: the state of the checkpoint that the run continues from; later checkpoints are damaged."""
         self._directory, self._retention, self._control = directory, retention, control
         self._slowest = 0.0  # seconds of the slowest save so far
         self._host: dict[str, Tensor] = {}
         self._step: int | None = None  # of the copy on the host, which the thread writes
-        self._written: dict[str, Any] | None = None  # the state of the last save that succeeded
+        # step and state of the last save that succeeded
+        self._written = (resumed["step"], resumed) if resumed else None
+        self._damaged = {step for step, _ in list_steps(directory) if resumed and step > resumed["step"]}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.failed_step: int | None = None  # of the save that the last `wait` found to have failed; equal on all ranks
@@ -40,10 +50,10 @@ class AsyncCheckpointer:
         """Copy this rank's shard, each tensor in pieces, to the host and start to write it as `save_checkpoint` does.
 
         The pieces may change as soon as this returns.  The thread calls `before` first.  A save of the state that was
-        saved last does nothing.
+        saved last, or that the run continues from, does nothing.
         """
         self.wait()
-        if step == self._step and state == self._written:
+        if (step, state) == self._written:
             return
         self._step, began = None, time.monotonic()
         for piece, host in self._pairs(shard):
@@ -80,8 +90,11 @@ class AsyncCheckpointer:
         self._written = None
         try:
             before()
-            save_checkpoint(self._directory, step, self._host, state, self._retention, self._control)
-            self._written = state
+            save_checkpoint(
+                self._directory, step, self._host, state, self._retention, self._control, self._damaged - {step}
+            )
+            self._written = step, state
+            self._damaged.discard(step)  # it is replaced
             self._slowest = max(self._slowest, time.monotonic() - began)
         except Exception as error:  # raised or reported by the thread that waits
             self._error = error

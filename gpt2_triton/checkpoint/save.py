@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,11 +60,12 @@ def save_checkpoint(
     state: dict[str, Any],
     retention: Retention,
     control: ControlGroup = SINGLE_PROCESS,
+    damaged: Collection[int] = (),
 ) -> Path:
     """Write the checkpoint of `step` under `directory`, replacing any, prune older ones, and return its path.
 
     All ranks of `control` call it with their shards as `tensors`; with several, state["shares"] has the shard's spans.
-    If any rank fails, all raise OSError, and nothing has changed.
+    If any rank fails, all raise OSError, and nothing has changed.  Steps in `damaged` neither count nor are deleted.
     """
     target, temporary = step_path(directory, step), directory / f".step_{step:08d}.tmp"
     control.from_rank0(lambda: _begin(temporary, tensors, control.size))
@@ -75,7 +77,7 @@ def save_checkpoint(
         if control.rank == 0:
             remove(temporary)
         raise
-    control.from_rank0(lambda: _prune(directory, step, best_step(state), retention))
+    control.from_rank0(lambda: _prune(directory, step, best_step(state), retention, damaged))
     return target
 
 
@@ -130,7 +132,11 @@ def _publish(temporary: Path, target: Path) -> None:
         replaced = temporary
     else:
         os.rename(target, replaced := temporary.with_suffix(".old"))
-        os.rename(temporary, target)
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            os.rename(replaced, target)
+            raise
     fsync(target.parent)
     fsync(target.parent.parent)  # the first save of a run creates target.parent
     if replaced:
@@ -166,9 +172,9 @@ def discard_after(directory: Path, step: int) -> None:
             _discard(path)
 
 
-def _prune(directory: Path, newest: int, best: int | None, retention: Retention) -> None:
-    """Delete the checkpoints that `retention` does not keep.  A later one is damaged: the run passed over it."""
-    steps = {step: path for step, path in list_steps(directory) if step <= newest}
+def _prune(directory: Path, newest: int, best: int | None, retention: Retention, damaged: Collection[int]) -> None:
+    """Delete the checkpoints that `retention` does not keep.  A later one is damaged too: the run passed over it."""
+    steps = {step: path for step, path in list_steps(directory) if step <= newest and step not in damaged}
     kept = {best, *[*steps][-retention.keep :]}
     if retention.every:
         kept |= {step for step in steps if step % retention.every == 0}
@@ -189,5 +195,6 @@ def _prune(directory: Path, newest: int, best: int | None, retention: Retention)
 def _discard(path: Path) -> None:
     """Delete a checkpoint.  The rename comes first, so that a kill leaves no partial checkpoint under its name."""
     hidden = path.with_name(f".{path.name}.old")
+    remove(hidden)  # an earlier one may be left, in part
     os.rename(path, hidden)
     remove(hidden)

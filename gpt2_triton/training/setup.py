@@ -160,11 +160,13 @@ def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, dat
     return made or model.compile(validated, answered)
 
 
-def open_checkpointer(config: Config, run_dir: Path, group: ProcessGroup) -> AsyncCheckpointer:
-    """Return the writer of the run's checkpoints."""
+def open_checkpointer(
+    config: Config, run_dir: Path, group: ProcessGroup, resumed: dict[str, Any] | None
+) -> AsyncCheckpointer:
+    """Return the writer of the run's checkpoints; `resumed`: the state that a save would write now, after a resume."""
     c = config.checkpoint
     retention = Retention(c.keep, c.major, c.every if config.train.rewind_after else 0)
-    return AsyncCheckpointer(run_dir / "checkpoints", retention, group.control("saver"))
+    return AsyncCheckpointer(run_dir / "checkpoints", retention, group.control("saver"), resumed)
 
 
 def open_log(

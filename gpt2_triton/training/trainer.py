@@ -84,7 +84,7 @@ class Trainer:
             start = restore(found, config, self.data)
         self.config, self.run_dir, self.state = start.continued(config), run_dir, start.state
         self.model = build_model(self.config, K, run_dir, self.group, self.control, self.data, start)
-        self.checkpointer = open_checkpointer(self.config, run_dir, self.group)
+        self.checkpointer = open_checkpointer(self.config, run_dir, self.group, self._saved() if found else None)
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
         self.signals = signals or ShutdownSignals(self.group.size)
         self.time_limit = TimeLimit(self.config.train.max_minutes, self.signals.made_at)
@@ -312,8 +312,11 @@ class Trainer:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
         self._wait_for_save()
         with self.watchdog.phase(SAVING):
-            state = self.state.as_dict() | to_save(self.config, self.data) | self.model.shard_spans()
-            self.checkpointer.save(step, self.model.local_shards(), state, before=self.log.sync)
+            self.checkpointer.save(step, self.model.local_shards(), self._saved(), before=self.log.sync)
+
+    def _saved(self) -> dict[str, Any]:
+        """Return the state that a checkpoint of this rank has now."""
+        return self.state.as_dict() | to_save(self.config, self.data) | self.model.shard_spans()
 
     def _wait_for_save(self, raise_errors: bool = False) -> None:
         """Wait for the last save.  If it failed, print a warning, or raise CheckpointError."""

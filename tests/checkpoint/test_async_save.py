@@ -14,7 +14,7 @@ from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import FILES_BYTES, Retention
 from gpt2_triton.errors import CheckpointError
-from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, content, example, names, state
+from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, TENSORS, content, example, names, state
 
 
 def pieces(step, n=33):
@@ -151,3 +151,25 @@ def test_state_that_was_saved_last_is_not_written_again(tmp_path):
         saver.wait(raise_errors=True)
         written.append((tmp_path / STEP_10).stat().st_ino)
     assert written[0] == written[1] != written[2]
+
+
+def test_checkpoints_that_the_run_did_not_resume_from_do_not_count(newest):
+    """Step 20 is damaged, and the run continues after step 10: with keep 2, steps 10 and 25 are the intact ones."""
+    (newest / TENSORS).write_bytes(b"")
+    saver = AsyncCheckpointer(newest.parent, Retention(2), resumed=state(10))
+    kept = []
+    for step in (25, 30, 20, 35):  # 20: replaced after a rewind
+        saver.save(step, pieces(step), state(step))
+        saver.wait(raise_errors=True)
+        kept.append([int(name[-2:]) for name in names(newest.parent)])
+    assert kept == [[10, 20, 25], [20, 25, 30], [20, 25, 30], [30, 35]]
+
+
+def test_state_that_the_run_continues_from_is_not_written_again(newest):
+    saver, before = AsyncCheckpointer(newest.parent, Retention(0), resumed=state(20)), newest.stat().st_ino
+    saver.save(20, pieces(20), state(20))
+    saver.wait(raise_errors=True)
+    assert newest.stat().st_ino == before and not saver.restore_from_host(20, pieces(20))
+    saver.save(20, pieces(20), state(20, sample=1))
+    saver.wait(raise_errors=True)
+    assert newest.stat().st_ino != before
