@@ -1,6 +1,7 @@
 """Read the checkpoint from which a run continues, and compare its configuration and data with the present ones."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,22 +30,25 @@ class Resume(NamedTuple):
     changed_data: dict[str, Change]  # by file; empty but with data.allow_changed
 
 
-def read(found: Path, config: Config, now: dict[str, Any]) -> Resume:
-    """Load the checkpoint `found`, which verifies; `now` is what a save would write about configuration and data.
+def read(found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[str, Sequence[Any]]) -> Resume:
+    """Load the checkpoint `found`, which verifies, for a run with these shards, by their key in state.json.
 
-    CheckpointError if it is of another run, ConfigError if it has more steps than train.steps.
+    `explicit` is the configuration as a save would write it.  CheckpointError if the checkpoint is of another run,
+    ConfigError if it has more steps than train.steps.
     """
     saved, tensors = load_checkpoint(found)
-    changed = check_config(saved["config"], now["config"])
+    changed = check_config(saved["config"], explicit)
     if saved["step"] > config.train.steps:
         counts = f"{found} has {saved['step']:,} steps, {config.train.steps:,} were asked for"
         todo = f"give --train.steps above {saved['step']:,} to continue the run, or choose another --run_dir"
         raise ConfigError(f"--train.steps: {counts}; {todo}")
     files: dict[str, Change] = {}
     for key, given in (("data", "data.train"), ("validation_data", "data.val")):
-        if key in saved and key in now:
+        if key in saved and key in shards:
             where = f"{given} {config.data.train if key == 'data' else config.data.val}"
-            files |= check_data(found, saved[key], now[key], where, config.data.allow_changed)
+            rows = zip(shards[key], [*saved[key], *[{}] * len(shards[key])])
+            now = [s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in rows]
+            files |= check_data(found, saved[key], now, where, config.data.allow_changed)
     notes = [f"resuming after step {saved['step']} from {found}"]
     if "init_from" in changed and changed.pop("init_from")[1] != "scratch":
         notes.append(f"--init_from {config.init_from} is not used: the run continues with its own weights")
@@ -115,8 +119,13 @@ def as_text(changes: dict[str, Change], none: str = "null") -> dict[str, tuple[s
 
 
 def _by_file(rows: Rows) -> dict[str, Any]:
-    """Return size and hash of each file by name."""
-    return {row["name"]: f"{row['bytes']:,} bytes, {str(row.get('blocks') or row.get('sha256'))[:8]}" for row in rows}
+    """Return size and hash of each file by name; further files of a name, in other directories, get numbers."""
+    files: dict[str, str] = {}
+    for row in rows:
+        same = sum(name.partition(" #")[0] == row["name"] for name in files)
+        name = f"{row['name']} #{same + 1}" if same else row["name"]
+        files[name] = f"{row['bytes']:,} bytes, {str(row.get('blocks') or row.get('sha256'))[:8]}"
+    return files
 
 
 def _names(rows: Rows) -> str:

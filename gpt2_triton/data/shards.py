@@ -107,13 +107,18 @@ class Shard:
         return self._fingerprint()
 
     def _fingerprint(self) -> dict[str, Any]:
-        size, row = self._state.st_size, {"name": self.path.name, "bytes": self._state.st_size}
-        if size <= HEADER_BYTES + 2 * EDGE_BYTES:
-            first = max(HEADER_BYTES, size - EDGE_BYTES)
-            places = [(HEADER_BYTES, min(EDGE_BYTES, size - HEADER_BYTES)), (first, size - first)]
-            return row | {"sha256": self._hash(places)}
+        if self._state.st_size <= HEADER_BYTES + 2 * EDGE_BYTES:
+            return self.fingerprint_of_ends()
         firsts = [i * (self.count - BLOCK_TOKENS) // (BLOCKS - 1) for i in range(BLOCKS)]
-        return row | {"blocks": self._hash([(HEADER_BYTES + 2 * first, 2 * BLOCK_TOKENS) for first in firsts])}
+        blocks = self._hash([(HEADER_BYTES + 2 * first, 2 * BLOCK_TOKENS) for first in firsts])
+        return {"name": self.path.name, "bytes": self._state.st_size, "blocks": blocks}
+
+    def fingerprint_of_ends(self) -> dict[str, Any]:
+        """Return the fingerprint in checkpoints of version 0.1: the sha256 of the header and of 64 KiB at each end."""
+        size = self._state.st_size
+        first = max(HEADER_BYTES, size - EDGE_BYTES)
+        places = [(HEADER_BYTES, min(EDGE_BYTES, size - HEADER_BYTES)), (first, size - first)]
+        return {"name": self.path.name, "bytes": size, "sha256": self._hash(places)}
 
     def _hash(self, places: Sequence[tuple[int, int]]) -> str:
         """Return the sha256 of the header and of the tokens at (start, length), in bytes; check these tokens."""

@@ -116,7 +116,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
     """Read the checkpoint `found`; without a checkpoint return a new state and the tensors of init_from."""
     if found is None:
         return Start(RunState(), initial_weights(config), [])
-    state, tensors, notes, changed_data = resume.read(found, config, to_save(config, data))
+    state, tensors, notes, changed_data = resume.read(found, config, to_save(config, data)["config"], data.shards)
     return Start(RunState.from_checkpoint(state), tensors, notes, found, state["config"], changed_data)
 
 

@@ -177,6 +177,13 @@ def test_fingerprint_of_a_small_shard_is_the_same_in_all_versions(tmp_path):
     assert found["sha256"] == hashlib.sha256(data[: 1024 + 65536] + data[-65536:]).hexdigest()
 
 
+def test_fingerprint_of_ends_is_that_of_version_0_1(tmp_path):
+    write_shard(tmp_path / "a.bin", np.arange(100_000).astype(np.uint16))
+    data = (tmp_path / "a.bin").read_bytes()
+    found = Shard(tmp_path / "a.bin", 1 << 16, SEQ_LEN).fingerprint_of_ends()
+    assert found["sha256"] == hashlib.sha256(data[: 1024 + 65536] + data[-65536:]).hexdigest()
+
+
 def test_verify_compares_with_the_record(shard):
     [opened] = open_shards(str(shard), VOCAB, SEQ_LEN)
     assert not opened.verify()
