@@ -151,6 +151,8 @@ def load(
     dtype          storage of weights and activations; None: that of the training, bf16 for other projects' weights
     batch_tokens   tokens that go through the model at once, at most; the results do not depend on it
     """
+    if dtype not in (None, "bf16", "fp32"):
+        raise ConfigError(f"dtype: expected bf16, fp32 or None, got {dtype!r}")
     with _exclusive():
         from gpt2_triton import device
 
@@ -305,7 +307,10 @@ class Model:
 
     def _sequences(self, tokens: Any, least: int) -> np.ndarray:
         """Return tokens as int32 [sequences, n]; DataError if n is below `least`, or for unknown tokens."""
-        array, vocabulary = np.asarray(tokens), self.config.model.vocab_size
+        try:
+            array, vocabulary = np.asarray(tokens), self.config.model.vocab_size
+        except ValueError as error:  # sequences of several lengths
+            raise DataError(f"tokens: {error}; pass sequences of one length") from None
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size or array.shape[-1] < least:
             expected = f"integers [n] or [sequences, n], n at least {least}"
             raise DataError(f"tokens: got {array.dtype} {list(array.shape)}, expected {expected}")

@@ -86,7 +86,10 @@ def _weights_of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
 def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:
     step_dir, state, tensors = read_checkpoint(Path(path))
     try:
-        config = Config.model_validate(without_removed(state["config"], any_value=True))
+        saved = without_removed(state["config"], any_value=True)
+        if saved.get("fp8", {}).get("keep_bf16") not in ("head", "none"):
+            saved["fp8"] = {"keep_bf16": "head"}  # an earlier version had more values; no weight depends on it
+        config = Config.model_validate(saved)
     except ValidationError as error:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton"
         raise CheckpointError(wrong) from error

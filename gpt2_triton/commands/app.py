@@ -24,7 +24,10 @@ from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
 AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0, 1))
-OF_THE_USER = {errno.EACCES: "correct its permissions", errno.EROFS: "choose another place", errno.ENOSPC: "make room"}
+PATHS = ("--run_dir", "--run-dir", "--data", "--source", "--out", "-o", "--json")  # an empty path would be "."
+OF_THE_USER = dict.fromkeys((errno.EACCES, errno.EPERM), "correct its permissions")
+OF_THE_USER |= dict.fromkeys((errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST), "choose another place")
+OF_THE_USER |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
 
 
 def make_app(name: str, help: str | None = None) -> App:
@@ -36,8 +39,8 @@ def make_app(name: str, help: str | None = None) -> App:
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
     prepare_streams()
-    words = _spelled_out(argv)
     try:
+        words = _spelled_out(argv)
         if not words or words[0] in app.help_flags:
             for name in app:
                 app[name]  # imports the command, for its summary in the list
@@ -47,7 +50,7 @@ def main(app: App, argv: list[str]) -> int:
     except CycloptsError as error:
         return _fail(_wrong_call(error), 2, on_every_rank=True)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _exit_if_distributed(_fail("interrupted", 130))
     except UserError as error:
         return _exit_if_distributed(_fail(str(error), error.exit_code, error.on_every_rank))
     except Exception as error:
@@ -107,6 +110,11 @@ def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:
     """Return the words with --run-dir as --run_dir, and --resume as --resume=must or --resume=true for cyclopts."""
+    argv = [*argv]
+    for before, word in zip(["the command", *argv], argv):
+        is_path = not before.startswith("-") or before in PATHS
+        if not word and is_path or word.endswith("=") and word.removesuffix("=") in PATHS:
+            raise ConfigError(f"{word or f'after {before}'}: empty, as a variable that is not set; give a path")
     words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     for at in reversed(range(len(words))):
         if words[at] == "--resume":

@@ -46,7 +46,9 @@ class Curves(NamedTuple):
         val, train, speed, mfu, hellaswag = (
             self.points(key)[:, 1] for key in ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
         )
-        lines = [textwrap.fill(self.name, 28), f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"]
+        name = textwrap.fill(self.name, 28).replace("$", r"\$")  # no mathematics
+        name = f" {name}" if name[0] == "_" else name  # matplotlib leaves out labels that begin with _
+        lines = [name, f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"]
         if len(speed):
             lines.append(
                 f"{format_count(np.median(speed))} tokens/s" + (f", MFU {np.median(mfu):.0%}" if len(mfu) else "")

@@ -99,7 +99,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         lines = _key_lines(path, root)
         tree = {} if root is None else loader.construct_document(root)
     except OSError as error:
-        hint = closest(str(path), [str(file) for file in path.parent.glob("*.yaml")])
+        hint = closest(path.stem, [file.stem for file in path.parent.glob("*.yaml")])
         if os.path.isfile(path / "config.yaml"):
             config, run_dir = (shlex.quote(str(p)) for p in (path / "config.yaml", path))
             hint = f"; it is a run: continue it with {config} --run_dir {run_dir} --resume"

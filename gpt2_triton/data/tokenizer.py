@@ -41,7 +41,7 @@ class ByteTokenizer:
     name, vocab_size, eot = "bytes", 256, 0
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < self.vocab_size).decode(errors="replace")

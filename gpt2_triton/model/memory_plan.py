@@ -210,7 +210,8 @@ def out_of_memory(
         f"the {owner} has {format_bytes(free)} of {format_bytes(total)} free"
     )
     if not training:
-        return OutOfMemoryError(f"the model needs {has}: free some memory, or decode fewer texts at once (--batch)")
+        todo = "free some memory, choose a smaller model, or lower --batch of `sample`"
+        return OutOfMemoryError(f"the model needs {has}: {todo}")
     level, batch = _that_fits(config, K, shape, free_bytes(device))
     todo = "none fits: take a smaller model"
     if batch:

@@ -37,6 +37,8 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "-d", "524288"], "-d: unexpected; for llm.c's -d use train.total_batch_tokens"),
     (["-i", "train.bin", "-b", "4"], "-i: unexpected; for llm.c's -i use data.train; the YAML file comes before all"),
     (["--optim.lr=0.0003", "x.yaml"], "--optim.lr=0.0003: unexpected; the YAML file comes before all keys"),
+    (["x.yaml", "--run_dir", ""], "after --run_dir: empty, as a variable that is not set; give a path"),
+    (["x.yaml", "--run_dir="], "--run_dir=: empty, as a variable that is not set"),
     (["x.yaml", "--paln"], "--paln: unknown option; did you mean --plan?"),
     (["x.yaml", "--optim.lr"], "--optim.lr: expected a value after it"),
     (["x.yaml", "--optim.lr", "--train.steps", "3"], "--optim.lr: expected a value after it"),

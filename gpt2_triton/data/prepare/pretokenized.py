@@ -71,7 +71,8 @@ def _choose(repo: str, siblings: Any, shards: int | None) -> list[Remote]:
 def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path) -> ShardRecords:
     out_dir.mkdir(parents=True, exist_ok=True)
     recipe, shards = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}, {}
-    ours = read_record(out_dir / RECORD).get("source", {}).get("name") == repo
+    source = read_record(out_dir / RECORD).get("source")
+    ours = isinstance(source, dict) and source.get("name") == repo
     missing = []
     with Progress("checking shards", len(files), "shards") as progress:
         for file in files:
