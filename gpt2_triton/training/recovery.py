@@ -105,17 +105,22 @@ def find_non_finite_losses(
     """Compute again the losses of the step that begins with this sample, with the present weights.  Return in words how
     many sequences are not finite, and rank and SHARD:TOKEN of the first.  All ranks call it, between steps.
     """
-    bad, rows, place = 0, 0, ""
-    for first in batches.first_samples_of_step(first_sample):
-        tokens = loader.batch(first, model.B)
-        ids, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
-        losses = model.evaluate(ids, targets, fp8=model.has_fp8).numpy().reshape(model.B, -1)
-        wrong = ~np.isfinite(losses).all(axis=1)
-        place = place or (loader.place(first + int(wrong.argmax())) if wrong.any() else "")
-        bad, rows = bad + int(wrong.sum()), rows + model.B
-    found = control.all_gather([bad, rows, place])
-    if not any(place for *_, place in found):
+    bad, rows, place, unread = 0, 0, "", ""
+    try:
+        for first in batches.first_samples_of_step(first_sample):
+            tokens = loader.batch(first, model.B)
+            ids, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+            losses = model.evaluate(ids, targets, fp8=model.has_fp8).numpy().reshape(model.B, -1)
+            wrong = ~np.isfinite(losses).all(axis=1)
+            place = place or (loader.place(first + int(wrong.argmax())) if wrong.any() else "")
+            bad, rows = bad + int(wrong.sum()), rows + model.B
+    except DataError as error:  # the other ranks wait for this one
+        unread = str(error)
+    found = control.all_gather([bad, rows, place, unread])
+    if unread := next((unread for *_, unread in found if unread), ""):
+        return f"the losses cannot be computed again ({unread})"
+    if not any(place for _, _, place, _ in found):
         return "its losses are finite when computed again, so a gradient, or in fp8 an operand, is not"
-    first_rank, where = next((rank, place) for rank, (*_, place) in enumerate(found) if place)
-    counts = f"{sum(bad for bad, *_ in found):,} of its {sum(rows for _, rows, _ in found):,} sequences"
+    first_rank, where = next((rank, place) for rank, (_, _, place, _) in enumerate(found) if place)
+    counts = f"{sum(bad for bad, *_ in found):,} of its {sum(rows for _, rows, *_ in found):,} sequences"
     return f"the losses of {counts} are not finite, the first on rank {first_rank} at {where}"
