@@ -1,7 +1,8 @@
 """Lock of a run directory: one process at a time writes to it.  Rank 0 holds it, for all ranks.
 
 The lock is flock on RUN/.lock; it ends with its process, even if the process is killed.  The file names the process.
-On a file system without flock the file itself is the lock: after a kill the user deletes the file.
+On a file system without flock the file itself is the lock: after a kill the user deletes the file.  A process that
+leaves by os._exit first calls `unlink_held`.
 """
 
 import contextlib
@@ -20,6 +21,8 @@ NAME = ".lock"
 MOST_BYTES = 300  # of the file that a message quotes
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # of file systems without flock
 
+_held: set[Path] = set()  # the files of this process
+
 
 @contextlib.contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
@@ -32,12 +35,24 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         file = _take(run_dir / NAME)
     except OSError as error:
         raise run_dir_error(run_dir, error) from error
+    _held.add(run_dir / NAME)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # the directory is gone, or cannot be written
-            (run_dir / NAME).unlink()
+        _held.discard(run_dir / NAME)
+        _unlink(run_dir / NAME)
         os.close(file)
+
+
+def unlink_held() -> None:
+    """Remove this process's locks just before os._exit, which runs no `finally`."""
+    for path in tuple(_held):
+        _unlink(path)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):  # the directory is gone, or cannot be written
+        path.unlink()
 
 
 def _take(path: Path) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton.console import print_from_handler
+from gpt2_triton.distributed.run_lock import unlink_held
 
 PREEMPTED = "PREEMPTED"
 # seconds in which a repeated signal does not count: shells, SLURM and torchrun send the process group's signal again
@@ -63,6 +64,7 @@ class ShutdownSignals:
         """End the process; a half-written checkpoint stays hidden."""
         mark_preempted(self._run_dir)
         print_from_handler(f"ended at once: steps since the last checkpoint are lost; {how_to_continue(self._run_dir)}")
+        unlink_held()
         os._exit(128 + number)
 
     @property
