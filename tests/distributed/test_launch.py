@@ -216,7 +216,8 @@ def batch(tmp_path, monkeypatch):
     programs = {
         "scontrol": 'echo "$@" >> calls; echo node1',
         "srun": '[ $1 = --kill-on-bad-exit=1 ] && shift; exec "$@"',
-        "torchrun": "trap 'mkdir -p runs/7; [ -e finished ] || touch runs/7/PREEMPTED; exit 1' TERM\n"
+        "torchrun": "trap 'mkdir -p runs/7; [ ! -e running ] || touch runs/7/PREEMPTED\n"
+        "[ ! -e finished ] || mkdir runs/7/checkpoints; exit 1' TERM\n"
         'echo "$@" > started\n'
         "while :; do sleep 0.1; [ ! -e time_is_up ] || { mkdir -p runs/7; touch runs/7/PREEMPTED; exit 0; }; done",
     }
@@ -233,10 +234,11 @@ def batch(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize("finished", [False, True])
-def test_batch_script_forwards_the_signal_and_requeues_an_unfinished_job(batch, tmp_path, finished):
-    if finished:
-        (tmp_path / "finished").touch()
+@pytest.mark.parametrize("state", ["starting", "running", "finished"])
+def test_batch_script_forwards_the_signal_and_requeues_an_unfinished_job(batch, tmp_path, state):
+    """A job that was only starting has left neither PREEMPTED nor a checkpoint."""
+    (tmp_path / state).touch()
+    finished = state == "finished"
     while not (tmp_path / "started").exists():
         time.sleep(0.02)
     batch.send_signal(signal.SIGTERM)
