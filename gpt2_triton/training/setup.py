@@ -1,6 +1,7 @@
 """The parts of a run, made in this order: data, state with the tensors to start from, model, log."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
+from gpt2_triton.errors import UserError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
@@ -66,12 +68,23 @@ class Start(NamedTuple):
         return config.model_copy(update={"init_from": init_from})
 
 
+@contextlib.contextmanager
+def _read_by_all() -> Iterator[None]:
+    """Mark an error of files that all ranks read, so that one rank of each host prints it."""
+    try:
+        yield
+    except UserError as error:
+        error.on_every_rank = True
+        raise
+
+
 def open_data(config: Config, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if they, or the configuration, are not the same on all ranks."""
     T = config.train.seq_len
-    train = TrainLoader(_open_shards(config, "train"), T, config.data.seed)
-    validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
-    data = Data(train, validation, hellaswag.questions_of_run(config))
+    with _read_by_all():
+        train = TrainLoader(_open_shards(config, "train"), T, config.data.seed)
+        validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
+        data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
     if config.sample.every:
         get_tokenizer(config.data.tokenizer)  # a missing one fails now, not at the first sample
@@ -112,6 +125,7 @@ def to_save(config: Config, data: Data) -> dict[str, Any]:
     return {"config": explicit.to_dict()} | data.fingerprints()
 
 
+@_read_by_all()
 def restore(found: Path | None, config: Config, data: Data) -> Start:
     """Read the checkpoint `found`; without a checkpoint return a new state and the tensors of init_from."""
     if found is None:

@@ -154,7 +154,8 @@ class Trainer:
             self._save(step)
         self._wait_for_save(raise_errors=True)
         done = not stopping or step >= self.config.train.steps
-        if trained and (saved := recovery.saved_steps(self.run_dir, self.control)):
+        saved = [at for at in recovery.saved_steps(self.run_dir, self.control) if at <= step] if trained else []
+        if saved:  # without a later, damaged checkpoint of an earlier start
             self.log.info(f"checkpoint {step_path(self.run_dir / 'checkpoints', saved[-1])}")
         if done:
             return 0

@@ -85,8 +85,10 @@ def test_run_saves_and_ends_where_training_data_is_damaged(data, tmp_path, monke
     assert 2 <= saved["step"] < STEPS and saved["sample"] == 4 * saved["step"] and saved["skipped"] == 0
     assert steps(tmp_path / "run") == list(range(1, saved["step"] + 1))
 
-    with pytest.raises((CheckpointError, DataError), match="is other data than before|outside the vocab|wrong size"):
+    refused = "is other data than before|outside the vocab|wrong size"
+    with pytest.raises((CheckpointError, DataError), match=refused) as raised:
         train(run_config(data), tmp_path / "run", resume=True)
+    assert raised.value.on_every_rank == (change is not wrong_ids)  # which only the ranks that reach them find
     shutil.copy(tmp_path / "kept" / "train_1.bin", data)
     assert train(run_config(data), tmp_path / "run", resume=True) == 0
     assert train(run_config(tmp_path / "kept"), tmp_path / "unbroken", resume=False) == 0
@@ -224,5 +226,6 @@ def test_verify_refuses_a_shard_that_differs_from_its_record(data, tmp_path, cap
     make_trainer(config, tmp_path / "run").close()
     assert "data.verify: 1 of 4 shards have no sha256 in shards.json" in capsys.readouterr().err
     changed_shard(data / "train_1.bin")
-    with pytest.raises(DataError, match="train_1.bin: damaged: sha256"):
+    with pytest.raises(DataError, match="train_1.bin: damaged: sha256") as raised:
         make_trainer(config, tmp_path / "run")
+    assert not raised.value.on_every_rank  # each rank reads its part of the shards

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -185,6 +186,8 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
 
 def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
+        damaged = tmp_path / "checkpoints" / "step_00000003"  # as of an earlier start: the line below does not name it
+        before_steps(lambda *_: damaged.mkdir(parents=True), patch)
         stop_after(patch, 1)
         train(run_config(), tmp_path, resume=False)
     lines = capsys.readouterr().out.splitlines()
@@ -253,7 +256,10 @@ def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
 
         monkeypatch.setattr(model, "evaluate", with_nan_in_the_last_row)
         found = recovery.find_non_finite_losses(model, loader, made.batches, first, made.control)
+        monkeypatch.setattr(loader, "batch", Mock(side_effect=DataError("cut off")))
+        unread = recovery.find_non_finite_losses(model, loader, made.batches, first, made.control)
     assert found == f"the losses of 1 of its 4 sequences are not finite, the first on rank 0 at {loader.place(11)}"
+    assert unread == "the losses cannot be computed again (cut off)"  # and other ranks do not wait
 
 
 def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path, monkeypatch):
