@@ -66,6 +66,21 @@ def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp
     assert records(tmp_path) == records(unbroken)
 
 
+def test_resumed_run_keeps_the_checkpoint_that_it_continues_from(tmp_path):
+    """A save of that state writes nothing, and the damaged step 3 does not count."""
+    train(run_config(train=dict(steps=3), checkpoint=dict(every=1)), tmp_path, resume=False)
+    found, damaged = sorted(tmp_path.glob("checkpoints/step_*"))[1:]
+    (damaged / "state.json").unlink()
+    config, before = run_config(train=dict(steps=4), checkpoint=dict(every=2, keep=2)), found.stat().st_ino
+    trainer = make_trainer(config, tmp_path, found)
+    trainer._save(2)
+    trainer.close()
+    assert found.stat().st_ino == before
+    assert train(config, tmp_path, resume=True) == 0
+    kept = [path.name for path in sorted(tmp_path.glob("checkpoints/step_*"))]
+    assert kept == ["step_00000002", "step_00000003", "step_00000004"]
+
+
 def unreadable(*_):
     raise DataError("cut off")
 
