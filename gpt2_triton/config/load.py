@@ -3,6 +3,7 @@
 Mistakes become one ConfigError with a line each: the place (file and line, or option), what is wrong, the fix.
 """
 
+import difflib
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +100,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         lines = _key_lines(path, root)
         tree = {} if root is None else loader.construct_document(root)
     except OSError as error:
-        hint = closest(path.stem, [file.stem for file in path.parent.glob("*.yaml")])
+        near = difflib.get_close_matches(str(path), [str(file) for file in path.parent.glob("*.yaml")], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
         if os.path.isfile(path / "config.yaml"):
             config, run_dir = (shlex.quote(str(p)) for p in (path / "config.yaml", path))
             hint = f"; it is a run: continue it with {config} --run_dir {run_dir} --resume"

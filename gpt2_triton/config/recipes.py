@@ -44,5 +44,5 @@ def find(given: str | Path) -> Path:
 
 
 def known_recipes(name: str) -> str:
-    """Return the end of an error about an unknown name: a recipe of a similar name, and the list."""
-    return f"{closest(name, names())}; recipes: {', '.join(names())}"
+    """Return the end of an error about an unknown name: a recipe of a similar name, else the list."""
+    return closest(name, names()) or f"; recipes: {', '.join(names())}"

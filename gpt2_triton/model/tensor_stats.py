@@ -25,7 +25,6 @@ from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.buffers import Acts, Params, param_entries, tracked_activations
 from gpt2_triton.model.fp8 import HEAD_SCALES, clear, place, scales
 
-FORWARD = ("x", "qkv", "att", "fch")
 WEIGHTS = {field.name for field in dataclasses.fields(Params)}
 MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]
 ACTIVATION = ("rms", "absmax", "nonfinite")

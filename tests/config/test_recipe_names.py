@@ -51,9 +51,8 @@ def test_missing_file_called_like_a_recipe_is_refused_with_the_name(path):
 
 
 @pytest.mark.parametrize(("name", "near"), [("gpt2-124M", "gpt2_124m"), ("quikstart", "quickstart"), ("nope", None)])
-def test_unknown_name_gets_the_list_and_a_suggestion_only_if_one_is_near(name, near):
+def test_unknown_name_gets_a_suggestion_if_one_is_near_else_the_list(name, near):
     with pytest.raises(ConfigError) as error:
         recipes.find(name)
-    suggestion = f"; did you mean {near}?" if near else ""
-    expected = f"{name}: neither a file nor a recipe{suggestion}; recipes: {', '.join(recipes.names())}"
-    assert str(error.value) == expected
+    advice = f"; did you mean {near}?" if near else f"; recipes: {', '.join(recipes.names())}"
+    assert str(error.value) == f"{name}: neither a file nor a recipe{advice}"
