@@ -93,7 +93,7 @@ def test_forward_only_model_that_does_not_fit_is_refused(monkeypatch, recompute)
     """The checkpoints of a run with `auto` have `auto`, which is no level for a plan of a training step."""
     config = tiny_config(memory=dict(recompute=recompute))
     monkeypatch.setattr(device, "_host_memory", lambda: (1 << 20, 1 << 21))
-    has = "256.0 MiB for the interpreter, the machine has 1.0 MiB of 2.0 MiB free: free some memory, or"
+    has = "256.0 MiB for the interpreter, the machine has 1.0 MiB of 2.0 MiB free: free some memory, choose"
     with pytest.raises(OutOfMemoryError, match=has):
         GPT2(config, reference, "cpu", batch=10_000, training=False)
     none = config.replace(memory={"recompute": "none"})
