@@ -2,13 +2,13 @@
 
     <!-- r: h100.steps.d12.torch.ms / h100.steps.d12.fp8.ms | x -->1.52x<!-- /r -->    arithmetic on keys, a format
     <!-- r: losses.pairs.fp8_d12.muon_fp8.val | pm -->+0.003 ± 0.004<!-- /r -->        a mean and its half width
-    <!-- r: table steps --> ... <!-- /r -->                                            a function in TABLES
-    # hours: 4.5  # r: recipe.gpt2_124m.hours                                          in YAML: the word before
+    <!-- r: table steps --> ... <!-- /r -->                                            a table of TABLES
+    # hours: 4.5  # r: recipe.gpt2_124m.hours                                          in YAML: fills the word before
 
-A key is SECTION.FIGURE.  recipe.NAME.tokens and recipe.NAME.hours are computed, for one GPU of pictures.MACHINE.
+A key is SECTION.FIGURE.  Three figures are computed: recipe.NAME.tokens, recipe.NAME.hours on one GPU of
+pictures.MACHINE, and plan.outside_gib, the memory that --plan allows outside the arena.
 """
 
-import difflib
 import functools
 import re
 from collections.abc import Callable
@@ -16,21 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import MACHINE, NAMES
-from benchmarks.speed.sizes import T
+from benchmarks.speed.sizes import MODELS, T, work_of
+from gpt2_triton import kernels
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.errors import DataError
+from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, plan_memory
 
 ROOT = Path(__file__).parents[1]
 INLINE = re.compile(r"(<!-- r: (.*?) -->)(.*?)(<!-- /r -->)", re.DOTALL)
 YAML = re.compile(r"(\S+)( +# r: (.*))$", re.MULTILINE)
 KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
-UNITS = {  # factor, format unless a digit gives the decimals, as in 3x, and what follows the number
+UNITS = {  # factor, format, text behind the number; a digit before the unit, as in 3x, sets the decimals instead
     "k": (1e-3, ".3g", "k"), "M": (1e-6, ".3g", "M"), "B": (1e-9, ".3g", "B"), "%": (100, ".0f", "%"),
     "x": (1, ".2f", "x"), "W": (1, ".0f", " W"), **{unit: (1, ".1f", f" {unit}") for unit in "ms s h J GiB".split()},
 }  # fmt: skip
 
 Record = dict[str, dict[str, Any]]
-Group = dict[tuple[str, str], dict[str, Any]]  # by size and arm, the figures by name
+Group = dict[tuple[str, str], dict[str, Any]]  # (size, arm): figures by name
 
 
 def files() -> list[Path]:
@@ -45,8 +49,8 @@ def recipes() -> dict[str, Config]:
 
 
 def flat(record: Record) -> dict[str, Any]:
-    """Return all figures by SECTION.KEY, their meta, and the recipes' tokens and hours."""
-    found = dict[str, Any]()
+    """Return every figure and every meta field by its key, and the computed figures."""
+    found: dict[str, Any] = {"plan.outside_gib": (CONTEXT_BYTES + MODULE_BYTES) / GIB}
     for name, section in record.items():
         found |= {f"{name}.meta.{key}": value for key, value in section["meta"].items()}
         found |= {f"{name}.{key}": value for key, value in section.items()}
@@ -60,7 +64,7 @@ def flat(record: Record) -> dict[str, Any]:
 
 
 def value_of(expression: str, figures: dict[str, Any]) -> Any:
-    """Return the value of a key, or of arithmetic on keys; KeyError for an unknown one."""
+    """Return the value of a key, or of arithmetic on keys; KeyError for an unknown key."""
     if expression in figures:
         return figures[expression]
     numbers = KEY.sub(lambda key: repr(figures[key[0]]), expression)
@@ -70,7 +74,7 @@ def value_of(expression: str, figures: dict[str, Any]) -> Any:
 
 
 def text_of(marker: str, figures: dict[str, Any]) -> str:
-    """Return the text of a figure: its expression and format, as in `a.b / c.d | x`."""
+    """Return the text of a marker, which is an expression and a format, as in `a.b / c.d | x`."""
     expression, _, form = (part.strip() for part in marker.partition("|"))
     if form == "pm":
         mean, half = (figures[f"{expression}.{part}"] for part in ("mean", "half_width"))
@@ -78,8 +82,8 @@ def text_of(marker: str, figures: dict[str, Any]) -> str:
     value, unit = value_of(expression, figures), form.lstrip("0123456789")
     digit = form.removesuffix(unit)
     if unit in UNITS:
-        factor, usual, after = UNITS[unit]
-        return f"{factor * value:{f'.{digit}f' if digit else usual}}{after}"
+        factor, usual, behind = UNITS[unit]
+        return f"{factor * value:{f'.{digit}f' if digit else usual}}{behind}"
     if form and not re.fullmatch(r"\+?,?\.\df", form):
         raise KeyError(f"format {form}")
     return f"{value:{form}}"
@@ -91,10 +95,8 @@ def render(text: str, record: Record, page: Path) -> str:
 
     def filled(match: re.Match[str]) -> str:
         begin, marker, _, end = match.groups()
-        kind, *words = marker.split()
-        if kind == "table":
-            return f"{begin}\n{TABLES[words[0]](record, *words[1:])}\n{end}"
-        return begin + text_of(marker, figures) + end
+        kind, _, name = marker.partition(" ")
+        return f"{begin}\n{TABLES[name](record)}\n{end}" if kind == "table" else begin + text_of(marker, figures) + end
 
     def word(match: re.Match[str]) -> str:
         form = " | h" if match[3].endswith(".hours") else ""
@@ -103,25 +105,17 @@ def render(text: str, record: Record, page: Path) -> str:
     try:
         return YAML.sub(word, text) if page.suffix == ".yaml" else INLINE.sub(filled, text)
     except (KeyError, SyntaxError) as error:
-        raise DataError(
-            f"{page}: {error.args[0]}: no such figure, format or table in docs/results/current.json"
-        ) from None
-
-
-def differences(old: str, new: str) -> list[str]:
-    """Return the lines that differ, - or + before each."""
-    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
-    return [line for line in lines if line[0] in "+-" and not line.startswith(("+++", "---"))]
+        unknown = error.args[0]
+        raise DataError(f"{page}: {unknown}: docs/results/current.json has no such figure, format or table") from None
 
 
 # ---- tables ----
 
-COLUMNS = {  # a figure's name: the head of its column, and its format
-    "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "tok_s": ("tokens/s", ",.0f"),
-    "joules": ("J", ".1f"), "gib": ("GiB", ".1f"), "speed": ("speed", ".2f"),
+COLUMNS = {  # name of a figure: head and format of its column
+    "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "alone_ms": ("ms alone", ".1f"),
+    "in_step_ms": ("ms in step", ".1f"), "together_ms": ("ms together", ".1f"), "tok_s": ("tokens/s", ",.0f"),
+    "joules": ("J", ".1f"), "gib": ("GiB", ".1f"), "speed": ("speed", ".2f"), "of_alone": ("of alone", ".0%"),
     "cold_s": ("s, empty cache", ".1f"), "warm_s": ("s, filled cache", ".1f"),
-    "alone_ms": ("ms alone", ".1f"), "in_step_ms": ("ms in step", ".1f"), "together_ms": ("ms together", ".1f"),
-    "of_alone": ("of alone", ".0%"),
 }  # fmt: skip
 
 
@@ -136,7 +130,7 @@ def caption(meta: dict[str, Any]) -> str:
 
 
 def group(section: dict[str, Any], kind: str) -> Group:
-    """Return the figures of a kind: steps.d12.fp8.ms is "ms" of (d12, fp8); first_step.d12.cold_s, of (d12, "")."""
+    """Return a kind's figures: steps.d12.fp8.ms is "ms" of (d12, fp8), and first_step.d12.cold_s is of (d12, "")."""
     found: Group = {}
     for key, value in section.items():
         if key.startswith(f"{kind}."):
@@ -146,71 +140,65 @@ def group(section: dict[str, Any], kind: str) -> Group:
     return found
 
 
-def by_machine(kind: str, table: Callable[[dict[str, Any]], str]) -> Callable[[Record], str]:
-    """Return a function of the record: a table of each machine that has figures of a kind."""
+def programs(section: dict[str, Any], *kinds: str) -> str:
+    """Return a row for each size and program, and a column for each of their figures.
+
+    `speed` is PyTorch's time in bf16 divided by the program's.
+    """
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for kind in kinds:
+        for (size, arm), found in group(section, kind).items():
+            torch = section.get(f"steps.{size}.torch.ms")
+            if torch and "ms" in found:
+                found["speed"] = torch / found["ms"]
+            if "alone_ms" in found:
+                found["of_alone"] = found["alone_ms"] / found["together_ms"]
+            rows[NAMES[size], NAMES[arm or kind]] = found
+    columns = {name: column for name, column in COLUMNS.items() if any(name in found for found in rows.values())}
+    cells = [
+        [*row, *(f"{found[name]:{form}}" if name in found else "" for name, (_, form) in columns.items())]
+        for row, found in rows.items()
+    ]
+    return markdown(["model", "program", *(head for head, _ in columns.values())], cells)
+
+
+def operations(section: dict[str, Any], kind: str) -> str:
+    """Return the milliseconds of a step's operations, longest first, with floors in brackets; the step is last."""
+    arms = group(section, kind)
+    names = dict.fromkeys(name for found in arms.values() for name in found if name.endswith(".ms"))
+    rows = []
+    for name in [*sorted(names, key=lambda name: -max(found.get(name, 0.0) for found in arms.values())), "ms"]:
+        both = [(found.get(name), found.get(name.removesuffix("ms") + "floor_ms")) for found in arms.values()]
+        cells = ["" if ms is None else f"{ms:.1f} ({least:.1f})" for ms, least in both]
+        rows.append(["step" if name == "ms" else name.removesuffix(".ms"), *cells])
+    return markdown(["ms (floor)", *(f"{NAMES[size]}, {NAMES[arm]}" for size, arm in arms)], rows)
+
+
+def measured(table: Callable[..., str], *kinds: str) -> Callable[[Record], str]:
+    """Return a function of the record: the table of each machine that has figures of the first kind."""
 
     def tables(record: Record) -> str:
-        found = [section for section in record.values() if group(section, kind)]
-        return "\n\n".join(f"{caption(section['meta'])}\n\n{table(section)}" for section in found)
+        found = [section for section in record.values() if group(section, kinds[0])]
+        return "\n\n".join(f"{caption(section['meta'])}\n\n{table(section, *kinds)}" for section in found)
 
     return tables
 
 
-def programs(*kinds: str, columns: str) -> Callable[[Record], str]:
-    """Return a table with a row for each size and program.  `speed` is relative to PyTorch in bf16."""
-
-    def table(section: dict[str, Any]) -> str:
-        rows = []
-        for kind in kinds:
-            for (size, arm), figures in group(section, kind).items():
-                torch, f = section.get(f"steps.{size}.torch.ms"), dict(figures)
-                if torch and "ms" in f:
-                    f["speed"] = torch / f["ms"]
-                if "alone_ms" in f:
-                    f["of_alone"] = f["alone_ms"] / f["together_ms"]
-                values = [f"{f[name]:{COLUMNS[name][1]}}" if name in f else "" for name in columns.split()]
-                rows.append([NAMES[size], NAMES[arm or kind], *values])
-        return markdown(["model", "program", *(COLUMNS[name][0] for name in columns.split())], rows)
-
-    return by_machine(kinds[0], table)
-
-
-def operations(section: dict[str, Any]) -> str:
-    """Return milliseconds of a step's operations, with their floors in brackets; the step last."""
-    found = group(section, "ops")
-    longest = {name: max(f.get(name, 0.0) for f in found.values()) for f in found.values() for name in f}
-    names = sorted((name for name in longest if name.endswith(".ms")), key=longest.__getitem__, reverse=True)
+def memory(_: Record) -> str:
+    """Return the planned GiB at each recompute level, for the smallest and the largest size."""
+    arms = [(size, MODELS[size].batch, precision) for size in ("d12", "d48") for precision in ("bf16", "fp8")]
     rows = []
-    for name in [*names, "ms"]:
-        both = [(f.get(name), f.get(name.removesuffix("ms") + "floor_ms")) for f in found.values()]
-        rows.append(
-            [name.removesuffix(".ms"), *("" if ms is None else f"{ms:.1f} ({least:.1f})" for ms, least in both)]
-        )
-    rows[-1][0] = "step"
-    return markdown(["ms (floor)", *(f"{NAMES[size]}, {NAMES[arm]}" for size, arm in found)], rows)
+    for level in RECOMPUTE_LEVELS:
+        plans = [plan_memory(work_of(size, B, level, p).config(), kernels, B, T)[0] for size, B, p in arms]
+        rows.append([f"`{level}`", *(f"{plan.total / GIB:.2f}" for plan in plans)])
+    return markdown(["level", *(f"{NAMES[size]}, B {B}, {precision}" for size, B, precision in arms)], rows)
 
 
-def series(record: Record, name: str) -> str:
-    """Return the arms of a series, with differences from the arm of their pairs."""
-    figures = record["losses"]
-    arms = {arm: runs for (of, arm), runs in group(figures, "arms").items() if of == name}
-    if not arms:
-        raise KeyError(f"series {name}")
-    rows = []
-    for arm, runs in arms.items():
-        row = [arm.replace("_", " "), str(runs["runs"])]
-        for loss in ("train", "val"):
-            pair = f"pairs.{name}.{arm}.{loss}"
-            row += [f"{runs[loss]:.3f}", text_of(f"{pair} | pm", figures) if f"{pair}.mean" in figures else ""]
-        rows.append(row)
-    return markdown(["arm", "runs", "training loss", "difference", "validation loss", "difference"], rows)
-
-
-TABLES: dict[str, Callable[..., str]] = {
-    "steps": programs("steps", columns="recompute ms tok_s joules gib speed"),
-    "peers": programs("peer", columns="recompute ms tok_s joules gib speed"),
-    "first_step": programs("first_step", "first_step_torch", columns="cold_s warm_s"),
-    "multi": programs("multi", columns="batch alone_ms in_step_ms together_ms tok_s of_alone"),
-    "ops": by_machine("ops", operations),
-    "series": series,
+TABLES: dict[str, Callable[[Record], str]] = {
+    "steps": measured(programs, "steps"),
+    "peers": measured(programs, "peer"),
+    "first_step": measured(programs, "first_step", "first_step_torch"),
+    "multi": measured(programs, "multi"),
+    "ops": measured(operations, "ops"),
+    "memory": memory,
 }

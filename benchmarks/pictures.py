@@ -12,8 +12,8 @@ from benchmarks.speed.sizes import MODELS
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LOSSES = Path(__file__).parent / "losses"
 MINUTES = LOSSES / "minutes_d12.jsonl"
-MACHINE = "h100"  # the section that is drawn
-NAMES = {  # of sizes and of programs
+MACHINE = "h100"  # the section to draw
+NAMES = {  # sizes and programs, as tables and pictures call them
     "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M",
     "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8", "fp8_head": "fp8, logits in bf16", "muon": "bf16, Muon",
     "torch_muon": "PyTorch, Muon", "torchao_tensorwise": "torchao, tensorwise", "torchao_rowwise": "torchao, rowwise",
@@ -28,7 +28,7 @@ Figures = Mapping[str, Any]
 
 
 def operations(figures: Figures) -> Any:
-    """Return the picture of a step in both precisions: a bar for each per operation, with a line at its floor."""
+    """Return the picture of a step: for each operation a bar in bf16 and one in fp8, each with a line at its floor."""
     steps = [
         {k.removeprefix(f"ops.d12.{arm}."): v for k, v in figures.items() if f".{arm}." in k} for arm in ("bf16", "fp8")
     ]
@@ -41,10 +41,8 @@ def operations(figures: Figures) -> Any:
         label = f"{arm}: step {step['ms']:.1f} ms"
         bars = axes.barh(at, [step.get(name, 0.0) for name in names], 0.38, color=COLORS[arm], label=label)
         axes.bar_label(bars, fmt=lambda ms: f"{ms:.1f} ms" if ms else "", padding=4, fontsize=8)
-        floors = [step.get(f"{name[:-2]}floor_ms", 0.0) for name in names]
-        axes.vlines(
-            floors, [y - 0.19 for y in at], [y + 0.19 for y in at], color="black", label="floor" if shift > 0 else ""
-        )
+        floors, label = [step.get(f"{name[:-2]}floor_ms", 0.0) for name in names], "floor" if arm == "bf16" else ""
+        axes.vlines(floors, [y - 0.19 for y in at], [y + 0.19 for y in at], color="black", label=label)
     axes.set_yticks(range(len(names)), [name.removesuffix(".ms") for name in names])
     axes.set(xlabel="ms per step", title="124M", xlim=(0, 1.15 * max(most.values())))
     finish(axes, "lower right")
@@ -52,7 +50,7 @@ def operations(figures: Figures) -> Any:
 
 
 def comparison(figures: Figures) -> Any:
-    """Return the picture of speed, memory, and training loss over minutes, each beside PyTorch's."""
+    """Return the picture that compares speed, memory and training loss over minutes with PyTorch's."""
     sizes = [size for size in MODELS if f"steps.{size}.torch.tok_s" in figures] or ["d12"]
     figure = new_figure(12, 3.9)
     speed, memory, loss = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
@@ -80,7 +78,7 @@ def minutes(_: Figures) -> Any:
 
 
 def curves(axes: Any) -> None:
-    """Draw the mean training loss of the runs of an arm over minutes of their step time."""
+    """Draw each arm's training loss over minutes of its own step time."""
     rows = pairs.read_results(MINUTES)
     for arm, color in CURVES.items():
         axes.plot(*pairs.curve(rows, arm), color=color, lw=1.4, label=arm)
@@ -90,7 +88,7 @@ def curves(axes: Any) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure  # which a machine that measures may lack
+    from matplotlib.figure import Figure  # `run` does not need matplotlib
 
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -100,7 +98,7 @@ def finish(axes: Any, legend: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-DRAWN = {
+DRAWN = {  # a file of docs/pictures: the start of its figures' keys, and its function
     "comparison": ("steps.", comparison),
     "ops_d12": ("ops.d12.", operations),
     "minutes_d12": ("minutes.", minutes),
@@ -108,9 +106,9 @@ DRAWN = {
 
 
 def draw(record: Mapping[str, Figures], check: bool) -> list[str]:
-    """Draw the pictures that are not of the record's figures, unless `check`, and return their names.
+    """Draw each picture whose figures have changed, unless `check`, and return the names of these pictures.
 
-    A picture carries a digest of its figures.  A picture that the record lacks figures for stays.
+    A file carries a digest of its figures.  Without figures for it in the record, a file stays.
     """
     changed = []
     for name, (kind, picture) in DRAWN.items():

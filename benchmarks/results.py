@@ -4,11 +4,12 @@
     python -m benchmarks.results losses
     python -m benchmarks.results render [--check]
 
-The record has a section for each kind of machine (h100, or h100x2 for two GPUs) and one for the losses of series.  A
-section has its meta and flat figures of one commit, such as steps.d12.fp8.ms.  `run` measures what this machine's
-section lacks, and writes each part as soon as it is measured; a new commit begins the section again.  On several GPUs
-it measures what they do together; CUDA_VISIBLE_DEVICES=0 selects one of them.  benchmarks/pages.py has the markers that
-`render` fills.
+The record has a section for each kind of machine (h100, or h100x2 for two GPUs), and one for the losses of series.
+A section holds its meta and flat figures, such as steps.d12.fp8.ms, all of one commit.  benchmarks/pages.py explains
+the markers that `render` fills.
+
+`run` measures what this machine's section lacks, and writes each part as soon as it is measured.  A new commit begins
+the section again.  On several GPUs `run` measures what they do together; CUDA_VISIBLE_DEVICES=0 selects one of them.
 """
 
 import importlib.util
@@ -34,22 +35,22 @@ from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.version import installed
 
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
-MEASURED = ("gpt2_triton", "benchmarks/speed")  # the code whose last commit a section is of
+MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section is of the last commit of this code
 KINDS = "steps,first_step,ops,peer,first_step_torch,multi"
 MULTI_GPU, TORCH_DDP = "benchmarks.speed.multi_gpu", "benchmarks.speed.torch_ddp"
-BATCH_OF_TWO = {"d24": 32, "d36": 16, "d48": 8}  # sequences with which two models fit into 80 GB
-STEPS, FEWEST = 30, 6  # steps of a run, and of one that shows the first step alone
+BATCH_OF_TWO = {"d24": 32, "d36": 16, "d48": 8}  # sequences: two models then fit into 80 GB
+STEPS, FEWEST = 30, 6  # steps of a run, and of a run for its first step
 
 Figures = dict[str, Any]
 app = make_app("python -m benchmarks.results", "The record of figures, docs/results/current.json.")
 
 
 class Part(NamedTuple):
-    """Figures that are measured together, with the keys `key`.NAME, in at most about so many seconds."""
+    """Figures that one measurement gives.  Their keys are `key`.NAME."""
 
     key: str
-    seconds: int
-    measure: Callable[[float], Figures]  # of the seconds that are left
+    seconds: int  # that the measurement may take
+    measure: Callable[[float], Figures]  # takes a limit in seconds
 
 
 # ---- measuring ----
@@ -63,7 +64,7 @@ def steps(program: Program, size: str, limit: float) -> Figures:
 
 
 def first_step(program: Program, size: str, limit: float) -> Figures:
-    """Return the seconds from a process's start to the end of its first step, with empty and with filled caches."""
+    """Return the seconds from the start of a process to the end of its first step, with empty and filled caches."""
     with tempfile.TemporaryDirectory() as cache:
         caches = dict(TRITON_CACHE_DIR=f"{cache}/triton", TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor")
         cold, warm = (run_program(program, size, MODELS[size].batch, FEWEST, limit, **caches) for _ in range(2))
@@ -81,7 +82,7 @@ def operations(size: str, options: list[str], limit: float) -> Figures:
 
 
 def together(module: str, size: str, options: list[str], batch: int, gpus: int, limit: float) -> Figures:
-    """Return median milliseconds of GPUs alone, in step and together, and tokens/s of all together."""
+    """Return median milliseconds of a step of each kind (multi_gpu.py), and the tokens/s of all GPUs together."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", module]
     ranks = json_of([*launcher, size, *options], limit)["ranks"]
     medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
@@ -90,7 +91,7 @@ def together(module: str, size: str, options: list[str], batch: int, gpus: int, 
 
 
 def json_of(module: list[str], limit: float) -> Any:
-    """Run a module with --json FILE, and return what the file has then."""
+    """Run a module with --json FILE, and return the content of the file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         subprocess.run([sys.executable, "-m", *module, "--json", str(file)], check=True, timeout=limit)
@@ -98,7 +99,7 @@ def json_of(module: list[str], limit: float) -> Any:
 
 
 def parts_of(sizes: list[str], gpus: int) -> list[Part]:
-    """Return what can be measured on so many GPUs, the most wanted first; the first size has all parts."""
+    """Return the parts of this number of GPUs, the most wanted first.  Only the first size has all parts."""
     found, first = list[Part](), sizes[0]
 
     def add(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -> None:
@@ -131,7 +132,7 @@ def parts_of(sizes: list[str], gpus: int) -> list[Part]:
 
 
 def commit_of_code() -> str:
-    """Return the last commit of the code that is measured, which a commit of pages does not change."""
+    """Return the last commit of the measured code: a commit of pages does not begin a section again."""
 
     def git(*words: str) -> str:
         command = ["git", *words, "--", *MEASURED]
@@ -140,9 +141,9 @@ def commit_of_code() -> str:
     try:
         changed, commit = git("status", "--porcelain", "-uno"), git("log", "-1", "--format=%h")
     except (OSError, subprocess.CalledProcessError):
-        raise ConfigError("--commit: this is no checkout; name the commit of its code") from None
+        raise ConfigError("--commit: git finds no checkout here; name the commit of the code") from None
     if changed or not commit:
-        raise ConfigError(f"{' and '.join(MEASURED)}: changed since the last commit; commit, figures are of a commit")
+        raise ConfigError(f"{' or '.join(MEASURED)}: not committed; commit first, since figures are of a commit")
     return commit
 
 
@@ -157,7 +158,7 @@ def machine(commit: str) -> tuple[str, dict[str, Any]]:
     gpu, gpus = torch.cuda.get_device_name(), device.count()
     kinds = [key for key, known in device.GPUS.items() if any(part in gpu for part in known.device_names)]
     if not kinds:
-        raise ConfigError(f"{gpu}: not among GPUS in gpt2_triton/device.py, where its key would name the section")
+        raise ConfigError(f"{gpu}: not among GPUS in gpt2_triton/device.py; add it there, its key names the section")
     meta = dict(commit=commit, date=str(date.today()), gpu=gpu, gpus=gpus, power_limit_w=power_limit())
     meta |= dict(torch=torch.__version__, triton=installed("triton"), python=sys.version.split()[0])
     return kinds[0] + (f"x{gpus}" if gpus > 1 else ""), meta | dict(command="python -m benchmarks.results run")
@@ -174,17 +175,17 @@ def run(
     out: Path
         The record to continue.
     parts: str
-        Comma-separated kinds of figures.
+        Comma-separated kinds of figures to measure.
     sizes: str
-        Comma-separated; the first one has all parts.
+        Comma-separated sizes; the first size has all parts.
     seconds: float
-        Begin no part that may end later.
+        Begin no part that may take longer than what is left of this time.
     commit: str
-        The commit of the code, where git does not tell it.
+        Commit of the code, where git does not know it.
     """
     kinds, names = parts.split(","), sizes.split(",")
     if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
-        raise ConfigError(f"{min(unknown)}: no part or size; known are {KINDS},{','.join(MODELS)}")
+        raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}")
     end, record, failed = time.monotonic() + seconds, read(out), 0
     name, meta = machine(commit or commit_of_code())
     section = record.get(name, {})
@@ -230,7 +231,7 @@ def write_losses() -> None:
 
 
 def losses() -> dict[str, Any]:
-    """Return the section of the series: mean losses of arms, and differences of pairs with 95% intervals."""
+    """Return the section of losses: means of each arm, and differences of its pairs with 95% intervals."""
     found: dict[str, Any] = {}
     devices, commits = set(), set()
     for file in sorted(pictures.LOSSES.glob("*.jsonl")):
@@ -262,7 +263,7 @@ def render(*, check: bool = False) -> int:
     Parameters
     ----------
     check: bool
-        Change nothing; exit 1 if something would change.
+        Change nothing; exit with 1 if something would change.
     """
     record, changed, missing = read(), list[str](), list[str]()
     for path in pages.files():
@@ -272,8 +273,8 @@ def render(*, check: bool = False) -> int:
         except DataError as error:
             missing.append(f"error: {error}")
             continue
-        changed += [f"{name}: {line}" for line in pages.differences(old, new)]
-        if old != new and not check:
+        changed += [f"{name}: other figures"] if old != new else []
+        if not check:
             path.write_text(new, encoding="utf-8")
     changed += pictures.draw(record, check)
     print("\n".join([*changed, *missing]) or "nothing changes")
