@@ -1,8 +1,8 @@
 """The Python API: train a model, and use one.  `gpt2_triton` exports the names.
 
-Nothing is printed, unless `train(console=True)`; warnings are issued as UserWarning.  torch and the kernels are
-imported by the first call of `train` or `load`, after Triton's interpreter was selected where there is no GPU.  Calls
-of several threads run one after the other: CUDA graphs and the interpreter have one state for a process.
+Only `train(console=True)` prints; warnings are issued as UserWarning.  The first call of `train` or `load` selects
+Triton's interpreter if there is no GPU, then imports torch and the kernels.  Calls of several threads run one after the
+other: CUDA graphs and the interpreter have one state for a process.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def _exclusive(console: bool = False) -> Iterator[None]:
 
 
 def _free_unused_memory() -> None:
-    """Give the memory of models that are no longer referenced back to the driver, which says how much is free."""
+    """Return the memory of unreferenced models to the driver: it reports the free memory."""
     import torch
 
     gc.collect()
@@ -46,7 +46,7 @@ def _free_unused_memory() -> None:
 
 
 class Run:
-    """A run on disk, of `train` or of another process; the properties read its files.  ConfigError if it is none."""
+    """A run on disk; its properties read its files.  ConfigError if the directory holds no run."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def state(self) -> Literal["done", "stopped"]:
-        """Return "done" if the last step, train.steps, is saved, else "stopped": the run can be resumed."""
+        """Return "done" if step train.steps is saved, else "stopped": the run can be resumed."""
         done = self.last is not None and int(self.last.name.removeprefix("step_")) >= self.config.train.steps
         return "done" if done else "stopped"
 
@@ -110,11 +110,11 @@ def train(
     resume: bool | Literal["must"] = False,
     console: bool = False,
 ) -> Run:
-    """Train to the last step, or to train.max_minutes, and return the run; `config` is what Config.load takes.
+    """Train to the last step, or to train.max_minutes, and return the run.  `config` is a Config or its source.
 
-    resume    continue after run_dir's newest checkpoint that verifies; without one "must" raises CheckpointError
-    console   print what train.py prints; the files are the same
-    A first signal in the main thread saves after the step and then reaches the program's handler, a second at once.
+    resume    continue after run_dir's newest intact checkpoint; if there is none, "must" raises CheckpointError
+    console   print what the command prints; the files are the same
+    A signal in the main thread reaches the program's handler after the step is saved, a second signal at once.
     """
     from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
     from gpt2_triton.training.preemption import BorrowedSignals
@@ -148,8 +148,8 @@ def load(
     """Return a model that only runs forward; CheckpointError if nothing verifies, OutOfMemoryError if it does not fit.
 
     source         a Run, its directory, one of its steps, RUN/best, or hf:DIR_OR_NAME, llmc:FILE, nanogpt:FILE
-    dtype          storage of weights and activations; None: that of the training, bf16 for other projects' weights
-    batch_tokens   tokens that go through the model at once, at most; the results do not depend on it
+    dtype          storage of weights and activations; None: as in training, bf16 for other projects' weights
+    batch_tokens   most tokens that go through the model at once; the results do not depend on it
     """
     if dtype not in (None, "bf16", "fp32"):
         raise ConfigError(f"dtype: expected bf16, fp32 or None, got {dtype!r}")
@@ -172,15 +172,15 @@ class Model:
 
     config    the Config of its training
     context   the most tokens that it sees at once, train.seq_len
-    `close`, the end of its `with` block, and garbage collection free its memory on the device.
+    `close`, the end of a `with` block and garbage collection free its memory on the device.
     """
 
     def __init__(self, source: str, config: Config, tensors: "dict[str, Tensor]", model: "GPT2"):
-        """`tensors` are the weights as stored, on the host, for `export`."""
+        """`tensors` are the stored weights, on the host: `export` writes them."""
         self.config, self.context = config, config.train.seq_len
         self._source, self._tensors = source, tensors
         self._model: GPT2 | None = model
-        self._text: Generator[str, None, None] | None = None  # the text that is in the cache
+        self._text: Generator[str, None, None] | None = None  # the text in the cache
         self._compiled: set[Sampling] = set()  # what decode steps are compiled for, on a GPU
 
     def __enter__(self) -> "Model":
@@ -193,7 +193,7 @@ class Model:
         """Free the memory on the device.  Later calls raise ConfigError; a second `close` does nothing."""
         with _exclusive():
             if self._text is not None:
-                self._text.close()  # else an iterator of the caller would keep the memory
+                self._text.close()  # or an iterator of the caller would keep the memory
             self._model, self._text, self._tensors = None, None, {}
             _free_unused_memory()
 
@@ -229,7 +229,7 @@ class Model:
     ) -> str:
         """Return a continuation of `prompt`, without it; equal calls return equal texts.
 
-        prompt        of more than `context` tokens the newest count; empty: the end-of-text token
+        prompt        text to continue; the model sees its newest `context` tokens; empty: the end-of-text token
         temperature   of the softmax; 0 takes the most likely token
         top_k, top_p  draw among the k most likely tokens (0: all), and of these among the likeliest of probability p
         """
@@ -246,9 +246,9 @@ class Model:
         top_p: float = 1.0,
         seed: int = 42,
     ) -> Iterator[str]:
-        """Return an iterator over the text of `generate`, in pieces of whole characters, each as soon as it is known.
+        """Return an iterator over the text of `generate`, in pieces of whole characters, as soon as they are known.
 
-        A model writes one text at a time: a stream that is continued after another was begun raises ConfigError.
+        A model writes one text at a time: a stream raises ConfigError if another was begun after it.
         """
         how = Sampling(temperature, top_k, top_p)
         how.check("", tokens, seed)
@@ -287,10 +287,10 @@ class Model:
             return mean_loss(self._open(), self._sequences(tokens, 2))
 
     def logits(self, tokens: Any, positions: Literal["last", "all"] = "last") -> np.ndarray:
-        """Return the logits of the token after the last one, or after each: float32 [vocab_size] or [n, vocab_size].
+        """Return the logits after the last token, float32 [vocab_size], or after each, float32 [n, vocab_size].
 
-        tokens   integers [n] or [sequences, n], n from 1 to `context`; of the latter the result is for each sequence
-        The device holds 16 rows of logits at once.  DataError as of `loss`, and for longer sequences.
+        tokens   integers [n] or [sequences, n], n from 1 to `context`; the latter gives an axis of sequences
+        The device holds 16 rows of logits at once.  DataError as in `loss`, and for longer sequences.
         """
         if positions not in ("last", "all"):
             raise ConfigError(f"positions: expected last or all, got {positions!r}")

@@ -34,7 +34,7 @@ def silent(is_silent: bool = True) -> Iterator[None]:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr exist and take any text; to be called first."""
+    """Make stdout and stderr exist and take any text; call it first."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -42,7 +42,7 @@ def prepare_streams() -> None:
 
 
 def discard_unwritten() -> None:
-    """Drop what stdout and stderr do not take, or the interpreter's flush at its exit fails with code 120."""
+    """Drop what stdout and stderr refuse: otherwise Python's flush at its exit fails with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -61,7 +61,7 @@ class LogFile:
         self._file = open(path, "ab", buffering=0)
 
     def write(self, text: str) -> None:
-        """Append `text`, and before it whatever is waiting."""
+        """Append the waiting lines, then `text`."""
         self._waiting += text.encode(errors="backslashreplace")
         try:
             while self._waiting:
@@ -79,7 +79,7 @@ class LogFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Try once more to write what is waiting; print a warning if that fails.  A second call does nothing."""
+        """Try once more to write the waiting lines; print a warning if that fails.  A second call does nothing."""
         if self._file.closed:
             return
         self.write("")
@@ -113,7 +113,7 @@ def print_line(text: str, error: bool = False) -> None:
 
 
 def print_from_handler(text: str) -> None:
-    """Print a line from a signal handler, on rank 0 alone: `print` fails if the signal interrupts another one."""
+    """Print a line from a signal handler, on rank 0 alone: `print` fails if it interrupts another `print`."""
     if not _is_silent and _is_first_rank():
         newline = "\n" if os.isatty(1) else ""  # the terminal shows ^C at the beginning of the line
         with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ class Progress(tqdm):
     monitor_interval = 0  # no thread
 
     def __init__(self, what: str, total: int | None, unit: str, done: int = 0):
-        """`total` is None if it is not known; `done` units were done before, and do not count for the rate."""
+        """`total` is None if unknown; `done` units were done before and do not count for the rate."""
         super().__init__(
             desc=what,
             total=total,

@@ -78,8 +78,8 @@ def select_interpreter() -> bool:
 def patch_language_once() -> None:
     """Make Triton's interpreter patch triton.language once per process.
 
-    It patches about 200 functions before each launch and device function, and restores them after: half of the calls
-    of a small model's step.  Without a GPU no kernel is compiled, so nothing needs the originals.
+    The interpreter patches about 200 functions for each launch and device function, and restores them after it.  This
+    is half of a small model's step.  Without a GPU no kernel is compiled, so nothing needs the originals.
     """
     from triton.runtime import interpreter
 
@@ -113,20 +113,20 @@ def _release(version: str) -> tuple[int, ...]:
 
 def architecture() -> str:
     """Return the architecture of this machine's GPU: the compute capability, such as "9.0", or AMD's "gfx942"."""
-    if torch.version.hip:  # which also has a compute capability, some of them an NVIDIA GPU's
+    if torch.version.hip:  # AMD's GPUs have compute capabilities too, some equal to NVIDIA's
         return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
     return "{}.{}".format(*torch.cuda.get_device_capability())
 
 
 def has_fp8(architecture: str) -> bool:
-    """Return True if GPUs of this architecture multiply e4m3; AMD's earlier ones have another format of 8 bits."""
+    """Return True if this architecture multiplies e4m3; AMD's earlier GPUs have another 8-bit format."""
     if architecture.startswith("gfx"):
         return architecture == "gfx950"
     return tuple(int(part) for part in architecture.split(".")) >= (8, 9)
 
 
 def require_fp8(name: str, architecture: str) -> None:
-    """Raise ConfigError if the GPU of this name and architecture has no fp8 products."""
+    """Raise ConfigError if this GPU has no fp8 products."""
     if not has_fp8(architecture):
         needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from 8.9, AMD gfx950)"
         raise ConfigError(f"train.precision: {needs}, {name} is {architecture}; set it to bf16")

@@ -5,7 +5,7 @@ Any other exception is a bug and keeps its traceback.
 
 
 class UserError(Exception):
-    """Base class.  `exit_code` ends the process; an error that is `on_every_rank` is printed once per host."""
+    """Base class.  The process ends with `exit_code`; an error `on_every_rank` is printed once per host."""
 
     exit_code = 2
     on_every_rank = False

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpt2_triton.errors import CheckpointError, ConfigError, UserError
 
 HASH_BYTES = 1 << 22
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of a write without space: on the disk, or in a quota
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or a quota has no room
 
 
 def fsync(path: Path) -> None:
@@ -82,12 +82,12 @@ TEXT_SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")  # of text that can b
 
 
 def is_text(path: str | Path) -> bool:
-    """Return whether the name is that of text to tokenise."""
+    """Return whether the name ends as names of text to tokenise do."""
     return str(path).endswith(TEXT_SUFFIXES)
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """Return the paths that match a glob, sorted; [1] in a path or directory that exists is no pattern."""
+    """Return the paths that match a glob, sorted; in a name that exists, [1] is no pattern."""
     if os.path.lexists(pattern):
         return [pattern]
     rest = Path(pattern)

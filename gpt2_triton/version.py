@@ -15,7 +15,7 @@ from typing import Any
 __version__ = "0.2.0"
 PACKAGE = Path(__file__).parent
 COMMIT = "commit.json"  # in a wheel, hatch_build.py writes it: git_state of the checkout
-BELOW = {  # package: names under which it is installed; torch for AMD's GPUs brings a Triton with another name
+BELOW = {  # package: the names of its distributions; torch for AMD's GPUs brings Triton under another name
     "torch": ("torch",),
     "triton": ("triton", "triton-rocm", "pytorch-triton-rocm"),
     "numpy": ("numpy",),
@@ -25,12 +25,12 @@ BELOW = {  # package: names under which it is installed; torch for AMD's GPUs br
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the versions of Python, of this package and of those below it; None for one that is not installed."""
+    """Return the versions of Python, this package and the packages in BELOW; None for a missing package."""
     return {"python": sys.version.split()[0], "gpt2_triton": __version__} | {name: installed(name) for name in BELOW}
 
 
 def installed(package: str) -> str | None:
-    """Return the version of one of the packages in BELOW, None if it is not installed."""
+    """Return the version of a package in BELOW, None if it is missing."""
     for name in BELOW[package]:
         with suppress(PackageNotFoundError):
             return installed_version(name)
@@ -38,7 +38,7 @@ def installed(package: str) -> str | None:
 
 
 def code_state() -> dict[str, Any] | None:
-    """Return {"commit", "dirty"} of this code: of its checkout, or of the one that its wheel was built from."""
+    """Return {"commit", "dirty"} of this code's checkout, or of the checkout that built its wheel."""
     try:
         return git_state(PACKAGE) or json.loads((PACKAGE / COMMIT).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The commands of `gpt2-triton`, which is also `python -m gpt2_triton`: one module for each command or family.
+"""The commands of `gpt2-triton`, or `python -m gpt2_triton`: a module for each command or family of commands.
 
-They are registered by import path: a module is imported when its command runs, since torch and numpy read environment
-variables, which `select_device` sets, when they are imported.
+A module is imported when its command runs: `select_device` sets environment variables before torch and numpy read
+them, at their import.
 """
 
 import sys
@@ -24,7 +24,7 @@ for name, path in {
 }.items():
     tools.command(f"gpt2_triton.commands.{path}", name=name, show=name != "config-table")
 
-REMOVED = {  # a command, what replaced it
+REMOVED = {  # command: its replacement
     "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",
     "evaluate": "eval/lm_eval.sh CHECKPOINT OUT TASKS scores by lm-evaluation-harness, and hellaswag remains",
     "prepare climbmix": "`prepare fineweb --source OWNER/NAME --version NAME` takes other datasets of the Hub",

@@ -1,8 +1,8 @@
 """Shared by all commands: parsing, exit codes, the choice of the device.
 
 A user's mistake is one line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint,
-5 memory, 6 non-finite numbers, 1 failures between GPUs.  A signal that stopped the run gives 129, 130 or 143, and a
-reader of stdout that left gives 141.  Any other exception is a bug and keeps its traceback.
+5 memory, 6 non-finite numbers, 1 failures between GPUs.  129, 130 and 143 mean that a signal stopped the run, 141 that
+the reader of stdout left.  Any other exception is a bug and keeps its traceback.
 Commands import kernels inside their functions: TRITON_INTERPRET must be set before a kernel is decorated.
 """
 
@@ -124,20 +124,20 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
 
 
 def select_device(silent: bool = False) -> None:
-    """Select Triton's interpreter, and unless `silent` print that, if there is no GPU; before a kernel is imported."""
-    # torch and numpy read it when they are imported; with two threads the interpreter's small arrays take 3x the time
+    """Without a GPU select Triton's interpreter, and print it unless `silent`; before a kernel is imported."""
+    # read at the import of torch and numpy; a second thread makes the interpreter's small arrays three times slower
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
     from gpt2_triton import device
 
     if device.select_interpreter() and not silent:
         print_line("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU")
-    # numpy's, of losses that are not finite: the line of a skipped step has that
+    # numpy warns of losses that are not finite; the line of a skipped step says so
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
 
 
 def require_directory(option: str, file: Path | None) -> None:
-    """Refuse a file whose directory does not exist, and a directory in its place."""
+    """Refuse a file in a directory that does not exist, and a directory in place of a file."""
     if file and not file.parent.is_dir():
         raise ConfigError(f"--{option}: {file.parent} is not a directory; make it, or choose another")
     if file and file.is_dir():

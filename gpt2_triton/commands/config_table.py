@@ -1,6 +1,4 @@
-"""`config-table`: docs/guide/config.md, generated from config/schema.py: key, type and limits, default, whether a
-resume may change it, meaning.
-"""
+"""`config-table`: generates docs/guide/config.md from config/schema.py."""
 
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,8 +11,8 @@ from gpt2_triton.config.schema import may_change_on_resume, options
 HEAD = """# The configuration
 
 Every key can be given as `--section.key value` on the command line, or in YAML with the key below its section. The
-defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resume with another value of a key marked `kept` is refused,
-since it would be another run; `free` keys may change. `python -m gpt2_triton config-table` prints this page.
+defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resume may change `free` keys. It refuses another value of a
+`kept` key, which would make it another run. `python -m gpt2_triton config-table` prints this page.
 """
 LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "multiple_of": "multiple of {}"}
 

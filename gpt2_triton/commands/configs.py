@@ -5,7 +5,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.console import command_line, format_count
 from gpt2_triton.errors import ConfigError
 
-JOB = "train.sbatch"  # beside the recipes: a SLURM job that trains one of them on several nodes
+JOB = "train.sbatch"  # a SLURM job that trains a recipe on several nodes; it lies beside the recipes
 
 
 def configs(name: str | None = None, /) -> None:
@@ -26,7 +26,7 @@ def configs(name: str | None = None, /) -> None:
 
 
 def table() -> str:
-    """Return a line for each recipe: name, parameters, tokens, and its title from the first line."""
+    """Return a line for each recipe: name, parameters, tokens, and the title in its first line."""
     loaded = {name: Config.load(name) for name in recipes.names()}
     rows = [f"{'recipe':22}{'parameters':>10}{'tokens':>9}"]
     for name in sorted(loaded, key=lambda name: (name != recipes.OWN, loaded[name].n_params)):

@@ -1,6 +1,6 @@
 """`train own --data my.txt`: shards and configuration of a run on a user's own text.
 
-The shards lie in data/NAME_TOKENIZER_HASH.  The hash is the text's: the same text finds its shards again, and changed
+The shards lie in data/NAME_TOKENIZER_HASH, with the hash of the text: the same text finds its shards again, changed
 text gets a new directory.
 """
 
@@ -20,7 +20,7 @@ from gpt2_triton.files import is_text
 
 
 def require_data(config: Path, data: Sequence[Path] | None) -> None:
-    """Refuse the recipe without text, text in the place of a recipe, and text for another recipe."""
+    """Refuse the recipe own without text, text in place of a recipe, and text for another recipe."""
     command = f"{command_line(f'train {OWN}')} --data"
     if is_text(config):
         raise ConfigError(f"{config}: text, no configuration; `{command} {shlex.quote(str(config))}` trains on it")
@@ -43,9 +43,9 @@ def settings(
 ) -> Config:
     """Return the configuration of a run on the text in `data`, on this machine or on GPUs of the name `gpu`.
 
-    run_dir     a run to resume: its configuration instead of the recipe's, so that nothing is picked again
-    prepare     print what was picked, and make the shards unless they are there
-    summary     print what was picked
+    run_dir     a run to resume: its configuration replaces the recipe, and nothing is chosen again
+    prepare     print what was chosen, and make the shards unless they exist
+    summary     print what was chosen
     """
     from gpt2_triton import device
     from gpt2_triton.data.prepare import text
@@ -77,7 +77,7 @@ def settings(
 
 
 def _available(tokenizer: str) -> str:
-    """Return the tokenizer, or bytes if GPT-2's is neither installed nor to be had from the network."""
+    """Return the tokenizer, or bytes if GPT-2's merges are neither installed nor to be downloaded."""
     from gpt2_triton.data.tokenizer import get_tokenizer
 
     try:

@@ -10,7 +10,7 @@ from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, forecast
 
 
 def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU") -> str:
-    """Return whether the run fits a GPU of this size, what each recompute level and ZeRO stage takes, and the plan."""
+    """Return the text: whether the run fits the GPU, the memory of each recompute level and ZeRO stage, the buffers."""
     found = forecast(config, K, gpu_bytes, shape)
     plan, level = found.plan, found.config.memory.recompute
     fits = "fits" if plan.total <= found.budget else "does not fit"

@@ -1,6 +1,6 @@
 """`plot`: loss, learning rate, gradient norm, speed and HellaSwag of runs, from their metrics.jsonl, as one picture.
 
-The colours are Okabe and Ito's, which remain distinct to colour-blind readers.  The same runs give the same file.
+Okabe and Ito's colours remain distinct to colour-blind readers.  The same runs give the same file.
 """
 
 import json
@@ -79,8 +79,8 @@ def read_curve(name: str) -> dict[str, Any]:
 
 
 def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()) -> list[str]:
-    """Draw all runs over tokens, or over steps if the tokens of a run are unknown; return lines that compare them with
-    the curves `beside`, names of CURVES.  `openai` adds OpenAI's GPT-2 as horizontal lines.
+    """Draw all runs over tokens, or over steps if a run does not record tokens.  `openai` adds OpenAI's GPT-2 as
+    horizontal lines, `beside` curves of CURVES.  Return a line for each run and curve that compares their losses.
     """
     if out.suffix not in FORMATS:
         raise ConfigError(f"-o: {out} does not end in {', '.join(FORMATS)}; choose one of them")
@@ -128,7 +128,7 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
 def _draw_loss(axes: Any, run: Curves, scale: float, style: dict[str, Any]) -> float:
     """Draw training loss as a line and validation loss as dots; return the top of the panel that shows both.
 
-    A long run's fall from ln(vocabulary), its first twentieth, is above the top: it would flatten the rest.
+    The first twentieth of a long run falls from ln(vocabulary): it lies above the top, or it would flatten the rest.
     """
     loss, val = run.points("loss", scale), run.points("val_loss", scale)
     _draw_line(axes, loss, style)
@@ -139,7 +139,7 @@ def _draw_loss(axes: Any, run: Curves, scale: float, style: dict[str, Any]) -> f
 
 
 def _draw_line(axes: Any, points: np.ndarray, style: dict[str, Any], smooth: bool = True) -> None:
-    """Draw points [n, 2]; many are drawn faintly behind their mean."""
+    """Draw points [n, 2]; behind a smoothed line they are faint."""
     if smooth and len(points) >= SMOOTH_FROM:
         axes.plot(*points.T, color=style["color"], alpha=0.22, lw=0.7)
         points = smoothed(points)
@@ -147,7 +147,7 @@ def _draw_line(axes: Any, points: np.ndarray, style: dict[str, Any], smooth: boo
 
 
 def smoothed(points: np.ndarray) -> np.ndarray:
-    """Return the running mean of many points [n, 2] over 1/50 of them, for the points with a complete window."""
+    """Return the running mean of points [n, 2] over complete windows of n/50; few points are returned as they are."""
     window = max(1, len(points) // 100) * 2 + 1 if len(points) >= SMOOTH_FROM else 1
     sums = np.concatenate([np.zeros((1, 2)), np.cumsum(points, 0)])
     return (sums[window:] - sums[:-window]) / window
@@ -174,7 +174,7 @@ def _finish(axes: Any, title: str) -> None:
 
 
 def compare(run: Curves, curve: dict[str, Any]) -> str:
-    """Return a line with the run's last validation loss and the curve's at as many tokens, interpolated."""
+    """Return a line: the run's last validation loss, and the curve's loss interpolated to as many tokens."""
     val = run.points("val_loss", run.tokens_per_step or 1.0)
     if not len(val):
         return f"{run.name}: no validation loss to lay beside {curve['name']}"

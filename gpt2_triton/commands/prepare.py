@@ -80,17 +80,17 @@ def prepare_dataset(
     Parameters
     ----------
     version: str
-        Configuration of the dataset, such as sample-100BT; by default sample-10BT, for a folder none.
+        Configuration of the dataset, such as sample-100BT; by default sample-10BT. A folder has none.
     source: str
         Name of the dataset on the Hub, or a folder of its files (parquet or jsonl).
     revision: str
-        Branch or commit of the dataset; by default the newest, which a resumed preparation keeps.
+        Branch or commit of the dataset; by default the newest. A resumed preparation keeps it.
     field: str
         Field that holds the text.
     out: Path
         Directory of the shards, val_000000.bin and train_*.bin; by default data/<source>-<version>.
     tokens: int
-        Stop after this many tokens; at most a tenth of them become validation data.  By default take all.
+        Stop after this many tokens; at most a tenth become validation data. By default take all.
     shard_tokens: int
         Tokens per shard; the first shard is the validation data.
     """

@@ -38,11 +38,11 @@ def sample(
     top_k: int
         Sample among the k most likely tokens; 0 among all.
     top_p: float
-        Sample among the most likely tokens that together have probability p (of those that top_k keeps); 1 among all.
+        Of the tokens that top_k keeps, sample among the fewest that together have probability p; 1 among all.
     seed: int
         Seed of the first text; each next text adds 1.
     num: int
-        Number of texts; a single one is printed while it is decoded, several one after the other, with --- between.
+        Number of texts. A single text is printed while it is decoded; between several stands ---.
     batch: int
         Largest number of texts decoded at once; it changes the speed, not the random numbers of a text.
     """

@@ -60,7 +60,7 @@ def train(
     plan: bool
         Print the memory that the run needs and the largest batch that fits a GPU, and stop.
     gpu: str
-        GPU of --plan, as 4090; an unknown name lists them. By default this machine's, else h200 (own: its memory).
+        GPU of --plan, such as 4090; an unknown name lists all. By default this machine's GPU, else an h200.
     gpus: int
         Number of GPUs of --plan; by default parallel.gpus, or 1.
     print_config: bool
@@ -132,7 +132,7 @@ def _start(
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume, signals)
-    discard_unwritten()  # a console that is gone does not change the result of a run
+    discard_unwritten()  # a closed console does not change the result of a run
     return code
 
 
@@ -157,8 +157,8 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> str:
-    """Return the plan for a GPU of this name, else for this one; without a GPU for an h200, or for this machine if the
-    keys were `picked` for it.
+    """Return the plan for the named GPU, by default for this machine's.  Without a GPU the plan is for an h200, or for
+    this machine if the keys were `picked` for it.
     """
     from gpt2_triton import device
 

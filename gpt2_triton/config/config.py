@@ -36,8 +36,8 @@ class Config(Sections):
     def head_rows(self) -> int:
         """Rows of logits computed at once.
 
-        With the default, at GPT-2's vocabulary, the buffer has 0.9 to 1.5 GiB, and the tiles of dX fill 132
-        multiprocessors two (n_embd 768), almost four (1024) or almost three times (1280, 1600).
+        The default makes a buffer of 0.9 to 1.5 GiB at GPT-2's vocabulary.  It lets the tiles of dX fill 132
+        multiprocessors a whole number of times: 2 (n_embd 768), almost 4 (1024) or almost 3 (1280, 1600).
         """
         if self.memory.head_rows:
             return self.memory.head_rows
@@ -80,7 +80,7 @@ class Config(Sections):
 
     @model_validator(mode="after")
     def _fields_agree(self, info: ValidationInfo) -> "Config":
-        """Check the rules between keys, and those about the number of GPUs if the context holds one."""
+        """Check the rules between keys; if the context has a number of GPUs, also the rules about that number."""
         problems = list(conflicts(self))
         if info.context:
             problems += step_conflicts(self.train, self.parallel.gpus or info.context["gpus"])

@@ -78,7 +78,7 @@ def _shown(value: Any) -> str:
 def suggestion(key: str, flags: Sequence[str] = (), prefix: str = "") -> str:
     """Return the end of an error about an unknown key: what to write instead.
 
-    `flags` are more names that are known; `prefix` comes before each name, as "--" on the command line.
+    `flags` are further known names; `prefix` stands before each name, such as "--" on the command line.
     """
     keys = [key for key, _ in options()]
     section, _, name = key.rpartition(".")
@@ -124,7 +124,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
-    """Return the line of each key; ConfigError for a key given twice, of which PyYAML would take the last value."""
+    """Return the line of each key; ConfigError for a key given twice: PyYAML would take the last value."""
     lines: dict[str, int] = {}
 
     def collect(node: yaml.Node | None, prefix: str) -> None:

@@ -47,7 +47,7 @@ LLMC = {
 
 
 def counterpart(name: str) -> str:
-    """Return the end of an error about an unknown key or option that nanoGPT or llm.c has; nothing for another name."""
+    """Return the end of an error about an option of nanoGPT or llm.c; nothing for any other name."""
     project, text = ("nanoGPT", NANOGPT[name]) if name in NANOGPT else ("llm.c", LLMC.get(name, ""))
     if text.startswith("none: "):
         return f"; {project}'s {name} has no counterpart here: {text.removeprefix('none: ')}"

@@ -1,17 +1,17 @@
 """The keys of a run on a user's own text, picked for the length of the text and for the machine.
 
 Where the rows of the tables come from:
-  tokenizer   A byte needs no table of 50,257 rows, which is most of a small model and of its work on a CPU.  With
-              GPT-2's tokens each row of that table is seen 100 times on average in 5M tokens, about 20 MB of text.
+  tokenizer   GPT-2's table of 50,257 rows is most of a small model, and most of its work on a CPU.  A text of 20 MB
+              has 5M tokens and shows each row 100 times on average.  Shorter texts are trained as bytes.
   epochs      Up to 4 epochs are worth nearly as much as new text (Muennighoff et al. 2023, "Scaling Data-Constrained
-              Language Models").  A short text gets 10: the model overfits later, and RUN/best keeps the lowest
+              Language Models").  A short text gets 10: the model overfits in the end, but RUN/best keeps the lowest
               validation loss.
-  model       About 20 tokens for each parameter (Hoffmann et al. 2022), epochs counted, from 20 MB on.  Below, that
-              rule would give models too small to spell: nanoGPT's train_shakespeare_char.py trains 6 layers of 384
-              channels on 1 MB, with steps of 16,384 characters at 1e-3, and for a CPU 4 layers of 128.
-              From 5 GB on it is GPT-2 124M with llm.c's steps, at most the 10B tokens of the recipe gpt2_124m.
-  CPU         2 layers of 128 channels and steps of 1,024 bytes take 1.5 to 3.5 seconds of a core in the interpreter,
-              so that 100 steps take 3 to 6 minutes, validations and samples aside.
+  model       From 20 MB on a parameter gets about 20 tokens, epochs counted (Hoffmann et al. 2022).  For less text
+              that rule gives models too small to spell.  nanoGPT's train_shakespeare_char.py trains 6 layers of 384
+              channels on 1 MB, with steps of 16,384 characters at 1e-3; its model for a CPU has 4 layers of 128.
+              From 5 GB on the model is GPT-2 124M with llm.c's steps, at most the 10B tokens of gpt2_124m.
+  CPU         A step of 1,024 bytes through 2 layers of 128 channels takes the interpreter 1.5 to 3.5 seconds of a
+              core.  100 steps take 3 to 6 minutes, without validations and samples.
 """
 
 import math
@@ -23,8 +23,8 @@ from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.errors import DataError
 
 VAL_FRACTION = 0.1  # of the characters
-Number = Callable[[str, int], int]  # the number that is given for a key, else a default
-CHARACTERS = {"bytes": 1, "gpt2": 4}  # of a token, about; bytes of other alphabets than Latin are two or three each
+Number = Callable[[str, int], int]  # (key, default) -> the number given for the key, else the default
+CHARACTERS = {"bytes": 1, "gpt2": 4}  # of a token, about; outside the Latin alphabet a character has two or three bytes
 
 
 class Preset(NamedTuple):
@@ -64,10 +64,9 @@ def preset_for(characters: int, gpu_gib: float | None) -> Preset:
 def choose(
     characters: int, gpu_gib: float | None, tokenizer: str, given: Mapping[str, str], gpus: int = 1
 ) -> dict[str, Any]:
-    """Return the keys for a text of this length that are not among the `given` ones, which they follow.
+    """Return keys for a text of this length.  They follow the `given` keys and do not repeat them.
 
-    gpu_gib is the memory of a GPU, None without one.  DataError if the text is too short for a sequence of training
-    and one of validation.
+    gpu_gib is the memory of a GPU, None on a CPU.  DataError if the text is too short for a sequence of validation.
     """
     preset, cpu = preset_for(characters, gpu_gib), gpu_gib is None
 
@@ -114,10 +113,7 @@ def choose(
 
 
 def _batch(preset: Preset, sequences: int, T: int, gpu_gib: float | None, gpus: int, number: Number) -> tuple[int, int]:
-    """Return (train.batch_size, tokens of a step) of a text of `sequences` sequences.
-
-    An epoch has eight steps or more, and a step the same number of sequences on each GPU.
-    """
+    """Return (train.batch_size, tokens of a step): at least eight steps an epoch, equally many sequences a GPU."""
     step_rows = max(1, _power_of_2(min(preset.step_tokens // T, sequences // 8)) // gpus)
     step_rows = max(1, number("train.total_batch_tokens", step_rows * T * gpus) // (T * gpus))
     limit = preset.step_tokens if gpu_gib is None else next(n for gib, n in MICRO_BATCH_TOKENS if gpu_gib >= gib)
@@ -131,7 +127,7 @@ def _power_of_2(n: int) -> int:
 
 
 def summary(config: Config, characters: int, machine: str) -> str:
-    """Return lines that tell what was picked."""
+    """Return lines that show what was chosen."""
     m, t, o = config.model, config.train, config.optim
     return f"""own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}
   model: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, {config.n_params:,} parameters

@@ -1,6 +1,6 @@
 """The recipes: the files of configs/, in a checkout beside the package, in an installed package inside it.
 
-`find("gpt2_124m")` is a recipe's file; wherever a configuration file is named, a recipe's name will do.
+A recipe's name stands for its file wherever a configuration file is expected.
 """
 
 import os
@@ -26,8 +26,8 @@ def names() -> list[str]:
 def find(given: str | Path) -> Path:
     """Return the file of the recipe that `given` names, or `given` itself if it is a path.
 
-    A word without a directory and without .yaml is a name, unless there is a file of that name.  ConfigError for an
-    unknown name, and for a missing file that is called like a recipe.
+    A word without a directory and without .yaml is a name, unless such a file exists.  ConfigError for an unknown
+    name, and for a missing file with a recipe's name.
     """
     path, known = Path(given), names()
     if os.path.isfile(path):  # not Path.is_file, which raises for a name that is too long
@@ -44,5 +44,5 @@ def find(given: str | Path) -> Path:
 
 
 def known_recipes(name: str) -> str:
-    """Return the end of an error about an unknown name: a recipe of a similar name, else the list."""
+    """Return the end of an error about an unknown name: a similar name, else the list."""
     return closest(name, names()) or f"; recipes: {', '.join(names())}"

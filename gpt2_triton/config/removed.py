@@ -1,6 +1,6 @@
-"""Keys of earlier versions that are gone: each is refused in one line that says what replaced it.
+"""Removed keys: each is refused in one line that names its replacement.
 
-A saved configuration has every key of its version, so it may have one with the value that changed nothing.
+A saved configuration has every key of its version.  So a removed key is dropped if its value changed nothing.
 """
 
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A key that is gone."""
+    """A removed key."""
 
     harmless: Any  # the value that changed nothing, usually the old default
-    instead: str  # what replaced the key, and what to do
+    instead: str  # the replacement, or what to do
 
 
 # A key that a resume could not change is also in LATER_KEYS of checkpoint/resume.py.

@@ -1,8 +1,8 @@
 """Every key of the configuration: type, limits, default (llm.c's recipe for GPT-2 124M on FineWeb) and meaning.
 
-Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration, or in
-values.py if its values have a form of their own; a rule between keys in rules.py.  A resumed run may change the keys
-declared as free; with another value of a kept key it would be another run.
+Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration or in
+values.py; a rule between keys stands in rules.py.  A resumed run may change `free` keys.  Another value of a `kept`
+key would make it another run.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class ConfigSection(BaseModel):
 
 
 class ConflictError(ValueError):
-    """Fields that are each valid but contradict each other: `problems` holds (key, message) pairs."""
+    """Keys contradict each other; `problems` holds (key, message) pairs."""
 
     def __init__(self, problems: list[tuple[str, str]]):
         self.problems = problems
@@ -78,7 +78,7 @@ class ModelConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _expand_size(cls, values: Any) -> Any:
-        """Replace `size` by the keys it stands for; only block_size may be given next to it with another value."""
+        """Replace `size` by its keys; of these only block_size may also be given with another value."""
         if not isinstance(values, dict) or values.get("size") in (None, "null"):
             return values
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
@@ -121,7 +121,7 @@ class TrainConfig(ConfigSection):
     seed: int = kept(42, "seed of the initial weights and of stochastic rounding", ge=0, lt=2**62)
     max_minutes: float = free(
         0,
-        "minutes until the run has saved and ended, with exit code 0 and PREEMPTED in its directory; 0 no limit",
+        "minutes until the run saves and ends, with exit code 0 and the file PREEMPTED; 0 sets no limit",
         ge=0,
     )
     skip_limit: int = free(10, "stop after this many non-finite steps in a row; 0 never stops", ge=0)
@@ -168,7 +168,7 @@ class OptimConfig(ConfigSection):
         "none", "none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
     )
     v: Literal["fp32", "bf16"] = kept(
-        "fp32", "AdamW's second moment; bf16, rounded stochastically, takes 2 bytes a parameter less"
+        "fp32", "storage of AdamW's second moment; bf16 is rounded stochastically, and saves 2 bytes per parameter"
     )
 
 
@@ -202,7 +202,7 @@ class SampleConfig(ConfigSection):
 class CheckpointConfig(ConfigSection):
     every: int = free(0, "steps between checkpoints; the last step is always saved", ge=0)
     keep: int = free(2, "newest checkpoints to keep; 0 keeps all", ge=0)
-    major: int = free(0, "also keep those whose step is a multiple of this; 0 none", ge=0)
+    major: int = free(0, "also keep each step that is a multiple of this; 0 none", ge=0)
     best: Literal["none", "val_loss"] = free(
         "none", "val_loss: also save after each lowest validation loss, and keep it; RUN/best names it"
     )
@@ -224,7 +224,7 @@ class ParallelConfig(ConfigSection):
         1, "ZeRO stage: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)", ge=0, le=2
     )
     timeout: float = free(
-        100, "seconds without progress after which a hung run ends; until the first step ends, 3 times that", gt=0
+        100, "seconds without progress until a hung run ends; three times as many until the first step has ended", gt=0
     )
 
 

@@ -15,7 +15,7 @@ class StepShape:
     """A configuration's step on a number of GPUs."""
 
     gpus: int  # processes, one per GPU
-    micro_batch: int  # sequences of one forward and backward pass: batch_size, or all of a GPU per step if fewer
+    micro_batch: int  # sequences of one forward and backward pass: batch_size, or a GPU's part of a step if smaller
     accumulation: int  # micro-steps per step
     zero: int  # the ZeRO stage in use; 0 on one GPU
 
@@ -38,7 +38,7 @@ class StepShape:
 
 
 def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
-    """Yield key and problem of a step whose sequences do not divide among the GPUs, or those of a GPU into batches."""
+    """Yield (key, problem) if the sequences do not divide among the GPUs, or a GPU's sequences not into batches."""
     total, several = t.step_tokens, f"{gpus} GPUs" if gpus > 1 else ""
     rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
     if rest:

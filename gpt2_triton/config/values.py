@@ -1,6 +1,6 @@
-"""Values of keys that have a form of their own: sizes of models and recompute levels.
+"""Sizes of models, recompute levels, and suggestions for a mistyped name.
 
-A ValueError of these functions becomes the message about the key, in schema.py or in rules.py.
+A ValueError raised here becomes the message about the key.
 """
 
 import difflib
@@ -19,11 +19,11 @@ SIZES = {f"d{layers}": (layers, width, heads, 1024) for layers, (width, heads) i
 SIZES |= {f"gpt3:c{width}": (layers, width, heads, 2048) for width, (layers, heads) in _GPT3.items()}
 SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 
-RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each keeps less than the one before
+RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each level keeps less than the level before it
 
 
 def check_recompute(value: str) -> str:
-    """Return the value; ValueError unless it is `auto`, a level, or a level but the first with a number of layers."""
+    """Return the value: `auto`, a level, or a level with a number of layers, gelu+ln:4; ValueError for others."""
     level, colon, layers = value.partition(":")
     some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and len(layers) < 10 and int(layers) > 0
     if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
@@ -35,9 +35,7 @@ def check_recompute(value: str) -> str:
 
 
 def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return "; did you mean NAME?" with the known names that end as a dotted `name` does or are spelled like it, or
-    nothing.
-    """
+    """Return "; did you mean NAME?" with the known names of the same last part, or of similar spelling, or nothing."""
     known, last = list(known), name.rpartition(".")[2]
     near = [one for one in known if one.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)

@@ -1,9 +1,9 @@
 """HellaSwag: the loss of every ending of every question, and the accuracies that follow.
 
 The losses of a sequence depend neither on the rest of its batch nor on padding after it: attention is causal and every
-sum has a fixed order.  So batches are made for speed alone: the longest sequences come first, and a batch holds as many
-as fit the arena.  It is padded to its longest sequence, rounded up to 32 tokens.  The rounding lets all batches run
-through the same kernels (see matmul.py).
+sum has a fixed order.  So batches are made for speed alone.  The longest sequences come first, and a batch holds as
+many as fit the arena, padded to its longest.  That length is rounded up to 32 tokens, so that all batches run through
+the same kernels (see matmul.py).
 """
 
 import itertools
@@ -39,7 +39,7 @@ def questions_of_run(config: Config) -> Questions | None:
 def evaluate(model: GPT2, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:
     """Return the scores of `model` on `questions`, divided among the ranks of `control`."""
     part = ending_losses(model, questions, control.rank, control.size)
-    answered = np.flatnonzero(part)  # gather these alone, without the zeros of other ranks
+    answered = np.flatnonzero(part)  # other ranks' endings are 0
     losses = np.zeros_like(part)
     for places, values in control.all_gather([answered.tolist(), part[answered].tolist()]):
         losses[places] = values
@@ -49,8 +49,8 @@ def evaluate(model: GPT2, questions: Questions, control: ControlGroup = SINGLE_P
 def ending_losses(model: GPT2, questions: Questions, rank: int = 0, ranks: int = 1) -> np.ndarray:
     """Return the summed loss of each ending's tokens given its context, float64 [4 * rows].
 
-    A context that is too long for the model loses its beginning, as in lm-evaluation-harness.  This rank computes every
-    `ranks`-th batch from number `rank` on; the other endings keep 0.
+    A context that is too long for the model loses its beginning, as in lm-evaluation-harness.  This rank computes the
+    batches rank, rank + ranks, ...; the other endings keep 0.
     """
     lengths = _lengths(model, questions)
     losses = np.zeros(len(lengths), np.float64)

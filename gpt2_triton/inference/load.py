@@ -15,9 +15,9 @@ def load_for_losses(
 ) -> GPT2:
     """Return a model with the weights tensors["params"] for batches of up to `tokens` tokens, kernels compiled.
 
-    A batch is a whole number of sequences of train.seq_len.  If memory is short it is smaller, but holds at least
-    block_size tokens.  The model computes in `dtype`, "bf16" or "fp32", by default in the configuration's dtype.
-    It can also decode `sequences` sequences at once.
+    A batch is whole sequences of train.seq_len, and at least block_size tokens; short memory makes it smaller.  The
+    model computes in `dtype`, "bf16" or "fp32", by default in the configuration's.  It can also decode `sequences`
+    sequences at once.
     """
     if dtype:
         config = config.replace(train={"dtype": dtype}, optim={"master": "none"})

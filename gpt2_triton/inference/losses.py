@@ -47,7 +47,7 @@ class Perplexity(NamedTuple):
 
 
 def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
-    """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in validation's windows of seq_len.
+    """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in windows of seq_len as in validation.
 
     Bits per byte leave out the end-of-text token, which has no bytes.
     """
@@ -103,11 +103,9 @@ def logits(model: GPT2, tokens: np.ndarray, start: int) -> np.ndarray:
 
 
 def padded_batches(model: GPT2, ids: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield `ids` [all, n] in batches that fit the model, as (rows, padded ids [batch, T]).  T is n rounded up to a
-    multiple of 32, so that few kernels are compiled, but at most model.T.
-    """
+    """Yield `ids` [all, n] in batches that fit the model, as (rows, padded ids [batch, T]); T is at most model.T."""
     n = ids.shape[1]
-    T = min(-(-n // 32) * 32, model.T)
+    T = min(-(-n // 32) * 32, model.T)  # multiples of 32: few kernels are compiled
     most = model.B * model.T // max(T, 1)
     for first in range(0, len(ids) if n else 0, most):
         rows = slice(first, first + most)
