@@ -99,7 +99,7 @@ def on_device(tokens: np.ndarray) -> Tensor:
 def micro_batches(config: Config, shape: StepShape) -> Iterator[Batch]:
     """Yield all micro-batches of a run."""
     T, B = config.train.seq_len, shape.micro_batch
-    loader = TrainLoader(shards_of(config, "train"), T, config.data.seed)
+    loader = TrainLoader(shards_of(config, "train"), T, config.data.seed, config.data.windows == "shifted")
     for i in range(config.train.steps * shape.accumulation):
         tokens = on_device(loader.batch(i * B, B))
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

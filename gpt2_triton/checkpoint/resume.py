@@ -17,7 +17,7 @@ Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
 # fatal ones that other versions did not save, and what their runs did
-LATER_KEYS = {"data.align": "none", "optim.name": "adamw", "optim.v": "fp32"}
+LATER_KEYS = {"data.align": "none", "data.windows": "fixed", "optim.name": "adamw", "optim.v": "fp32"}
 WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 

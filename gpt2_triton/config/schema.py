@@ -102,6 +102,9 @@ class DataConfig(ConfigSection):
     val: str = free("data/fineweb10B/val_*.bin", "validation shards: path, pattern or builtin", min_length=1)
     tokenizer: Literal["gpt2", "bytes"] = kept("gpt2", "tokenizer of the shards and of samples")
     seed: int = kept(42, "seed of the order of samples", ge=0, lt=2**62)
+    windows: Literal["fixed", "shifted"] = kept(
+        "fixed", "where training sequences begin: fixed, every seq_len tokens; shifted, elsewhere in each epoch"
+    )
     allow_changed: bool = free(False, "true: resume on other data than the checkpoint's, and record what differs")
     verify: bool = free(False, "true: at the start compare the sha256 of every shard with shards.json next to it")
 

@@ -4,6 +4,9 @@ A window is seq_len + 1 tokens of one shard, and the next window starts seq_len 
 Global sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutation of [0, n) keyed by (seed,
 epoch).  The order does not depend on batch size, rank or history.  So the loader's whole state is one integer, the next
 global sample.
+
+Shifted windows start `phase` tokens later, in each epoch another phase of [0, seq_len): the model then meets each token
+at every position of a sequence.  A window that would leave its shard ends with the shard.
 """
 
 import itertools
@@ -56,16 +59,17 @@ class Windows:
     def __init__(self, shards: Sequence[Shard], seq_len: int):
         self.shards, self.seq_len = shards, seq_len
         self.ends = np.cumsum([(shard.count - 1) // seq_len for shard in shards])
+        self.last_starts = np.array([shard.count - 1 - seq_len for shard in shards])
         self.n = int(self.ends[-1])
 
-    def read(self, windows: np.ndarray) -> np.ndarray:
-        """Return the tokens of windows (int64 [count]), int32 [count, seq_len + 1].
+    def read(self, windows: np.ndarray, phases: np.ndarray | int = 0) -> np.ndarray:
+        """Return the tokens of windows (int64 [count]) that start `phases` later, int32 [count, seq_len + 1].
 
         DataError if a file has changed, or has a token outside the vocabulary.  Every token that reaches a kernel is
         checked here, in a thousandth of the time to read and pack it.
         """
         tokens = np.empty((len(windows), self.seq_len + 1), "<u2")
-        places = self._places(windows)
+        places = self._places(windows, phases)
         for row, (shard, start) in zip(tokens, places, strict=True):
             self.shards[shard].read(start, row)
         if tokens.size and tokens.max() >= self.shards[0].vocab_size:
@@ -73,36 +77,45 @@ class Windows:
                 self.shards[shard].require_known(row[None], [start])
         return tokens.astype(np.int32)
 
-    def place(self, window: int) -> str:
-        """Return SHARD:TOKEN, the path and the number of the first token of a window."""
-        [(shard, start)] = self._places(np.array([window]))
+    def place(self, window: np.ndarray, phase: np.ndarray | int) -> str:
+        """Return SHARD:TOKEN, the path and the number of the first token of one window."""
+        [(shard, start)] = self._places(window, phase)
         return f"{self.shards[shard].path}:{start}"
 
-    def _places(self, windows: np.ndarray) -> list[tuple[int, int]]:
+    def _places(self, windows: np.ndarray, phases: np.ndarray | int) -> list[tuple[int, int]]:
         """Return the shard and the first token there of each window."""
         which = np.searchsorted(self.ends, windows, side="right")
         within = windows.astype(np.int64) - np.where(which, self.ends[which - 1], 0)
-        return list(zip(which.tolist(), (within * self.seq_len).tolist(), strict=True))
+        starts = np.minimum(within * self.seq_len + phases, self.last_starts[which])
+        return list(zip(which.tolist(), starts.tolist(), strict=True))
 
 
 class TrainLoader:
     """Reads any range of global samples; it has no state."""
 
-    def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int):
-        self.windows, self.seed = Windows(shards, seq_len), seed
+    def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int, shifted: bool = False):
+        self.windows, self.seed, self.shifted = Windows(shards, seq_len), seed, shifted
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
         """Return global samples first_sample ... first_sample + count - 1, int32 [count, seq_len + 1]."""
-        return self.windows.read(self._windows(first_sample, count))
+        return self.windows.read(*self._windows(first_sample, count))
 
     def place(self, sample: int) -> str:
         """Return SHARD:TOKEN, where a global sample begins."""
-        return self.windows.place(int(self._windows(sample, 1)[0]))
+        return self.windows.place(*self._windows(sample, 1))
 
-    def _windows(self, first_sample: int, count: int) -> np.ndarray:
+    def _windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray | int]:
+        """Return the windows of these samples, and their phases."""
         n, samples = self.windows.n, np.arange(first_sample, first_sample + count, dtype=np.uint64)
         epoch, index = np.divmod(samples, np.uint64(n))
-        return permute(index, epoch, n, self.seed)
+        phases = self._phases(epoch) if self.shifted else 0
+        return permute(index, epoch, n, self.seed), phases
+
+    def _phases(self, epoch: np.ndarray) -> np.ndarray:
+        """Return the phase of each epoch; none repeats before all have come."""
+        T = self.windows.seq_len
+        turn, index = np.divmod(epoch, np.uint64(T))
+        return permute(index, turn, T, ~self.seed).astype(np.int64)
 
 
 class ValidationLoader:

@@ -82,7 +82,7 @@ def open_data(config: Config, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if they, or the configuration, are not the same on all ranks."""
     T = config.train.seq_len
     with _read_by_all():
-        train = TrainLoader(_open_shards(config, "train"), T, config.data.seed)
+        train = TrainLoader(_open_shards(config, "train"), T, config.data.seed, config.data.windows == "shifted")
         validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
         data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())

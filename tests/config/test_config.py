@@ -11,7 +11,7 @@ from gpt2_triton.config.values import SIZES
 
 KEYS = """
 model.n_layer model.n_head model.n_embd model.vocab_size model.block_size
-data.train data.val data.tokenizer data.seed data.allow_changed data.verify
+data.train data.val data.tokenizer data.seed data.windows data.allow_changed data.verify
 train.steps train.batch_size train.seq_len train.total_batch_tokens train.dtype train.precision train.seed
 train.max_minutes train.skip_limit train.skip_loss_z train.skip_norm_z train.rewind_after
 optim.name optim.lr optim.embed_lr optim.warmup optim.schedule optim.final_frac optim.wsd_decay_frac

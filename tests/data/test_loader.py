@@ -45,8 +45,12 @@ def pi(n, seed, epoch):
 # ---- windows and order ----
 
 
-def test_place_is_the_shard_and_token_of_a_sample():
-    loader = TrainLoader(SHARDS, SEQ_LEN, seed=3)
+shifted_or_not = pytest.mark.parametrize("shifted", [False, True])
+
+
+@shifted_or_not
+def test_place_is_the_shard_and_token_of_a_sample(shifted):
+    loader = TrainLoader(SHARDS, SEQ_LEN, 3, shifted)
     for sample in range(40):
         shard, _, first = loader.place(sample).partition(":")
         window = np.empty(SEQ_LEN + 1, np.uint16)
@@ -74,6 +78,7 @@ def test_permute_is_frozen():
     assert pi(10, 42, 0).tolist() == [7, 9, 4, 6, 1, 5, 8, 2, 0, 3]
     large = permute(np.arange(3, dtype=np.uint64), np.full(3, 7, np.uint64), 9_700_000, 42)
     assert large.tolist() == [4714510, 258126, 6087276]
+    assert TrainLoader(SHARDS, SEQ_LEN, 42, shifted=True).batch(14, 4)[:, 0].tolist() == [3, 19, 29, 9]
 
 
 def test_permute_differs_by_epoch_and_seed_and_looks_random():
@@ -86,8 +91,9 @@ def test_permute_differs_by_epoch_and_seed_and_looks_random():
     assert abs(counts - 500).max() < 125  # 6 sigma, sigma = sqrt(4000 * 7) / 8 = 21
 
 
-def test_train_loader_samples_do_not_depend_on_batch_size():
-    loader = TrainLoader(SHARDS, SEQ_LEN, seed=1)
+@shifted_or_not
+def test_train_loader_samples_do_not_depend_on_batch_size(shifted):
+    loader = TrainLoader(SHARDS, SEQ_LEN, 1, shifted)
     whole = loader.batch(0, 80)  # five epochs
     for size in (1, 3, 16, 20):
         np.testing.assert_array_equal(
@@ -104,9 +110,21 @@ def test_train_loader_epoch_has_every_window_once():
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_train_loader_resumes_from_one_integer():
-    continued = TrainLoader(SHARDS, SEQ_LEN, seed=1).batch(0, 40)[23:]
-    np.testing.assert_array_equal(TrainLoader(SHARDS, SEQ_LEN, seed=1).batch(23, 17), continued)
+def test_shifted_windows_start_at_another_phase_in_each_epoch_and_stay_in_their_shards():
+    loader = TrainLoader(SHARDS, SEQ_LEN, 1, shifted=True)
+    epochs = np.sort(loader.batch(0, 16 * 8)[:, 0].reshape(8, 16))
+    phases = [int(starts[0]) for starts in epochs]
+    assert sorted(phases[:4]) == sorted(phases[4:]) == [0, 1, 2, 3] and phases[:4] != phases[4:]
+    for phase, starts in zip(phases, epochs, strict=True):
+        first, third = 4 * np.arange(10) + phase, 46 + 4 * np.arange(5) + phase
+        want = np.concatenate([np.minimum(first, 41 - 5), [41], np.minimum(third, 46 + 23 - 5)])
+        np.testing.assert_array_equal(starts, want)
+
+
+@shifted_or_not
+def test_train_loader_resumes_from_one_integer(shifted):
+    continued = TrainLoader(SHARDS, SEQ_LEN, 1, shifted).batch(0, 40)[23:]
+    np.testing.assert_array_equal(TrainLoader(SHARDS, SEQ_LEN, 1, shifted).batch(23, 17), continued)
 
 
 # ---- validation ----
