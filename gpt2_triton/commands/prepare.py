@@ -17,7 +17,7 @@ Tokenizer = Annotated[
 ]
 CPUS = os.cpu_count() or 1
 Workers = Annotated[
-    int, AT_LEAST_1, Parameter(help="Number of processes that tokenise; by default one per CPU.", show_default=False)
+    int, AT_LEAST_1, Parameter(help="Processes that tokenise; by default one per CPU.", show_default=False)
 ]
 
 

@@ -40,7 +40,7 @@ IN_TRAINING = f"{GET} and set eval.hellaswag_data to it, or eval.hellaswag_every
 
 
 class Example(BaseModel):
-    """A line of the .jsonl, without fields that nothing reads."""
+    """A line of the .jsonl; other fields are ignored."""
 
     activity_label: str
     ctx_a: str
@@ -64,7 +64,7 @@ def load_questions(
 ) -> dict[str, Questions]:
     """Return the first `limit` rows (0: all) by style; path None downloads the .jsonl.
 
-    A .bin gives the style completion, whatever `styles` names.  An error ends with `todo`, IN_COMMAND or IN_TRAINING.
+    A .bin has the style completion alone.  An error ends with `todo`, IN_COMMAND or IN_TRAINING.
     """
     where = path or downloaded(todo)
     if where.suffix == ".bin":
@@ -75,13 +75,13 @@ def load_questions(
 
 @contextmanager
 def _reading(path: Path, todo: str) -> Iterator[None]:
-    """Raise DataError if `path` is not a regular file, or in place of an OSError of the block."""
+    """Raise DataError if `path` is not a regular file, or if the block raises OSError."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
             raise DataError(f"{path}: not a regular file; {todo}")
         yield
     except OSError as error:
-        raise DataError(f"{path}: cannot be used: {error.strerror}; {todo}") from None
+        raise DataError(f"{path}: cannot read or write: {error.strerror}; {todo}") from None
 
 
 def downloaded(todo: str = IN_COMMAND) -> Path:
@@ -99,7 +99,7 @@ def _download(target: Path, todo: str = IN_COMMAND) -> None:
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             data = response.read()
-    except (OSError, HTTPException) as error:  # a cut connection is an HTTPException, all else an OSError
+    except (OSError, HTTPException) as error:  # a cut connection raises HTTPException
         why = getattr(error, "reason", None) or error
         raise DataError(f"{URL}: cannot download: {why}; try again; else {todo}") from error
     if (found := hashlib.sha256(data).hexdigest()) != SHA256:

@@ -66,7 +66,7 @@ class Windows:
         """Return the tokens of windows (int64 [count]) that start `phases` later, int32 [count, seq_len + 1].
 
         DataError if a file has changed, or has a token outside the vocabulary.  Every token that reaches a kernel is
-        checked here, in a thousandth of the time to read and pack it.
+        checked here, at a thousandth of the cost of reading and packing it.
         """
         tokens = np.empty((len(windows), self.seq_len + 1), "<u2")
         places = self._places(windows, phases)
@@ -131,8 +131,9 @@ class ValidationLoader:
             raise DataError(f"{shards[0].path}: {what}; set eval.tokens, to 0 for all, or data.val")
 
     def batches(self, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (ids, targets), int32 [rows, seq_len] each, of every `ranks`-th batch from number `rank` on.  The last
-        batch may have fewer rows.
+        """Yield (ids, targets), int32 [rows, seq_len] each, of batches rank, rank + ranks, ...
+
+        The last batch may have fewer rows.
         """
         for first in range(rank * rows, self.count, ranks * rows):
             tokens = self.windows.read(np.arange(first, min(first + rows, self.count)))
@@ -150,8 +151,9 @@ class Prefetcher:
     sample s + (k * ranks + r) * b on.
 
     A buffer is valid until the next call of next().  By then its copy to the device is issued, but perhaps not done.
-    So next() records an event, and the thread, not the caller, waits for the event before it fills the buffer again.
-    At least three buffers are needed: one being read, one possibly being copied, one being filled.
+    So next() records an event, and the thread waits for the event before it fills the buffer again.
+    Three buffers are needed at least: the caller reads the first, the device copies the second, the thread fills
+    the third.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class Prefetcher:
         return self._buffers[item]
 
     def step(self, first_sample: int) -> Iterator[torch.Tensor]:
-        """Yield the micro-batches of the step that begins with this sample; the caller reads them, not the thread."""
+        """Yield the micro-batches of the step that begins with this sample, without the thread."""
         for first in self.first_samples_of_step(first_sample):
             tokens = self._loader.batch(first, self._micro_batch)
             yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], self._vocab_size)

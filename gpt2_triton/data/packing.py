@@ -1,4 +1,4 @@
-"""Packed micro-batches: ids and targets with the tables of the embedding's deterministic backward, in one buffer."""
+"""Packed micro-batches: one buffer holds ids, targets, and the tables of the embedding's backward pass."""
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ def _sort_entries(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.n
 
 
 def _cut_segments(token: np.ndarray, count: np.ndarray, segments: np.ndarray, split_tokens: np.ndarray) -> None:
-    """Fill the tables; `order` has the `count` entries of each token, token after token."""
+    """Fill the tables of scatter_table for tokens with `count` entries each."""
     parts = -(-count // SEGMENT)
     is_split = parts > 1
     slots = np.where(is_split, parts, 0)

@@ -49,7 +49,7 @@ class Shard:
     """A shard on disk: `count` tokens, at least one window.  `read` refuses a file that has changed."""
 
     def __init__(self, path: Path | str, vocab_size: int, seq_len: int, todo: str = ""):
-        """`todo`: the end of messages about a shard that does not suit the model; default: change the configuration."""
+        """`todo`: what to do if the shard does not suit the model; by default, change the configuration."""
         self.path, self.vocab_size, self._todo = Path(path), vocab_size, todo
         try:
             self.count, self._state = read_header(self.path)
@@ -63,7 +63,7 @@ class Shard:
     def read(self, first: int, out: np.ndarray) -> None:
         """Fill `out`, uint16 [n], with the tokens from `first` on; DataError if the file has changed or is gone.
 
-        The caller checks the tokens of many windows at once, by `require_known`.
+        The tokens are unchecked: the caller calls `require_known` once for many windows.
         """
         start = HEADER_BYTES + 2 * first
         state = self._pread((out.data.cast("B"), start))
@@ -72,7 +72,7 @@ class Shard:
 
     def _pread(self, *pieces: tuple[memoryview, int]) -> os.stat_result:
         """Fill each (buffer, first byte) from the file, and return the file's state after the last read."""
-        # a mapped file that is cut off raises SIGBUS, and files kept open are too many for a process
+        # no mmap: a file that is cut off raises SIGBUS.  No open handles: a process may hold too few for all shards
         try:
             handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -160,7 +160,7 @@ def read_header(path: Path) -> tuple[int, os.stat_result]:
     """Return the number of tokens of a shard and the state of its file; DataError if its header or size is wrong."""
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
         kind = "a directory" if path.is_dir() else "a pipe or a device"
-        raise DataError(f"{path}: {kind}, no shard; leave it out, or narrow the pattern")
+        raise DataError(f"{path}: {kind}, not a shard; leave it out, or narrow the pattern")
     with open(path, "rb", buffering=0) as file:
         header, state = file.read(HEADER_BYTES), os.fstat(file.fileno())
     todo = "it was cut off or overwritten: copy or prepare it again"
@@ -168,10 +168,9 @@ def read_header(path: Path) -> tuple[int, os.stat_result]:
         raise DataError(f"{path}: no header in {state.st_size:,} bytes; {todo}")
     magic, version, count = struct.unpack_from("<3i", header)
     if (magic, version) != (MAGIC, VERSION):
-        what = (
-            f"it begins with {magic} {version}, llm.c's uint16 shards with {MAGIC} {VERSION}; nanoGPT's have no header"
-        )
-        raise DataError(f"{path}: no shard: {what}; {PREPARE}")
+        expected = f"llm.c's uint16 shards begin with {MAGIC} {VERSION}, nanoGPT's have no header"
+        what = f"it begins with {magic} {version}; {expected}"
+        raise DataError(f"{path}: not a shard: {what}; {PREPARE}")
     if count < 1 or state.st_size != HEADER_BYTES + 2 * count:
         raise DataError(f"{path}: wrong size: {state.st_size:,} bytes, and {count:,} tokens by its header; {todo}")
     return count, state
@@ -186,7 +185,7 @@ def map_tokens(path: Path) -> np.memmap:
 def open_shards(pattern: str, vocab_size: int, seq_len: int, todo: str = "") -> list[Shard]:
     """Return the shards that match a path or glob, in the order of their names, with headers checked.
 
-    `todo`: as for Shard; a message about a pattern without files ends with it too.
+    `todo`: as for Shard; it also tells what to do if no file matches.
     """
     paths = expand_glob(pattern)
     if os.path.isdir(pattern):
@@ -201,13 +200,12 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int, todo: str = "") -> 
 def require_tokenizer(pattern: str, tokenizer: str, todo: str = "") -> None:
     """Raise DataError for text, or if shards.json names another tokenizer; other projects' shards have no shards.json.
 
-    `todo`: how the second message ends.  Without this check the byte 65 would be trained on as GPT-2's token 65, which
-    is another text.
+    `todo`: what to do about another tokenizer.  Without this check the byte 65 would be trained on as GPT-2's token 65.
     """
     found = expand_glob(pattern)
     if text := [path for path in found if is_text(path)]:
         made = f"{command_line('prepare text')} {shlex.quote(text[0])} --tokenizer {tokenizer} --out data/shards"
-        raise DataError(f"{text[0]}: text, no shard; `{made}` makes data/shards/*.bin")
+        raise DataError(f"{text[0]}: text, not a shard; `{made}` makes data/shards/*.bin")
     for record in sorted({Path(path).parent / RECORD for path in found}):
         made_with = read_record(record).get("tokenizer", tokenizer)
         if made_with != tokenizer:

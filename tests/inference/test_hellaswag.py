@@ -307,5 +307,5 @@ def test_training_evaluates_when_due_without_changing_a_bit(tmp_path, rows_file,
 def test_training_refuses_bad_rows_before_the_first_step(tmp_path):
     asked = dict(every=0, hellaswag_every=2, hellaswag_data=str(tmp_path / "none.jsonl"))
     todo = "set eval.hellaswag_data to it, or eval.hellaswag_every to 0$"
-    with pytest.raises(DataError, match=f"none.jsonl: cannot be used: .*`curl -LO http.*` and {todo}"):
+    with pytest.raises(DataError, match=f"none.jsonl: cannot read or write: .*`curl -LO http.*` and {todo}"):
         train(tiny_config(eval=asked), tmp_path / "run", resume=False)

@@ -123,10 +123,10 @@ def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, caps
     ("argv", "code", "message"),
     [
         (["hellaswag", "none"], 4, "none: no checkpoint found"),
-        (["hellaswag", "RUN", "--data", "none.jsonl"], 3, "none.jsonl: cannot be used"),
+        (["hellaswag", "RUN", "--data", "none.jsonl"], 3, "none.jsonl: cannot read or write"),
         (["hellaswag", "RUN", "--json", "none/out.json"], 2, "--json: none is not a directory"),
         (["perplexity", "hf:DIR"], 2, "perplexity: hf:DIR is no run with data.val; name shards after it"),
-        (["perplexity", "RUN", "my.txt"], 3, "my.txt: text, no shard; `python -m gpt2_triton prepare text my.txt "),
+        (["perplexity", "RUN", "my.txt"], 3, "my.txt: text, not a shard; `python -m gpt2_triton prepare text my.txt "),
         (["perplexity", "RUN", "none_*.bin"], 3, "none_*.bin: no such shards; "),
         (["perplexity", "RUN", "large.bin"], 3, "must be less than 256; name others after RUN"),
         (["perplexity", "RUN", "gpt2/val.bin"], 3, "made with another tokenizer, gpt2, not bytes; name others after"),

@@ -1,8 +1,8 @@
 """From documents to a directory of shards: tokenise by several processes, cut, record.
 
-progress.json holds the finished shards, the place in the source where each begins, and where the next one begins; at
-the end shards.json replaces it.  The same command resumes a stopped preparation after its last finished shard.  The
-bytes depend neither on stops nor on the number of processes.
+progress.json holds the finished shards, and the places in the source where they and the next shard begin.  At the end
+shards.json replaces it.  The same command resumes a stopped preparation after its last finished shard.  The bytes
+depend neither on stops nor on the number of processes.
 """
 
 import fcntl
@@ -49,21 +49,21 @@ class Source(Protocol):
     """Documents in a fixed order."""
 
     name: str
-    unit: str  # of the progress: "tokens" or "characters"; of characters a state is their number
+    unit: str  # of the progress: "tokens" or "characters"; a state of a source in characters is their number
     size: int | None  # in that unit, if known
 
     def batches(self, state: Any) -> Iterator[Batch]:
-        """Yield batches from `state` on (None: from the beginning), always the same ones."""
+        """Yield batches from `state` on (None: from the beginning); equal states give equal batches."""
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int] | None:
-        """Return the name of the shard that follows those written, and its most tokens; None after the last."""
+        """Return the name and the largest size of the shard after `shards`; None after the last."""
 
 
 def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int, log: Log) -> bool:
     """Write the shards of `source` into out_dir; return False if they are there already.
 
-    recipe            what decides the bytes; shards.json holds it with the shards
-    expected_tokens   about, for the check of the disk's space
+    recipe            everything that determines the bytes; shards.json records it
+    expected_tokens   an estimate, to check the space on the disk
 
     DataError if out_dir has other shards, or a preparation begun with another recipe.
     """
@@ -95,8 +95,8 @@ def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_token
             places.append(place)
             _record_progress(out_dir, recipe, shards, places)
     if not count_tokens(shards, "train"):
-        _remove(out_dir, *shards, PROGRESS, LOCK)  # else they would refuse the command that the message asks for
-        few = f"its {count_tokens(shards):,} tokens all go into the validation shard"
+        _remove(out_dir, *shards, PROGRESS, LOCK)  # else the command that the message suggests would be refused
+        few = f"the validation shard takes all {count_tokens(shards):,} tokens"
         raise DataError(f"{source.name}: too little text: {few}; give that number as --tokens, or less")
     for split in ("train", "val"):
         names = [name for name in shards if name.startswith(split)]
@@ -177,7 +177,7 @@ def _record_progress(out_dir: Path, recipe: dict[str, Any], shards: ShardRecords
 def balance_last_two(directory: Path, names: list[str], limit: int) -> ShardRecords:
     """Give the last two shards equal lengths if the last has fewer than limit / 2 tokens; return the changed records.
 
-    The last one is written first: a kill in between leaves the one before as it was.
+    The last is written first, so that a kill between the two leaves the other as it was.
     """
     if len(names) < 2 or 2 * len(map_tokens(directory / names[-1])) >= limit:
         return {}
@@ -237,10 +237,10 @@ def disk_errors(out_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(out_dir: Path, log: Log) -> Iterator[None]:
-    """Hold out_dir against other preparations, and wait for one at work.
+    """Lock out_dir; wait while another preparation holds it.
 
-    The lock's file is removed only when shards.json is there, which a process that waits for it then finds.
-    Where the file system has no locks, processes with the same recipe write the same bytes; others are refused.
+    The lock's file stays until shards.json is there, so a process that waits finds shards.json.
+    Without locks in the file system, processes with one recipe write the same bytes, and other recipes are refused.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     with open(out_dir / LOCK, "w") as file:
@@ -251,7 +251,7 @@ def _locked(out_dir: Path, log: Log) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             pass
-        else:  # without a lock, another host's file may be at work
+        else:  # only under a lock: another host may be writing its file
             for hidden in out_dir.glob(".*.tmp"):
                 hidden.unlink()
         yield

@@ -1,4 +1,4 @@
-"""The text that every CPython ships, as a data directory: pydoc's help topics."""
+"""The built-in text, which every CPython ships, as a data directory: pydoc's help topics."""
 
 import hashlib
 from pathlib import Path
@@ -24,13 +24,13 @@ def prepare_builtin(out_dir: Path, tokenizer: str = "bytes", log: Log = print_li
 
 
 def builtin_shards(tokenizer: str, root: Path = Path("data")) -> Path:
-    """Return the directory of the built-in data, made on first use; its name holds the hash of the text."""
+    """Return the directory of the built-in data, named by the hash of the text; make it on first use."""
     name = f"builtin_{tokenizer}_{_sha256(builtin_text())[:8]}"
     return prepare_builtin(root / name, tokenizer, log=lambda line: None)
 
 
 def pattern_of(given: str, split: str, tokenizer: str) -> str:
-    """Return the path or glob in data.train or data.val; `builtin` stands for the built-in shards of this split."""
+    """Return the pattern `given` as data.train or data.val; `builtin` becomes the built-in shards of the split."""
     return str(builtin_shards(tokenizer) / f"{split}_*.bin") if given == "builtin" else given
 
 

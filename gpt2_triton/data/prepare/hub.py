@@ -1,4 +1,4 @@
-"""Access to the Hugging Face Hub: what a repository holds, and failures as one line."""
+"""Access to the Hugging Face Hub; every failure is one line."""
 
 import textwrap
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ from gpt2_triton.errors import DataError
 
 @contextmanager
 def hub_errors(where: object, todo: str) -> Iterator[None]:
-    """Raise any exception of the block as a DataError; for calls of `datasets` and `huggingface_hub` alone."""
+    """Raise any exception of the block as a DataError; the block calls `datasets` or `huggingface_hub` only."""
     try:
         yield
     except DataError:
         raise
     except ModuleNotFoundError as error:
         raise DataError(f"{where}: {error.name} is not installed; pip install datasets") from None
-    except Exception as error:  # theirs, their network library's, the system's; they differ by version
+    except Exception as error:  # they and their network library raise many kinds, by version
         got = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
-        raise DataError(f"{where}: cannot be had: {got}; {todo}") from error
+        raise DataError(f"{where}: cannot read: {got}; {todo}") from error
 
 
 def repository(name: str, revision: str | None, todo: str, **what: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Shards that others made with GPT-2's tokenizer in llm.c's format, from the Hugging Face Hub: val_000000.bin,
-train_000001.bin, ..., by the numbers they have there.
+"""Shards of the Hugging Face Hub in llm.c's format, of GPT-2's tokens: val_000000.bin, train_000001.bin, ...
 
-A file is downloaded into a hidden folder, checked against the Hub's size and sha256 and by its header, and renamed into
-place; shards.json is written after each.  A file that is there and matches is not downloaded again.
+A file is downloaded into a hidden folder, checked (size, sha256, header) and renamed into place; then shards.json is
+written.  A file that is there and matches is not downloaded again.
 """
 
 import json
@@ -93,7 +92,7 @@ def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path
 
 
 def _is_there(path: Path, file: Remote, ours: bool) -> bool:
-    """Return whether a file is there; DataError for another one, unless the record is `ours`: of this repository."""
+    """Return whether the file is there; DataError for another file, unless shards.json is `ours`: this repository's."""
     if not path.exists():
         return False
     same = path.stat().st_size == file.size and sha256(path) == file.sha256
@@ -111,7 +110,7 @@ def _download_file(repo: str, commit: str, file: Remote, out_dir: Path) -> None:
     digest = sha256(path)
     if digest != file.sha256:
         path.unlink()
-        raise DataError(f"{repo}/{file.name}: damaged on the way; {AGAIN}")
+        raise DataError(f"{repo}/{file.name}: damaged in the download; {AGAIN}")
     map_tokens(path)  # its header
     fsync(path)
     os.rename(path, out_dir / file.local)

@@ -22,7 +22,7 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
     if processes <= 1:
         yield lambda function, tasks: ((task, function(task)) for task in tasks)
         return
-    # spawn: this process may have threads (tiktoken's, torch's), and a fork would copy their locks as they are
+    # spawn, not fork: a fork copies the locks of this process's threads (tiktoken's, torch's), perhaps held
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin_worker)
 
     def parallel_map(function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
@@ -38,14 +38,14 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
     try:
         yield parallel_map
     except BrokenProcessPool:
-        todo = "perhaps for lack of memory; try again with fewer --workers"
-        raise DataError(f"prepare: one of {processes} workers died, {todo}") from None
+        what = f"one of {processes} workers died, perhaps for lack of memory"
+        raise DataError(f"prepare: {what}; try again with fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _begin_worker() -> None:
-    """Leave Ctrl-C to the parent, and end with it: a killed parent closes no queue, so a worker would wait forever."""
+    """Leave Ctrl-C to the parent, and end with it: a killed parent closes no queue, and workers would wait forever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def follow_parent() -> None:

@@ -336,15 +336,15 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
             3,
             "numbers: no text in field 'text', but int; correct or remove such rows, or name the",
         ),
-        (["empty"], 3, "empty: cannot be had"),
+        (["empty"], 3, "empty: cannot read"),
         ([str(folder.path), "--version", "x"], 3, "BuilderConfig 'x' not found"),
         ([str(folder.path), "--field", "body"], 3, "body"),
-        (["no/where"], 3, "no/where: cannot be had: ConnectError"),
+        (["no/where"], 3, "no/where: cannot read: ConnectError"),
         (["wrong"], 3, "; check the name in --source and the network, or give a folder"),
         (
             [str(folder.path)],
             3,
-            "too little text: its 29,453 tokens all go into the validation shard; give that number as --tokens",
+            "too little text: the validation shard takes all 29,453 tokens; give that number as --tokens",
         ),
         ([str(folder.path), "--tokens", "29453"], 0, None),  # as that message says
         ([str(folder.path), "--tokens", "9"], 2, '"9" for --tokens. Must be >= 10'),

@@ -41,7 +41,7 @@ def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
 
 def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "broken", True)
-    with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged on the way; run the same command again"):
+    with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged in the download; run the same command again"):
         pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
     assert not list((tmp_path / "out").glob("*.bin"))
     monkeypatch.setattr(hub, "broken", False)
@@ -51,7 +51,7 @@ def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatc
 def test_pretokenized_refuses_other_files(hub, tmp_path, monkeypatch):
     bad = b"not a shard" * 200
     monkeypatch.setitem(hub.files, "fineweb_train_000001.bin", bad)
-    with pytest.raises(DataError, match="no shard: it begins with"):
+    with pytest.raises(DataError, match="not a shard: it begins with"):
         pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
     assert [path.name for path in (tmp_path / "out").glob("*.bin")] == ["val_000000.bin"]
     (tmp_path / "other").mkdir()
@@ -71,5 +71,5 @@ def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
     assert main(app, ["prepare", "pretokenized", "fineweb10B", "--out", str(tmp_path / "out")]) == 3
     err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and "kjj0/fineweb10B-gpt2: cannot be had" in err and "copy the files" in err
+    assert len(err.splitlines()) == 1 and "kjj0/fineweb10B-gpt2: cannot read" in err and "copy the files" in err
     assert not (tmp_path / "out").exists()

@@ -327,5 +327,5 @@ def _die(path):
 def test_text_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(build, "BATCH_CHARS", 500)
     monkeypatch.setattr(text_module, "measure", _die)
-    with pytest.raises(DataError, match="one of 2 workers died, .* try again with fewer --workers"):
+    with pytest.raises(DataError, match="one of 2 workers died, .*; try again with fewer --workers"):
         prepare_text([text_file], tmp_path / "out", "bytes", workers=2)
