@@ -34,7 +34,7 @@ BUDGETS = {
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
     "tests/checkpoint": 1898,
-    "tests/commands": 1325,
+    "tests/commands": 1313,
     "tests/config": 574,
     "tests/data": 898,
     "tests/data/prepare": 1021,
