@@ -59,7 +59,7 @@ WITHIN = {
     "model.cuda": "",
     "model.communicator": "distributed model.muon model.sharding model.side_stream model.schedule",
     "model.peer_copies": "distributed model.communicator model.muon",
-    "model.muon": "config.schema model.buffers model.sharding",
+    "model.muon": "model.buffers model.sharding",
 }
 
 

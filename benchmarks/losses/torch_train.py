@@ -80,8 +80,8 @@ def optimizer_of(model: GPT2, config: Config) -> torch.optim.AdamW:
     o, embeddings = config.optim, [model.wte.weight, model.wpe.weight]
     rest = [p for name, p in model.named_parameters() if not name.startswith(("wte", "wpe", "head"))]
     groups = [
-        dict(params=embeddings, weight_decay=o.weight_decay),
-        dict(params=[p for p in rest if p.dim() == 2], weight_decay=o.weight_decay),
+        dict(params=embeddings, weight_decay=config.weight_decay),
+        dict(params=[p for p in rest if p.dim() == 2], weight_decay=config.weight_decay),
         dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0),
     ]
     return torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps, fused=device_name() == "cuda")

@@ -48,6 +48,12 @@ class Config(Sections):
         return self.train.step_tokens
 
     @property
+    def weight_decay(self) -> float:
+        """Decoupled weight decay, as optim.weight_decay or optim.tau gives it."""
+        o = self.optim
+        return o.weight_decay or 0.0 if o.tau is None else o.tau / (o.lr * self.train.steps)
+
+    @property
     def n_params(self) -> int:
         """Number of parameters as llm.c counts: with the padded vocabulary and wpe; the head is wte and counts once."""
         c, layers = self.model.n_embd, self.model.n_layer

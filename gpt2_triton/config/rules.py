@@ -36,6 +36,11 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
         yield "model.vocab_size", f"{expected}, got {m.vocab_size}; set model.vocab_size or data.tokenizer"
     if (d.train == "builtin") != (d.val == "builtin"):
         yield "data.val", f"data.train is {d.train} and data.val is {d.val}; make both builtin, or neither"
+    if (o.tau is None) == (o.weight_decay is None):
+        yield (
+            "optim.tau",
+            f"{o.tau} beside optim.weight_decay {o.weight_decay}; give one, and null for the other",
+        )
     if o.master == "fp32" and t.dtype == "fp32":
         yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
     if t.precision == "fp8" and t.dtype == "fp32":

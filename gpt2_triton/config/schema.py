@@ -27,7 +27,9 @@ VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
 KEPT: JsonDict = {"resume": "kept"}
 
 # On the command line every value is a string, so `null` stands for "not given", as in YAML.
-OptionalInt = Annotated[int | None, BeforeValidator(lambda value: None if value == "null" else value)]
+NullIsNone = BeforeValidator(lambda value: None if value == "null" else value)
+OptionalInt = Annotated[int | None, NullIsNone]
+OptionalFloat = Annotated[float | None, NullIsNone]
 NothingIsNone = BeforeValidator(lambda value: "none" if value == "" else value)
 
 
@@ -165,7 +167,10 @@ class OptimConfig(ConfigSection):
     beta2: float = free(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     eps: float = free(1e-8, "AdamW's epsilon", gt=0)
     momentum: float = free(0.95, "decay of Muon's momentum", ge=0, lt=1)
-    weight_decay: float = free(0.1, "decoupled weight decay of matrices and embeddings", ge=0)
+    weight_decay: OptionalFloat = free(
+        0.1, "decoupled weight decay of matrices and embeddings; null where tau gives it", ge=0
+    )
+    tau: OptionalFloat = free(None, "weight decay as lr * weight_decay * train.steps, in place of weight_decay", ge=0)
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
     master: Literal["none", "fp32"] = kept(
         "none", "none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
@@ -173,6 +178,12 @@ class OptimConfig(ConfigSection):
     v: Literal["fp32", "bf16"] = kept(
         "fp32", "storage of AdamW's second moment; bf16 is rounded stochastically, and saves 2 bytes per parameter"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tau_replaces_weight_decay(cls, given: Any) -> Any:
+        has_tau = isinstance(given, dict) and given.get("tau") not in (None, "null")
+        return {"weight_decay": None} | given if has_tau else given
 
 
 class MemoryConfig(ConfigSection):

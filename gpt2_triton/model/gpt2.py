@@ -93,7 +93,7 @@ class GPT2:
 
     def _make_view(self, B: int, T: int, fp8: bool, record: bool = False) -> ModelView:
         plan, dims = self.plan if fp8 else self.plan.between or self.plan, self.dims | dict(B=B, T=T, R=B * T)
-        ours = self.state, self.recompute, self.config.optim, self.comm, self.rank, self.K
+        ours = self.state, self.recompute, self.config, self.comm, self.rank, self.K
         return make_view(plan, self.arena, dims, *ours, fp8, record)
 
     def initialise(self, seed: int) -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gpt2_triton.config.schema import OptimConfig
 from gpt2_triton.model import sharding
 from gpt2_triton.model.buffers import State
 
@@ -54,7 +53,9 @@ class MatrixClass(NamedTuple):
     polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
 
-def matrix_classes(state: State, dims: dict[str, int], rank: int, optim: OptimConfig) -> Iterator[MatrixClass]:
+def matrix_classes(
+    state: State, dims: dict[str, int], rank: int, momentum: float, decay: float
+) -> Iterator[MatrixClass]:
     """Yield the three classes of the layers' matrices, in the flat order.  A class has 4 C^2 elements in each layer,
     and 4 C^2 L elements of `orth`, directly after the class before it.
     """
@@ -80,7 +81,7 @@ def matrix_classes(state: State, dims: dict[str, int], rank: int, optim: OptimCo
             next=state.orth_next[: k * rows * columns].view(k, rows, columns),
             gram=state.gram[: k * C * C].view(k, C, C), poly=state.poly[: k * C * C].view(k, C, C),
             first=layer.first + at, distance=layer.length,
-            decay=optim.weight_decay, scale=0.2 * math.sqrt(max(rows, columns)), parts=parts, momentum=optim.momentum,
+            decay=decay, scale=0.2 * math.sqrt(max(rows, columns)), parts=parts, momentum=momentum,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpt2_triton.config.schema import OptimConfig
+from gpt2_triton.config.config import Config
 from gpt2_triton.model import muon, sharding
 from gpt2_triton.model.arena import MemoryPlan, carve
 from gpt2_triton.model.buffers import Acts, Params, Recompute, State, param_views
@@ -67,13 +67,13 @@ class ModelView:
 
 
 def make_view(
-    plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], optim: OptimConfig,
+    plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], config: Config,
     comm: Communicator, rank: int, K: Any, fp8: bool, record: bool = False,
 ) -> ModelView:  # fmt: skip
     """Return the view for dims["B"] sequences of dims["T"] tokens, at most the plan's.  With `fp8`, operands of
     products are K.Fp8; with `record`, as in training, kernels record their maxima.
     """
-    d = dims | dict(Rc=min(dims["Rc"], dims["R"]))
+    d, optim = dims | dict(Rc=min(dims["Rc"], dims["R"])), config.optim
     starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None
     g = param_views(state.grads, d, sharding.grad_offsets(d)) if training else None
     w, a = param_views(state.params, d, starts), carve(Acts, plan.buffers, arena, d)
@@ -90,8 +90,8 @@ def make_view(
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
-        updates=list(_update_spans(state, d, rank, optim)) if training else [],
-        matrices=list(muon.matrix_classes(state, d, rank, optim)) if state.orth is not None else [],
+        updates=list(_update_spans(state, d, rank, config)) if training else [],
+        matrices=list(muon.matrix_classes(state, d, rank, optim.momentum, config.weight_decay)) if d["No"] else [],
     )  # fmt: skip
 
 
@@ -110,12 +110,12 @@ def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:
     return [sharding.reduced_gradients(state)[start : start + n] for start, n in spans]
 
 
-def _update_spans(state: State, dims: dict[str, int], rank: int, optim: OptimConfig) -> Iterator[UpdateSpan]:
+def _update_spans(state: State, dims: dict[str, int], rank: int, config: Config) -> Iterator[UpdateSpan]:
     for p in sharding.updated_shards(dims, rank):
         if p.second is None:
             continue
         own, v = slice(p.moment, p.moment + p.length), state.v[p.second : p.second + p.length]
         low = None if state.master_low is None else state.master_low[own]
         w, g = state.params[p.param : p.param + p.length], sharding.reduced_gradients(state)[p.grad : p.grad + p.length]
-        decay, lr_factor = optim.weight_decay if p.decay else 0.0, optim.embed_lr if p.bucket == 0 else 1.0
+        decay, lr_factor = config.weight_decay if p.decay else 0.0, config.optim.embed_lr if p.bucket == 0 else 1.0
         yield UpdateSpan(p.bucket, w, state.m[own], v, low, g, p.first, decay, lr_factor)

@@ -15,7 +15,7 @@ data.train data.val data.tokenizer data.seed data.windows data.allow_changed dat
 train.steps train.batch_size train.seq_len train.total_batch_tokens train.dtype train.precision train.seed
 train.max_minutes train.skip_limit train.skip_loss_z train.skip_norm_z train.rewind_after
 optim.name optim.lr optim.embed_lr optim.warmup optim.schedule optim.final_frac optim.wsd_decay_frac
-optim.beta1 optim.beta2 optim.eps optim.momentum optim.weight_decay optim.clip optim.master optim.v
+optim.beta1 optim.beta2 optim.eps optim.momentum optim.weight_decay optim.tau optim.clip optim.master optim.v
 fp8.keep_bf16 memory.recompute memory.head_rows
 eval.every eval.tokens eval.hellaswag_every eval.hellaswag_data eval.hellaswag_limit
 sample.every sample.tokens sample.prompt sample.temperature sample.top_k
@@ -46,6 +46,14 @@ def test_config_yaml_reads_back_equal(tmp_path):
     path.write_text(config.to_yaml(), encoding="utf-8")
     assert Config.load(path) == config
     assert Config.model_validate(yaml.safe_load(config.to_yaml())) == Config.model_validate(config.to_dict()) == config
+
+
+def test_tau_gives_the_decay_for_the_rate_and_the_steps():
+    config = Config.load({}, {"optim.tau": "4", "optim.lr": "1e-3", "train.steps": "2000"})
+    assert config.weight_decay == 2.0 and config.optim.weight_decay is None
+    assert Config.model_validate(config.to_dict()) == config  # as a resume reads it
+    assert Config.load(config.to_dict(), {"optim.tau": "null", "optim.weight_decay": "0.5"}).weight_decay == 0.5
+    assert Config().weight_decay == Config.load({}, {"optim.tau": "null"}).weight_decay == 0.1
 
 
 def test_config_is_frozen():

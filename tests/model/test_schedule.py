@@ -41,13 +41,14 @@ def test_loss_and_gradients_equal_autograd(level):
 
 def test_three_updates_equal_torch_adamw():
     """Decay on matrices only, bias correction, clipping, the embedding's rate: losses, norms, and the last weights."""
-    model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=dict(lr=0.01, clip=0.5, embed_lr=2.0))
+    optim = dict(lr=0.01, clip=0.5, embed_lr=2.0, tau=0.03)
+    model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=optim)
     d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
     got = train_steps(model, 3)
     listed = list(torch_reference.tensors(params, d))
     groups = [
-        dict(params=[params.wte, params.wpe], weight_decay=o.weight_decay, lr=o.embed_lr * o.lr),
-        dict(params=[t for name, t, decay in listed if decay and "[" in name], weight_decay=o.weight_decay),
+        dict(params=[params.wte, params.wpe], weight_decay=model.config.weight_decay, lr=o.embed_lr * o.lr),
+        dict(params=[t for name, t, decay in listed if decay and "[" in name], weight_decay=model.config.weight_decay),
         dict(params=[t for _, t, decay in listed if not decay], weight_decay=0.0),
     ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
