@@ -58,8 +58,9 @@ def main(app: App, argv: list[str]) -> int:
             discard_unwritten()
             return 141
         if isinstance(error, OSError) and error.errno in OF_THE_USER:
-            what = f"{error.filename or 'output'}: {error.strerror}; {OF_THE_USER[error.errno]}"
-            return _exit_if_distributed(_fail(what, ConfigError.exit_code))
+            file = str(error.filename or "output")
+            todo = "set TRITON_CACHE_DIR to another place" if "/.triton" in file else OF_THE_USER[error.errno]
+            return _exit_if_distributed(_fail(f"{file}: {error.strerror}; {todo}", ConfigError.exit_code))
         if not _is_distributed():
             raise
         traceback.print_exc()

@@ -4,6 +4,7 @@ Okabe and Ito's colours remain distinct to colour-blind readers.  The same runs 
 """
 
 import json
+import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,6 +89,7 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     runs = [read_run(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         runs = [run._replace(name=str(path)) for run, path in zip(runs, paths)]
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's shell names a backend that matplotlib may not have
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -86,7 +86,11 @@ def _reading(path: Path, todo: str) -> Iterator[None]:
 
 def downloaded(todo: str = IN_COMMAND) -> Path:
     """Return the cached .jsonl; download it first if it is missing."""
-    with _reading(where := Path.home() / CACHED, todo):
+    try:
+        where = Path.home() / CACHED
+    except RuntimeError:  # a user without an entry in passwd
+        raise DataError(f"HellaSwag: no home directory to download it to; set HOME; else {todo}") from None
+    with _reading(where, todo):
         _download(where, todo)
     return where
 

@@ -242,6 +242,8 @@ def test_user_errors_and_interrupts_have_exit_codes(capsys):
     assert capsys.readouterr().err == "error: interrupted\n"
     assert run(lambda: command(PermissionError(13, "Permission denied", "RUN/metrics.jsonl"))) == 2
     assert capsys.readouterr().err == "error: RUN/metrics.jsonl: Permission denied; correct its permissions\n"
+    assert run(lambda: command(PermissionError(13, "Permission denied", "/.triton"))) == 2  # HOME=/, as in a container
+    assert capsys.readouterr().err == "error: /.triton: Permission denied; set TRITON_CACHE_DIR to another place\n"
     with pytest.raises(AssertionError, match="a bug"):
         run(lambda: command(AssertionError("a bug")))
 

@@ -1,7 +1,10 @@
 """`python -m gpt2_triton plot`: the panels and the legend show the values in metrics.jsonl."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -142,3 +145,13 @@ def test_the_ending_is_the_format_and_equal_runs_give_equal_bytes(tmp_path, suff
     first, second = ((tmp_path / f"{name}{suffix}").read_bytes() for name in ("a", "b"))
     assert first.startswith(starts) and first == second
     assert not re.search(rb"CreationDate|<dc:date>|20[2-9]\d-\d\d-\d\d", first)
+
+
+@pytest.mark.slow
+def test_a_picture_needs_no_backend(tmp_path):
+    """Jupyter's shell cells have its own backend in the environment."""
+    write_run(tmp_path / "run", 3)
+    environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    plotting = [sys.executable, "-m", "gpt2_triton", "plot", "run", "-o", "a.png"]
+    done = subprocess.run(plotting, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "wrote a.png\n")

@@ -92,6 +92,13 @@ def test_download_failure_is_one_line(server, target, monkeypatch):
             hellaswag._download(target)
 
 
+def test_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # no entry
+    with pytest.raises(DataError, match="^HellaSwag: no home directory to download it to; set HOME; else get it with"):
+        hellaswag.downloaded()
+
+
 def test_download_by_several_ranks_at_once(server, target):
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=hellaswag._download, args=(target,)) for _ in range(4)]
