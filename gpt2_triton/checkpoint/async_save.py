@@ -19,7 +19,7 @@ UNKNOWN_RATE = 1e8  # bytes per second of a slow shared disk, assumed before the
 
 
 class AsyncCheckpointer:
-    """Writes checkpoints in a thread.  If one cannot be written, training continues after a warning."""
+    """Writes checkpoints in a thread.  If a write fails, training continues after a warning."""
 
     def __init__(
         self,
@@ -28,17 +28,17 @@ class AsyncCheckpointer:
         control: ControlGroup = SINGLE_PROCESS,
         resumed: dict[str, Any] | None = None,
     ):
-        """`resumed`: the state of the checkpoint that the run continues from; later checkpoints are damaged."""
+        """`resumed` is the state that the run continues from; later checkpoints count as damaged."""
         self._directory, self._retention, self._control = directory, retention, control
         self._slowest = 0.0  # seconds of the slowest save so far
         self._host: dict[str, Tensor] = {}
-        self._step: int | None = None  # of the copy on the host, which the thread writes
+        self._step: int | None = None  # of the copy on the host
         # step and state of the last save that succeeded
         self._written = (resumed["step"], resumed) if resumed else None
         self._damaged = {step for step, _ in list_steps(directory) if resumed and step > resumed["step"]}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self.failed_step: int | None = None  # of the save that the last `wait` found to have failed; equal on all ranks
+        self.failed_step: int | None = None  # set by `wait`; equal on all ranks
 
     def save(
         self,
@@ -47,10 +47,10 @@ class AsyncCheckpointer:
         state: dict[str, Any],
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy this rank's shard, each tensor in pieces, to the host and start to write it as `save_checkpoint` does.
+        """Copy this rank's shard to the host, and start a thread that calls `before`, then writes the copy.
 
-        The pieces may change as soon as this returns.  The thread calls `before` first.  A save of the state that was
-        saved last, or that the run continues from, does nothing.
+        `shard` holds each tensor in pieces; the pieces may change once this returns.  If the last checkpoint has this
+        step and state already, nothing is done.
         """
         self.wait()
         if (step, state) == self._written:
@@ -63,7 +63,7 @@ class AsyncCheckpointer:
         self._thread.start()
 
     def restore_from_host(self, step: int, shard: dict[str, list[Tensor]]) -> bool:
-        """Restore `shard` from the last save's host copy; return False, without copying, if that is of another step."""
+        """Copy the last save from the host back into `shard`; return False, with nothing copied, for another step."""
         self.wait()
         if step != self._step:
             return False
@@ -72,7 +72,7 @@ class AsyncCheckpointer:
         return True
 
     def _pairs(self, shard: dict[str, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every piece, flat, with its place in host memory, which is allocated on first use."""
+        """Yield each flat piece with its place in host memory, allocated on first use."""
         for name, pieces in shard.items():
             if name not in self._host:
                 shape = pieces[0].shape if len(pieces) == 1 else (sum(piece.numel() for piece in pieces),)
@@ -83,7 +83,7 @@ class AsyncCheckpointer:
                 start += piece.numel()
 
     def expected_seconds(self, nbytes: int) -> float:
-        """Return how long a save of this rank's `nbytes` may take: as the slowest so far, or at UNKNOWN_RATE."""
+        """Return how long a save of `nbytes` may take: as long as the slowest so far, else by UNKNOWN_RATE."""
         return self._slowest or nbytes / UNKNOWN_RATE
 
     def _write(self, step: int, state: dict[str, Any], began: float, before: Callable[[], None]) -> None:

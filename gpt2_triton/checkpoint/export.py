@@ -17,7 +17,7 @@ WRITERS = {"hf": huggingface.write, "llmc": llmc.write}
 def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
     """Write the weights of a source (see sources.py), and its tokenizer if known, to the new directory `out`.
 
-    `format` is "hf" or "llmc", `dtype` "fp32" or "bf16".  ConfigError for others, and if `out` cannot be written.
+    `format` is "hf" or "llmc", `dtype` "fp32" or "bf16".  ConfigError for other values, and if `out` cannot be written.
     """
     for name, value, known in (("format", format, WRITERS), ("dtype", dtype, ("fp32", "bf16"))):
         if value not in known:

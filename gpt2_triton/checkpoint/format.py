@@ -1,13 +1,13 @@
 """Layout of a run's checkpoints on disk.
 
     RUN/checkpoints/step_NNNNNNNN/
-        rank_00000.safetensors ...   per rank, its shard of every tensor; rank 0 also holds the tensors without shards
-        state.json                   configuration, counters, best validation loss and, from several ranks, the spans
+        rank_00000.safetensors ...   a rank's shard of every tensor; rank 0 also holds the unsharded tensors
+        state.json                   configuration, counters, best validation loss, and the spans of several ranks
         manifest.json                size and sha256 of every other file
 
-state.json lists the spans [flat index, length] of each rank's shard, in the order of its file, so that any number of
-ranks can read what any other number wrote.  With Muon, the tensor v has spans of its own (second_shares), which count
-its elements.  File names follow the rules below and are never taken from a file's text.
+A span is [flat index, length] of a piece of a shard.  state.json lists each rank's spans in the order of the rank's
+file, so any number of ranks reads the checkpoint.  Muon shards the tensor v differently: `second_shares` lists its
+spans.  File names follow the rules below and are never taken from a file's text.
 """
 
 import json
@@ -21,7 +21,7 @@ from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import sha256
 
 FORMAT = 2  # 1 had no window of losses and norms
-SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state that each rank has its own value of
+SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state with a value per rank
 STATE, MANIFEST = "state.json", "manifest.json"
 STEP_NAME = re.compile(r"step_([0-9]{8,})")
 Spans = list[list[int]]  # [flat index, length] of each piece of a shard
@@ -38,7 +38,7 @@ def tensors_name(rank: int) -> str:
 
 
 def list_steps(directory: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of everything in `directory` with the name of a checkpoint, oldest first."""
+    """Return (step, path) of everything in `directory` that is named as a checkpoint, oldest first."""
     if not directory.is_dir():
         return []
     try:
@@ -49,12 +49,12 @@ def list_steps(directory: Path) -> list[tuple[int, Path]]:
 
 
 def best_step(state: dict[str, Any]) -> int | None:
-    """Return the step of the lowest validation loss; None if the run does not keep it or has not validated."""
+    """Return the step of the lowest validation loss; None if the run keeps none, or none yet."""
     return state["best"][0] if state.get("best") else None
 
 
 def read_best(step_dir: Path) -> tuple[int, float] | None:
-    """Return (step, loss) of the lowest validation loss by a checkpoint's state; None if it cannot be read."""
+    """Return (step, loss) of the lowest validation loss in a checkpoint's state; None if that is unreadable."""
     try:
         return json.loads((step_dir / STATE).read_text(encoding="utf-8")).get("best")
     except (OSError, ValueError):
@@ -62,5 +62,5 @@ def read_best(step_dir: Path) -> tuple[int, float] | None:
 
 
 def fingerprint(path: Path, advance: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-    """Return a file's entry in the manifest: its size and sha256; `advance` counts the bytes that are read."""
+    """Return a file's entry in the manifest: its size and sha256; `advance` is told the bytes read."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path, advance)}

@@ -31,14 +31,14 @@ MODEL = "model.bin"
 
 
 def read(path: str) -> Weights:
-    """Return the GPT-2 in a model file of llm.c, mapped into memory; CheckpointError if it is not a complete one."""
+    """Return the GPT-2 in a model file of llm.c, mapped into memory; CheckpointError if it is not complete."""
     where = f"llmc:{path}"
     try:
         header, size = np.fromfile(path, "<i4", HEADER_BYTES // 4), Path(path).stat().st_size
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read ({error.strerror}); expected a model file of llm.c") from None
     if len(header) < HEADER_BYTES // 4 or header[0] != MODEL_MAGIC:
-        raise CheckpointError(f"{where}: not a model of llm.c, which starts with {MODEL_MAGIC} in a header of 1 KiB")
+        raise CheckpointError(f"{where}: not a model file of llm.c; expected 1 KiB that begins with {MODEL_MAGIC}")
     if header[1] not in VERSIONS:
         todo = "write it again with a newer llm.c"
         raise CheckpointError(f"{where}: version {header[1]}, expected 3 (fp32) or 5 (bf16); {todo}")

@@ -1,7 +1,7 @@
 """Find, verify and load checkpoints.
 
-A flipped bit is noticed by the hashes of the manifest; safetensors would load it.  Nothing is unpickled, and no name
-in a file is followed: a checkpoint may come from somebody else.
+The manifest's hashes show a flipped bit, which safetensors would load.  A checkpoint may come from a stranger: nothing
+is unpickled, and no file name is taken from a file's text.
 """
 
 import json
@@ -33,8 +33,8 @@ from gpt2_triton.checkpoint.format import (
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
 
-SCAN = 1 << 20  # elements per scan for NaN and infinity: they stay in the cache, and a core does 7 GB/s
-# by dtype: integers of the same size, and the bits of the exponent, which are all set in NaN and infinity alone
+SCAN = 1 << 20  # elements per scan for NaN and infinity: few enough for the cache
+# by dtype: an integer of its size, and its exponent bits; NaN and infinity alone set them all
 EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F800000)}
 
 
@@ -42,9 +42,9 @@ EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 
 
 
 def verify(step_dir: Path) -> str:
-    """Return the first problem of a checkpoint; "" if its files are exactly those that were written.
+    """Return the first problem of a checkpoint; "" if its files are as written.
 
-    CheckpointError if its files may not be read, which is no damage.
+    CheckpointError without permission to read it: a file that may not be read is not damaged.
     """
     try:
         if not step_dir.is_dir():
@@ -85,10 +85,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
-    """Return the newest checkpoint in `directory`, up to step `last`, that verifies and is finite; None if there are
-    none at all.
+    """Return the newest intact checkpoint in `directory` up to step `last`; None if there is no checkpoint.
 
-    Print a warning for each newer one, which is damaged.  Raise CheckpointError if all are damaged.
+    Intact: it verifies and is finite.  Each damaged one on the way gets a warning.  CheckpointError if all are damaged.
     """
     steps = [path for step, path in list_steps(directory) if last is None or step <= last]
     for path in reversed(steps):
@@ -97,13 +96,13 @@ def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
             return path
         if os.path.lexists(path):  # else its run has deleted it
             print_line(f"warning: skipping damaged {path}: {problem}", error=True)
-    if steps:  # None would start a new run over checkpoints that can perhaps be restored
+    if steps:  # None would start a new run over checkpoints that may be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another run")
     return None
 
 
 def _non_finite(step_dir: Path) -> str:
-    """Return where a checkpoint that verifies has NaN or infinity: damage in a GPU's memory is in no hash."""
+    """Return where a checkpoint has NaN or infinity: hashes do not show damage in a GPU's memory."""
     try:
         for path in step_dir.glob("rank_*"):
             _read_tensors(path)
@@ -131,9 +130,8 @@ def find_checkpoint(path: Path) -> Path:
     directory = _directory_of(path)
     found = latest_checkpoint(directory)
     if found is None and (path / "config.yaml").is_file():
-        todo = f"wait for its next one, or continue it by `train` with --run_dir {shlex.quote(str(path))} --resume"
-        saves = "it saves every checkpoint.every steps, at its end and when it is stopped"
-        raise CheckpointError(f"{path}: this run has no checkpoint yet; {saves}: {todo}")
+        todo = f"wait for its next save, or continue it: train --run_dir {shlex.quote(str(path))} --resume"
+        raise CheckpointError(f"{path}: this run has no checkpoint yet; {todo}")
     if found is None:
         got = f"{path} is a file" if path.is_file() else f"expected {path}/checkpoints/step_NNNNNNNN"
         todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
@@ -151,9 +149,9 @@ def _directory_of(path: Path) -> Path:
 
 
 def best_checkpoint(newest: Path) -> Path | None:
-    """Return the checkpoint of the lowest validation loss by the state of the run's newest one; None if it has none.
+    """Return the checkpoint of the lowest validation loss, not verified; None if the state of `newest` names none.
 
-    It is not verified.  CheckpointError if the state of `newest` cannot be read.
+    CheckpointError if that state cannot be read.
     """
     try:
         step = best_step(_read_json(newest / STATE))
@@ -168,7 +166,7 @@ def best_checkpoint(newest: Path) -> Path | None:
 def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     """Return (step directory, state, host tensors by name) for what `find_checkpoint` takes.
 
-    If its run deletes the step meanwhile, look again: then there is a newer one.
+    If the run deletes the step meanwhile, look again: a newer step exists then.
     """
     while True:
         steps = list_steps(_directory_of(path))
@@ -232,7 +230,7 @@ def merge_shards(
 ) -> dict[str, Tensor]:
     """Return whole host tensors from the ranks' shards.
 
-    Tensors that only rank 0 has are whole already.  `of_tensor` has the spans of tensors with spans of their own.
+    A tensor that only rank 0 has is whole already.  `of_tensor` has the spans of tensors that are sharded differently.
     """
     merged = {}
     for name, tensor in shards[0].items():

@@ -16,7 +16,7 @@ from gpt2_triton.errors import CheckpointError, ConfigError
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
-# fatal ones that other versions did not save, and what their runs did
+# fatal keys that older versions did not save, with the value that their runs had
 LATER_KEYS = {"data.align": "none", "data.windows": "fixed", "optim.name": "adamw", "optim.v": "fp32"}
 WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
@@ -27,14 +27,14 @@ class Resume(NamedTuple):
     state: dict[str, Any]  # the content of state.json
     tensors: dict[str, Tensor]
     notes: list[str]  # lines for the console about what has changed
-    changed_data: dict[str, Change]  # by file; empty but with data.allow_changed
+    changed_data: dict[str, Change]  # by file; empty without data.allow_changed
 
 
 def read(found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[str, Sequence[Any]]) -> Resume:
-    """Load the checkpoint `found`, which verifies, for a run with these shards, by their key in state.json.
+    """Load the checkpoint `found`, which verifies, for the run that continues from it.
 
-    `explicit` is the configuration as a save would write it.  CheckpointError if the checkpoint is of another run,
-    ConfigError if it has more steps than train.steps.
+    `explicit` is the configuration as a save writes it, `shards` the shards by their key in state.json.
+    CheckpointError if the checkpoint is of another run, ConfigError if it has more steps than train.steps.
     """
     saved, tensors = load_checkpoint(found)
     changed = check_config(saved["config"], explicit)
@@ -58,7 +58,7 @@ def read(found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raise CheckpointError with a table of differences unless names, shapes and dtypes are the expected ones."""
+    """Raise CheckpointError with a table of differences unless names, shapes and dtypes are as expected."""
 
     def forms(of: dict[str, Tensor]) -> dict[str, Any]:
         return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
@@ -76,7 +76,7 @@ def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[
 
 
 def decides_weights(key: str) -> bool:
-    """Return whether init_from takes the weights of a run only with an equal value of this dotted key."""
+    """Return whether init_from takes weights only from a run with an equal value of this dotted key."""
     return key.startswith("model.") or key in WEIGHT_KEYS
 
 
@@ -110,7 +110,7 @@ def check_data(step_dir: Path, saved: Rows, current: Rows, where: str, allow: bo
 
 
 def as_text(changes: dict[str, Change], none: str = "null") -> dict[str, tuple[str, str]]:
-    """Return changes as they are printed: values as in YAML, and `none` for None."""
+    """Return changes as printed: values as in YAML, `none` for None."""
 
     def text(value: Any) -> str:
         return none if value is None else json.dumps(value) if value == "" or isinstance(value, bool) else str(value)
@@ -119,7 +119,7 @@ def as_text(changes: dict[str, Change], none: str = "null") -> dict[str, tuple[s
 
 
 def _by_file(rows: Rows) -> dict[str, Any]:
-    """Return size and hash of each file by name; further files of a name, in other directories, get numbers."""
+    """Return size and hash of each file by name; a name that repeats, in another directory, gets a number."""
     files: dict[str, str] = {}
     for row in rows:
         same = sum(name.partition(" #")[0] == row["name"] for name in files)

@@ -42,11 +42,11 @@ from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import fsync, remove
 
-FILES_BYTES = 1 << 20  # more than state, manifest and the header of the tensors take
+FILES_BYTES = 1 << 20  # above the size of state, manifest and the tensors' headers
 
 
 class Retention(NamedTuple):
-    """Which checkpoints stay: also the best, the best of a rewind's target, and every one after the newest save."""
+    """Which checkpoints stay, beside the best, the best as of each rewind's target, and all after the newest save."""
 
     keep: int  # the newest; 0: all
     every: int = 0  # multiples of this step; 0: none
@@ -65,7 +65,7 @@ def save_checkpoint(
     """Write the checkpoint of `step` under `directory`, replacing any, prune older ones, and return its path.
 
     All ranks of `control` call it with their shards as `tensors`; with several, state["shares"] has the shard's spans.
-    If any rank fails, all raise OSError, and nothing has changed.  Steps in `damaged` neither count nor are deleted.
+    If any rank fails, all raise OSError, and nothing has changed.  Steps in `damaged` are neither counted nor deleted.
     """
     target, temporary = step_path(directory, step), directory / f".step_{step:08d}.tmp"
     control.from_rank0(lambda: _begin(temporary, tensors, control.size))
@@ -94,7 +94,7 @@ def _begin(temporary: Path, tensors: dict[str, Tensor], ranks: int) -> None:
 def _write_shards(
     temporary: Path, tensors: dict[str, Tensor], state: dict[str, Any], control: ControlGroup
 ) -> list[dict[str, Any]]:
-    """Write and sync this rank's file; return the spans and the manifest's entry of every rank's."""
+    """Write and sync this rank's file; return every rank's spans and entry in the manifest."""
     path = temporary / tensors_name(control.rank)
     result: dict[str, Any] = {"spans": {key: state[key] for key in (SHARES, SECOND_SHARES) if key in state}}
     try:
@@ -124,7 +124,7 @@ def _finish(temporary: Path, state: dict[str, Any], results: list[dict[str, Any]
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Make the complete `temporary` the checkpoint `target` by one rename; a checkpoint that was there is removed."""
+    """Make the complete `temporary` the checkpoint `target` by one rename; a checkpoint in its place is removed."""
     if not os.path.lexists(target):
         os.rename(temporary, target)
         replaced = None
@@ -144,7 +144,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names at once; False, with nothing done, where kernel or file system cannot (NFS, for one)."""
+    """Exchange two names at once; return False, with nothing done, where the system cannot, as on NFS."""
     here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
@@ -173,7 +173,7 @@ def discard_after(directory: Path, step: int) -> None:
 
 
 def _prune(directory: Path, newest: int, best: int | None, retention: Retention, damaged: Collection[int]) -> None:
-    """Delete the checkpoints that `retention` does not keep.  A later one is damaged too: the run passed over it."""
+    """Delete the checkpoints that `retention` does not keep.  Later ones are damaged: the run passed over them."""
     steps = {step: path for step, path in list_steps(directory) if step <= newest and step not in damaged}
     kept = {best, *[*steps][-retention.keep :]}
     if retention.every:

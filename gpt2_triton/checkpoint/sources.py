@@ -1,7 +1,7 @@
 """Load weights from any source: a run, one of its step directories, or KIND:WHERE for another project's files.
 
-`checkpoint:` may stand before a run or a step, as in init_from.  A directory with a config.json is Hugging Face's also
-without `hf:`.
+`checkpoint:` may stand before a run or a step, as in init_from.  A directory with a config.json needs no
+`hf:`.
 """
 
 from pathlib import Path
@@ -28,10 +28,10 @@ READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 
 
 def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
-    """Return the configuration and the host tensors, `params` among them, of a source.
+    """Return a source's configuration and its host tensors, `params` among them.
 
-    Another project's model gets a configuration in bf16 with its context as train.seq_len, and `params` in fp32: a bf16
-    model rounds them, an fp32 model takes them exactly.
+    Another project's model gets train.dtype bf16 and its context as train.seq_len.  Its `params` are fp32, which a bf16
+    model rounds and an fp32 model keeps.
     """
     kind, where = _kind_and_place(source)
     if kind == "checkpoint":
@@ -51,7 +51,7 @@ def open_weights(source: str) -> Weights:
 
 
 def is_own_run(source: str) -> bool:
-    """Return whether the source is one of our runs by its name, not another project's."""
+    """Return whether the source names one of our runs, not another project's file."""
     return _kind_and_place(source)[0] == "checkpoint"
 
 
@@ -74,7 +74,7 @@ def initial_weights(config: Config) -> dict[str, Tensor]:
 
 
 def _weights_of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
-    """Return the weights of one of our checkpoints; CheckpointError if it stores other tensors than this run."""
+    """Return the weights of one of our checkpoints; CheckpointError if this run needs other tensors."""
     _, saved, tensors = read_checkpoint(path)
     changes, _ = config_differences(saved["config"], config.to_dict())
     for key, (then, now) in changes.items():
@@ -91,7 +91,7 @@ def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:
             saved["fp8"] = {"keep_bf16": "head"}  # an earlier version had more values; no weight depends on it
         config = Config.model_validate(saved)
     except ValidationError as error:
-        wrong = f"{step_dir}: its configuration is of another version of gpt2_triton"
+        wrong = f"{step_dir}: its configuration is of another version of gpt2_triton; use that version"
         raise CheckpointError(wrong) from error
     expected = {"params", "low"} if config.optim.master == "fp32" else {"params"}
     for name in expected:

@@ -1,7 +1,7 @@
 """A GPT-2's weights under OpenAI's names, between other projects' files and our flat buffers.
 
-Hugging Face and nanoGPT use these names, llm.c their order.  `by_name` is the one table from these names to our
-tensors.  All matrices are [out, in].  Numbers are fp32, the only dtype that holds fp16 and bf16.
+Hugging Face and nanoGPT use these names, llm.c their order.  `by_name` maps these names to our
+tensors.  All matrices are [out, in].  Numbers are fp32, which holds every number of fp16 and bf16.
 """
 
 import dataclasses
@@ -72,16 +72,16 @@ class Weights:
         return parameter_shapes(self.model)
 
     def read(self, name: str) -> np.ndarray:
-        """Return one parameter, fp32; CheckpointError unless it is finite and of the shape of the model's."""
+        """Return one parameter, fp32; CheckpointError unless it is finite and has the model's shape."""
         values, shape = self.tensor(name), self.shapes[name]
         if values.shape != shape:
-            raise CheckpointError(f"{self.where}: {name} is {values.shape}, expected {shape}; its sizes do not fit it")
+            raise CheckpointError(f"{self.where}: {name} is {values.shape}, expected {shape}; correct its sizes")
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.where}: {name} has a NaN or an infinity; take an earlier checkpoint")
         return values
 
     def read_all(self, what: str, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (name, parameter) of each name, by default of all; the progress of the work is shown as `what`."""
+        """Yield (name, parameter) of each name, by default all; show the progress as `what`."""
         names = list(self.shapes if names is None else names)
         with Progress(what, sum(math.prod(self.shapes[name]) for name in names), "parameters") as progress:
             for name in names:
@@ -90,7 +90,7 @@ class Weights:
 
 
 def model_config_from_sizes(where: str, **sizes: object) -> ModelConfig:
-    """Return the configuration of a model with a file's sizes; CheckpointError if no model here can have them."""
+    """Return a model of a file's sizes; CheckpointError if no model here can have them."""
     try:
         return ModelConfig.model_validate(sizes)
     except ValidationError as error:
@@ -118,15 +118,15 @@ def no_tokenizer(weights: Weights) -> CheckpointError:
     """Return the error about a vocabulary of neither tokenizer."""
     known = " and ".join(f"{name} has {size}" for name, size in TOKENIZER_SIZES.items())
     wrong = f"{weights.where}: no tokenizer is known for {weights.model.vocab_size} tokens ({known})"
-    todo = "they can be exported, not trained or sampled from; prepare your text with --tokenizer bytes for a new run"
-    return CheckpointError(f"{wrong}: {todo}")
+    todo = "its weights can only be exported; for training, prepare your text with --tokenizer bytes"
+    return CheckpointError(f"{wrong}; {todo}")
 
 
 def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     """Return `params`, and `low` if the run keeps fp32 masters, flat as in a checkpoint.
 
     fp32 and masters are exact; bf16 without masters is rounded to nearest, ties to even.  Padding rows of wte are zero.
-    If the file has more positions than the run, the first block_size are taken.
+    Positions from the run's block_size on are left out.
     """
     _check_sizes(weights, config.model)
     in_fp32, masters, n = config.train.dtype == "fp32", config.optim.master == "fp32", flat_length(config.model)
@@ -148,7 +148,7 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
 
 
 def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
-    if weights.model.vocab_size < min(TOKENIZER_SIZES.values()):  # and so no run can have these sizes
+    if weights.model.vocab_size < min(TOKENIZER_SIZES.values()):  # no run can have these sizes
         raise no_tokenizer(weights)
     theirs, now = weights.model.model_dump(), ours.model_dump()
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
@@ -159,7 +159,7 @@ def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
 
 
 def from_checkpoint(where: str, tensors: dict[str, Tensor], config: Config) -> Weights:
-    """Return the weights in the tensors of one of our checkpoints; with fp32 masters, the masters."""
+    """Return the weights in the tensors of our checkpoint: the fp32 masters, if it has them."""
     views = {part: by_name(tensors[part], config.model) for part in ("params", "low") if part in tensors}
 
     def tensor(name: str) -> np.ndarray:

@@ -92,8 +92,8 @@ def with_header(data: bytes, **words: int) -> bytes:
 
 
 REFUSED = [
-    (lambda data: data[:1000], "not a model of llm.c, which starts with 20240326"),
-    (lambda data: with_header(data, w0=20240520), "not a model of llm.c"),
+    (lambda data: data[:1000], "not a model file of llm.c; expected 1 KiB that begins with 20240326"),
+    (lambda data: with_header(data, w0=20240520), "not a model file of llm.c"),
     (lambda data: with_header(data, w1=2), r"version 2, expected 3 \(fp32\) or 5 \(bf16\); write it again"),
     (lambda data: with_header(data, w6=60), "not a GPT-2 that fits here: block_size 16, vocab_size 300.* n_embd 60"),
     (lambda data: with_header(data, w4=0), "not a GPT-2 that fits here"),

@@ -134,7 +134,7 @@ def test_latest_checkpoint_gives_none_where_find_raises(tmp_path):
         with pytest.raises(CheckpointError, match=f"{path}: no checkpoint found"):
             find_checkpoint(path)
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(CheckpointError, match=f"this run has no checkpoint yet; .* --run_dir {tmp_path} --resume$"):
+    with pytest.raises(CheckpointError, match=f"has no checkpoint yet; .* train --run_dir {tmp_path} --resume$"):
         find_checkpoint(tmp_path / "best")
     (tmp_path / "ckpt.pt").touch()
     with pytest.raises(CheckpointError, match="ckpt.pt: no checkpoint found, .* is a file; .* or nanogpt:FILE$"):
