@@ -19,9 +19,9 @@ from gpt2_triton.errors import ConfigError
 if TYPE_CHECKING:
     from benchmarks.speed.sizes import Work
 
-app = make_app("benchmarks", "Speed and accuracy of the kernels next to PyTorch's, and the search for their tables.")
+app = make_app("benchmarks", "Speed and accuracy of the kernels beside PyTorch, and the search for launch parameters.")
 app.help_epilogue = (
-    "Programs of their own, each with --help, as in python -m benchmarks.speed.multi_gpu: "
+    "Programs of their own, each with --help, are run as python -m benchmarks.speed.multi_gpu: "
     "speed.multi_gpu, speed.torch_ddp, accuracy.gradients, losses.pairs, losses.torch_train, losses.corpus, "
     "losses.loss_compare, losses.vs_torch, results."
 )
@@ -40,7 +40,7 @@ class Runs:
     batch: int
         Sequences per step; by default 64, 64, 32 and 16.
     recompute: str
-        memory.recompute of our runs, as gelu+ln:4 in the first layers only; by default gelu for d12, else gelu+ln.
+        memory.recompute of our runs, such as gelu+ln:4; by default gelu for d12, else gelu+ln.
     precision: str
         train.precision of our runs; bf16,fp8 for both.
     keep_bf16: str
@@ -54,7 +54,7 @@ class Runs:
     keep_bf16: Literal["head", "none"] | None = None
 
     def works(self, optim: str = "adamw") -> "list[Work]":
-        """Return the work of each size, precision and optimizer; ConfigError if there is no such configuration."""
+        """Return the work of each size, precision and optimizer; ConfigError if a configuration is wrong."""
         from benchmarks.speed.sizes import work_of
 
         names, precisions = _sizes(self.sizes), self.precision.split(",")
@@ -87,7 +87,7 @@ def steps(
     optim: Literal["adamw", "muon", "adamw,muon"] = "adamw",
     json: Path | None = None,
 ) -> int:
-    """Time GPT-2's training steps next to PyTorch's on this GPU.
+    """Time GPT-2's training steps beside PyTorch's on this GPU.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def steps(
 
 @app.command
 def ops(*, runs: Runs = Runs(), json: Path | None = None) -> None:
-    """Time each operation of a training step, and print how near its floor on this GPU it is.
+    """Time each operation of a training step, and compare it with its floor on this GPU.
 
     Parameters
     ----------
@@ -141,12 +141,12 @@ def tune(
     sizes: str
         Comma-separated among d12, d24, d36 and d48; by default those that this GPU can train.
     batch: int
-        Sequences per step; by default at most 64, 64, 32 and 16, as many as this GPU can train with.
+        Sequences per step; by default 64, 64, 32 and 16, or fewer if this GPU has too little memory.
     only: str
         Comma-separated operations or families of them, such as attention,layernorm_fwd; by default all.
     out: Path
-        The .json file to write, for the variable GPT2_TRITON_TABLE of any installation of this version; by default this
-        GPU's in gpt2_triton/kernels/tables.
+        The .json file to write; by default this GPU's in gpt2_triton/kernels/tables.  Any installation of this version
+        reads it if the variable GPT2_TRITON_TABLE names it.
     """
     names = _sizes(sizes) if sizes else None
     if out and out.suffix != ".json":

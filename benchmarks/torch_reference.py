@@ -1,7 +1,7 @@
 """GPT-2 in plain PyTorch with autograd, on the project's flat parameters: the reference for the schedule.
 
-Functional, for any dtype.  Losses and gradients have the project's scale: a mean is the sum over tokens with a target,
-divided by all B*T tokens, so that micro-batches with ignored targets add up.
+The functions take any dtype.  Losses and gradients have the project's scale: a mean is the sum over tokens with a
+target, divided by all B*T tokens.  So micro-batches with ignored targets add up.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from gpt2_triton.model.buffers import Params, param_entries, param_views
 
 
 def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None) -> Params:
-    """Return leaf tensors, copies of the parts of a flat buffer in the project's order."""
+    """Return copies of a flat buffer's parts as leaf tensors, in the project's order."""
 
     def leaf(view: Tensor) -> Tensor:
         return view.detach().to(dtype or view.dtype, copy=True).requires_grad_()
@@ -45,8 +45,8 @@ def gpt2_loss(
     params: Params, ids: Tensor, targets: Tensor, V: int, NH: int, reduction: Literal["none", "mean"] = "mean",
     linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = _linear,
 ) -> Tensor:  # fmt: skip
-    """Return the cross entropy over the first V rows of wte (the rest is padding).  A target of -1 has no loss, but
-    counts in the mean.  `linear` computes the products of the layers: it gets a layer's name, x, w and b.
+    """Return the cross entropy over the first V rows of wte; the rest is padding.  A target of -1 has no loss, but
+    counts in the mean.  `linear` computes the products of the layers from a layer's name, x, w and b.
     """
     p, C = params, params.wte.shape[1]
 

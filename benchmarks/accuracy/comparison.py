@@ -1,4 +1,4 @@
-"""What the comparisons of `python -m benchmarks verify` share: sizes, random inputs, and the bound of an error."""
+"""Sizes, random inputs and bounds that the comparisons of `python -m benchmarks verify` share."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ RATIO, FLOOR = 1.1, 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """GPT-2 124M with 4 sequences (the classifier has 1, as its float64 logits are large); tiny in the interpreter."""
+    """GPT-2 124M with 4 sequences; tiny without a GPU.  The classifier takes 1, as its float64 logits are large."""
 
     B: int = 4 if GPU else 2
     T: int = 1024 if GPU else 32

@@ -1,7 +1,7 @@
 """Compares the fp8 launchers with float64 of the dequantised operands, for `python -m benchmarks verify`.
 
-PyTorch has no operation that does the same, so each output has a limit of its own: what its rounding and the tensor
-cores' sums cost.  Each operand that is written in two orders is compared with its own transpose, bit by bit.
+PyTorch has no such operations, so each output has a limit: what its rounding and the tensor cores' sums cost.  An
+operand that is written in two orders is compared with its own transpose, bit by bit.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.tuning import is_hopper
 
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-# Rounding to bf16 costs 1.66e-3, and 2.42e-3 with tensor cores' sums of 6,400 fp8 products in 14 bits, which Hopper's
-# kernels do not have.  Rounding to e4m3 costs 2.65e-2, however exact the number was.  dW is stored in fp32: what is
-# left is of the sums of 128 products.  The interpreter stores and adds in fp32.
+# Rounding to bf16 costs 1.66e-3.  If tensor cores also sum 6,400 products in 14 bits, which Hopper's kernels avoid, the
+# error is 2.42e-3.  Rounding to e4m3 costs 2.65e-2, however exact the number was.  dW is stored in fp32, so only sums
+# of 128 products in 14 bits cost something.  The interpreter stores and adds in fp32.
 ROUNDED, SUMMED = (2e-3 if is_hopper() else 3e-3, 2e-4) if GPU else (1e-6, 1e-6)
 QUANTISED = 3e-2
 LOGITS = 1e-3 if GPU else 1e-6
-SLOPES = 5e-3  # of a sum of products with gelu' as a byte: half a step, 0.0025, in each term
-AMAX = 1e-2  # GELU's kernels on Hopper have fp16 tiles
+SLOPES = 5e-3  # gelu' is a byte: each term of a sum is off by half a step at most, 0.0025
+AMAX = 1e-2  # GELU's kernels on Hopper hold tiles in fp16
 
 
 def operand(R: int, C: int, scale: float, transposed: bool = True, value: Tensor | None = None) -> fp8.Fp8:
@@ -136,7 +136,7 @@ def norms(R: int, C: int) -> Iterator[Comparison]:
 
 
 def attention(s: Sizes) -> Iterator[Comparison]:
-    """Compare with the bf16 of the same launch, which `verify` compares with float64."""
+    """Compare with the bf16 outputs of the same launch, which `verify` compares with float64."""
     C, qkv, dout, dbias = s.C, randn(s.R, 3 * s.C), randn(s.R, s.C), empty32(3 * s.C)
     lse, delta = empty32(s.B, s.NH, s.T), empty32(s.B, s.NH, s.T)
     out, dqkv, plain = operand(s.R, C, 32.0, value=empty(s.R, C)), operand(s.R, 3 * C, 32.0), empty(s.R, 3 * C)

@@ -2,14 +2,14 @@
 
     python -m benchmarks.accuracy.gradients RUN --data 'SHARDS/train_*.bin'
 
-The loss is the mean of `--batches` micro-batches.  For each arithmetic, and for each kind of tensor,
-with our gradient g and float64's e from the same bf16 weights:
+The loss is the mean of `--batches` micro-batches.  For each arithmetic and each kind of tensor, with our gradient g and
+float64's e from the same bf16 weights, it prints:
 
     cosine     g e / (|g| |e|), the least of the layers
     along      g e / (e e), least and largest: 1 where the error of g has no part along e
     error      |g - e| / |e|, the largest of the layers
 
-The last arithmetic is float64 on other batches: how much the gradient of one batch tells of another's.
+The last arithmetic is float64 on other batches.  It shows how much the gradients of two batches have in common.
 """
 
 import gc
@@ -52,7 +52,7 @@ class Agreement(NamedTuple):
 
 
 def configs_of(saved: Config, batch: int, batches: int) -> dict[str, Config]:
-    """Return the configuration of one step in bf16 storage, in `batches` micro-batches, for each arithmetic of ours."""
+    """Return the configuration of one step in bf16 storage, in `batches` micro-batches, for each of our arithmetics."""
     arms = {"bf16": ("bf16", "none"), "fp8": ("fp8", "head"), "fp8, logits too": ("fp8", "none")}
     train = {"batch_size": batch, "total_batch_tokens": batch * batches * saved.train.seq_len, "dtype": "bf16"}
     return {

@@ -80,7 +80,7 @@ def scatter_tables(s: Sizes, ids: Tensor, targets: Tensor) -> list[Tensor]:
 
 
 def tokens(s: Sizes) -> Tensor:
-    """Return ids [B, T] with the frequencies of text: a few tokens often, most of them rarely."""
+    """Return ids [B, T] with the frequencies of text: a few tokens are frequent, most are rare."""
     return torch.from_numpy((np.random.default_rng(0).zipf(1.2, (s.B, s.T)) % s.V).astype(np.int32)).to(DEVICE)
 
 
@@ -204,7 +204,7 @@ def muon(s: Sizes) -> Iterator[Comparison]:
 
 
 def master(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 weight whose bits are a bf16 parameter and 16 master bits."""
+    """Return the fp32 weight that a bf16 parameter and its 16 master bits form."""
     lower = low.to(torch.int32) & 0xFFFF
     upper = (high.view(torch.int16).to(torch.int32) - (lower >= 0x8000).to(torch.int32)) << 16
     return (upper | lower).view(F32)

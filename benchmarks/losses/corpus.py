@@ -2,10 +2,10 @@
 
     python -m benchmarks.losses.corpus OUT [--mb 400] [--tokenizer gpt2|bytes]
 
-It has Python sources, headers and documentation of site-packages, the standard library, CUDA and /usr/share/doc; files
-with the same first 2,000 characters count once.  Validation has whole packages, so that it repeats no training file.  A
+It has Python sources, headers and documentation of site-packages, the standard library, CUDA and /usr/share/doc.  Files
+with the same first 2,000 characters count once.  Validation has whole packages, so it repeats no training file.  A
 machine with PyTorch and CUDA has more than 400 MB.  The corpus is code: it compares ways of training, and its losses
-are not comparable with losses on prose.  Bytes suit models so small that GPT-2's vocabulary would be most of the work.
+do not compare with losses on prose.  Small models should take bytes: GPT-2's vocabulary would be most of their work.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from gpt2_triton.errors import DataError
 SUFFIXES = (".py", ".pyi", ".h", ".hpp", ".cuh", ".md", ".rst", ".txt")
 SHORTEST, LONGEST = 500, 2_000_000  # characters of a file
 COMPARED = 2000  # characters by which files are compared
-VAL_SHARE, LARGEST_VAL = 0.03, 0.01  # of the characters: in validation, and in one package of it at most
+VAL_SHARE, LARGEST_VAL = 0.03, 0.01  # of all characters: in validation, and at most in one of its packages
 
 
 class Document(NamedTuple):
-    package: str  # the folder of its root that holds it
+    package: str  # the top folder below its root
     text: str
 
 
@@ -45,7 +45,7 @@ def _digest(text: str) -> bytes:
 
 
 def documents(folders: Iterable[Path], most: float) -> list[Document]:
-    """Return the distinct texts below the folders, `most` characters in all, in an order that hashes of names give."""
+    """Return distinct texts below the folders, `most` characters in all, in the order of their names' hashes."""
     paths = {path: root for root in folders for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file()}
     found, seen, characters = [], set(), 0
     for path in sorted(paths, key=lambda path: _digest(f"{path.parent.name}/{path.name}")):

@@ -7,10 +7,9 @@
 
 OLD and NEW are commits of this repository or directories with a checkout.  The comparison covers all numbers in
 metrics.jsonl except times, and the sha256 of each tensor of the last checkpoint: weights, moments, master bits.
---time trains in the order old, new, new, old and prints the median ms per step too; with it, --gpus is their number.
-Runs are made in $TMPDIR, a checkpoint each.
-Keys of a configuration, as --train.precision fp8, hold for all runs.  The exit code is 1 if a bit differs, 2 if a run
-fails.
+--time trains in the order old, new, new, old, on --gpus GPUs, and prints the median ms per step too.
+Each run writes one checkpoint into $TMPDIR, where it is deleted once it is read.  Keys of a configuration, such as
+--train.precision fp8, hold for all runs.  The exit code is 1 if a bit differs, 2 if a run fails.
 """
 
 import argparse
@@ -43,7 +42,7 @@ QUIET = "--eval.every 0 --eval.hellaswag_every 0 --sample.every 0 --checkpoint.e
 
 
 class Case(NamedTuple):
-    """A run: its configuration file, relative to the checkout, and options for train.py."""
+    """A run: its options begin with a configuration file, relative to the checkout; the others are train.py's."""
 
     name: str
     options: str
@@ -114,7 +113,7 @@ def train(tree: Path, case: Case, work: Path) -> Result:
 
 
 def commands(tree: Path, case: Case, run_dir: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Yield the command line and environment of each process.  The builtin data is made in the working directory."""
+    """Yield the command line and environment of each process, which makes the builtin data in its working directory."""
     config, *options = case.options.split()
     words = [str(tree / "train.py"), str(tree / config), *options, "--run_dir", str(run_dir)]
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
@@ -218,6 +217,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--size", default="d12", help="model.size of timed runs")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences of 1024 tokens per GPU and micro-step")
     given, keys = parser.parse_known_args(words)
+    if not (given.cpu or given.gpu or given.time or given.gpus > 1):
+        parser.error("nothing to compare: expected --cpu, --gpu, --gpus 2 or --time STEPS")
     if given.time and given.time <= WARM_STEPS:
         parser.error(f"--time: expected more than the {WARM_STEPS} steps that are not timed, got {given.time}")
     if unknown := [key for key in keys if key.startswith("--") and "." not in key]:
@@ -240,9 +241,6 @@ def main(words: list[str]) -> int:
         except RunFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-    if not rows:
-        print("error: nothing to compare: expected --cpu, --gpu, --gpus 2 or --time STEPS", file=sys.stderr)
-        return 2
     print_line(table(rows))
     return 1 if any(row["differences"] for row in rows) else 0
 

@@ -3,16 +3,16 @@
     python -m benchmarks.losses.pairs FILE --data SHARDS --out RESULTS.jsonl [--arm NAME ...] [--seeds 0,1]
     python -m benchmarks.losses.pairs FILE --out RESULTS.jsonl --report
 
-FILE is YAML: `config`, a configuration file; `options` of every run; `arms`, the options of each by its name; `seeds`,
-the number of runs of each arm; `baseline`, an arm, by default the first.  An arm may also set:
+FILE is YAML.  Its keys are `config`, a configuration file; `options` of every run; `arms`, each arm's options by its
+name; `seeds`, the number of runs of each arm; and `baseline`, an arm, by default the first.  An arm may also set:
 
     seeds      its own number of runs
     program    what trains in place of `gpt2_triton train`, such as benchmarks.losses.torch_train
     against    the arm of its pairs, in place of the baseline
 
 Runs of one seed have the same initial weights and the same data in the same order.  Each finished run is one line of
-RESULTS.jsonl, and a run that has its line is not made again: the same command continues a series.  With several GPUs
-start the command once for each, with CUDA_VISIBLE_DEVICES and other --seeds.
+RESULTS.jsonl.  A run with a line is not made again, so the same command continues a series.  With several GPUs start
+the command once for each, with CUDA_VISIBLE_DEVICES and other --seeds.
 
 The training loss is the mean of the last fifth of the steps.  The report has the mean and standard deviation of each
 arm, and the mean difference of its pairs with the 95% interval by Student's t.
@@ -41,7 +41,7 @@ from gpt2_triton.training.run_info import read_run
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "gpt2_triton train"
-POINTS = 200  # of a run's curve that are kept: means of equal numbers of steps
+POINTS = 200  # of a run's curve, each the mean of as many steps
 T_QUANTILES = (  # Student's t, 97.5%, for 1 to 30 degrees of freedom
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -67,7 +67,7 @@ class Series(NamedTuple):
         return self.arms[arm].options | {"train.seed": 42 + seed, "data.seed": 42 + seed}
 
     def against(self, arm: str) -> str:
-        """Return the arm of an arm's pairs; earlier arms, which are only in the results, have the baseline."""
+        """Return the arm that `arm` is compared with: the baseline, if only the results still have `arm`."""
         return self.arms[arm].against if arm in self.arms else self.baseline
 
 
@@ -84,7 +84,7 @@ class Difference(NamedTuple):
 
 
 def read_series(path: Path) -> Series:
-    """Read the file of a series; ConfigError if it is none."""
+    """Read the file of a series; ConfigError if it does not describe one."""
     try:
         tree = yaml.safe_load(path.read_text())
         baseline, arms = tree.get("baseline", next(iter(tree["arms"]))), {}
@@ -94,7 +94,7 @@ def read_series(path: Path) -> Series:
             arms[name] = Arm(tree.get("options", {}) | keys, *own)
         return Series(tree["config"], baseline, arms)
     except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: no series ({error!r}); benchmarks/losses has examples") from None
+        raise ConfigError(f"{path}: not a series ({error!r}); benchmarks/losses has examples") from None
 
 
 def read_results(path: Path) -> list[Result]:
@@ -102,7 +102,7 @@ def read_results(path: Path) -> list[Result]:
     try:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     except ValueError as error:
-        raise DataError(f"{path}: a line is no result ({error}); remove it, and its run is made again") from None
+        raise DataError(f"{path}: a line is not a result ({error}); remove it, then its run is made again") from None
 
 
 def data_digest(folder: Path) -> str:
@@ -123,7 +123,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def require_same(series: Series, rows: list[Result], data: str) -> None:
-    """Raise ConfigError for a result of other options than the series has now, or of other data."""
+    """Raise ConfigError for a result with other options than the series has now, or with other data."""
     for row in rows:
         options = series.options(row["arm"], row["seed"]) if row["arm"] in series.arms else row["options"]
         keys = {key: (row["options"].get(key), options.get(key)) for key in row["options"].keys() | options.keys()}
@@ -137,7 +137,7 @@ def require_same(series: Series, rows: list[Result], data: str) -> None:
 
 
 def train(series: Series, arm: str, seed: int, data: Path, digest: str) -> Result | None:
-    """Make a run in a process of its own; None, after the end of its output, if it fails."""
+    """Make a run in a process of its own.  If it fails, print the end of its output and return None."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(dir=shared) as run_dir:
         options, program = series.options(arm, seed), series.arms[arm].program
@@ -155,7 +155,7 @@ def train(series: Series, arm: str, seed: int, data: Path, digest: str) -> Resul
 
 
 def figures(run_dir: Path) -> Result:
-    """Return the losses, the speed and the curve of a run.  A loss that is not finite counts as the last finite one."""
+    """Return the losses, speed and curve of a run.  A loss that is not finite counts as the last finite loss."""
     records, start = read_metrics(run_dir / METRICS), read_run(run_dir)["starts"][-1]
     steps = [record for record in records if "loss" in record]
     val = [record for record in records if "val_loss" in record][-1:] or [{}]
@@ -197,7 +197,7 @@ def difference(rows: list[Result], arm: str, other: str, key: str) -> Difference
 
 
 def report(series: Series, rows: list[Result]) -> str:
-    """Return the table, a line for each arm with results: first the arms of the series, then earlier ones."""
+    """Return the table, a line for each arm with results: first the arms of the series, then earlier arms."""
     head = "| arm | runs | training loss | sd | validation | sd | ms | tok/s | difference in training | in validation |"
     lines = [head, "|---" * 10 + "|"]
     for arm in dict.fromkeys([*series.arms, *(row["arm"] for row in rows)]):
@@ -220,7 +220,7 @@ def report(series: Series, rows: list[Result]) -> str:
 
 
 def curve(rows: list[Result], arm: str) -> tuple[list[float], list[float]]:
-    """Return minutes of the arm's own step time, and the mean training loss of its runs there."""
+    """Return minutes of the arm's step time, and the mean training loss of its runs at each."""
     mine = [row for row in rows if row["arm"] == arm]
     means = [statistics.fmean(values) for values in zip(*(row["curve"] for row in mine), strict=False)]
     minutes = mine[0]["stride"] * statistics.median(row["ms"] for row in mine) / 60e3

@@ -2,10 +2,10 @@
 
     python -m benchmarks.losses.torch_train CONFIG --run_dir DIR [--fp32] [--key value ...]
 
-Initial weights, batches and learning rates are those of `gpt2-triton train` with the same options, on one GPU.  The
+`gpt2-triton train` with the same options has the same initial weights, batches and learning rates on one GPU.  The
 model is torch_gpt2.py's, with cuDNN's attention; the vocabulary's padding has no part in the loss.  With --fp32, or
 train.dtype fp32, it computes in fp32 without TF32, not compiled.  Without a GPU it trains on the CPU.  The host does
-not wait for single steps.  Writes metrics.jsonl, the validation loss last, and run.json into DIR; no checkpoints.
+not wait for single steps.  DIR receives run.json and metrics.jsonl, the validation loss last, but no checkpoints.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def model_like_ours(config: Config) -> GPT2:
     import gpt2_triton.kernels as K  # after select_device
     from gpt2_triton.model.gpt2 import GPT2 as OurGPT2
 
-    if config.optim.master == "fp32":  # the same weights, without bf16's halves
+    if config.optim.master == "fp32":  # the same weights, not split into bf16 and master bits
         config = config.replace(train={"dtype": "fp32"}, optim={"master": "none"})
     ours = OurGPT2(config, K, device_name())
     ours.initialise(config.train.seed)
@@ -71,12 +71,12 @@ def model_like_ours(config: Config) -> GPT2:
     with torch.no_grad():
         for theirs, value in pairs:
             theirs.copy_(value)
-    model.head.register_forward_hook(lambda _, inputs, logits: logits[..., : config.model.vocab_size])  # loss as ours
+    model.head.register_forward_hook(lambda _, inputs, logits: logits[..., : config.model.vocab_size])  # no padding
     return model.to(device_name())
 
 
 def optimizer_of(model: GPT2, config: Config) -> torch.optim.AdamW:
-    """Return AdamW with the decay of matrices and embeddings; the first group's learning rate has optim.embed_lr."""
+    """Return AdamW.  Matrices and embeddings decay.  The first group is the embeddings, for optim.embed_lr."""
     o, embeddings = config.optim, [model.wte.weight, model.wpe.weight]
     rest = [p for name, p in model.named_parameters() if not name.startswith(("wte", "wpe", "head"))]
     groups = [
@@ -133,7 +133,7 @@ def train_steps(
 
 
 def write_steps(config: Config, steps: Iterator[Step], file: TextIO) -> None:
-    """Write the steps' records; SYNC steps share their mean time in milliseconds."""
+    """Write the steps' records.  Each SYNC steps share their mean time in milliseconds."""
     last, tokens = time.perf_counter(), config.total_batch_tokens
     with Progress("PyTorch", config.train.steps, "steps") as progress:
         while group := list(itertools.islice(steps, SYNC)):

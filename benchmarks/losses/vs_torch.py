@@ -2,15 +2,15 @@
 
     python -m benchmarks.losses.vs_torch [--train.dtype fp32 | --optim.master none] [--key value ...]
 
-By default 50 steps of GPT-2 124M with fp32 masters on the builtin text; any key of a configuration may follow.  PyTorch
-is torch_train.py: in fp32 for runs in fp32 and for stochastic rounding (master none), else under bf16 autocast.
-(Autocast is no match for stochastic rounding: bf16 weights do not change under it before half an ulp of updates adds
-up.)  The exit code is 1 if a bound is exceeded: fp32 losses within 1e-4 relative at each step; bf16 losses within 0.02
-and gradient norms within 2%.
+By default it trains GPT-2 124M for 50 steps with fp32 masters on the builtin text; any key of a configuration may
+follow.  PyTorch is torch_train.py under bf16 autocast.  For runs in fp32 and for stochastic rounding (master none) it
+computes in fp32: autocast rounds weights to bf16, and they would not change before half an ulp of updates adds up.
+The exit code is 1 if a bound is exceeded at any step.  In fp32 losses may differ by 1e-4, relatively; in bf16 losses
+may differ by 0.02 and gradient norms by 2%.
 
-The rate rises to 2e-5, so that the loss falls smoothly and a difference is an error.  At larger rates runs that differ
-in the last bit drift apart, two runs of PyTorch as well (docs/engineering/numerics.md): compare the mean of the last
-20 losses there, for example after
+The learning rate rises to 2e-5, so the loss falls smoothly and a difference is an error.  At larger rates runs that
+differ in the last bit drift apart, as two runs of PyTorch do (docs/engineering/numerics.md).  There compare the mean of
+the last 20 losses, for example after
 
     --train.steps 500 --train.batch_size 4 --train.total_batch_tokens 4096 --optim.lr 3e-4 --optim.warmup 100
 """
@@ -34,7 +34,7 @@ KEYS = {
     "checkpoint.every": "0", "checkpoint.major": "0",
 }  # fmt: skip
 BOUNDS = {True: dict(relative=1e-4), False: dict(absolute=0.02, norm=0.02)}  # in fp32, in bf16
-LAST = 20  # steps, of the mean at the end
+LAST = 20  # steps, in the mean at the end
 
 
 def metrics_of(program: list[str], keys: dict[str, str]) -> list[dict]:

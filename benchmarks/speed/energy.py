@@ -1,4 +1,4 @@
-"""Measures the power of this GPU by its own counter of energy (NVML), which changes every 100 ms."""
+"""Measures the power of this GPU by its own energy counter (NVML), which changes every 100 ms."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ Sample = tuple[float, float]  # seconds, joules
 
 
 def mean_watts(samples: Sequence[Sample]) -> float | None:
-    """Return the power between the first and the last change of the counter; None if it changed less than twice."""
+    """Return the power between the first and the last change of the counter; None for fewer than two changes."""
     changes = [b for a, b in zip(samples, samples[1:]) if b[1] != a[1]]
     if len(changes) < 2:
         return None
@@ -20,8 +20,9 @@ def mean_watts(samples: Sequence[Sample]) -> float | None:
 
 
 class Power:
-    """The mean power of this GPU in a `with` block, which ends by waiting for the GPU: `watts`, None if it cannot be
-    measured: without the package pynvml (nvidia-ml-py), on a GPU without a counter, or in less than 0.3 s.
+    """Measures the mean power of this GPU, `watts`, in a `with` block.  The end of the block waits for the GPU.
+
+    `watts` is None without the package pynvml (nvidia-ml-py), on a GPU without a counter, and in less than 0.3 s.
     """
 
     watts: float | None = None
@@ -48,12 +49,12 @@ class Power:
         self.watts = mean_watts(self._samples)
 
     def joules(self, seconds: float) -> float | None:
-        """Return the energy of so many seconds of the block."""
+        """Return the energy of this many seconds at the mean power."""
         return None if self.watts is None else self.watts * seconds
 
 
 def _reader(name: str) -> Callable[[], float] | None:
-    """Return a function that reads a value of this GPU by a function of NVML, in thousandths; None if it cannot."""
+    """Return a function that reads a value of this GPU, in thousandths, from NVML; None if NVML does not give it."""
     try:
         import pynvml
     except ImportError:
@@ -69,6 +70,6 @@ def _reader(name: str) -> Callable[[], float] | None:
 
 
 def power_limit() -> float | None:
-    """Return the watts that this GPU may take; None if that cannot be read."""
+    """Return the power limit of this GPU in watts; None if NVML does not give it."""
     read = _reader("nvmlDeviceGetEnforcedPowerLimit")
     return read() if read else None

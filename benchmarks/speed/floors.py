@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# the libraries that floors are of; torch for AMD has no cuDNN, but flash attention of its own
+# the libraries that set floors; torch for AMD has its own flash attention in place of cuDNN
 PRODUCTS_BY, ATTENTION_BY = ("hipBLAS", "flash") if torch.version.hip else ("cuBLAS", "cuDNN")
 ATTENTION = SDPBackend.FLASH_ATTENTION if torch.version.hip else SDPBackend.CUDNN_ATTENTION
 AHEAD = 1_000_000  # cycles, 0.5 ms: the host needs up to 0.2 ms to launch a backward pass of attention
@@ -21,9 +21,9 @@ def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def median_ms(function: Callable[[], Any], milliseconds: float = 150.0) -> float:
-    """Return the median time of calls that last `milliseconds` in all, after as many to warm up.
+    """Return the median time of calls that last `milliseconds` in all, after as many calls to warm up.
 
-    They are launched without a pause, after which the clock would be higher than the power limit allows in a step.
+    No pause comes between calls: after a pause the clock is higher than the power limit allows in a step.
     """
 
     def timed(calls: int) -> list[float]:
@@ -44,7 +44,7 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-# Each is measured once, on random numbers: zeros take less power and so less time.
+# Each floor is measured once, on random numbers: zeros take less power and so less time.
 
 
 @functools.cache
@@ -66,8 +66,9 @@ def product_ms(layout: str, M: int, N: int, K: int) -> float:
 
 @functools.cache
 def scaled_product_ms(M: int, N: int, K: int, fast: bool) -> float:
-    """Return the time of torch._scaled_mm, a @ w.T of e4m3 [M, K] and [N, K]: `fast` sums in the tensor cores' own
-    precision and gives bf16, else in fp32 and gives fp32, as dW does.
+    """Return the time of torch._scaled_mm, a @ w.T of e4m3 [M, K] and [N, K].
+
+    `fast` sums in the tensor cores' own precision and gives bf16.  Else sums and result are fp32, as for dW.
     """
     a, w = (_random(rows, K).to(torch.float8_e4m3fn) for rows in (M, N))
     scale, dtype = torch.ones((), device="cuda"), torch.bfloat16 if fast else torch.float32

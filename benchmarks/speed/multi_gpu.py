@@ -7,7 +7,7 @@ GPUs of one machine differ by some percent, and at the power limit their clocks 
 as the slowest GPU at that time, whatever is exchanged.  So three kinds of steps are timed:
 
 alone      independent runs on all GPUs at the same time
-in step    the same, but each step waits for the last step of all GPUs: the speed that is lost without any exchange
+in step    the same, but each step waits until all GPUs have ended the last one: what waiting alone costs
 together   one model on all of them
 
 Power, and with it speed, depends on the numbers that are multiplied and on the temperature.  So each stretch of steps
@@ -36,7 +36,7 @@ SETTLE = 12  # first steps of a stretch, not timed: ranks synchronise, graphs ar
 
 
 class Pair:
-    """An independent model and one of all ranks, on the same tokens."""
+    """An independent model and one model of all ranks, on the same tokens."""
 
     def __init__(self, group: ProcessGroup, config: Config, zero: int):
         one = torch.zeros(1, device="cuda")
@@ -69,7 +69,7 @@ class Pair:
 
 
 def shared(config: Config, ranks: int, zero: int) -> Config:
-    """Return the configuration in which each of several GPUs has the same work as one alone."""
+    """Return the configuration in which each of several GPUs has the work of one GPU alone."""
     tokens = ranks * config.total_batch_tokens
     return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero})
 
@@ -89,7 +89,7 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
 
 
 def configured(given: argparse.Namespace) -> Config:
-    """Return the configuration of one GPU alone that the command line asks for."""
+    """Return the configuration of one GPU alone, from the command line."""
     config = work_of(given.size, given.batch, given.recompute, given.precision, optim=given.optimizer).config()
     return config.replace(train={"total_batch_tokens": given.micro_steps * config.total_batch_tokens})
 

@@ -1,13 +1,13 @@
 """Times each operation of a training step and compares it with its floor: `python -m benchmarks ops`.
 
-Each launch is timed between events in the replayed CUDA graph, with the caches and the clock of a step: at full load
-the power limit keeps the clock some 10% below a first burst.  Launches with equal shapes are grouped.
+Each launch is timed between events in the replayed CUDA graph, so caches and clock are as in a step.  At full load the
+power limit keeps the clock some 10% below a first burst.  Launches with equal shapes are grouped.
 
 A floor is the longer of two times, both measured on this GPU in this run.  One is the library's for the same shape and
 layout: cuBLAS for products, torch._scaled_mm for products in fp8, cuDNN for attention.  The other is the time to copy
 as many bytes.  Operations without a product have the second alone.  Bytes are inputs read once and outputs written
 once, without recomputation, partial sums and transpositions in fp8.  A kernel that beats the library has a floor above
-100% of its time.  Joules are a step's, by the GPU's own counter.
+100% of its time.  Joules are of a whole step, by the GPU's own counter.
 """
 
 import collections
@@ -36,7 +36,7 @@ WORKSPACE = {"scratch", "rowsum", "delta"}
 IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",)}  # outputs that are read as well
 ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # read as well if `acc` is true
 WARMUP = 10  # steps that are not counted: the clock settles within a second
-GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # of wte only the rows of tokens
+GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # these read and write only the tokens' rows of wte
 
 # launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
 PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
@@ -49,8 +49,7 @@ PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
     "classifier_fwd": (lambda a: (a["lnf"].shape[0], *a["wte"].shape), "forward"),
     "classifier_dx": (lambda a: (*a["dln"].shape, a["p"].shape[1]), "dx"),
 }
-
-
+# these read the value of an fp8 operand, not its fp8 form
 READ_IN_FULL = {"attention_bwd", "classifier_loss", "classifier_dx", "embedding_fwd", "embedding_bwd"}
 
 
@@ -60,6 +59,7 @@ def is_fp8(name: str, a: Arguments) -> bool:
 
 
 def product(name: str, a: Arguments) -> tuple[str, int, int, int] | None:
+    """Return the layout of a launch's product and its M, N, K; None for a launch without a product."""
     if name not in PRODUCTS:
         return None
     sizes, layout = PRODUCTS[name]
@@ -67,7 +67,7 @@ def product(name: str, a: Arguments) -> tuple[str, int, int, int] | None:
 
 
 def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
-    """Return the tensors of an fp8 operand that a launch reads, or writes; a weight's value is a parameter."""
+    """Return the tensors of an fp8 operand that a launch reads or, if `output`, writes; a cast writes no value."""
     if not output:
         return [operand.value if name in READ_IN_FULL and operand.value is not None else operand.rows]
     more = [operand.columns] if operand.transposed else []
@@ -75,7 +75,7 @@ def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
 
 
 def flops(name: str, a: Arguments) -> int:
-    """Return multiplications plus additions; causal attention has 2 products of half the scores forward, 5 backward."""
+    """Return multiplications plus additions.  Causal attention has 2 products of half the scores, 5 backward."""
     if name in PRODUCTS:
         return 2 * math.prod(PRODUCTS[name][0](a))
     if name.startswith("attention"):
@@ -85,7 +85,7 @@ def flops(name: str, a: Arguments) -> int:
 
 
 def moved_bytes(name: str, a: Arguments) -> int:
-    """Return the bytes of all tensors; those that are updated in place or added to count twice."""
+    """Return the bytes of all tensors.  A tensor that is updated in place or added to counts twice."""
     updated = set(IN_PLACE.get(name, ()))
     updated |= ACCUMULATED if a.get("acc") else set()
     updated |= {"dx"} if name == "layernorm_bwd" and a.get("add_dx", True) else set()
@@ -113,7 +113,7 @@ class Operation:
     nbytes: int
     product: tuple[str, int, int, int] | None
     attention: tuple[int, int, int, int] | None
-    fp8: bool = False  # its operands
+    fp8: bool = False  # the operands are fp8
     spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # events around each call in a step
     ms: list[float] = dataclasses.field(default_factory=list)
 
@@ -163,7 +163,7 @@ class Timed:
 
 
 def floor(op: Operation) -> tuple[float, str]:
-    """Return the floor of a call on this GPU in milliseconds, and the name of what takes so long."""
+    """Return the floor of a call on this GPU in milliseconds, and the name of what sets it."""
     found = [(op.nbytes / floors.copy_bandwidth() * 1e3, "copy")]
     if op.product and op.fp8:
         layout, *sizes = op.product
@@ -211,7 +211,7 @@ def measure(work: Work, steps: int) -> tuple[list[Operation], Step]:
 
 
 def report(works: list[Work], out: Path | None, steps: int = 10) -> None:
-    """Measure and print a table for each, and write a list of their figures to `out`."""
+    """Measure each work and print its table, then write the figures of all to `out`."""
     found = []
     for work in works:
         operations, step = measure(work, steps)

@@ -1,4 +1,4 @@
-"""Times steps of this package in a process, for steps.py, launched as the trainer launches them.  Prints one JSON line.
+"""Times steps of this package for steps.py, launched as the trainer launches them.  Prints one JSON line.
 
 python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START [--recompute none] [--precision fp8] [--optim muon] ...
 """
@@ -28,7 +28,7 @@ def run_steps(
 ) -> Iterator[StepResult]:
     """Yield the results of steps whose micro-batches are all `packed`; `between` is called after each launch.
 
-    A step is read when the next one has been launched, so that the device never waits for the host.
+    The result of a step is read after the next launch, so the device never waits for the host.
     """
     config, accumulation, in_flight = model.config, model.shape.accumulation, None
     inputs = step_inputs(0, config, 1.0 / config.total_batch_tokens)

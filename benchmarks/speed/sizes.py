@@ -24,7 +24,7 @@ MODELS = {  # by model.size
 
 
 class Work(NamedTuple):
-    """The work of a step: model.size, sequences, and memory.recompute, train.precision, fp8.keep_bf16, optim.name."""
+    """The work of a step: model.size, sequences, memory.recompute, train.precision, fp8.keep_bf16, optim.name."""
 
     size: str
     batch: int
@@ -34,7 +34,7 @@ class Work(NamedTuple):
     optim: str = "adamw"
 
     def config(self, n_layer: int | None = None) -> Config:
-        """Return the configuration of a run in bf16 with stochastic rounding; n_layer replaces the size's."""
+        """Return the configuration of a run in bf16 with stochastic rounding.  n_layer replaces the size's number."""
         config = Config.model_validate(
             dict(
                 model=dict(size=self.size),

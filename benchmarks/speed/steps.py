@@ -1,10 +1,10 @@
 """Times training steps of GPT-2's four sizes, ours and PyTorch's, on the same GPU: `python -m benchmarks steps`.
 
 Each run is a process of its own, as a user's run is.  A step is forward, backward, clip and AdamW on the same random
-tokens.  Times are from the end of one step to the end of the next, without a synchronisation in between: medians of the
-steps after the fifth.  Joules are by the GPU's own counter.  Our memory is the decrease of free device memory, kernels
-and graphs included.  PyTorch's memory is the peak of its tensors, without what its allocator reserves beyond them.
-Neither includes the CUDA context.
+tokens.  A time runs from the end of one step to the end of the next, without a synchronisation in between.  Figures are
+medians of the steps after the fifth.  Joules come from the GPU's own counter.
+Our memory is the decrease of free device memory, with kernels and graphs.  PyTorch's memory is the peak of its tensors,
+without what its allocator reserves beyond them.  Neither includes the CUDA context.
 """
 
 import itertools
@@ -44,7 +44,7 @@ def ours(work: Work) -> Program:
 
 
 def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> int:
-    """Run, print the table, and write the figures as JSON.  Return 1 if a run failed; its cells are empty."""
+    """Run, print the table, and write the figures as JSON.  A run that fails has empty cells; then return 1."""
     rows: list[dict[str, Any]] = []
     for (size, batch), group in itertools.groupby(works, key=lambda work: (work.size, work.batch)):
         for program in (*map(ours, group), *BASELINES[baseline]):
@@ -63,7 +63,7 @@ def run_program(
 ) -> dict[str, Any]:
     """Run the program, with more variables in its environment, and return its report.
 
-    If it fails, print its stderr and raise CalledProcessError; after `limit` seconds, TimeoutExpired.
+    If it fails, print its stderr and raise CalledProcessError.  Raise TimeoutExpired after `limit` seconds.
     """
     print(f"{program.name} {size} B {batch}: ", end="", flush=True)
     start = time.time()
@@ -82,9 +82,7 @@ HEAD = ["size", "B", "program", "recompute", "ms", "tok/s", "MFU", "J", "GiB", "
 
 
 def table(rows: list[dict[str, Any]], peak: float | None) -> str:
-    """Return one line per run.  J is of a step, MFU a fraction of bf16's peak; speed and memory are relative to PyTorch
-    in bf16.
-    """
+    """Return one line per run: J of a step, MFU of bf16's peak, speed and memory relative to PyTorch in bf16."""
     lines = [[*HEAD, "speed", "memory"]]
     torchs = {row["size"]: row["report"] for row in rows if row["program"] == PYTORCH.name}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Times PyTorch's DistributedDataParallel and the same GPUs independently, as benchmarks.speed.multi_gpu does for ours.
+"""Times PyTorch's DistributedDataParallel beside independent runs on the same GPUs, as multi_gpu.py does for ours.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.torch_ddp SIZE [--steps 30] [--rounds 2] [--json FILE]
 

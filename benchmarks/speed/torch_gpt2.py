@@ -5,7 +5,7 @@ no host synchronisation between steps.  Prints one JSON line.
 
     python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [VARIANT]
 
-VARIANT tensorwise or rowwise: torchao computes the products of the layers in fp8 by that recipe; it needs a torchao
+VARIANT tensorwise or rowwise: torchao computes the products of the layers in fp8 by this recipe.  The torchao must be
 built for the installed torch.  VARIANT muon: torch.optim.Muon updates the matrices of the layers, AdamW the rest.
 """
 
@@ -90,9 +90,7 @@ def run_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer | MuonAndAdamW, batch: tuple[Tensor, Tensor], steps: int,
     between: Callable[[], None] = lambda: None,
 ) -> tuple[list[float], Tensor]:  # fmt: skip
-    """Run steps and return the milliseconds of each, and the last loss.  `between` is called after each step and its
-    time counts with the next.
-    """
+    """Run steps; return the milliseconds of each and the last loss.  `between` counts with the step that follows it."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     with sdpa_kernel(ATTENTION):
         marks[0].record()
@@ -109,7 +107,7 @@ def run_steps(
 
 
 def in_float8(model: nn.Module, recipe: str) -> nn.Module:
-    """Return the model with the linears of its layers, and so not the head, replaced by torchao's of this recipe."""
+    """Replace the layers' linears, but not the head, by torchao's of this recipe; return the model."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     return convert_to_float8_training(

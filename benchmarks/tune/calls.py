@@ -122,9 +122,7 @@ class Interceptor:
 
 
 def intercepted_step(size: str, batch: int, rows: Rows, on_call: Callable[[Call], None]) -> None:
-    """Run two steps of the size with one layer.  The first records calls and their rows, the second calls
-    on_call(call) before each.
-    """
+    """Run a step of one layer that records calls and their rows, and a step with on_call(call) before each launch."""
     K = Interceptor(rows)
     model, packed = model_of(work_of(size, batch, None).config(n_layer=1), K)
     K.used = {}
@@ -169,7 +167,7 @@ def worst(got: Tensor, want: Tensor) -> float:
 
 
 class Trial:
-    """A call before its launch: its outputs are saved, and the results with the current row are known."""
+    """A call with its outputs from before the launch, and its results with the current row."""
 
     def __init__(self, call: Call):
         self.call = call
@@ -181,7 +179,7 @@ class Trial:
         self.launches = self._launches()
 
     def _results(self) -> list[Tensor]:
-        """Return the outputs to compare: not scratch, whose partial sums depend on the block sizes."""
+        """Return the outputs to compare.  Scratch is none of them: its partial sums depend on block sizes."""
         return [t for t in self.outs if _name(self.call, t) != "scratch"]
 
     def _again(self) -> None:
@@ -242,8 +240,9 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def interleaved(graphs: dict[int, tuple[Any, int]], rounds: int) -> dict[int, float]:
-    """Return the median milliseconds of a launch.  Each round replays each graph once, in an order that rotates from
-    round to round; the first round warms up.
+    """Return the median milliseconds of a launch of each graph.
+
+    Each round replays each graph once, in an order that rotates from round to round.  The first round warms up.
     """
     spans: dict[int, list[float]] = {i: [] for i in graphs}
     order = list(graphs)

@@ -1,7 +1,7 @@
-"""The rows that `tune` tries: the values of each parameter of each operation, and the valid combinations.
+"""The rows that `tune` tries: the values of each operation's parameters, and which combinations are valid.
 
-What is the same for every GPU (FIXED) is not varied.  Rows of heads wider than 64 and of fp32 are not here: no step of
-the four sizes uses them, and they keep their values.
+Parameters that are the same for every GPU (FIXED) keep their values.  So do rows of heads wider than 64 and of fp32: no
+step of the four sizes uses them.
 """
 
 import itertools
@@ -48,9 +48,7 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def _tile_fits(row: Row, shared: int) -> bool:
-    """Return whether a thread has at most 128 accumulators in its 255 registers, and all stages of both operands fit
-    into shared memory.
-    """
+    """Return whether a thread has 16 to 128 accumulators, of 255 registers, and all stages fit into shared memory."""
     accumulators = row["BLOCK_M"] * row["BLOCK_N"] // (32 * row["num_warps"])
     operands = 2 * (row["BLOCK_M"] + row["BLOCK_N"]) * row["BLOCK_K"] * row["num_stages"]
     return 16 <= accumulators <= 128 and operands <= shared
@@ -84,8 +82,9 @@ FITS: dict[str, Callable[[Row, int], bool]] = {
 
 
 def candidates(op: str, current: Row, shared: int, caps: bool = True) -> list[Row]:
-    """Return `current`, then each other row of the space that fits `shared` bytes of shared memory per program; `caps`
-    is False where Triton takes no maxnreg, on AMD.
+    """Return `current`, then each other row of the space that fits `shared` bytes of shared memory per program.
+
+    `caps` is False on AMD, where Triton takes no maxnreg.
     """
     space = {name: values for name, values in SPACE[op].items() if caps or name != "maxnreg"}
     rows = [current | dict(zip(space, values)) for values in itertools.product(*space.values())]

@@ -1,12 +1,12 @@
 """Searches launch parameters for this GPU: `python -m benchmarks tune`.
 
-A step of each size runs with one layer, and each launch of it is intercepted, with the arguments of training.  There
-candidates for each row that the launch uses are compiled on all cores, their outputs are compared with the current
-row's, and all are timed in turn as CUDA graphs, in rounds whose order rotates: the clock of a loaded GPU drifts by 5 to
-8%, more than the 2% that rows must be distinguished by.
+A step of each size runs with one layer, and each launch is intercepted with the arguments of training.  There the
+candidates for each row that the launch uses are compiled on all cores, and their outputs are compared with the current
+row's.  Then all are timed in turn as CUDA graphs, in rounds with a rotating order: the clock of a loaded GPU drifts by
+5 to 8%, and a gain of 2% counts.
 
-All candidates are screened first.  The best few are then timed longer, against the current row alone, because the best
-of forty measurements is partly luck.  A row is replaced if the launchers that use it gain 2%.
+All candidates are screened first.  The best few are then timed longer against the current row, because the best of
+forty measurements is partly luck.  A row is replaced if the launchers that use it gain 2%.
 """
 
 import contextlib
@@ -85,8 +85,9 @@ def winner(rows: list[Row], times: Times) -> int:
 
 
 def batches_of(sizes: list[str] | None, batch: int | None, budget: int) -> dict[str, int]:
-    """Return the batch of each size to tune: `batch`, else as large as a run of the size fits `budget` bytes, at most
-    the benchmarks' own.  Without `sizes`, those whose runs fit with LEAST_BATCH sequences; d12 if none does.
+    """Return the batch of each size to tune: `batch`, else the largest that fits `budget` bytes, up to the benchmarks'.
+
+    Without `sizes`, take each size that fits with LEAST_BATCH sequences, or d12 if none fits.
     """
     found = {size: _fitting_batch(size, batch or MODELS[size].batch, budget) for size in sizes or MODELS}
     if not sizes:
@@ -115,8 +116,9 @@ class Search:
         step: Callable[[str, Callable[[Call], None]], None],
         on_done: Callable[[str, str], None],
     ) -> "Search":
-        """Run `step(size, on_call)` for each size; the step calls on_call(call) before each launch.  `on_done(size,
-        op)` is called after each measurement.
+        """Run `step(size, on_call)` for each size; the step calls on_call(call) before each launch.
+
+        Call on_done(size, op) after each measurement.
         """
         for size in sizes:
 
@@ -153,9 +155,7 @@ class Search:
 
 
 def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path | None) -> int:
-    """Search, print old and new milliseconds of each row, and write the table if a row gains, or if the GPU has none;
-    return 0.
-    """
+    """Search, print old and new milliseconds of each row, and write the table if a row gains or the GPU has none."""
     ops, table, gpu = select(only), tuning.table(), torch.cuda.get_device_name()
     properties, amd = torch.cuda.get_device_properties(torch.cuda.current_device()), bool(torch.version.hip)
     shared = properties.shared_memory_per_block if amd else properties.shared_memory_per_block_optin
@@ -210,9 +210,7 @@ def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:
 
 
 def faults(*searches: Search) -> list[str]:
-    """Return a line with the number of candidates that did not compile or fit, and one per candidate with wrong
-    results.
-    """
+    """Return a line with the number of candidates that did not compile or fit, and a line for each wrong one."""
     reasons = [(op, i, search.tries[op][i], r) for search in searches for (op, i), r in search.dropped.items()]
     wrong = [f"WRONG: {op} {row}: {r}" for op, _, row, r in reasons if r.startswith(calls.DIFFERS)]
     unfit = len(reasons) - len(wrong)

@@ -57,7 +57,7 @@ def test_missing_runs_are_trained_and_compared(words, tmp_path, capsys):
 @pytest.mark.parametrize("old, new, more, message", [
     ("optim.lr: 2e-3", "optim.lrr: 2e-3", (), "unknown key"),
     ("options: {", "options: {log.every: 2, ", ("--seeds", "0"), "one seed 1: the result has log.every None, now 2"),
-    ("seeds: 2", "seed: 2", (), "no series (KeyError('seeds'))"),
+    ("seeds: 2", "seed: 2", (), "not a series (KeyError('seeds'))"),
     ("", "", ("--arm", "two"), "--arm two: the series has one, other rate, PyTorch"),
     ("", "", ("--data", "docs"), "--data docs: expected a directory of train_*.bin and val_*.bin"),
 ])  # fmt: skip
@@ -76,7 +76,7 @@ def test_results_of_other_data_and_lines_that_are_none_are_refused(words, tmp_pa
     out.write_text(out.read_text() + '{"arm": "one", "se')
     assert pairs.main(words) == 3
     other, none = capsys.readouterr().err.splitlines()
-    assert "one seed 1: the result has data 0123, now " in other and "r.jsonl: a line is no result" in none
+    assert "one seed 1: the result has data 0123, now " in other and "r.jsonl: a line is not a result" in none
 
 
 def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
