@@ -13,12 +13,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter, Token, UnusedCliTokensError, convert
 from cyclopts.validators import Number
 
+from gpt2_triton.config.values import whole_number
 from gpt2_triton.console import discard_unwritten, prepare_streams, print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
@@ -32,8 +34,17 @@ OF_THE_USER |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
 
 def make_app(name: str, help: str | None = None) -> App:
     """Return an app with underscores in its options and no --no-... flags; its help is `help`, or its docstring."""
-    plain_names = Parameter(name_transform=lambda name: name.strip("_"), negative=())
-    return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=plain_names)
+    options = Parameter(name_transform=lambda name: name.strip("_"), negative=(), converter=_converted)
+    return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=options)
+
+
+def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
+    """Return the value of an option; whole numbers may be 10B or 1e9, and cyclopts would round 1.5."""
+    if kind is not int:
+        return convert(kind, tokens)
+    if (number := whole_number(tokens[0].value)) is None:
+        raise ValueError(f"{tokens[0].value} is no whole number such as 1000, 1e9 or 10B")
+    return number
 
 
 def main(app: App, argv: list[str]) -> int:

@@ -5,6 +5,7 @@ Mistakes become one ConfigError with a line each: the place (file and line, or o
 
 import difflib
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -124,7 +125,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
-    """Return the line of each key; ConfigError for a key given twice: PyYAML would take the last value."""
+    """Return the line of each key; ConfigError for a key given twice, and for an octal number."""
     lines: dict[str, int] = {}
 
     def collect(node: yaml.Node | None, prefix: str) -> None:
@@ -133,6 +134,9 @@ def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
             if name in lines:
                 raise ConfigError(f"{path}:{line}: {name}: given twice, first in line {lines[name]}; remove one")
             lines[name] = line
+            if getattr(value, "tag", "").endswith(":int") and re.match(r"[-+]?0\d", value.value):
+                what = f"{value.value} is octal in YAML; write it without the 0 in front, or quote it as text"
+                raise ConfigError(f"{path}:{line}: {name}: {what}")
             if not prefix:
                 collect(value, f"{name}.")
 

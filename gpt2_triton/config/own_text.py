@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import TOKENIZER_SIZES
+from gpt2_triton.config.values import whole_number
 from gpt2_triton.errors import DataError
 
 VAL_FRACTION = 0.1  # of the characters
@@ -71,10 +72,8 @@ def choose(
     preset, cpu = preset_for(characters, gpu_gib), gpu_gib is None
 
     def number(key: str, default: int) -> int:
-        try:
-            return max(1, int(given[key]))
-        except (KeyError, ValueError):  # Config.load refuses a wrong value
-            return default
+        found = whole_number(given.get(key, ""))  # Config.load refuses a wrong value
+        return default if found is None else max(1, found)
 
     T, per_token = number("train.seq_len", preset.seq_len), CHARACTERS.get(tokenizer, 1)
     needed = math.ceil((T * per_token + 4) / VAL_FRACTION)

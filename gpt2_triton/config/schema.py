@@ -6,7 +6,7 @@ key would make it another run.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
-from gpt2_triton.config.values import RECOMPUTE_LEVELS, SIZE_KEYS, SIZES, check_recompute
+from gpt2_triton.config.values import RECOMPUTE_LEVELS, SIZE_KEYS, SIZES, check_recompute, whole_number
 
 VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
 KEPT: JsonDict = {"resume": "kept"}
@@ -44,16 +44,19 @@ def kept(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 class ConfigSection(BaseModel):
-    """Base class of the sections: frozen, without unknown keys or infinities, booleans only where declared."""
+    """Base class of the sections: frozen, no unknown keys or infinities, booleans only where declared, 10B as int."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+    def _as_declared(cls, value: Any, info: ValidationInfo) -> Any:
         declared = cls.model_fields[info.field_name].annotation if info.field_name else None
         if isinstance(value, bool) and declared is not bool:  # pydantic takes true as 1, and YAML reads off as false
             raise ValueError("must not be a boolean (YAML reads yes, no, on and off as booleans; quote the word)")
+        if isinstance(value, str) and int in (declared, *get_args(declared)):
+            number = whole_number(value)
+            return value if number is None else number
         return value
 
 

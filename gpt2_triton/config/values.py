@@ -1,10 +1,11 @@
-"""Sizes of models, recompute levels, and suggestions for a mistyped name.
+"""Sizes of models, recompute levels, whole numbers, and suggestions for a mistyped name.
 
 A ValueError raised here becomes the message about the key.
 """
 
 import difflib
 from collections.abc import Iterable
+from decimal import Decimal
 
 # llm.c's descriptors: layers, channels, heads, longest sequence.  GPT-3's are dense here, as in llm.c.
 _GPT2 = {
@@ -32,6 +33,17 @@ def check_recompute(value: str) -> str:
         f"must be auto, {', '.join(RECOMPUTE_LEVELS[:-1])} or {RECOMPUTE_LEVELS[-1]}, "
         f"or {RECOMPUTE_LEVELS[2]}:4 for 4 layers"
     )
+
+
+def whole_number(text: str) -> int | None:
+    """Return a whole number as people write it, 1_000, 1e9, 10B, 1.5M or 64k; None for any other text."""
+    units = {"k": 10**3, "m": 10**6, "b": 10**9}
+    unit = units.get(text[-1:].lower(), 1)
+    try:
+        number = Decimal(text if unit == 1 else text[:-1]) * unit
+        return int(number) if abs(number) < 2**63 and number == int(number) else None
+    except ArithmeticError:
+        return None
 
 
 def closest(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -24,6 +24,10 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("model: {n_layer: [1]}", {}, "got [1] (transformer layers)"),
     ("model: {n_layer: yes}", {}, "x.yaml:1: model.n_layer: must not be a boolean"),
     ("model: 6", {}, "x.yaml:1: model: must be a section of keys, got 6"),
+    ("train: {steps: 1.5}", {}, "x.yaml:1: train.steps: must be a valid integer, got a number with a fractional part"),
+    ("", {"train.steps": "1,000"}, "--train.steps: must be a valid integer, got '1,000'"),
+    ("", {"train.steps": "1.2345k"}, "--train.steps: must be a valid integer, got '1.2345k'"),
+    ("train:\n  steps: 010", {}, "x.yaml:2: train.steps: 010 is octal in YAML; write it without the 0 in front, or"),
     ("- model", {}, "x.yaml: expected sections such as `model:` and `train:`, got list"),
     ("train:\n  steps:", {}, "x.yaml:2: train.steps: must be a valid integer, got null; leave the key out for 19560 ("),
     ("data: {verify: ~}", {}, "must be a valid boolean, got null; leave the key out for False (true: at the start"),
@@ -124,6 +128,16 @@ def test_load_prefers_overrides_to_file_to_defaults(tmp_path):
     assert (config.optim.lr, config.optim.warmup, config.optim.beta2) == (1e-3, 5, 0.95)
     assert config.train.total_batch_tokens == 65536
     assert config.memory == MemoryConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e3", 1000), ("1.5e3", 1500), ("10B", 10**10), ("1.5M", 1_500_000), ("64k", 64_000), ("1_000", 1000)],
+)
+def test_load_takes_whole_numbers_as_people_write_them(tmp_path, text, number):
+    (tmp_path / "x.yaml").write_text(f"train: {{steps: {text}}}\n")
+    config = Config.load(tmp_path / "x.yaml", {"eval.every": text, "memory.head_rows": text})
+    assert (config.train.steps, config.eval.every, config.memory.head_rows) == (number, number, number)
 
 
 def test_load_takes_yaml_merge_keys(tmp_path):

@@ -73,6 +73,7 @@ def test_step_divides_among_gpus(gpus):
 
 
 def test_other_keys_follow_the_given_ones():
+    assert choose(10**6, 139.8, "bytes", {"train.steps": "1e3"})["optim.warmup"] == 100
     usual = config_for(1_000_000, 139.8)
     half = config_for(1_000_000, 139.8, train__total_batch_tokens="8192")
     assert (half.total_batch_tokens, half.train.steps) == (8192, pytest.approx(2 * usual.train.steps, abs=1))
