@@ -69,6 +69,8 @@ def _schedule_conflicts(config: Sections) -> Iterator[Problem]:
         yield "eval.tokens", f"{e.tokens} is less than train.seq_len {t.seq_len}; raise it, or 0 takes all tokens"
     if config.checkpoint.best == "val_loss" and not e.every:
         yield "checkpoint.best", "there is no validation loss to compare; set eval.every, or this to none"
+    if t.patience and config.checkpoint.best != "val_loss":
+        yield "train.patience", "the best checkpoint would be lost; set checkpoint.best to val_loss, or this to 0"
     if t.rewind_after and not saved:
         yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
     elif t.rewind_after > saved:

@@ -132,6 +132,7 @@ class TrainConfig(ConfigSection):
         "minutes until the run saves and ends, with exit code 0 and the file PREEMPTED; 0 sets no limit",
         ge=0,
     )
+    patience: int = free(0, "end the run after this many validations in a row without a lower loss; 0 never", ge=0)
     skip_limit: int = free(10, "stop after this many non-finite steps in a row; 0 never stops", ge=0)
     skip_loss_z: float = free(
         0, "skip an update with a loss this many standard deviations above the mean of 128 steps; 0 never", ge=0, le=11

@@ -61,6 +61,11 @@ class RunState:
     def best_step(self) -> int | None:
         return self.best[0] if self.best else None
 
+    def is_out_of_patience(self, config: Config) -> bool:
+        """Return True if train.patience validations in a row had no lower loss."""
+        patience, every = config.train.patience, config.eval.every
+        return self.best is not None and 0 < patience <= self.step // every - self.best[0] // every
+
     def forget_best_of(self, step: int | None) -> None:
         """Forget the validation loss of a step that could not be saved (None: no such step).  If it was the best loss,
         the best loss before it is the best again.

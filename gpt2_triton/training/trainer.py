@@ -137,7 +137,7 @@ class Trainer:
             self._call(self.state.left_out, step)
         if step >= last:
             self.log.info(f"all {last} steps are done; raise train.steps to continue")
-        while step < last and not self.signals.stop:
+        while step < last and not self.signals.stop and not self.state.is_out_of_patience(self.config):
             self._train_step(step)
             step += 1
             rewind = self._read_step(running=1)
@@ -148,9 +148,12 @@ class Trainer:
         return self._end(step, trained=first < last)
 
     def _end(self, step: int, trained: bool) -> int:
-        """Save a run that a signal or the time limit ends; return the exit code once all checkpoints are written."""
-        stopping = self.signals.stop
-        if stopping and step > 0 and not self._read_step():  # the resumed run does a rewind that is due
+        """Save a run that ends before its last step; return the exit code once all checkpoints are written."""
+        stopping, patience = self.signals.stop, self.config.train.patience
+        if impatient := step < self.config.train.steps and self.state.is_out_of_patience(self.config):
+            why = f"{patience} validations without a lower loss than in {self.run_dir / 'best'}"
+            self.log.info(f"ended after step {step}: {why}; raise train.patience to continue")
+        if (stopping or impatient) and step > 0 and not self._read_step():  # the resumed run does a rewind that is due
             self._save(step)
         self._wait_for_save(raise_errors=True)
         done = not stopping or step >= self.config.train.steps

@@ -57,6 +57,24 @@ def test_best_checkpoint_is_kept(losses, tmp_path, monkeypatch, interrupted):
     assert found == tmp_path / "checkpoints" / "step_00000002" and state["best"] == [2, 1.0]
 
 
+@pytest.mark.parametrize("interrupted", [None, 1, 3], ids=["unbroken", "before the best", "after it"])
+def test_patience_ends_a_run_that_no_longer_improves(losses, tmp_path, monkeypatch, interrupted, capsys):
+    """Steps 3 and 4 are not below step 2.  A resume ends at once, and with more patience it continues."""
+    config = best_config(best="val_loss").replace(train=dict(patience=2))
+    if interrupted:
+        with monkeypatch.context() as patch:
+            stop_after(patch, interrupted)
+            train(config, tmp_path, resume=False)
+    for resume in (bool(interrupted), True):
+        assert train(config, tmp_path, resume=resume) == 0
+        assert steps(tmp_path) == ["step_00000002", "step_00000004"]
+        ended = f"ended after step 4: 2 validations without a lower loss than in {tmp_path}/best"
+        assert ended in capsys.readouterr().out
+    assert train(config.replace(train=dict(patience=3)), tmp_path, resume=True) == 0
+    assert steps(tmp_path) == ["step_00000002", "step_00000005"]
+    assert "ended after" not in capsys.readouterr().out
+
+
 def test_best_that_cannot_be_written_leaves_the_one_before(losses, tmp_path, monkeypatch, capsys):
     """The disk is full once, when step 2 is saved."""
     original = async_save.save_checkpoint
@@ -126,3 +144,5 @@ def test_checkpoint_best_without_validation_is_refused(tmp_path):
     path.write_text("checkpoint: {best: val_loss}\neval: {every: 0}")
     with pytest.raises(ConfigError, match="x.yaml:1: checkpoint.best: there is no validation loss"):
         Config.load(path)
+    with pytest.raises(ConfigError, match="--train.patience: the best checkpoint would be lost; set checkpoint.best"):
+        Config.load({}, {"train.patience": "3"})
