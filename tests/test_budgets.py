@@ -29,7 +29,7 @@ BUDGETS = {
     "tests": 1112,
     "tests/benchmarks": 281,
     "tests/benchmarks/accuracy": 135,
-    "tests/benchmarks/losses": 380,
+    "tests/benchmarks/losses": 372,
     "tests/benchmarks/speed": 266,
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,

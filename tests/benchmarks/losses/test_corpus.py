@@ -25,10 +25,15 @@ def test_texts_are_distinct_long_enough_and_of_known_kinds(tmp_path):
     assert found == corpus.documents([tmp_path / "site"], 1e9)
 
 
-def test_a_package_is_in_one_split_and_validation_is_small(tmp_path, monkeypatch):
+def test_a_package_is_in_one_split_and_validation_is_small(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(corpus, "LARGEST_VAL", 0.1)
+    monkeypatch.setattr(corpus, "roots", lambda: [tmp_path / "site"])
+    monkeypatch.setattr(sys, "argv", ["corpus", str(tmp_path / "out"), "--tokenizer", "bytes"])
     tree(tmp_path / "site")
-    chosen = corpus.build(tmp_path / "out", [tmp_path / "site"], 1e9, "bytes")
+    assert corpus.main() == 0
+    files, packages = capsys.readouterr().out.splitlines()[-2:]
+    assert files.startswith("61 files, ")
+    chosen = packages.removeprefix("packages of the validation shards: ").split(", ")
     splits = {}
     for split in ("train", "val"):
         [shard] = open_shards(str(tmp_path / "out" / f"{split}_*.bin"), 256, 16)
@@ -38,16 +43,3 @@ def test_a_package_is_in_one_split_and_validation_is_small(tmp_path, monkeypatch
         held = f"package{i}" in chosen
         assert (f"# {i}\n" in splits["val"]) == held and (f"# {i}\n" in splits["train"]) == (not held)
     assert 0.01 < len(splits["val"]) / sum(map(len, splits.values())) < 0.1
-
-
-def test_the_command_writes_shards_of_bytes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(corpus, "LARGEST_VAL", 0.1)
-    monkeypatch.setattr(corpus, "roots", lambda: [tmp_path / "site"])
-    monkeypatch.setattr(sys, "argv", ["corpus", str(tmp_path / "out"), "--tokenizer", "bytes"])
-    tree(tmp_path / "site")
-    assert corpus.main() == 0
-    printed = capsys.readouterr().out
-    [shard] = open_shards(str(tmp_path / "out" / "train_*.bin"), 256, 16)
-    tokens = np.fromfile(shard.path, "<u2")[512:]
-    assert b"# 1\nx = 1\n" in bytes(tokens.astype(np.uint8)) and tokens.max() < 256
-    assert "61 files" in printed and "packages of the validation shards: package" in printed
