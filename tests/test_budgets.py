@@ -11,16 +11,16 @@ ROOT = Path(__file__).parents[1]
 BUDGETS = {
     "gpt2_triton": 1020,  # the ground: errors, console, device, files, the API
     "gpt2_triton/checkpoint": 1489,
-    "gpt2_triton/commands": 1232,
-    "gpt2_triton/config": 993,
+    "gpt2_triton/commands": 1242,
+    "gpt2_triton/config": 996,
     "gpt2_triton/data": 937,
     "gpt2_triton/data/prepare": 949,
     "gpt2_triton/distributed": 757,
-    "gpt2_triton/inference": 495,
+    "gpt2_triton/inference": 510,
     "gpt2_triton/kernels": 3426,
     "gpt2_triton/kernels/hopper": 2188,
     "gpt2_triton/model": 2739,
-    "gpt2_triton/training": 1605,
+    "gpt2_triton/training": 1636,
     "benchmarks": 856,
     "benchmarks/accuracy": 728,
     "benchmarks/losses": 922,
@@ -41,11 +41,11 @@ BUDGETS = {
     "tests/distributed": 562,
     "tests/gpu": 796,
     "tests/ground": 397,
-    "tests/inference": 679,
+    "tests/inference": 717,
     "tests/kernels": 4225,
     "tests/model": 2197,
     "tests/support": 1645,
-    "tests/training": 2177,
+    "tests/training": 2231,
 }
 
 
