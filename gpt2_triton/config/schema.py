@@ -30,6 +30,7 @@ KEPT: JsonDict = {"resume": "kept"}
 NullIsNone = BeforeValidator(lambda value: None if value == "null" else value)
 OptionalInt = Annotated[int | None, NullIsNone]
 OptionalFloat = Annotated[float | None, NullIsNone]
+OptionalText = Annotated[str | None, NullIsNone]
 NothingIsNone = BeforeValidator(lambda value: "none" if value == "" else value)
 
 
@@ -233,7 +234,9 @@ class LogConfig(ConfigSection):
         0, "steps between statistics of activations, gradients and updates; also of the last step; 0 never", ge=0
     )
     wandb: Literal["online", "offline", "disabled"] = free("disabled", "send the metrics to Weights & Biases")
-    wandb_project: str = free("gpt2_triton", "Weights & Biases project", min_length=1)
+    wandb_project: OptionalText = free(
+        None, "Weights & Biases project; null is $WANDB_PROJECT, else gpt2_triton", min_length=1
+    )
 
 
 class ParallelConfig(ConfigSection):

@@ -12,6 +12,7 @@ llm.c.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,15 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
         return optim.lr
     q = (step - decay_start) / (steps - decay_start)
     return low + (optim.lr - low) * (1 - (math.sqrt(q) if optim.schedule == "wsd" else q))
+
+
+def change_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[str]:
+    """Return a line if a run continues after `step` steps at another rate than its saved configuration planned."""
+    then, steps = OptimConfig.model_construct(**saved["optim"]), saved["train"]["steps"]
+    last, rate = (learning_rate(step - 1, then, steps), learning_rate(step, config.optim, config.train.steps))
+    planned = learning_rate(step, then, steps) if step < steps else last
+    line = f"learning rate: {last:.2e} at step {step}, {rate:.2e} at step {step + 1}: its schedule has changed"
+    return [] if math.isclose(rate, planned) else [line]
 
 
 def step_inputs(step: int, config: Config, loss_scale: float) -> np.ndarray:

@@ -13,6 +13,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import run_dir_error
+from gpt2_triton.training import wandb_logger
 
 
 @contextlib.contextmanager
@@ -31,6 +32,8 @@ def starting(
         from gpt2_triton.device import require_own_fp8
 
         require_own_fp8()
+    if config.log.wandb != "disabled":
+        wandb_logger.project(config)  # refuses a wrong name before the run begins
     if rank:
         yield run_dir
         return

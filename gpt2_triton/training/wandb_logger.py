@@ -1,10 +1,12 @@
 """Weights & Biases: sends the records of metrics.jsonl while training.
 
-Rows carry the run's own step.  A resumed run continues under the id in run.json.  The server drops rows of steps that
-it already has: after a crash the repeated rows, and after a rewind the rows up to the step that failed.
+wandb's environment variables replace our defaults.  Rows carry the run's own step.  A resumed run continues under the
+id in run.json.  The server drops rows of steps that it already has: after a crash the repeated rows, and after a rewind
+the rows up to the step that failed.
 """
 
 import os
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +14,21 @@ from typing import Any
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, Record
 
 START_SECONDS = 20.0  # of waiting for a server in wandb.init, which may add 10
 FINISH_SECONDS = 60.0  # of sending the last rows
+
+
+def project(config: Config) -> str:
+    """Return the project at Weights & Biases; ConfigError for a name that wandb refuses."""
+    given, variable = config.log.wandb_project, os.environ.get("WANDB_PROJECT")
+    name = given or variable or "gpt2_triton"
+    if len(name) > 128 or re.search(r"[/\\#?%:]", name):
+        rule = "wandb takes 128 characters, none of them / \\ # ? % :; WANDB_ENTITY names a team"
+        raise ConfigError(f"{'log.wandb_project' if given else 'WANDB_PROJECT'}: {name}: {rule}")
+    return name
 
 
 class WandbLogger:
@@ -25,20 +38,22 @@ class WandbLogger:
         """`run_id`: the run to continue at Weights & Biases; None starts a new one."""
         self._run: Any = None
         self.run_id = run_id
-        if config.log.wandb != "disabled":
+        mode: str = config.log.wandb
+        if mode == "online":
+            mode = os.environ.get("WANDB_MODE") or mode
+        if mode != "disabled":
             self.run_id = run_id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)  # a sweep chooses the id
-            self._attempt(lambda: self._start(run_dir, config, about))
+            self._attempt(lambda: self._start(run_dir, config, mode, about))
 
-    def _start(self, run_dir: Path, config: Config, about: dict[str, Any] | None) -> None:
+    def _start(self, run_dir: Path, config: Config, mode: Any, about: dict[str, Any] | None) -> None:
         import wandb
 
-        mode = config.log.wandb
         if mode == "online" and not wandb.login(prompt=False, verify=False):  # wandb.init would ask, and wait for ever
             raise LookupError("no API key; `wandb login` asks for it")
         self._run = wandb.init(
-            project=config.log.wandb_project,
-            name=run_dir.resolve().name,
-            dir=str(run_dir),
+            project=project(config),
+            name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
+            dir=os.environ.get("WANDB_DIR") or str(run_dir),
             id=self.run_id,
             resume="allow",
             mode=mode,

@@ -7,7 +7,7 @@ import pytest
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import OptimConfig
-from gpt2_triton.training.lr_schedule import learning_rate, step_inputs
+from gpt2_triton.training.lr_schedule import change_on_resume, learning_rate, step_inputs
 
 STEPS, WARMUP, LR = 1000, 100, 6e-4
 
@@ -42,6 +42,24 @@ def test_learning_rate_reaches_its_end_one_step_after_the_last(schedule):
     tail = lrs[WARMUP:]
     assert all(a >= b for a, b in zip(tail, tail[1:], strict=False))
     assert 0.1 * LR < lrs[-1] < 0.1 * LR * 1.03
+
+
+def resumed(step, then, now, steps=(6, 12)):
+    """Return the line about a run of steps[0] steps that goes on after `step` steps to steps[1]."""
+    optim = [dict(lr=LR, warmup=1, final_frac=0.0) | keys for keys in (then, now)]
+    saved, config = (dict(optim=o, train=dict(steps=n)) for o, n in zip(optim, steps))
+    return change_on_resume(step, saved, Config.model_validate(config))
+
+
+def test_a_resume_tells_how_its_learning_rate_differs_from_the_plan():
+    """A cosine of 6 steps ends near 0, but of 12 steps it is near the peak there; a constant rate has no end."""
+    rates = [learning_rate(5, OptimConfig(lr=LR, warmup=1), 6), learning_rate(6, OptimConfig(lr=LR, warmup=1), 12)]
+    line = "learning rate: {:.2e} at step 6, {:.2e} at step 7: its schedule has changed".format(*rates)
+    assert resumed(6, {}, {}) == [line] and rates[1] > 5 * rates[0]
+    assert resumed(3, {}, dict(lr=2 * LR), steps=(6, 6))[0].startswith("learning rate: 5.43e-04 at step 3, 7.8")
+    for same in ({}, dict(schedule="constant"), dict(schedule="wsd")):
+        assert resumed(2, same, same | dict(eps=1e-6), steps=(6, 12 if same else 6)) == []
+    assert resumed(6, *[dict(schedule="constant")] * 2) == []
 
 
 def nanogpt_rate(it, warmup, end, low):

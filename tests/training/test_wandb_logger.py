@@ -5,6 +5,7 @@ raises in any call.
 import json
 import os
 import pty
+import re
 import socket
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.training import wandb_logger
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.metrics import METRICS, read_metrics
+from gpt2_triton.training.start import starting
 from tests.support.wandb_server import WandbServer
 from tests.training.test_logger import config, result
 
@@ -166,6 +169,39 @@ def test_a_sweep_chooses_the_id_of_the_run_and_a_failed_run_is_marked(tmp_path, 
     logger = Logger(tmp_path, config(wandb="online"))
     logger.close(failed=True)
     assert logger.wandb_id == "abcd1234" and fake.calls[-1] == ("finish", (), dict(exit_code=1))
+
+
+def init_with(directory, monkeypatch, variables, **log):
+    """Return the arguments of wandb.init of a run in this environment; None if it is not called."""
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    for name in ("MODE", "PROJECT", "NAME", "DIR"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    Logger(directory / "run", config(**log)).close()
+    return next((keys for name, _, keys in fake.calls if name == "init"), None)
+
+
+def test_a_key_wins_over_wandbs_variable_and_the_variable_over_our_default(tmp_path, monkeypatch):
+    given = dict(PROJECT="theirs", NAME="name", DIR="/elsewhere", MODE="offline")
+    found = init_with(tmp_path, monkeypatch, given, wandb="online")
+    assert [found[key] for key in ("project", "name", "dir", "mode")] == ["theirs", "name", "/elsewhere", "offline"]
+    assert init_with(tmp_path, monkeypatch, given, wandb="online", wandb_project="mine")["project"] == "mine"
+    found = init_with(tmp_path, monkeypatch, dict(PROJECT=""), wandb="online")
+    assert [found[key] for key in ("project", "name", "mode")] == ["gpt2_triton", "run", "online"]
+    assert init_with(tmp_path, monkeypatch, dict(MODE="online"), wandb="offline")["mode"] == "offline"
+    assert init_with(tmp_path, monkeypatch, dict(MODE="disabled"), wandb="online") is None
+    assert init_with(tmp_path, monkeypatch, dict(MODE="online")) is None  # log.wandb asks for it, or nobody does
+
+
+@pytest.mark.parametrize("name", ["my/team", "a#b", "50%", "a:b", "a\\b", "x" * 129])
+def test_a_name_that_wandb_refuses_is_refused_before_the_run(tmp_path, monkeypatch, name):
+    for key, variables, log in (("log.wandb_project", "", name), ("WANDB_PROJECT", name, None)):
+        monkeypatch.setenv("WANDB_PROJECT", variables)
+        with pytest.raises(ConfigError, match=f"^{key}: {re.escape(name)}: wandb takes 128 characters, none of them /"):
+            with starting(config(wandb="offline", wandb_project=log), tmp_path / "run", False):
+                pass
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("broken", ["login", "Settings", "init", "log", "finish"])
