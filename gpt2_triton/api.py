@@ -227,7 +227,7 @@ class Model:
         top_p: float = 1.0,
         seed: int = 42,
     ) -> str:
-        """Return a continuation of `prompt`, without it; equal calls return equal texts.
+        """Return a continuation of `prompt`, up to the end of text if the model draws it; equal calls give equal texts.
 
         prompt        text to continue; the model sees its newest `context` tokens; empty: the end-of-text token
         temperature   of the softmax; 0 takes the most likely token

@@ -1,5 +1,6 @@
 """Command `sample`: print texts that a model writes."""
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Annotated
 
 from gpt2_triton.commands.app import AT_LEAST_1, select_device
 from gpt2_triton.console import printable
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference.sampling import Sampling
 
 
@@ -14,7 +16,8 @@ def sample(
     checkpoint: Path,
     /,
     *,
-    prompt: str = "",
+    prompt: list[str] | None = None,
+    prompt_file: Path | None = None,
     tokens: int = 64,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -23,16 +26,18 @@ def sample(
     num: Annotated[int, AT_LEAST_1] = 1,
     batch: Annotated[int, AT_LEAST_1] = 64,
 ) -> None:
-    """Print texts that a model writes.
+    """Print texts that a model writes.  A text stops at the end-of-text token, which is not printed.
 
     Parameters
     ----------
     checkpoint: Path
         A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
     prompt: str
-        Text to continue; empty starts at the end-of-text token.
+        Text to continue; empty starts at the end-of-text token. May be given several times.
+    prompt_file: Path
+        File with a further prompt on each line.
     tokens: int
-        Number of tokens to sample for each text.
+        Largest number of tokens of each text, without the prompt.
     temperature: float
         Softmax temperature; 0 takes the most likely token.
     top_k: int
@@ -40,19 +45,19 @@ def sample(
     top_p: float
         Of the tokens that top_k keeps, sample among the fewest that together have probability p; 1 among all.
     seed: int
-        Seed of the first text; each next text adds 1.
+        Seed of each prompt's first text; each next text adds 1.
     num: int
-        Number of texts. A single text is printed while it is decoded; between several stands ---.
+        Number of texts of each prompt. A single text is printed while it is decoded; between texts stands ---.
     batch: int
         Largest number of texts decoded at once; it changes the speed, not the random numbers of a text.
     """
-    how = Sampling(temperature, top_k, top_p)
+    how, prompts = Sampling(temperature, top_k, top_p), [*(prompt or []), *_lines(prompt_file)] or [""]
     how.check("--", tokens, seed)
     select_device(silent=True)  # stdout is the text
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference.load import load_for_decoding
-    from gpt2_triton.inference.sample import continuations, stream
+    from gpt2_triton.inference.sample import draw, stream_text
     from gpt2_triton.model.compiling import compile_decoding
 
     config, tensors = load_weights(str(checkpoint))
@@ -60,18 +65,23 @@ def sample(
     if model.arena.device.type == "cuda":
         compile_decoding(model, *how)
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
-    start = time.perf_counter()
-    if num == 1:
-        print(shown(prompt), end="", flush=True)
-        for piece in stream(model, tokenizer, prompt, tokens, how, seed):
+    start, count = time.perf_counter(), 0
+    texts = ((text, drawn) for text in prompts for drawn in draw(model, tokenizer, text, tokens, how, seed, num))
+    for n, (text, drawn) in enumerate(texts):
+        printed, counted = itertools.tee(drawn)
+        print(f"---\n{shown(text)}" if n else shown(text), end="", flush=True)
+        for piece in stream_text(tokenizer, printed):
             print(shown(piece), end="", flush=True)
         print(flush=True)
-    else:
-        for n, text in enumerate(continuations(model, tokenizer, prompt, tokens, how, seed, num)):
-            if n:
-                print("---")
-            print(shown(text), flush=True)
+        count += len([*counted])
     seconds = time.perf_counter() - start
-    rate = f"{num * tokens} tokens in {seconds:.2f} s, {num * tokens / seconds:,.0f} per second"
     slow = " (no CUDA GPU found: in Triton's interpreter)" if model.arena.device.type == "cpu" else ""
-    print(rate + slow, file=sys.stderr)
+    print(f"{count} tokens in {seconds:.2f} s, {count / seconds:,.0f} per second{slow}", file=sys.stderr)
+
+
+def _lines(file: Path | None) -> list[str]:
+    """Return the lines of a file that are not empty."""
+    try:
+        return [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line] if file else []
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8
+        raise ConfigError(f"--prompt_file: {file} cannot be read: {error}") from None

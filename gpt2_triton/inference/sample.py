@@ -1,9 +1,10 @@
-"""Sample text after a prompt.
+"""Sample text after a prompt: up to a number of tokens, or up to the end-of-text token, which is left out.
 
 The device draws each token with a random number, keyed by the text's seed and its number of tokens so far.  So a text
 depends on the weights, the prompt and the seed alone.
 """
 
+import itertools
 from collections.abc import Generator, Iterable, Iterator
 
 from gpt2_triton.config.config import Config
@@ -16,15 +17,41 @@ from gpt2_triton.model.gpt2 import GPT2
 def stream(
     model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int
 ) -> Generator[str, None, None]:
-    """Yield the `tokens` tokens after `prompt` as text, in pieces, as soon as a piece's characters are complete."""
-    steps = generate(model, encode_prompt(tokenizer, prompt), tokens, [seed], *how)
-    return stream_text(tokenizer, (token for [token] in steps))
+    """Yield the text after `prompt` in pieces, as soon as a piece's characters are complete."""
+    return stream_text(tokenizer, next(draw(model, tokenizer, prompt, tokens, how, seed, num=1)))
+
+
+def draw(
+    model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, num: int
+) -> Iterator[Iterator[int]]:
+    """Yield the tokens after `prompt` of `num` texts, for one text while they are decoded.
+
+    Text i has seed + i, whatever the batch.
+    """
+    batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt)
+    for first in range(seed, seed + num, batch):
+        seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change
+        steps = generate(model, ids, tokens, seeds, *how)
+        texts = _columns(steps, tokenizer.eot) if num > 1 else [(token for [token] in steps)]
+        for text in texts[: seed + num - first]:
+            yield itertools.takewhile(tokenizer.eot.__ne__, text)
+
+
+def _columns(steps: Iterable[list[int]], eot: int) -> list[Iterator[int]]:
+    """Return the tokens of each sequence of `steps`, read until each has had the end-of-text token."""
+    rows, ended = list[list[int]](), set[int]()
+    for row in steps:
+        rows.append(row)
+        ended |= {b for b, token in enumerate(row) if token == eot}
+        if len(ended) == len(row):
+            break
+    return [iter(column) for column in zip(*rows)]
 
 
 def sample_in_training(model: GPT2, config: Config) -> str:
     """Return one text of a model in training, by the configuration's section `sample`."""
     s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
-    return next(continuations(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed, num=1))
+    return s.prompt + "".join(stream(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed))
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -42,15 +69,3 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, N
             waiting.clear()
             yield text
     yield tokenizer.decode(waiting)
-
-
-def continuations(
-    model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, num: int
-) -> Iterator[str]:
-    """Yield `num` texts, each `prompt` and its continuation.  Text i has seed + i, whatever the batch."""
-    batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt)
-    for first in range(seed, seed + num, batch):
-        seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change
-        steps = generate(model, ids, tokens, seeds, *how)
-        for text in list(zip(*steps))[: seed + num - first]:
-            yield prompt + tokenizer.decode(text)

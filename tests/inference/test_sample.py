@@ -12,7 +12,10 @@ import torch
 import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.commands import sample as sample_command
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import ByteTokenizer
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference import generate, sample
 from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model import schedule
@@ -171,7 +174,7 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
     monkeypatch.setattr(sys.stdout, "write", lambda s: written.append((len(launched), s)))
     launch = GPT2.decode
     monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
-    sample_command.sample(step_dir, prompt="Hello", tokens=12, temperature=0, seed=3)
+    sample_command.sample(step_dir, prompt=["Hello"], tokens=12, temperature=0, seed=3)
     pieces = [(at, s) for at, s in written if s]
     assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.STEPS_IN_FLIGHT + 3 and pieces[-1][1] == "\n"
     assert len(pieces) > 4
@@ -180,14 +183,49 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
 @pytest.mark.slow
 def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
     """5 texts, 2 at once: text i is that of seed + i alone, with a line of dashes between; the rate is on stderr."""
-    sample_command.sample(step_dir, prompt="Hello", tokens=3, seed=3, num=5, batch=2)
+    sample_command.sample(step_dir, prompt=["Hello"], tokens=3, seed=3, num=5, batch=2)
     out, err = capsys.readouterr()
     assert err.startswith("15 tokens in ")
     single = []
     for seed in range(3, 8):
-        sample_command.sample(step_dir, prompt="Hello", tokens=3, seed=seed)
+        sample_command.sample(step_dir, prompt=["Hello"], tokens=3, seed=seed)
         single.append(capsys.readouterr().out)
     assert out == "---\n".join(single)
+
+
+@pytest.mark.parametrize("num", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_texts_stop_at_the_end_of_text(num, monkeypatch):
+    """The token that ends them is one that they draw; no step runs long after the last text has ended."""
+    seeds, model = range(7, 7 + num), decoder(num)
+    plain = generated(model, 6, PLAIN, seeds)
+    tokenizer = ByteTokenizer()
+    tokenizer.eot = plain[-1][3]
+    ends = [text.index(tokenizer.eot) if tokenizer.eot in text else 6 for text in plain]
+    launched, launch = [], GPT2.decode
+    monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
+    texts = [[*text] for text in sample.draw(model, tokenizer, "Hello", 6, PLAIN, 7, num)]
+    assert texts == [text[:end] for text, end in zip(plain, ends)] and ends[-1] <= 3
+    assert len(launched) <= max(ends) + generate.STEPS_IN_FLIGHT
+    if num == 1:
+        assert "".join(sample.stream(model, tokenizer, "Hello", 6, PLAIN, 7)) == tokenizer.decode(texts[0])
+
+
+@pytest.mark.slow
+def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, capsys):
+    """Those of the command line come first, then a line of the file each; a text is the same as alone."""
+    (tmp_path / "prompts.txt").write_text("\ufeffSecond\r\n\nThird\n")
+    words = ["--prompt", "First", "--prompt_file", str(tmp_path / "prompts.txt"), "--tokens", "3"]
+    for num in ("1", "2"):
+        assert main(tools, ["sample", str(step_dir), *words, "--num", num]) == 0
+        together, alone = capsys.readouterr().out, []
+        for prompt in ("First", "Second", "Third"):
+            sample_command.sample(step_dir, prompt=[prompt], tokens=3, num=int(num))
+            alone.append(capsys.readouterr().out)
+        assert together == "---\n".join(alone)
+    for content, wrong in ((None, "No such file"), (b"\xe9", "invalid continuation byte|unexpected end of data")):
+        (tmp_path / "prompts.txt").unlink() if content is None else (tmp_path / "prompts.txt").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"--prompt_file: .*prompts.txt cannot be read: .*({wrong})"):
+            sample_command.sample(step_dir, prompt_file=tmp_path / "prompts.txt")
 
 
 @pytest.mark.parametrize(("num", "terminal"), [(1, False), (1, True), (2, True)])
@@ -195,7 +233,7 @@ def test_control_characters_are_escaped_on_a_terminal_only(step_dir, capsys, mon
     """A file gets the text as it is."""
     prompt = "\x1b[2J\x9b\a"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    sample_command.sample(step_dir, prompt=prompt, tokens=1, seed=3, num=num)
+    sample_command.sample(step_dir, prompt=[prompt], tokens=1, seed=3, num=num)
     out = capsys.readouterr().out
     assert out.count(sample_command.printable(prompt) if terminal else prompt) == num
     assert terminal == (sample_command.printable(out) == out)
