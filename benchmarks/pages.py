@@ -163,9 +163,9 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
 
 
 def operations(section: dict[str, Any], kind: str) -> str:
-    """Return the milliseconds of a step's operations, longest first, with floors in brackets; the step is last."""
+    """Return the milliseconds of operations from 0.05 ms on, longest first, with floors in brackets, and the step's."""
     arms = group(section, kind)
-    names = dict.fromkeys(name for found in arms.values() for name in found if name.endswith(".ms"))
+    names = {name for found in arms.values() for name, ms in found.items() if name.endswith(".ms") and ms >= 0.05}
     rows = []
     for name in [*sorted(names, key=lambda name: -max(found.get(name, 0.0) for found in arms.values())), "ms"]:
         both = [(found.get(name), found.get(name.removesuffix("ms") + "floor_ms")) for found in arms.values()]

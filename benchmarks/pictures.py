@@ -39,9 +39,13 @@ def operations(figures: Figures) -> Any:
     for arm, step, shift in zip(("bf16", "fp8"), steps, (0.2, -0.2)):  # bf16 above fp8
         at = [row + shift for row in range(len(names))]
         label = f"{arm}: step {step['ms']:.1f} ms"
-        bars = axes.barh(at, [step.get(name, 0.0) for name in names], 0.38, color=COLORS[arm], label=label)
-        axes.bar_label(bars, fmt=lambda ms: f"{ms:.1f} ms" if ms else "", padding=4, fontsize=8)
-        floors, label = [step.get(f"{name[:-2]}floor_ms", 0.0) for name in names], "floor" if arm == "bf16" else ""
+        times, floors = ([step.get(name[:-2] + key, 0.0) for name in names] for key in ("ms", "floor_ms"))
+        axes.barh(at, times, 0.38, color=COLORS[arm], label=label)
+        for y, ms, least in zip(at, times, floors, strict=True):
+            axes.annotate(
+                f"{ms:.1f} ms" if ms else "", (max(ms, least), y), (4, -3), textcoords="offset points", size=8
+            )
+        label = "floor" if arm == "bf16" else ""
         axes.vlines(floors, [y - 0.19 for y in at], [y + 0.19 for y in at], color="black", label=label)
     axes.set_yticks(range(len(names)), [name.removesuffix(".ms") for name in names])
     axes.set(xlabel="ms per step", title="124M", xlim=(0, 1.15 * max(most.values())))
@@ -70,21 +74,16 @@ def comparison(figures: Figures) -> Any:
     return figure
 
 
-def minutes(_: Figures) -> Any:
-    """Return the picture of training loss over minutes of one GPU."""
-    figure = new_figure(8, 5)
-    curves(figure.subplots())
-    return figure
-
-
 def curves(axes: Any) -> None:
-    """Draw each arm's training loss over minutes of its own step time."""
+    """Draw each arm's training loss over minutes of its own step time; the legend has its last validation loss."""
     rows = pairs.read_results(MINUTES)
+    val = {row["arm"]: row["val_loss"] for row in rows}
     for arm, color in CURVES.items():
-        axes.plot(*pairs.curve(rows, arm), color=color, lw=1.4, label=arm)
+        axes.plot(*pairs.curve(rows, arm), color=color, lw=1.4, label=f"{arm}: {val[arm]:.2f}")
     low = min(min(row["curve"]) for row in rows)
     axes.set(title="124M: training loss", xlabel="minutes on one GPU", ylim=(low - 0.05, low + 2.5))
     finish(axes, "upper right")
+    axes.get_legend().set_title("validation loss at the end", {"size": 8.5})
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -101,7 +100,6 @@ def finish(axes: Any, legend: str) -> None:
 DRAWN = {  # a file of docs/pictures: the start of its figures' keys, and its function
     "comparison": ("steps.", comparison),
     "ops_d12": ("ops.d12.", operations),
-    "minutes_d12": ("minutes.", minutes),
 }
 
 
