@@ -59,8 +59,8 @@ def settings(
             recipe, picked = run_dir / "config.yaml", {}
             tokenizer: str = Config.load(recipe, given, gpus).data.tokenizer
         else:
-            usual = own_text.preset_for(measured.characters, gpu_gib).tokenizer
-            tokenizer = given.get("data.tokenizer") or _available(usual)
+            usual = own_text.preset_for(measured.characters, gpu_gib, given).tokenizer
+            tokenizer = given.get("data.tokenizer") or (usual if "init_from" in given else _available(usual))
             picked = own_text.choose(measured.characters, gpu_gib, tokenizer, given, gpus)
     except DataError as error:
         error.on_every_rank = True  # all read the same text

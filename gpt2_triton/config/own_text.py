@@ -4,8 +4,7 @@ Where the rows of the tables come from:
   tokenizer   GPT-2's table of 50,257 rows is most of a small model, and most of its work on a CPU.  A text of 20 MB
               has 5M tokens and shows each row 100 times on average.  Shorter texts are trained as bytes.
   epochs      Up to 4 epochs are worth nearly as much as new text (Muennighoff et al. 2023, "Scaling Data-Constrained
-              Language Models").  A short text gets 10: the model overfits in the end, but RUN/best keeps the lowest
-              validation loss.
+              Language Models").  A short text gets 40, with the keys of SHORT against overfitting.
   model       From 20 MB on a parameter gets about 20 tokens, epochs counted (Hoffmann et al. 2022).  For less text
               that rule gives models too small to spell.  nanoGPT's train_shakespeare_char.py trains 6 layers of 384
               channels on 1 MB, with steps of 16,384 characters at 1e-3; its model for a CPU has 4 layers of 128.
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.rules import TOKENIZER_SIZES
+from gpt2_triton.config.rules import HUB_SIZES, TOKENIZER_SIZES
 from gpt2_triton.config.values import whole_number
 from gpt2_triton.errors import DataError
 
@@ -37,7 +36,7 @@ class Preset(NamedTuple):
     n_embd: int
     seq_len: int
     step_tokens: int
-    lr: float
+    tuned: Mapping[str, Any]
     epochs: int
     most_steps: int
     eval_tokens: int
@@ -45,20 +44,35 @@ class Preset(NamedTuple):
     sample_tokens: int
 
 
-CPU = (Preset(0, "bytes", 2, 128, 256, 1024, 2e-3, 10, 100, 4096, 4, 100),)
+# for a text that a run reads many times; guesses until runs on tinyshakespeare have chosen them
+SHORT = {
+    "data.windows": "shifted",
+    "train.patience": 8,
+    "optim.name": "muon",
+    "optim.lr": 6e-3,
+    "optim.tau": 8.0,
+    "optim.beta2": 0.99,
+    "optim.master": "fp32",
+}
+LONG = {"optim.lr": 1e-3}
+FINETUNING = {"data.windows": "shifted", "train.patience": 3, "optim.lr": 3e-5, "optim.master": "fp32"}
+CPU = (Preset(0, "bytes", 2, 128, 256, 1024, {"optim.lr": 2e-3}, 10, 100, 4096, 4, 100),)
 GPU = (
-    Preset(0, "bytes", 4, 256, 256, 16_384, 1e-3, 10, 20_000, 262_144, 10, 300),
-    Preset(500_000, "bytes", 6, 384, 256, 16_384, 1e-3, 10, 20_000, 262_144, 10, 300),
-    Preset(20_000_000, "gpt2", 6, 384, 512, 65_536, 1e-3, 4, 20_000, 524_288, 20, 100),
-    Preset(500_000_000, "gpt2", 8, 512, 1024, 131_072, 1e-3, 4, 20_000, 1_048_576, 40, 100),
-    Preset(5_000_000_000, "gpt2", 12, 768, 1024, 524_288, 6e-4, 4, 19_560, 10_485_760, 80, 100),
+    Preset(0, "bytes", 4, 256, 256, 16_384, SHORT, 40, 20_000, 262_144, 20, 300),
+    Preset(500_000, "bytes", 6, 384, 256, 16_384, SHORT, 40, 20_000, 262_144, 20, 300),
+    Preset(20_000_000, "gpt2", 6, 384, 512, 65_536, LONG, 4, 20_000, 524_288, 20, 100),
+    Preset(500_000_000, "gpt2", 8, 512, 1024, 131_072, LONG, 4, 20_000, 1_048_576, 40, 100),
+    Preset(5_000_000_000, "gpt2", 12, 768, 1024, 524_288, {"optim.lr": 6e-4}, 4, 19_560, 10_485_760, 80, 100),
 )
+HUB = Preset(0, "gpt2", 12, 768, 1024, 8192, FINETUNING, 3, 20_000, 262_144, 10, 200)  # init_from hf:
 # tokens of a micro-batch by GPU memory in GiB: the plan of GPT-2 124M fits with some recomputation
 MICRO_BATCH_TOKENS = ((70, 65_536), (20, 16_384), (0, 4096))
 
 
-def preset_for(characters: int, gpu_gib: float | None) -> Preset:
+def preset_for(characters: int, gpu_gib: float | None, given: Mapping[str, str]) -> Preset:
     """Return the preset for a text of this length on a GPU, or on a CPU if `gpu_gib` is None."""
+    if given.get("init_from", "").startswith("hf:"):
+        return HUB
     return [preset for preset in (CPU if gpu_gib is None else GPU) if preset.characters <= characters][-1]
 
 
@@ -69,7 +83,7 @@ def choose(
 
     gpu_gib is the memory of a GPU, None on a CPU.  DataError if the text is too short for a sequence of validation.
     """
-    preset, cpu = preset_for(characters, gpu_gib), gpu_gib is None
+    preset, cpu = preset_for(characters, gpu_gib, given), gpu_gib is None
 
     def number(key: str, default: int) -> int:
         found = whole_number(given.get(key, ""))  # Config.load refuses a wrong value
@@ -85,20 +99,17 @@ def choose(
     batch, step_tokens = _batch(preset, tokens // T, T, gpu_gib, gpus, number)
     step_tokens = number("train.total_batch_tokens", step_tokens)
     steps = number("train.steps", min(preset.most_steps, max(1, preset.epochs * tokens // step_tokens)))
-    width = number("model.n_embd", 64 * number("model.n_head", preset.n_embd // 64))
-    sizes = {"model.n_layer": preset.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
     every, evaluated = max(1, steps // preset.validations), preset.eval_tokens // T * T
     keys: dict[str, Any] = {
-        **({} if "model.size" in given else sizes),
+        **_sizes(preset, T, given, number),
         "model.vocab_size": TOKENIZER_SIZES.get(tokenizer, 256),
-        "model.block_size": T,
         "data.tokenizer": tokenizer,
         "train.steps": steps,
         "train.batch_size": batch,
         "train.seq_len": T,
         "train.total_batch_tokens": step_tokens,
         "train.dtype": "fp32" if cpu else "bf16",
-        "optim.lr": preset.lr,
+        **preset.tuned,
         "optim.warmup": min(700, max(steps // 10, min(30, steps // 3))),  # of 10 steps, 2e-3 gives a spike
         "eval.every": every,
         "eval.tokens": evaluated if 0 < 4 * evaluated <= val_tokens else 0,  # a token may have more characters
@@ -106,9 +117,30 @@ def choose(
         "sample.tokens": preset.sample_tokens,
         "checkpoint.every": every,
     }
-    if given.get("eval.every") == "0":
-        keys["checkpoint.best"] = "none"
+    _agree_with(given, keys)
     return {key: value for key, value in keys.items() if key not in given}
+
+
+def _agree_with(given: Mapping[str, str], keys: dict[str, Any]) -> None:
+    """Change the keys that a given key would contradict."""
+    if given.get("eval.every") == "0" or given.get("checkpoint.best") == "none":
+        keys |= {"checkpoint.best": "none", "train.patience": 0}
+    if "optim.weight_decay" in given:
+        keys.pop("optim.tau", None)
+    if given.get("train.dtype", keys["train.dtype"]) == "fp32":
+        keys.pop("optim.master", None)
+    if given.get("optim.name") == "adamw":
+        keys["optim.lr"] = min(keys["optim.lr"], 1e-3)
+
+
+def _sizes(preset: Preset, T: int, given: Mapping[str, str], number: Number) -> dict[str, Any]:
+    """Return the keys of the model's size; the weights of init_from decide the size of a model from the Hub."""
+    if preset is HUB:
+        name = given["init_from"].replace(":", "/").rpartition("/")[2]
+        return {} if "model.size" in given else {"model.size": HUB_SIZES.get(name, "d12")}
+    width = number("model.n_embd", 64 * number("model.n_head", preset.n_embd // 64))
+    sizes = {"model.n_layer": preset.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
+    return ({} if "model.size" in given else sizes) | {"model.block_size": T}
 
 
 def _batch(preset: Preset, sequences: int, T: int, gpu_gib: float | None, gpus: int, number: Number) -> tuple[int, int]:
@@ -131,6 +163,6 @@ def summary(config: Config, characters: int, machine: str) -> str:
     return f"""own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}
   model: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, {config.n_params:,} parameters
   steps: {t.steps:,} of {config.total_batch_tokens:,} tokens, sequences of {t.seq_len:,}, batch {t.batch_size}, \
-learning rate {o.lr:g}, warmup {o.warmup}
+optimizer {o.name}, learning rate {o.lr:g}, warmup {o.warmup}
   steps between validations {config.eval.every}, checkpoints {config.checkpoint.every}, samples {config.sample.every}; \
 any key can be given, as in --train.steps {2 * t.steps}"""

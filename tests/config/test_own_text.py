@@ -17,7 +17,7 @@ DATA = {"data.train": "t.bin", "data.val": "v.bin"}
 
 def config_for(characters, gpu_gib=None, gpus=1, **given):
     given = {key.replace("__", "."): value for key, value in given.items()}
-    tokenizer = given.get("data.tokenizer", preset_for(characters, gpu_gib).tokenizer)
+    tokenizer = given.get("data.tokenizer", preset_for(characters, gpu_gib, given).tokenizer)
     keys = choose(characters, gpu_gib, tokenizer, given, gpus)
     assert not keys.keys() & given.keys()
     return Config.load("own", keys | given | DATA, gpus)
@@ -51,9 +51,9 @@ def epochs(config, characters):
     return config.train.steps * config.total_batch_tokens / (characters * (1 - VAL_FRACTION) / each)
 
 
-def test_short_texts_are_seen_ten_times_and_long_ones_four_times_at_most():
+def test_short_texts_are_seen_forty_times_and_long_ones_four_times_at_most():
     on_gpu = [(epochs(config_for(n, 139.8), n), n) for n in LENGTHS]
-    assert all(9 < seen <= 10 for seen, n in on_gpu if n < 20_000_000)
+    assert all(39 < seen <= 40 for seen, n in on_gpu if n < 20_000_000)
     assert all(1 < seen <= 4 for seen, n in on_gpu if n >= 20_000_000)
     assert all(config_for(n).train.steps <= 100 for n in LENGTHS)  # on a CPU
 
@@ -88,6 +88,26 @@ def test_other_keys_follow_the_given_ones():
     assert (long.model.block_size, long.total_batch_tokens) == (512, 1024)  # a batch accumulates to a step
     assert config_for(1_000_000, data__tokenizer="gpt2").model.vocab_size == 50257
     assert config_for(1_000_000, eval__every="0").checkpoint.best == "none"
+
+
+def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_given_ones():
+    usual, long = config_for(1_000_000, 139.8), config_for(100_000_000, 139.8)
+    assert usual.data.windows == "shifted" and usual.optim.tau and usual.train.patience
+    assert long.data.windows == "fixed" and long.weight_decay == 0.1 and not long.train.patience
+    assert config_for(1_000_000, 139.8, optim__weight_decay="0.5").weight_decay == 0.5
+    assert config_for(1_000_000, 139.8, optim__name="adamw").optim.lr <= 1e-3 < usual.optim.lr
+    assert config_for(1_000_000, 139.8, train__dtype="fp32").optim.master == "none" != usual.optim.master
+    for given in (dict(eval__every="0"), dict(checkpoint__best="none")):
+        assert config_for(1_000_000, 139.8, **given).train.patience == 0
+
+
+def test_weights_from_the_hub_decide_size_and_tokenizer():
+    for name, layers, gib in (("hf:gpt2", 12, None), ("hf:openai-community/gpt2-xl", 48, 139.8), ("hf:DIR", 12, 23.5)):
+        config = config_for(1_000_000, gib, init_from=name)
+        assert (config.model.n_layer, config.model.block_size, config.data.tokenizer) == (layers, 1024, "gpt2")
+        assert 2 < epochs(config, 1_000_000) <= 3 and config.optim.lr < 1e-4
+    short = config_for(20_000, 139.8, init_from="hf:gpt2", train__seq_len="256")
+    assert (short.model.block_size, short.train.seq_len) == (1024, 256)
 
 
 def test_too_little_text_is_refused_with_what_is_needed():
