@@ -114,13 +114,13 @@ def print_line(text: str, error: bool = False) -> None:
 
 def print_from_handler(text: str) -> None:
     """Print a line from a signal handler, on rank 0 alone: `print` fails if it interrupts another `print`."""
-    if not _is_silent and _is_first_rank():
+    if not _is_silent and is_first_rank():
         newline = "\n" if os.isatty(1) else ""  # the terminal shows ^C at the beginning of the line
         with contextlib.suppress(OSError):
             os.write(1, f"{newline}{text}\n".encode())
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -162,7 +162,7 @@ class Progress(tqdm):
             smoothing=0,  # the mean rate since the beginning
             dynamic_ncols=True,
             leave=False,
-            disable=_is_silent or not _is_first_rank() or None,  # None: unless stderr is a terminal
+            disable=_is_silent or not is_first_rank() or None,  # None: unless stderr is a terminal
         )
 
     def show(self, done: float, total: int, note: str = "") -> None:

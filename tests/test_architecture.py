@@ -21,7 +21,7 @@ ALLOWED_TORCH = {
 # what single modules may use in addition: nanoGPT's checkpoints are pickles, and torch.load(weights_only=True) reads
 # them without executing code; torch.version.hip tells AMD's GPUs
 ALLOWED_IN = {
-    "checkpoint/nanogpt": {"load"},
+    "checkpoint/nanogpt": {"load", "serialization", "get_unsafe_globals_in_checkpoint", "safe_globals"},
     "device": {"version"},
     "distributed/shared_memory": {"UntypedStorage", "from_file", "version"},
 }

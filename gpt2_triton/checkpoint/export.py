@@ -7,6 +7,7 @@ from safetensors import SafetensorError
 from gpt2_triton.checkpoint import huggingface, llmc
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.checkpoint.weights import Weights
+from gpt2_triton.console import print_line
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import new_directory
@@ -26,6 +27,11 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
     tokenizer = None if weights.tokenizer is None else get_tokenizer(weights.tokenizer)
     try:
         with new_directory(out) as directory:
-            WRITERS[format](weights, directory, dtype, tokenizer)
+            named = WRITERS[format](weights, directory, dtype, tokenizer)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out} could not be written ({error}); choose another, or free some space") from error
+    rows = weights.model.vocab_size
+    if named < rows:
+        print_line(f"note: {rows - named:,} of {rows:,} tokens have no text in the exported tokenizer", error=True)
+    if format == "hf" and weights.tokenizer == "bytes":
+        print_line("note: llama.cpp does not know the tokenizer bytes; transformers takes this export")

