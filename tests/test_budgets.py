@@ -33,7 +33,7 @@ BUDGETS = {
     "tests/benchmarks/speed": 266,
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
-    "tests/checkpoint": 2128,
+    "tests/checkpoint": 2132,
     "tests/commands": 1333,
     "tests/config": 619,
     "tests/data": 905,
