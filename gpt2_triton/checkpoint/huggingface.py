@@ -77,7 +77,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except Exception as error:  # of the import, the hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
-        todo = "name a directory, or try online"
+        todo = "set HF_HOME to another place" if getattr(error, "filename", None) else "name a directory, or try online"
         raise CheckpointError(f"hf:{name}: no such directory, and the download failed ({got}); {todo}") from error
 
 

@@ -26,7 +26,7 @@ def project(config: Config) -> str:
     given, variable = config.log.wandb_project, os.environ.get("WANDB_PROJECT")
     name = given or variable or "gpt2_triton"
     if len(name) > 128 or re.search(r"[/\\#?%:]", name):
-        rule = "wandb takes 128 characters, none of them / \\ # ? % :; WANDB_ENTITY names a team"
+        rule = "wandb takes at most 128 characters, none of them / \\ # ? % :; WANDB_ENTITY names a team"
         raise ConfigError(f"{'log.wandb_project' if given else 'WANDB_PROJECT'}: {name}: {rule}")
     return name
 

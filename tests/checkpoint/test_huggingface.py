@@ -3,6 +3,7 @@ line.
 """
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -289,6 +290,9 @@ def test_import_looks_a_name_up_on_the_hub(saved, monkeypatch):
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: saved if name == "a/b" else 1 / 0)
     assert huggingface.read("a/b").model.n_layer == 2
     with pytest.raises(CheckpointError, match="hf:gpt2: no such directory, and the download failed .ZeroDiv"):
+        huggingface.read("gpt2")
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **keys: os.mkdir("/proc/x"))  # a read-only cache
+    with pytest.raises(CheckpointError, match=r"/proc/x.*; set HF_HOME to another place$"):
         huggingface.read("gpt2")
     with pytest.raises(CheckpointError, match=r"hf:./gpt2: no such directory; expected one with config.json"):
         huggingface.read("./gpt2")
