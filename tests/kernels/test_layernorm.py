@@ -1,10 +1,9 @@
-"""LayerNorm against float64 at ragged shapes, and on a GPU against PyTorch at GPT-2's."""
+"""LayerNorm against float64, at ragged shapes and, on a GPU, at GPT-2's."""
 
 import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
@@ -118,25 +117,6 @@ def test_layernorm_gives_the_same_bits_recomputes_them_and_writes_only_its_outpu
     require_same_bits_within_outputs(functools.partial(run_all, R, C, dtype), allocations=9)
     out, ln, *_ = run_all(R, C, dtype, poisoned)
     assert torch.equal(out, ln)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("C", [768, 1600])
-def test_layernorm_of_gpt2_on_gpu_is_as_accurate_as_pytorch(rng, C):
-    """Each result's error in bf16 is at most 1.1 times that of F.layer_norm in bf16."""
-    R, dtype = 8192, torch.bfloat16
-    stored, dout = draw(rng, R, C, dtype), rng(R, C, dtype=dtype)
-    exact, torchs = ([t.to(kind, copy=True).requires_grad_() for t in stored] for kind in (torch.float64, dtype))
-    results = []
-    for leaves in (exact, torchs):
-        out = F.layer_norm(leaves[0], (C,), *leaves[1:])
-        out.backward(dout.to(out.dtype))
-        results.append([out.detach(), *(t.grad for t in leaves)])
-    out, mean, rstd = forward(*stored)
-    dx, dw, db = poisoned(R, C, dtype=dtype), poisoned(C), poisoned(C)
-    layernorm_bwd(dx, dw, db, None, None, scratch(R, C, dtype), dout, *stored, mean, rstd, False, False)
-    for name, got, want, theirs in zip(("out", "dx", "dw", "db"), (out, dx, dw, db), *results, strict=True):
-        assert error(got, want) <= 1.1 * error(theirs, want), name
 
 
 @pytest.mark.gpu
