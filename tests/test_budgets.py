@@ -42,7 +42,7 @@ BUDGETS = {
     "tests/gpu": 796,
     "tests/ground": 397,
     "tests/inference": 717,
-    "tests/kernels": 4159,
+    "tests/kernels": 4139,
     "tests/model": 2197,
     "tests/support": 1645,
     "tests/training": 2231,
