@@ -120,6 +120,17 @@ def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(
     assert records(tmp_path) == records(unbroken)
 
 
+def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(unbroken, tmp_path, monkeypatch):
+    fixed, config = losses(unbroken), run_config(data=dict(windows="shifted"), optim=dict(weight_decay=None, tau=2.0))
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert train(config, whole, resume=False) == 0 and losses(whole)[0] != fixed[0]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        train(config, broken, resume=False)
+    assert train(config, broken, resume=True) == 0
+    assert final_bytes(broken) == final_bytes(whole) and records(broken) == records(whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", [dict(master="none"), dict(master="fp32", v="bf16")], ids=str)
 def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim):
