@@ -212,7 +212,7 @@ class EvalConfig(ConfigSection):
 
 class SampleConfig(ConfigSection):
     every: int = free(0, "steps between printed samples; also after the last step; 0 never", ge=0)
-    tokens: int = free(64, "tokens of a sample", ge=1)
+    tokens: int = free(64, "most tokens of a sample, which stops at the end of text", ge=1)
     prompt: str = free("", "text that a sample continues; empty starts at the end-of-text token")
     temperature: float = free(1.0, "softmax temperature; 0 takes the most likely token", ge=0)
     top_k: int = free(0, "draw among the k most likely tokens; 0 among all", ge=0)
