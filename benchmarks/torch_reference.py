@@ -44,21 +44,23 @@ def _linear(layer: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 def gpt2_loss(
     params: Params, ids: Tensor, targets: Tensor, V: int, NH: int, reduction: Literal["none", "mean"] = "mean",
     linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = _linear,
+    dropout: Callable[[int, Tensor], Tensor] = lambda i, x: x,
 ) -> Tensor:  # fmt: skip
     """Return the cross entropy over the first V rows of wte; the rest is padding.  A target of -1 has no loss, but
-    counts in the mean.  `linear` computes the products of the layers from a layer's name, x, w and b.
+    counts in the mean.  `linear` computes the products of the layers from a layer's name, x, w and b.  `dropout`
+    gets i and what joins the residual stream at point i.
     """
     p, C = params, params.wte.shape[1]
 
     def norm(x: Tensor, i: int) -> Tensor:
         return F.layer_norm(x, (C,), p.lnw[i], p.lnb[i])
 
-    x = F.embedding(ids.long(), p.wte) + p.wpe[: ids.shape[1]]
+    x = dropout(0, F.embedding(ids.long(), p.wte) + p.wpe[: ids.shape[1]])
     for l in range(len(p.qkvw)):
         att = _attention(linear("qkv", norm(x, 2 * l), p.qkvw[l], p.qkvb[l]), NH)
-        x = x + linear("attproj", att, p.attprojw[l], p.attprojb[l])
+        x = x + dropout(2 * l + 1, linear("attproj", att, p.attprojw[l], p.attprojb[l]))
         h = F.gelu(linear("fc", norm(x, 2 * l + 1), p.fcw[l], p.fcb[l]), approximate="tanh")
-        x = x + linear("fcproj", h, p.fcprojw[l], p.fcprojb[l])
+        x = x + dropout(2 * l + 2, linear("fcproj", h, p.fcprojw[l], p.fcprojb[l]))
     logits = F.linear(norm(x, 2 * len(p.qkvw)), p.wte[:V]).flatten(0, 1)
     losses = F.cross_entropy(logits, targets.flatten().long(), ignore_index=-1, reduction="none")
     return losses if reduction == "none" else losses.sum() / targets.numel()

@@ -33,7 +33,8 @@ from gpt2_triton.model.gpt2 import GPT2
 
 Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}
-IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",)}  # outputs that are read as well
+# outputs that are read as well
+IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",), "dropout": ("x",)}
 ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # read as well if `acc` is true
 WARMUP = 10  # steps that are not counted: the clock settles within a second
 GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # these read and write only the tokens' rows of wte

@@ -138,10 +138,10 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
 
 
 def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json, without dropout as in training here."""
+    """Return the content of config.json, with dropout as in training here."""
     sizes = {theirs: getattr(model, ours) for ours, theirs in CONFIG_KEYS.items()} | {"n_ctx": model.block_size}
     computes = {key: allowed[0] for key, allowed in REQUIRED.items()}
-    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": model.dropout, "resid_pdrop": model.dropout}
     stored = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     rest = {"n_inner": None, "tie_word_embeddings": True, "initializer_range": 0.02, "torch_dtype": stored}
     return {"architectures": ["GPT2LMHeadModel"]} | computes | sizes | dropout | rest

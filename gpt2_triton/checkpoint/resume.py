@@ -17,7 +17,9 @@ Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
 # fatal keys that older versions did not save, with the value that their runs had
-LATER_KEYS = {"data.align": "none", "data.windows": "fixed", "optim.name": "adamw", "optim.v": "fp32"}
+LATER_KEYS = {
+    "data.align": "none", "data.windows": "fixed", "model.dropout": 0.0, "optim.name": "adamw", "optim.v": "fp32",
+}  # fmt: skip
 WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 
@@ -77,7 +79,7 @@ def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[
 
 def decides_weights(key: str) -> bool:
     """Return whether init_from takes weights only from a run with an equal value of this dotted key."""
-    return key.startswith("model.") or key in WEIGHT_KEYS
+    return key.startswith("model.") and key != "model.dropout" or key in WEIGHT_KEYS
 
 
 def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:

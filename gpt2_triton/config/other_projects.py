@@ -15,7 +15,6 @@ NANOGPT = {
     "lr_decay_iters": "optim.schedule, which ends with the last step, train.steps",
     "min_lr": "optim.final_frac, a fraction of the peak: min_lr / learning_rate",
     "grad_clip": "optim.clip",
-    "dropout": "none: models are trained without dropout",
     "bias": "none: models have biases, as GPT-2 has",
     "eval_interval": "eval.every, and checkpoint.every for its checkpoints",
     "eval_iters": "eval.tokens, in tokens: eval_iters * batch_size * block_size",

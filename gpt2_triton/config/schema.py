@@ -80,6 +80,9 @@ class ModelConfig(ConfigSection):
     n_embd: int = kept(768, "channels of the residual stream", ge=1, le=1 << 17, multiple_of=16)
     vocab_size: int = kept(50257, "tokens in the vocabulary; shards hold 16-bit tokens", ge=2, le=65536)
     block_size: int = kept(1024, "longest sequence: rows of the position embedding", ge=1, le=1 << 24)
+    dropout: float = kept(
+        0.0, "probability in training with which dropout sets elements of embeddings and branches to 0", ge=0, lt=1
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -127,7 +130,7 @@ class TrainConfig(ConfigSection):
     precision: Literal["bf16", "fp8"] = free(
         "bf16", "operands of the layers' products; fp8 needs dtype bf16 and compute capability >= 8.9, gfx950 or no GPU"
     )
-    seed: int = kept(42, "seed of the initial weights and of stochastic rounding", ge=0, lt=2**62)
+    seed: int = kept(42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62)
     max_minutes: float = free(
         0,
         "minutes until the run saves and ends, with exit code 0 and the file PREEMPTED; 0 sets no limit",

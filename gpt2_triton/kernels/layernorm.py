@@ -7,9 +7,10 @@ backward   g = dout * w,  dx (+)= rstd * (g - sum_C(g) / C - xhat * sum_C(g * xh
 
 The residual is not fused here: the product before the norm adds it in its epilogue (matmul_add), so x is the sum
 already.  dbias is the gradient of that product's bias.  The product's output enters the residual stream unchanged, so
-dbias is the column sums of the new dx.  Statistics are two-pass, in fp32, of the stored x.  Column sums run per
-program over a fixed set of rows, then over programs in a fixed order (reduce.py).  The kernels are bound by bandwidth:
-forward reads and writes a row, backward reads three and writes one.
+dbias is the column sums of the new dx.  With dropout (dropout.py) the output's gradient is dbranch, the masked dx, and
+dbias sums dbranch.  An fp8 dx then has dbranch in fp8, for products, and dx in bf16.  Statistics are two-pass, in fp32,
+of the stored x.  Column sums run per program over a fixed set of rows, then over programs in a fixed order (reduce.py).
+The kernels are bound by bandwidth: forward reads and writes a row, backward reads three and writes one.
 """
 
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.dropout import dropped, masked_rows
 from gpt2_triton.kernels.e4m3 import quantise, record_bits, row_maxima
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored
 from gpt2_triton.kernels.reduce import column_sums
@@ -62,11 +64,11 @@ def _layernorm_fwd_kernel(
     tl.store(rstd_ptr + r, rstd, mask=r < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["i"])
 def _layernorm_bwd_kernel(
-    dx_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr,
-    dx8_ptr, dx_scale_ptr, dx_amax_ptr, ln_scale_ptr, R, C,
-    ADD_DX: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
+    dx_ptr, dbranch_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr,
+    dx8_ptr, dx_scale_ptr, dx_amax_ptr, ln_scale_ptr, step_key_ptr, i, R, C,
+    ADD_DX: tl.constexpr, DROPPED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BLOCK_C)
@@ -98,6 +100,10 @@ def _layernorm_bwd_kernel(
         if ADD_DX:
             dx += tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=mask)
+        if DROPPED:
+            dx = masked_rows(dx, r, C, step_key_ptr, i, DROPPED)
+            if dbranch_ptr is not None:
+                tl.store(dbranch_ptr + at, dx, mask=mask)
         if dx8_ptr is not None:
             top = row_maxima(top, tl.where(mask, dx, 0.0))
             tl.store(dx8_ptr + at, quantise(dx, dx_scale_ptr, None), mask=mask)
@@ -123,20 +129,26 @@ def layernorm_fwd(out: Operand, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor
     )
 
 
-@contract("dx[R,C]+ dw[C]+ db[C]+ dbias[C]?+ ln[R,C]? scratch[*] <- dout[R,C] x[R,C] w[C] b[C] mean[R] rstd[R]")
+@contract(
+    "dx[R,C]+ dbranch[R,C]? dw[C]+ db[C]+ dbias[C]?+ ln[R,C]? scratch[*] <-"
+    "dout[R,C] x[R,C] w[C] b[C] mean[R] rstd[R] step_key[4]?"
+)
 def layernorm_bwd(
-    dx: Operand, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Operand | None, scratch: Tensor,
-    dout: Tensor, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor, acc: bool, add_dx: bool = True,
+    dx: Operand, dbranch: Tensor | None, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Operand | None,
+    scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor,
+    step_key: Tensor | None, acc: bool, add_dx: bool = True, i: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out."""
+    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out; dbranch,
+    if given, is dx masked with probability p at point i of the residual stream.
+    """
     R, C = x.shape
     dx8 = stored(dx) if isinstance(dx, Fp8) else (None, None, None)
     ln, ln_scale, _ = stored(ln) if ln is not None else (None, None, None)
     row = _bwd_row(R, C, dtype_name(x))
     programs = row.pop("PROGRAMS")
     _layernorm_bwd_kernel[(programs,)](
-        full(dx), ln, scratch, dout, x, w, b, mean, rstd, *dx8, ln_scale, R, C,
-        ADD_DX=add_dx, BLOCK_C=next_power_of_2(C), **row,
+        full(dx), dbranch, ln, scratch, dout, x, w, b, mean, rstd, *dx8, ln_scale, step_key, i if p else None, R, C,
+        ADD_DX=add_dx, DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
     )  # fmt: skip
     column_sums(dw, db, dbias, scratch, programs, acc)
 

@@ -10,21 +10,35 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import split_master
+from gpt2_triton.kernels.step_io import SEED_HIGH, SEED_LOW
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 INIT = tl.constexpr(0)  # purposes
 ROUND = tl.constexpr(1)
 SAMPLE = tl.constexpr(2)
+DROPOUT = tl.constexpr(3)
 
 
 @triton.jit
 def philox_words(seed, first, step, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
     """Return uint32 words for elements first ... first + BLOCK - 1; `first` (int64) and BLOCK are multiples of 4."""
     counter = first // 4 + tl.arange(0, BLOCK // 4).to(tl.int64)
+    return words_at(seed, counter, step, PURPOSE)
+
+
+@triton.jit
+def words_at(seed, counter, step, purpose):
+    """Return four uint32 words, side by side, for each int64 counter."""
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = (counter >> 32).to(tl.uint32)
-    r0, r1, r2, r3 = tl.philox(seed, low, high, tl.zeros_like(low) + step.to(tl.uint32), tl.zeros_like(low) + PURPOSE)
+    r0, r1, r2, r3 = tl.philox(seed, low, high, tl.zeros_like(low) + step.to(tl.uint32), tl.zeros_like(low) + purpose)
     return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+
+
+@triton.jit
+def step_seed(step_key_ptr):
+    """Return the run's seed, which is in the step's key."""
+    return tl.load(step_key_ptr + SEED_LOW).to(tl.int64) | (tl.load(step_key_ptr + SEED_HIGH).to(tl.int64) << 32)
 
 
 @triton.jit(do_not_specialize=["seed", "first"])  # one kernel for every seed

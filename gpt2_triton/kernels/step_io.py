@@ -2,7 +2,7 @@
 
 step_in   fp32[8], written by the host before the step
 step_out  fp32[6], read by the host after it; launchers take the first four elements
-step_key  int32[4], written by the host: the Philox key of the rounding noise
+step_key  int32[4], written by the host: the Philox key of rounding noise and dropout; ROW before each micro-step
 
 The indices are constexpr because kernels can read no other globals.  The host indexes numpy arrays and lists with them
 as they are, and tensors with their `.value`.
@@ -31,4 +31,5 @@ STEP_OUT = 6
 STEP = tl.constexpr(0)
 SEED_LOW = tl.constexpr(1)
 SEED_HIGH = tl.constexpr(2)
+ROW = tl.constexpr(3)  # the row of the step, on all ranks, with which the micro-batch begins
 STEP_KEY = 4

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from gpt2_triton.kernels.device_math import join_master, split_master
-from gpt2_triton.kernels.philox import ROUND, philox_words
-from gpt2_triton.kernels.step_io import SEED_HIGH, SEED_LOW, STEP
+from gpt2_triton.kernels.philox import ROUND, philox_words, step_seed
+from gpt2_triton.kernels.step_io import STEP
 
 
 @triton.jit
@@ -31,8 +31,7 @@ def random_words(step_key_ptr, first, USED: tl.constexpr, BLOCK: tl.constexpr):
     """Return the words that round BLOCK elements from flat index `first`, a multiple of 4; 0 without USED."""
     if not USED:
         return tl.zeros((BLOCK,), tl.uint32)
-    seed = tl.load(step_key_ptr + SEED_LOW).to(tl.int64) | (tl.load(step_key_ptr + SEED_HIGH).to(tl.int64) << 32)
-    return philox_words(seed, first, tl.load(step_key_ptr + STEP), ROUND, BLOCK)
+    return philox_words(step_seed(step_key_ptr), first, tl.load(step_key_ptr + STEP), ROUND, BLOCK)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 Symbols of shapes:
 
 B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the head takes Rc rows at a time;
-           Rp is Rc, or 0 in a model that only runs forward
+           Rp is Rc, or 0 in a model that only runs forward; Rd is R, or 0 in fp8 or without dropout
 C, NH, HS  channels, heads, head size = C / NH
 L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L]
            is the last.  ln[i] is the layernorm of x[i] with the weights lnw[i], lnb[i], the final one included
@@ -120,7 +120,7 @@ class State:
     par_stats:  Tensor = buf("Sp 5 P", "f32", "embed..between",   "statistics")
     fp8_stats:  Tensor = buf("As 2 P", "f32", "embed..between",   "statistics")
     step_in:    Tensor = buf("8",      "f32", "embed..update",    "inputs")      # lr_schedule.step_inputs
-    step_key:   Tensor = buf("4",      "i32", "embed..update",    "inputs")      # step, seed low, seed high
+    step_key:   Tensor = buf("4",      "i32", "embed..update",    "inputs")      # see kernels/step_io.py
     batch:      Tensor = buf("Np",     "i32", "embed..block_bwd", "inputs")      # packed by data/packing.py
 
 
@@ -149,6 +149,7 @@ class Acts:
     lns:     Tensor  = buf("Rp C",       "act", "head",             "head")  # rs * lnf
     losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")  # of each token, summed over micro-steps
     dx:      Tensors = buf("S | R C",    "act", "head..block_bwd",  "backward",    one_copy=True)  # gradient at x[i]
+    dbranch: Tensor  = buf("Rd C",       "act", "head..block_bwd",  "backward")  # dx, masked by dropout
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
     dfch:    Tensors = buf("L | R 4*C",  "act", "block_bwd",        "backward",    only="bf16", one_copy=True)

@@ -133,12 +133,13 @@ def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> Non
     s = model.state
     s.step_in.copy_(torch.from_numpy(step_in))
     s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # roll_scales: applied
+    clear(s.step_key)
     guess_scales(s, model.dims, float(step_in[model.K.step_io.LOSS_SCALE.value]))
     for _ in range(2):
         clear(s.history)
         clear(s.amax)
         for n, packed in enumerate(batches):
-            s.batch.copy_(packed)
+            model.copy_batch(packed, n)
             model._forward_backward(n > 0, False, False)
         roll_scales(model.K, model.train_view)
     model.calibrated = True

@@ -75,13 +75,16 @@ class GPT2:
             self.comm = PeerCopyCommunicator(*ours, arenas) if arenas else NcclCommunicator(*ours)
         self._graphs = GraphCache()
         self._views: dict[tuple[int, int, bool], ModelView] = {}
-        self.train_view = self._make_view(self.B, self.T, self.has_fp8, record=True)
+        self.train_view = self._make_view(self.B, self.T, self.has_fp8, train=True)
         has_stats = self.state.act_stats is not None
         self.stats_recorder = StatsRecorder(K, self.train_view, self.dims) if has_stats else None
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
-        self._with_stats = False  # whether the step in progress takes statistics
+        self._with_stats, self._micro = False, 0  # of the step in progress: whether it takes statistics, micro-step
+        rows = (np.arange(self.shape.accumulation) * self.dims["ranks"] + self.rank) * self.dims["R"]
+        self._first_rows = torch.empty(len(rows), dtype=torch.int32, pin_memory=device != "cpu")
+        self._first_rows.numpy()[:] = rows
 
     def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
         """Return the schedule's view for B sequences of T tokens, B*T at most the plan's, for use between steps.  It
@@ -91,10 +94,10 @@ class GPT2:
             self._views[B, T, fp8] = self._make_view(B, T, fp8 and self.has_fp8)
         return self._views[B, T, fp8]
 
-    def _make_view(self, B: int, T: int, fp8: bool, record: bool = False) -> ModelView:
+    def _make_view(self, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
         plan, dims = self.plan if fp8 else self.plan.between or self.plan, self.dims | dict(B=B, T=T, R=B * T)
         ours = self.state, self.recompute, self.config, self.comm, self.rank, self.K
-        return make_view(plan, self.arena, dims, *ours, fp8, record)
+        return make_view(plan, self.arena, dims, *ours, fp8, train)
 
     def initialise(self, seed: int) -> None:
         """Set GPT-2's initial weights and zero moments."""
@@ -120,9 +123,16 @@ class GPT2:
         """Run forward and backward of one micro-batch, packed by data.loader.  The gradients overwrite if `first`, else
         add; in the `last` micro-step of a step they are sent to the other ranks.
         """
-        self.state.batch.copy_(packed, non_blocking=True)
+        self._micro = 0 if first else self._micro + 1
+        self.copy_batch(packed, self._micro)
         single = self.dims["ranks"] == 1  # nothing is sent: the last micro-step uses the graph of the others
         self._run(self._forward_backward, not first, self._with_stats, last or single)
+
+    def copy_batch(self, packed: Tensor, micro: int) -> None:
+        """Copy a packed micro-batch to the device, and the row of the step with which micro-batch `micro` begins."""
+        self.state.batch.copy_(packed, non_blocking=True)
+        if self.train_view.dropout:
+            self.state.step_key[self.K.step_io.ROW.value].copy_(self._first_rows[micro], non_blocking=True)
 
     def void_step(self) -> None:
         """Make the step in progress change nothing and stop the run on every rank: its loss becomes NaN."""

@@ -62,6 +62,7 @@ def dimensions(
         d["ranks"], d["zero"] = shape.gpus, shape.zero
     d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
     d["A"] = scale_count(d["L"], config.train.precision, config.fp8.keep_bf16) if training else 0
+    d["Rd"] = d["R"] if training and config.model.dropout and not d["A"] else 0
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:
         d["Sa"], d["Sp"], d["P"] = len(tracked_activations(d)), len(list(param_entries(d))), K.stats_parts()

@@ -16,19 +16,30 @@ NOT_A_LAYER = -1  # m.comm's number for everything outside the layers' matrices:
 
 
 def embed(K: Any, m: Any) -> None:
-    # x[0] = wte[ids] + wpe
+    # x[0] = dropout(wte[ids] + wpe)
     K.embedding_fwd(m.a.x[0], m.ids, m.w.wte, m.w.wpe)
+    if m.dropout:
+        K.dropout(m.a.x[0], None, m.s.step_key, 0, m.dropout)
     m.observe.tensors(x=0)
+
+
+def add_branch(K: Any, m: Any, i: int, inp: Any, w: Any, b: Any) -> None:
+    # x[i] = x[i-1] + dropout(inp @ w.T + b)
+    x = m.a.x
+    if not m.dropout:
+        return K.matmul_add(x[i], x[i - 1], inp, w, b)
+    K.matmul(x[i], inp, w, b)
+    K.dropout(x[i], x[i - 1], m.s.step_key, i, m.dropout)
 
 
 def layer(K: Any, m: Any, l: int) -> None:
     """Run layer l without its last product; at recompute level `block` the backward pass runs it again."""
     w, a, i = m.w, m.a, 2 * l
-    # x[i+1] = x[i] + attproj(attention(qkv(ln[i])))
+    # x[i+1] = x[i] + dropout(attproj(attention(qkv(ln[i]))))
     K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
     K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
     K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
-    K.matmul_add(a.x[i + 1], a.x[i], a.att[l], w.attprojw[l], w.attprojb[l])
+    add_branch(K, m, i + 1, a.att[l], w.attprojw[l], w.attprojb[l])
     m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
     # fcg = gelu(fch), fch = fc(ln[i+1])
     K.layernorm_fwd(a.ln[i + 1], a.mean[i + 1], a.rstd[i + 1], a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1])
@@ -49,8 +60,8 @@ def block(K: Any, m: Any, acc: bool = False) -> None:
             cast(K, m.fp8_weights[l])
             m.observe.tensors(qkvw=l, attprojw=l, fcw=l, fcprojw=l)
         layer(K, m, l)
-        # x[i+2] = x[i+1] + fcproj(fcg)
-        K.matmul_add(a.x[2 * l + 2], a.x[2 * l + 1], a.fcg[l], w.fcprojw[l], w.fcprojb[l])
+        # x[i+2] = x[i+1] + dropout(fcproj(fcg))
+        add_branch(K, m, 2 * l + 2, a.fcg[l], w.fcprojw[l], w.fcprojb[l])
         m.observe.tensors(x=2 * l + 2)
 
 
@@ -78,11 +89,18 @@ def head(K: Any, m: Any, acc: bool) -> None:
         K.classifier_loss(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc)
         K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
-    norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
-    K.layernorm_bwd(
-        a.dx[i], g.lnw[i], g.lnb[i], m.branch_bias_grads[i], None, a.scratch, a.dln, *norm, acc, add_dx=False
-    )
+    norm_bwd(K, m, i, None, acc, add_dx=False)
     m.observe.tensors(dx=i)
+
+
+def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool, add_dx: bool = True) -> None:
+    """dx[i] (+)= gradient of dln through the norm of x[i]; also the gradients of the branch and bias that end there."""
+    w, g, a = m.w, m.g, m.a
+    p = m.dropout if i else 0.0  # no branch ends at x[0]; embed_bwd masks dx[0]
+    K.layernorm_bwd(
+        a.dx[i], a.dbranch if p else None, g.lnw[i], g.lnb[i], m.branch_bias_grads[i], ln, a.scratch, a.dln, a.x[i],
+        w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i], m.s.step_key if p else None, acc, add_dx, i, p,
+    )  # fmt: skip
 
 
 def head_loss(K: Any, m: Any) -> None:
@@ -102,7 +120,7 @@ def prefill(K: Any, m: Any, d: Any, sequences: slice) -> None:
     for l in range(m.L):
         layer(K, m, l)
         K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
-        K.matmul_add(m.a.x[2 * l + 2], m.a.x[2 * l + 1], m.a.fcg[l], m.w.fcprojw[l], m.w.fcprojb[l])
+        add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.w.fcprojw[l], m.w.fcprojb[l])
 
 
 def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float) -> None:
@@ -126,10 +144,11 @@ def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float)
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """Run the layers' backward pass; the embedding's comes before layer 0's last product.
 
-    dx[i] is the gradient at x[i].  All dx are one buffer: layernorm_bwd adds to dx[i+1] to make dx[i].  The branch that
-    ends at x[i] has a bias; branch_bias_grads[i] is the bias's gradient, the column sums of dx[i].
+    dx[i] is the gradient at x[i].  All dx are one buffer: layernorm_bwd adds to dx[i+1] to make dx[i].  branch_grads[i]
+    is the gradient of the branch that ends at x[i], which is dx[i] without dropout.  The branch has a bias, and
+    branch_bias_grads[i] is the bias's gradient, the column sums of branch_grads[i].
     """
-    w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_sharded
+    w, g, a, dout, acc_layer = m.w, m.g, m.a, m.branch_grads, acc and not m.grads_sharded
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]
@@ -139,28 +158,22 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         # through fcproj, GELU, fc and the norm of x[i+1]; recomputed, gelu(fch) overwrites fch
         fcg = a.fch[l] if redo.gelu else a.fcg[l]
         K.matmul_dx_dgelu(
-            a.dfch[l], g.fcb[l], fcg if redo.gelu else None, a.scratch, a.dx[i + 2], w.fcprojw[l], a.fch[l], acc
+            a.dfch[l], g.fcb[l], fcg if redo.gelu else None, a.scratch, dout[i + 2], w.fcprojw[l], a.fch[l], acc
         )
-        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx[i + 2], fcg, acc_layer)
+        K.matmul_dw(g.fcprojw[l], a.scratch, dout[i + 2], fcg, acc_layer)
         K.matmul_dx(a.dln, a.dfch[l], w.fcw[l])
-        ln = a.ln[i + 1] if redo.ln else None
-        norm = (a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1], a.mean[i + 1], a.rstd[i + 1])
-        K.layernorm_bwd(
-            a.dx[i + 1], g.lnw[i + 1], g.lnb[i + 1], m.branch_bias_grads[i + 1], ln, a.scratch, a.dln, *norm, acc
-        )
+        norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
         K.matmul_dw(g.fcw[l], a.scratch, a.dfch[l], a.ln[i + 1], acc_layer)
         # through attproj, attention, qkv and the norm of x[i]
-        K.matmul_dx(a.datt, a.dx[i + 1], w.attprojw[l])
-        K.matmul_dw(g.attprojw[l], a.scratch, a.dx[i + 1], a.att[l], acc_layer)
+        K.matmul_dx(a.datt, dout[i + 1], w.attprojw[l])
+        K.matmul_dw(g.attprojw[l], a.scratch, dout[i + 1], a.att[l], acc_layer)
         if redo.qkv:
             K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
             K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
         K.attention_bwd(a.dqkv[l], g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc)
         K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
-        ln = a.ln[i] if redo.ln and not redo.qkv else None
-        norm = (a.x[i], w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i])
-        K.layernorm_bwd(a.dx[i], g.lnw[i], g.lnb[i], m.branch_bias_grads[i], ln, a.scratch, a.dln, *norm, acc)
+        norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
         m.observe.tensors(dqkv=l, dx=i)
         if l == 0:  # before the last product, which hides the transfer of wte's gradient, the largest of all
             embed_bwd(K, m, acc)
@@ -171,6 +184,8 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
     a = m.a
+    if m.dropout:
+        K.dropout(a.dx[0], None, m.s.step_key, 0, m.dropout)
     K.embedding_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx[0], a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
     m.comm.reduce_grads(NOT_A_LAYER)
 

@@ -42,7 +42,9 @@ class ModelView:
     order: Tensor
     segments: Tensor
     split_tokens: Tensor
-    branch_bias_grads: list[Tensor | None]  # [i]: the bias gradient of the branch that ends at x[i]
+    branch_grads: list[Any]  # [i]: the gradient of the branch that ends at x[i], as products read it
+    branch_bias_grads: list[Tensor | None]  # [i]: the bias gradient of this branch
+    dropout: float  # 0 in a view that does not train
     L: int
     NH: int
     V: int
@@ -68,10 +70,10 @@ class ModelView:
 
 def make_view(
     plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], config: Config,
-    comm: Communicator, rank: int, K: Any, fp8: bool, record: bool = False,
+    comm: Communicator, rank: int, K: Any, fp8: bool, train: bool = False,
 ) -> ModelView:  # fmt: skip
     """Return the view for dims["B"] sequences of dims["T"] tokens, at most the plan's.  With `fp8`, operands of
-    products are K.Fp8; with `record`, as in training, kernels record their maxima.
+    products are K.Fp8; with `train`, kernels record their maxima, and dropout is on.
     """
     d, optim = dims | dict(Rc=min(dims["Rc"], dims["R"])), config.optim
     starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None
@@ -80,13 +82,14 @@ def make_view(
     weights: list[list[Any]] = [[]] * (d["L"] + 1)
     again: list[list[Any]] = [[]] * d["L"]
     if fp8:
-        weights = place_operands(K, w, a, carve(Fp8Buffers, plan.buffers, arena, d), state, d, record)
+        weights = place_operands(K, w, a, carve(Fp8Buffers, plan.buffers, arena, d), state, d, train)
         for l, redo in enumerate(recompute):  # rows that are not kept; at level block attention rewrites att's
             again[l] = [*weights[l], *([] if redo.block else [a.att[l]])] if redo.ln else []
     biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []
     return ModelView(
         w=w, g=g, a=a, s=state, observe=Observer(), fp8=fp8, fp8_weights=weights, fp8_again=again,
-        **_batch_parts(state.batch, d), branch_bias_grads=[None, *biases],
+        **_batch_parts(state.batch, d), dropout=config.model.dropout if train else 0.0,
+        branch_bias_grads=[None, *biases], branch_grads=a.dx if a.dbranch is None else [a.dbranch] * d["S"],
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],

@@ -90,18 +90,19 @@ def test_imported_weights_give_the_logits_of_transformers(tmp_path, sizes):
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_exported_weights_give_our_logits_in_transformers(tmp_path, sizes):
-    config, ids = config_of(**sizes), token_ids(config_of(**sizes))
+    config, ids = config_of(**sizes, dropout=0.1), token_ids(config_of(**sizes))
     params = random_params(config)
     export(str(checkpoint_of(tmp_path / "run", config, {"params": params})), tmp_path / "out", "hf", "fp32")
     model, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert [model.config.embd_pdrop, model.config.resid_pdrop, model.config.attn_pdrop] == [0.1, 0.1, 0]
     with torch.no_grad():
         theirs = model.eval()(torch.from_numpy(ids.astype(np.int64))).logits[0, -1].numpy()
     assert np.abs(our_logits(config, params, ids) - theirs).max() < TOLERANCE
 
 
 @pytest.mark.parametrize(
-    "sections", [{}, dict(train=dict(dtype="bf16"), optim=dict(master="fp32"))], ids=["fp32", "masters"]
+    "sections", [{}, dict(train=dict(dtype="bf16"), optim=dict(master="fp32"), dropout=0.1)], ids=["fp32", "masters"]
 )
 def test_import_and_export_keep_every_bit(saved, tmp_path, sections):
     config = config_of(**sections)

@@ -10,7 +10,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import SIZES
 
 KEYS = """
-model.n_layer model.n_head model.n_embd model.vocab_size model.block_size
+model.n_layer model.n_head model.n_embd model.vocab_size model.block_size model.dropout
 data.train data.val data.tokenizer data.seed data.windows data.allow_changed data.verify
 train.steps train.batch_size train.seq_len train.total_batch_tokens train.dtype train.precision train.seed
 train.max_minutes train.patience train.skip_limit train.skip_loss_z train.skip_norm_z train.rewind_after

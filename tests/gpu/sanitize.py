@@ -84,7 +84,9 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[GPT2]:
         heads, C, B, T, dtype, level, rows = CASES[number]
         vocab = 50257 if number in (0, 3) else 301
         config = tiny_config(
-            model=dict(n_layer=2, n_head=heads, n_embd=C, vocab_size=vocab, block_size=T),
+            model=dict(
+                n_layer=2, n_head=heads, n_embd=C, vocab_size=vocab, block_size=T, dropout=0.1 if number in MUON else 0
+            ),
             train=dict(
                 batch_size=B,
                 seq_len=T,

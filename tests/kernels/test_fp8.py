@@ -230,7 +230,7 @@ def test_layernorm_bwd_writes_gradient_and_norm_in_fp8(rng):
         ln = operand(R, C, 16.0) if quantised else poisoned(R, C, dtype=BF16)
         sums = [poisoned(C) for _ in range(3)]
         scratch = poisoned(layernorm_bwd_scratch(R, C, "bf16"))
-        K.layernorm_bwd(out, *sums, ln, scratch, dout, x, w, b, mean, rstd, False)
+        K.layernorm_bwd(out, None, *sums, ln, scratch, dout, x, w, b, mean, rstd, None, False)
         results.append((value, *sums))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert torch.equal(bits(ln.rows), bits(forward.rows)) and not ln.amax.any()

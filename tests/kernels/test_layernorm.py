@@ -47,18 +47,20 @@ def scratch(R, C, dtype):
     return poisoned(layernorm_bwd_scratch(R, C, dtype_name(torch.empty(0, dtype=dtype))))
 
 
-def check_backward(rng, R, C, dtype, acc, add_dx, with_dbias=True, with_ln=True):
+def check_backward(rng, R, C, dtype, acc, add_dx, with_dbias=True, with_ln=True, p=0.0):
     x, w, b = draw(rng, R, C, dtype)
     dout, (mean, rstd) = rng(R, C, dtype=dtype), (t.float() for t in exact_forward(x, w, b)[1:])
     dx = rng(R, C, dtype=dtype) if add_dx else poisoned(R, C, dtype=dtype)
     dw, db, dbias = (rng(C) if acc else poisoned(C) for _ in range(3))
-    outputs = [dx, dw, db, dbias if with_dbias else None, poisoned(R, C, dtype=dtype) if with_ln else None]
+    dbranch, ln = (poisoned(R, C, dtype=dtype) if wanted else None for wanted in (p, with_ln))
+    outputs = [dx, dbranch, dw, db, dbias if with_dbias else None, ln]
     want = [None if t is None else t.double() for t in outputs]
-    inputs = [dout, x, w, b, mean, rstd]
-    reference.layernorm_bwd(*want, None, *(t.double() for t in inputs), acc, add_dx)
-    layernorm_bwd(*outputs, scratch(R, C, dtype), *inputs, acc, add_dx)
-    limits = [tolerance(dtype), SUMS, SUMS, SUMS, tolerance(dtype)]  # sums are of unrounded values in both dtypes
-    for name, got, expected, limit in zip(("dx", "dw", "db", "dbias", "ln"), outputs, want, limits, strict=True):
+    inputs, key = [dout, x, w, b, mean, rstd], torch.tensor([3, 5, 7, 2 * R], dtype=torch.int32, device=DEVICE)
+    reference.layernorm_bwd(*want, None, *(t.double() for t in inputs), key, acc, add_dx, 4, p)
+    layernorm_bwd(*outputs, scratch(R, C, dtype), *inputs, key, acc, add_dx, 4, p)
+    one = tolerance(dtype)  # sums are of unrounded values in both dtypes
+    limits = dict(dx=one, dbranch=one, dw=SUMS, db=SUMS, dbias=SUMS, ln=one)
+    for (name, limit), got, expected in zip(limits.items(), outputs, want, strict=True):
         assert got is None or error(got, expected) < limit, name
 
 
@@ -98,6 +100,12 @@ def test_layernorm_bwd_overwrites_dx_and_leaves_out_dbias_and_ln(rng, dtype, cha
     check_backward(rng, 33, 48, dtype, **dict(acc="add_dx" in changes, add_dx=True) | changes)
 
 
+@dtypes
+@pytest.mark.parametrize("R,C", [(33, 48), (7, 1600)])
+def test_layernorm_bwd_masks_the_gradient_of_the_branch_and_of_its_bias(rng, R, C, dtype):
+    check_backward(rng, R, C, dtype, acc=False, add_dx=True, p=0.3)
+
+
 def run_all(R, C, dtype, outputs):
     """Run both launchers once on fixed inputs; `outputs(*shape, dtype)` allocates outputs and scratch."""
     generator = torch.Generator().manual_seed(1)
@@ -107,7 +115,7 @@ def run_all(R, C, dtype, outputs):
     layernorm_fwd(out, mean, rstd, x, w, b)
     dx, ln, (dw, db, dbias) = outputs(R, C, dtype=dtype), outputs(R, C, dtype=dtype), (outputs(C) for _ in range(3))
     slots = outputs(layernorm_bwd_scratch(R, C, dtype_name(x)))
-    layernorm_bwd(dx, dw, db, dbias, ln, slots, dout, x, w, b, mean, rstd, False, False)
+    layernorm_bwd(dx, None, dw, db, dbias, ln, slots, dout, x, w, b, mean, rstd, None, False, False)
     return out, ln, mean, rstd, dx, dw, db, dbias
 
 

@@ -14,11 +14,12 @@ from gpt2_triton.kernels.table_file import TABLES, read_table
 from tests.support.elsewhere import compiled_elsewhere
 
 WIDTHS = {768: "layernorm_bwd", 1600: "layernorm_bwd_wide"}
-# the types of `ln`, which deeper recompute levels write, and of the gradient's fp8 rows
-VARIANTS = [(C, *types) for C in WIDTHS for types in (("", ""), ("*fp8e4nv", ""), ("*fp8e4nv", "*fp8e4nv"))]
+# the types of `ln`, which deeper recompute levels write, and of the gradient's fp8 rows; elements of 65536 dropped
+FORMS = [("", ""), ("*bf16", ""), ("*fp8e4nv", ""), ("*fp8e4nv", "*fp8e4nv")]
+VARIANTS = [(C, *types, dropped) for C in WIDTHS for types in FORMS for dropped in (0, 6554)]
 
 
-def summed_layouts(C: int, ln: str, dx8: str) -> list[str]:
+def summed_layouts(C: int, ln: str, dx8: str, dropped: int) -> list[str]:
     """Return the layouts of the float tensors of two dimensions that the kernel sums; ln and dx8 are types, or "" for
     outputs that are not written.
     """
@@ -37,7 +38,10 @@ def summed_layouts(C: int, ln: str, dx8: str) -> list[str]:
     types |= dict(ln_ptr=ln) if ln else {}
     types |= dict(ln_scale_ptr="*fp32") if "fp8" in ln else {}
     types |= dict(dx8_ptr=dx8, dx_scale_ptr="*fp32", dx_amax_ptr="*i32") if dx8 else {}
-    kernel, constants = layernorm._layernorm_bwd_kernel, row | dict(ADD_DX=True, BLOCK_C=next_power_of_2(C))
+    types |= dict(step_key_ptr="*i32", i="i32") if dropped else {}
+    types |= dict(dbranch_ptr="*bf16") if dropped and not dx8 else {}
+    constants = row | dict(ADD_DX=True, DROPPED=dropped, BLOCK_C=next_power_of_2(C))
+    kernel = layernorm._layernorm_bwd_kernel
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
@@ -49,8 +53,8 @@ def summed_layouts(C: int, ln: str, dx8: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_row_sums_have_the_same_order_whichever_outputs_are_in_fp8():
-    """A store of e4m3 must not change the layout of the kernel, or recompute levels would differ in their last bits."""
+def test_row_sums_have_the_same_order_whichever_outputs_are_written():
+    """Else recompute levels would differ in their last bits.  Outputs are e4m3 too, and gradients masked by dropout."""
     printed = compiled_elsewhere("-m", "tests.kernels.test_layernorm_layouts")
     found = [ast.literal_eval(line) for line in printed.splitlines()]
     assert len(found) == len(VARIANTS)

@@ -16,6 +16,7 @@ from gpt2_triton.kernels.philox import fill, normal_init, philox_words
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
 from tests.support.helpers import error, poisoned
+from tests.support.philox import philox
 
 random_module = importlib.import_module("gpt2_triton.kernels.philox")
 
@@ -23,18 +24,6 @@ SEED = (0x299F31D0 << 32) | 0x24A0D3B5
 N = 1 << 18
 ROUNDING = 8e-6  # fp32: an angle of up to 2 pi is off by 6e-7, times a radius of up to 5.8, and as much again
 PLACES = [0, 4, 2**31 - 4, 2**31, 2**34 - 8, 2**34 + 12]  # first; counters of groups of four pass 32 bits at 2^34
-
-
-def philox(seed, first, n, step, purpose):
-    """Return word i % 4 of Philox4x32-10 on the counter (i // 4 low, i // 4 high, step, purpose), in numpy."""
-    counter = first // 4 + np.arange(-(-n // 4), dtype=np.uint64)
-    c0, c1, c2, c3 = counter & 0xFFFFFFFF, counter >> 32, np.full_like(counter, step), np.full_like(counter, purpose)
-    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
-    for _ in range(10):
-        a, b = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
-        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ np.uint64(k0), b & 0xFFFFFFFF, (a >> 32) ^ c3 ^ np.uint64(k1), a & 0xFFFFFFFF
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], 1).reshape(-1)[:n].astype(np.uint32)
 
 
 def normals(seed, first, n):

@@ -24,11 +24,12 @@ from tests.support.tiny import tiny_config
 NOT_SCALE = State.__dataclass_fields__.keys() - {"scale"}
 
 
-def fp8_config(level="none", keep="none", precision="fp8", stats_every=0, **train):
+def fp8_config(level="none", keep="none", precision="fp8", stats_every=0, dropout=0.0, **train):
     """Return a configuration of 2 layers, in two micro-steps."""
     train = dict(dtype="bf16", precision=precision, total_batch_tokens=64) | train
     sections = dict(train=train, memory=dict(recompute=level, head_rows=20), fp8=dict(keep_bf16=keep))
-    return tiny_config(model=dict(vocab_size=300), sample=dict(every=1), log=dict(stats_every=stats_every), **sections)
+    model = dict(vocab_size=300, dropout=dropout)
+    return tiny_config(model=model, sample=dict(every=1), log=dict(stats_every=stats_every), **sections)
 
 
 def plan_of(config):
@@ -52,16 +53,19 @@ def bits(model):
 
 
 @functools.cache
-def bits_of_none():
-    return bits(fp8_model())
+def bits_of_none(dropout):
+    return bits(fp8_model(dropout=dropout))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["gelu", "gelu+ln:1", "gelu+ln+qkv", "block", "block:1"])
-def test_recomputation_and_poisoned_memory_change_no_bit(level, monkeypatch):
+@pytest.mark.parametrize(
+    "level, dropout",
+    [("gelu", 0), ("gelu+ln:1", 0), ("gelu+ln+qkv", 0), ("gelu+ln+qkv", 0.3), ("block", 0), ("block:1", 0)],
+)
+def test_recomputation_and_poisoned_memory_change_no_bit(level, dropout, monkeypatch):
     """NaN in every buffer that dies with a phase, fp8 ones too: two steps of the same numbers."""
-    history, *tensors = bits(poison(fp8_model(level), monkeypatch))
-    wanted, *others = bits_of_none()
+    history, *tensors = bits(poison(fp8_model(level, dropout=dropout), monkeypatch))
+    wanted, *others = bits_of_none(dropout)
     assert history == wanted
     assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
 
@@ -72,16 +76,16 @@ def gradients(model):
 
 
 @functools.cache
-def gradients_in_bf16():
-    return gradients(fp8_model(precision="bf16"))
+def gradients_in_bf16(dropout):
+    return gradients(fp8_model(precision="bf16", dropout=dropout))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", ["none", "head"])
-def test_gradients_are_those_of_bf16_but_for_rounding(keep):
+@pytest.mark.parametrize("keep, dropout", [("none", 0), ("head", 0), ("none", 0.3)])
+def test_gradients_are_those_of_bf16_but_for_rounding(keep, dropout):
     """e4m3 rounds an operand by 2.6e-2; a gradient sums over few tokens here, and passes six products in a row."""
-    loss, want = gradients_in_bf16()
-    got_loss, got = gradients(fp8_model(keep=keep))
+    loss, want = gradients_in_bf16(dropout)
+    got_loss, got = gradients(fp8_model(keep=keep, dropout=dropout))
     off = ((got - want).norm() / want.norm()).item()
     assert 0.012 < off <= 0.12 and abs(got_loss / loss - 1) < 1e-3
 

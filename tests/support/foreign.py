@@ -14,10 +14,12 @@ from tests.support import checkpoints
 from tests.support.tiny import tiny_config
 
 
-def config_of(n_layer=2, n_head=1, n_embd=64, vocab_size=300, block_size=16, seq_len=16, **sections) -> Config:
+def config_of(
+    n_layer=2, n_head=1, n_embd=64, vocab_size=300, block_size=16, seq_len=16, dropout=0.0, **sections
+) -> Config:  # fmt: skip
     sizes = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=vocab_size, block_size=block_size)
     train = dict(seq_len=seq_len) | sections.pop("train", {})
-    return tiny_config(model=sizes, train=train, **sections)
+    return tiny_config(model=sizes | dict(dropout=dropout), train=train, **sections)
 
 
 def random_params(config: Config, seed: int = 0) -> torch.Tensor:

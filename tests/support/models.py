@@ -12,7 +12,7 @@ from gpt2_triton.model.arena import Buffer, MemoryPlan
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support import reference
-from tests.support.tiny import tiny_config, tiny_model
+from tests.support.tiny import merged, tiny_config, tiny_model
 
 F64 = dict(act=torch.float64, f32=torch.float64, i32=torch.int32, i16=torch.int16)
 # 3 layers of 2 heads; T < block_size; V < Vp; head chunks of 6, 6 and 4 rows; two micro-steps of 16 tokens
@@ -37,7 +37,8 @@ def exact_model(level: str = "none", **changes: dict) -> GPT2:
 def kernel_model(level: str = "none", dtype: str = "fp32", **sections: dict) -> GPT2:
     """Return the tiny model in the real kernels: two micro-steps, padded vocabulary, head chunks of 20 and 12 rows."""
     train, memory = dict(dtype=dtype, total_batch_tokens=64), dict(recompute=level, head_rows=20)
-    model, _ = tiny_model(model=dict(vocab_size=300), train=train, memory=memory, sample=dict(every=1), **sections)
+    base = dict(model=dict(vocab_size=300), train=train, memory=memory, sample=dict(every=1))
+    model, _ = tiny_model(**merged(base, sections))
     model.eager = True  # tests look at single launches, or replace K
     randomise(model)
     return model

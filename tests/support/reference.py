@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from gpt2_triton.kernels import step_io
+from tests.support.philox import dropout_factors
 
 # the indices as plain integers, because a constexpr cannot index a tensor
 io = SimpleNamespace(**{name: i.value for name, i in vars(step_io).items() if isinstance(i, tl.constexpr)})
@@ -57,6 +58,19 @@ def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, split_token
     _give(dwpe, full, acc)
 
 
+# ---- dropout ----
+
+
+def mask(x, step_key, i, p):
+    """x with elements of point i of the residual stream dropped."""
+    return x * dropout_factors(step_key.tolist(), *x.shape, i, p).to(x)
+
+
+def dropout(x, res, step_key, i, p):
+    """x = mask(x) (+ res)"""
+    x.copy_(mask(x, step_key, i, p) + (0 if res is None else res))
+
+
 # ---- layernorm ----
 
 
@@ -66,9 +80,11 @@ def layernorm_fwd(out, mean, rstd, x, w, b, eps=1e-5):
     out.copy_((x - mean[:, None]) * rstd[:, None] * w + b)
 
 
-def layernorm_bwd(dx, dw, db, dbias, ln, scratch, dout, x, w, b, mean, rstd, acc, add_dx=True):
-    """dx (+)= gradient through the norm; dbias = column sums of the new dx; ln, if given, is the norm's output
-    recomputed.
+def layernorm_bwd(
+    dx, dbranch, dw, db, dbias, ln, scratch, dout, x, w, b, mean, rstd, step_key, acc, add_dx=True, i=None, p=0.0
+):
+    """dx (+)= gradient through the norm; dbranch, if given, is the new dx, masked if p > 0; dbias = its column sums;
+    ln, if given, is the norm's output recomputed.
     """
     xhat = (x - mean[:, None]) * rstd[:, None]
     g = dout * w
@@ -76,8 +92,11 @@ def layernorm_bwd(dx, dw, db, dbias, ln, scratch, dout, x, w, b, mean, rstd, acc
     dx.copy_(dx + grad if add_dx else grad)
     _give(dw, (dout * xhat).sum(0), acc)
     _give(db, dout.sum(0), acc)
+    branch = mask(dx, step_key, i, p) if p else dx
+    if dbranch is not None:
+        dbranch.copy_(branch)
     if dbias is not None:
-        _give(dbias, dx.sum(0), acc)
+        _give(dbias, branch.sum(0), acc)
     if ln is not None:
         ln.copy_(xhat * w + b)
 

@@ -132,12 +132,13 @@ def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(unbrok
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", [dict(master="none"), dict(master="fp32", v="bf16")], ids=str)
-def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim):
-    """bf16 weights and moments are rounded with noise; its key is (seed, step, element), so a resumed run rounds the
-    same way.
+@pytest.mark.parametrize("optim, dropout", [(dict(master="none"), 0.1), (dict(master="fp32", v="bf16"), 0)], ids=str)
+def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, dropout):
+    """bf16 weights and moments are rounded with noise, and dropout draws masks; the keys are (seed, step, element), so
+    a resumed run draws the same.
     """
-    config = run_config(train=dict(dtype="bf16", steps=2, total_batch_tokens=32), optim=optim)
+    sections = dict(model=dict(n_layer=1, dropout=dropout), optim=optim)
+    config = run_config(train=dict(dtype="bf16", steps=2, total_batch_tokens=32), **sections)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert train(config, whole, resume=False) == 0
     with monkeypatch.context() as patch:
