@@ -141,7 +141,7 @@ def group(section: dict[str, Any], kind: str) -> Group:
 
 
 def programs(section: dict[str, Any], *kinds: str) -> str:
-    """Return a row for each size and program, and a column for each of their figures.
+    """Return a row for each size and program, in the order of NAMES, and a column for each of their figures.
 
     `speed` is PyTorch's time in bf16 divided by the program's.
     """
@@ -157,7 +157,7 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
     columns = {name: column for name, column in COLUMNS.items() if any(name in found for found in rows.values())}
     cells = [
         [*row, *(f"{found[name]:{form}}" if name in found else "" for name, (_, form) in columns.items())]
-        for row, found in rows.items()
+        for row, found in sorted(rows.items(), key=lambda row: [*map([*NAMES.values()].index, row[0])])
     ]
     return markdown(["model", "program", *(head for head, _ in columns.values())], cells)
 
@@ -165,7 +165,7 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
 def operations(section: dict[str, Any], kind: str) -> str:
     """Return the milliseconds of operations from 0.05 ms on, longest first, with floors in brackets, and the step's."""
     arms = group(section, kind)
-    names = {name for found in arms.values() for name, ms in found.items() if name.endswith(".ms") and ms >= 0.05}
+    names = dict.fromkeys(n for found in arms.values() for n, ms in found.items() if n.endswith(".ms") and ms >= 0.05)
     rows = []
     for name in [*sorted(names, key=lambda name: -max(found.get(name, 0.0) for found in arms.values())), "ms"]:
         both = [(found.get(name), found.get(name.removesuffix("ms") + "floor_ms")) for found in arms.values()]
