@@ -46,6 +46,7 @@ class Preset(NamedTuple):
 
 # for a text that a run reads many times; guesses until runs on tinyshakespeare have chosen them
 SHORT = {
+    "model.dropout": 0.2,
     "data.windows": "shifted",
     "train.patience": 8,
     "optim.name": "muon",
@@ -55,7 +56,13 @@ SHORT = {
     "optim.master": "fp32",
 }
 LONG = {"optim.lr": 1e-3}
-FINETUNING = {"data.windows": "shifted", "train.patience": 3, "optim.lr": 3e-5, "optim.master": "fp32"}
+FINETUNING = {
+    "model.dropout": 0.1,  # as GPT-2 was trained
+    "data.windows": "shifted",
+    "train.patience": 3,
+    "optim.lr": 3e-5,
+    "optim.master": "fp32",
+}
 CPU = (Preset(0, "bytes", 2, 128, 256, 1024, {"optim.lr": 2e-3}, 10, 100, 4096, 4, 100),)
 GPU = (
     Preset(0, "bytes", 4, 256, 256, 16_384, SHORT, 40, 20_000, 262_144, 20, 300),

@@ -92,8 +92,10 @@ def test_other_keys_follow_the_given_ones():
 
 def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_given_ones():
     usual, long = config_for(1_000_000, 139.8), config_for(100_000_000, 139.8)
-    assert usual.data.windows == "shifted" and usual.optim.tau and usual.train.patience
-    assert long.data.windows == "fixed" and long.weight_decay == 0.1 and not long.train.patience
+    assert usual.model.dropout and usual.data.windows == "shifted" and usual.optim.tau and usual.train.patience
+    assert (
+        not long.model.dropout and long.data.windows == "fixed" and long.weight_decay == 0.1 and not long.train.patience
+    )
     assert config_for(1_000_000, 139.8, optim__weight_decay="0.5").weight_decay == 0.5
     assert config_for(1_000_000, 139.8, optim__name="adamw").optim.lr <= 1e-3 < usual.optim.lr
     assert config_for(1_000_000, 139.8, train__dtype="fp32").optim.master == "none" != usual.optim.master
@@ -105,7 +107,7 @@ def test_weights_from_the_hub_decide_size_and_tokenizer():
     for name, layers, gib in (("hf:gpt2", 12, None), ("hf:openai-community/gpt2-xl", 48, 139.8), ("hf:DIR", 12, 23.5)):
         config = config_for(1_000_000, gib, init_from=name)
         assert (config.model.n_layer, config.model.block_size, config.data.tokenizer) == (layers, 1024, "gpt2")
-        assert 2 < epochs(config, 1_000_000) <= 3 and config.optim.lr < 1e-4
+        assert 2 < epochs(config, 1_000_000) <= 3 and config.optim.lr < 1e-4 and config.model.dropout
     short = config_for(20_000, 139.8, init_from="hf:gpt2", train__seq_len="256")
     assert (short.model.block_size, short.train.seq_len) == (1024, 256)
 
