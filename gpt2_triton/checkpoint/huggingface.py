@@ -25,6 +25,8 @@ from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import CheckpointError
 
 MODEL, INDEX, ADAPTER = "model.safetensors", "*.safetensors.index.json", "adapter_config.json"
+LOAD_PICKLE = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({!r})"
+LOAD_ADAPTER = "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({!r}).merge_and_unload()"
 # our name: the key in config.json
 CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {"block_size": "n_positions"}
 
@@ -93,17 +95,11 @@ def _weight_files(name: str, directory: Path) -> list[Path]:
     files = [path for path in sorted(directory.glob("*.safetensors")) if not path.name.startswith("adapter_")]
     if files:
         return files
+    what, load = f"has no {MODEL}; name another directory, or convert its pickle (.bin)", LOAD_PICKLE
     if (directory / ADAPTER).is_file():
-        what, load = "is a LoRA adapter; merge it into hf:converted", "peft import AutoPeftModelForCausalLM as M"
-        call = f"M.from_pretrained({name!r}).merge_and_unload()"
-    else:
-        what, load = (
-            f"has no {MODEL}; convert its pickle (.bin) to hf:converted",
-            "transformers import AutoModelForCausalLM as M",
-        )
-        call = f"M.from_pretrained({name!r})"
-    command = f"python -c \"from {load}; {call}.save_pretrained('converted')\""
-    raise CheckpointError(f"{directory}: {what}: {command}")
+        what, load = "is a LoRA adapter; merge it into its model", LOAD_ADAPTER
+    command = f"python -c \"{load.format(name)}.save_pretrained('converted')\""
+    raise CheckpointError(f"{directory}: {what}, and take hf:converted: {command}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Find a GPT-2 among the named tensors of another program's file.
 
 Programs put their wrappers into the names, leave out one of the tied pair wte and lm_head, and add other heads.  This
-module finds each parameter under its name in weights.py, and names what it leaves out.
+module finds each parameter under its name in weights.py, and tells what it leaves out.
 """
 
 import re
@@ -17,9 +17,8 @@ from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.console import is_first_rank, print_line
 from gpt2_triton.errors import CheckpointError
 
-# parts of names that say how a model was held: by a head, DDP, torch.compile, Lightning, PEFT, FSDP
-WRAPPERS = {"transformer", "module", "_orig_mod", "model", "base_model"}
-WRAPPERS |= {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# in names by models with a head, DDP, torch.compile, Lightning, PEFT, FSDP
+WRAPPERS = set("transformer module _orig_mod model base_model _fsdp_wrapped_module _checkpoint_wrapped_module".split())
 BODY = re.compile(r"(wte|wpe|ln_f|h\.\d+)\.")
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks in older files
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

@@ -129,12 +129,10 @@ def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_pa
     command = [program, str(directory), "--outfile", str(tmp_path / "out.gguf"), "--outtype", "f32"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode == 0) == (ours.name == "gpt2"), ended.stderr
-    if ours.name == "gpt2":
+    if ended.returncode == 0:
         assert (tmp_path / "out.gguf").read_bytes()[:4] == b"GGUF"
 
 
 def test_export_tells_that_llama_cpp_does_not_know_bytes(tmp_path, capsys):
     export_of(tmp_path, "bytes", 256)
-    assert capsys.readouterr().out == (
-        "note: llama.cpp does not know the tokenizer bytes; transformers takes this export\n"
-    )
+    assert capsys.readouterr().out.startswith("note: llama.cpp does not know the tokenizer bytes;")
