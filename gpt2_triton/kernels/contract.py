@@ -1,4 +1,4 @@
-"""The line above each launcher: what it writes, what it reads, and how the shapes agree.
+"""The contract of a launcher (a function that launches kernels): its outputs, its inputs, and how their shapes agree.
 
     @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K] bias[N]?")
 

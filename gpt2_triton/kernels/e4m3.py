@@ -1,6 +1,6 @@
-"""Device functions of e4m3: rounding, a tensor's largest |x|, and columns with tokens in pairs; and gelu' as a byte.
+"""Device functions of e4m3: rounding, a tensor's largest |x|, and transposed storage; and gelu' as a byte.
 
-fp8.py defines an operand in fp8.
+fp8.py defines an operand in fp8, and the order of tokens in its transposed form.
 """
 
 import triton
@@ -9,7 +9,7 @@ from triton.language.target_info import is_hip
 
 from gpt2_triton.kernels.tuning import INTERPRET
 
-AMAX_CELLS = 32  # a tensor has several, so that programs seldom wait for each other
+AMAX_CELLS = 32  # cells of a tensor's amax: several, so that programs seldom wait for each other
 
 # gelu', -0.13 to 1.13, as a byte: round(STEPS * gelu') + ZERO
 STEPS = tl.constexpr(202.25)
@@ -72,7 +72,7 @@ def quantise(x, scale_ptr, amax_ptr, rows=None):
     that the mask `rows` selects.
     """
     y = to_e4m3(x * tl.load(scale_ptr))
-    if amax_ptr is not None:  # after y: maxima before y cost layernorm 46 more registers at C 1600
+    if amax_ptr is not None:  # below y: above y, the maxima cost layernorm 46 more registers at C 1600
         top = row_maxima(0, x)
         if rows is not None:
             top = tl.where(rows, top, 0)
@@ -88,8 +88,8 @@ def token_at(p):
 
 @triton.jit
 def paired_columns(x):
-    """Return fp32 [R, C] as e4m3, transposed, with the tokens of a pair in an int16: [C, R / 2].  A thread has rows g
-    and g + 8 of a tensor core's result, so Hopper's stmatrix stores a pair as it is.
+    """Return fp32 [R, C] in e4m3, transposed, as int16 [C, R / 2]: an int16 holds tokens g and g + 8 of 16.  A thread
+    has both tokens in a tensor core's result, so Hopper's stmatrix stores an int16 without an exchange between threads.
     """
     r: tl.constexpr = x.shape[0]
     c: tl.constexpr = x.shape[1]
@@ -97,7 +97,7 @@ def paired_columns(x):
     if _EXACT or is_hip():
         low = to_e4m3(low).to(tl.uint8, bitcast=True).to(tl.int16)
         pairs = low | (to_e4m3(high).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
-    else:  # separate casts: ptxas 12.8 confuses the bytes of a cast that is stored both packed and unpacked
+    else:  # a second cast: ptxas 12.8 confuses the bytes of one cast that is stored packed and unpacked
         pairs = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
         )

@@ -5,10 +5,10 @@ tensor also records its largest |x|, amax; roll_scales turns the maxima of the l
 step.  So a scale costs no pass over its tensor.  A scale is fixed during a step: it depends neither on ranks nor on
 micro-steps.
 
-wgmma takes 8-bit operands only K-major: the summed dimension is contiguous.  A weight gradient sums over tokens, so its
-operands are also stored transposed, as `columns`.  There the tokens of each 16 lie in pairs, as Hopper's stmatrix
-writes them: position 2g + h holds token g + 8h.  A product does not depend on an order that both operands share.  The
-columns of weights are in order.
+wgmma, Hopper's matrix instruction, takes 8-bit operands only K-major: the summed dimension is contiguous.  A weight
+gradient sums over tokens, so its operands are also stored transposed, as `columns`.  There tokens g and g + 8 of each
+16 are a pair, as Hopper's stmatrix writes them: position 2g + h holds token g + 8h.  A product does not depend on an
+order that both operands share.  The columns of weights have no pairs.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ HISTORY = 16  # steps
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """An operand of products, [R, C], in the forms that they read."""
+    """An operand of products, [R, C], in the forms that products and other kernels read."""
 
     rows: Tensor  # e4m3 [R, C]
     columns: Tensor  # e4m3 [C, R], or [0, C] if no product reads them
     scale: Tensor  # fp32 [1]
     amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
-    transposed: bool  # True: `columns` is written with `rows`; else by matmul_dw, in memory that operands share
+    transposed: bool  # True: the kernel of `rows` also writes `columns`; False: matmul_dw does, to a common buffer
     value: Tensor | None = None  # bf16 [R, C], for kernels that read it in full precision
 
     @property
@@ -79,8 +79,8 @@ def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 @triton.jit
 def store_heads(desc, columns_desc, scale_ptr, amax_ptr, b, h, t, value):
-    """Store the rows from t on of head h in sequence b; rows past the sequence's end are 0.  With a scale they are fp8,
-    with columns_desc they are stored transposed too.
+    """Store `value` at the rows from t on of head h in sequence b: in e4m3 if there is a scale, and transposed too if
+    there is a columns_desc.  `value` is 0 past the sequence's end.
     """
     if columns_desc is not None:
         columns = paired_columns(value * tl.load(scale_ptr))
@@ -105,7 +105,7 @@ def _roll_scales_kernel(scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: t
         history = tl.where(s == 0, top, history)
         tl.store(history_ptr + slot * STEPS + s, history)
         most = tl.max(history, 0)
-        # 2^floor(log2(448 / 2 / most)) from the exponents, as a tensor may double in a step; 448 / 2 is 1.75 * 2^7
+        # 2^floor(log2(224 / most)), from exponents: 224 = 448 / 2, as a tensor may double in a step; 224 = 1.75 * 2^7
         bits = most.to(tl.uint32, bitcast=True)
         above = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
         exponent = tl.minimum(7 - ((bits >> 23).to(tl.int32) - 127) - above, 100)
@@ -171,7 +171,7 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
 
 
 def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int) -> TensorDescriptor | None:
-    """Describe an operand's columns [heads*HS, B*T] as pairs [heads, HS, B, T/2], in blocks of `tokens` of a head.
+    """Describe columns [heads*HS, B*T] as pairs [heads, HS, B, T/2]; a block is `tokens` tokens of one head.
 
     Return None if the operand is not written transposed.  `shape` is [B, NH, T].
     """
@@ -185,7 +185,7 @@ def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int)
 
 @contract("x8[R,C] <- x[R,C]")
 def cast_operand(x8: Fp8, x: Tensor) -> None:
-    """Cast x, bf16, to x8's rows and record the amax; a weight (x8.transposed) also gets columns, in order."""
+    """Cast x, bf16, to x8's rows and record the amax; a weight (x8.transposed) also gets columns, without pairs."""
     R, C = x.shape
     if x8.transposed and hopper.takes("cast_weight", R, C, "fp8"):
         return hopper_cast.cast_weight(x8.rows, x8.columns, x, x8.scale, x8.amax)
@@ -209,9 +209,9 @@ def check_amax(squares: Tensor, amax: Tensor) -> None:
 def roll_scales(scale: Tensor, history: Tensor, amax: Tensor, step_out: Tensor) -> None:
     """Move each tensor's amax into its history, set its scale for the next step, and clear its cells.
 
-    The scale is the largest power of two that keeps twice the history's maximum at or below 448.  Scale and history
-    stay after a step that is not applied (step_out[APPLY]), and where the amax is not finite.  A scale also stays while
-    its history is 0.
+    The scale is the largest power of two that keeps twice the history's maximum at or below 448.  A skipped step
+    (step_out[APPLY] 0) changes neither scale nor history; neither does an amax that is not finite.  A history of zeros
+    does not change the scale.
     """
     A, steps = history.shape
     _roll_scales_kernel[(A,)](scale, history, amax, step_out, CELLS=amax.shape[1], STEPS=steps, num_warps=1)

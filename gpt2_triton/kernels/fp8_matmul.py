@@ -1,15 +1,15 @@
 """Products of fp8 operands (fp8.py).  The launchers of matmul.py call them.
 
-Both operands are K-major: [M, K] and [N, K].  Tensor cores sum the products, on Hopper to 14 bits; most kernels of
-hopper/ add parts of 128 terms in fp32 (docs/engineering/fp8.md).  Scales are powers of two, so dividing by them is
-exact.  Epilogues are as in matmul.py, with these differences:
+Both operands are K-major: [M, K] and [N, K].  Hopper's tensor cores cut sums to 14 bits, so most kernels of
+hopper/ add partial sums of 128 terms in fp32 (docs/engineering/fp8.md).  Scales are powers of two, so dividing by them
+is exact.  Epilogues are as in matmul.py, with these differences:
 
 matmul_gelu      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte: round(STEPS * gelu') + ZERO.
                  GELU's input is not kept.  A byte's error is at most half a step, 0.0025.
 matmul_dx_dgelu  multiplies by those bytes and writes dpre as an fp8 operand, rows and columns.
 
-classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums all logits.  Tensor cores drop what is
-                 14 bits below the largest term, which lowers logits by a fraction of 8e-5.  An exact sum for the
+classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums all logits.  The cut
+                 to 14 bits lowers logits by a fraction of 8e-5.  An exact sum for the
                  target alone would change losses by 0.002 where logits are near 30.
 
 On Hopper hopper.takes chooses the kernel, as in matmul.py.  The order of the bytes of gelu' is private to the kernels
@@ -106,7 +106,7 @@ def _launch(
     out: Tensor | Fp8, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None = None, *,
     epilogue: str = "", res: Tensor | None = None, slope: Tensor | None = None, part: Tensor | None = None,
 ) -> int:  # fmt: skip
-    """Launch a product; return the rows of tiles, and so of `part`."""
+    """Launch a product; return the number of rows of tiles, and so of `part`."""
     (M, K), N = a.shape, w.shape[0]
     kernel = hopper.takes(f"matmul_{epilogue}" if epilogue else "matmul", M, N, "fp8")
     if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:

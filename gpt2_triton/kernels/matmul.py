@@ -14,11 +14,11 @@ Sums are fp32.
 On Hopper, hopper.takes decides which products run in the kernels of hopper/.  The kernels here compute all others, and
 all products on other GPUs and in the interpreter.
 
-Each program walks output tiles (a persistent kernel), so that the loads of the next tile overlap the epilogue of the
-last.  A tile has the same bits whichever program computes it.  dw has few tiles and a long sum.  Tiles that would fill
-the GPU only in part, at the end, are split along R.  Their partial sums go to scratch and are added in a fixed order,
-so that two runs agree bit for bit.  This is a hybrid of Stream-K (https://arxiv.org/abs/2301.03598), with parts of
-equal length: parts in flight together then read the same rows.
+Each program walks output tiles (a persistent kernel), so that the loads of a tile overlap the epilogue of the tile
+before.  A tile has the same bits whichever program computes it.  dw has few tiles and a long sum.  Whole tiles run in
+waves that fill the GPU; the tiles that are left are split along R.  Their partial sums go to scratch and are added in a
+fixed order, so that two runs agree bit for bit.  This is the hybrid of Stream-K (https://arxiv.org/abs/2301.03598), but
+with parts of equal length: parts that run at the same time then read the same rows.
 """
 
 import triton
@@ -172,7 +172,7 @@ def _launch(
     out: Tensor, a: Tensor, w: Tensor, b: Tensor | None = None, *, epilogue: str = "", w_is_nk: bool = True,
     res: Tensor | None = None, pre: Tensor | None = None, gelu_out: Tensor | None = None, part: Tensor | None = None,
 ) -> int:  # fmt: skip
-    """Launch a product; return the rows of tiles, and so of `part`."""
+    """Launch a product; return the number of rows of tiles, and so of `part`."""
     (M, K), N = a.shape, out.shape[1]
     op = f"matmul_{epilogue}" if epilogue else "matmul"
     kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None

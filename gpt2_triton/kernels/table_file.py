@@ -22,7 +22,7 @@ VARIABLE = "GPT2_TRITON_TABLE"
 TABLES = resources.files("gpt2_triton.kernels") / "tables"
 WITHOUT_GPU = "h200"
 OTHER_GPUS, OTHER_AMD_GPUS = "rtx4090", "rdna3"  # their rows need the least shared memory
-OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton's own; a GPU's row has at least the first
+OPTIONS = ("num_warps", "num_stages", "maxnreg")  # Triton's launch options; a GPU's row has at least num_warps
 DTYPES = ("bf16", "fp32")  # a table may say "any" for both
 
 Key = tuple[str, str]  # operation, storage dtype
@@ -80,7 +80,7 @@ def choose(gpu: str, capability: str, tables: dict[str, Table]) -> str:
 
 @functools.cache
 def table_name() -> str:
-    """Return the name of this machine's file in tables/, without .json: h200 without a GPU, to plan memory."""
+    """Return the name of this machine's file in tables/, without .json.  Without a GPU, memory is planned by h200."""
     if INTERPRET:
         return "interpreter"
     if not torch.cuda.is_available():
@@ -126,5 +126,5 @@ def notice() -> str | None:
         return f"launch parameters of {file} ({VARIABLE}), measured on {found.date}"
     if found.names(gpu) and found.source == "measured":
         return None
-    lacks = f"launch parameters are not measured on {gpu}" if found.names(gpu) else f"no table for {gpu}"
-    return f"{lacks}: {table_name()}'s rows; `python -m benchmarks tune` in a checkout may find faster ones"
+    lacks = f"launch parameters are not measured on {gpu}" if found.names(gpu) else f"no launch parameters for {gpu}"
+    return f"{lacks}: using {table_name()}'s; `python -m benchmarks tune` in a checkout may find faster ones"

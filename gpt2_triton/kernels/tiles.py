@@ -1,4 +1,4 @@
-"""Tiles of the persistent products: their order, their halves for the epilogue, and the items of dW."""
+"""Tiles of the persistent products: their order, their halves, and the items of dW, whole tiles or parts."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return a tile's row and column of tiles.  Bands of GROUP_M rows of tiles are walked column by column, so that
+    """Return a tile's place in the grid of tiles.  Bands of GROUP_M rows of tiles are walked column by column, so that
     tiles in flight together share operands in L2.
     """
     band = GROUP_M * tiles_n

@@ -1,8 +1,8 @@
 """Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
-The rows are in the table in use (table_file.py).  Blocks that size a scratch buffer or split a sum are the same in all
-tables (benchmarks/tune/candidates.py lists them).  Memory is planned before the GPU is known, and a table should change
-few bits of a run.
+The rows are in the table in use (table_file.py).  A block that sizes a scratch buffer or splits a sum is the same in
+all tables (benchmarks/tune/candidates.py lists such blocks): memory is planned before the GPU is known, and a table
+should change few bits of a run.
 """
 
 import functools
@@ -39,7 +39,7 @@ def next_power_of_2(n: int) -> int:
 def tuned(op: str, dtype: str, **sizes: int) -> Row:
     """Return a new dict of the launch parameters of `op` for storage dtype "bf16", "fp32" or "fp8".
 
-    fp8 takes bf16's row, with as many bytes of a block along the contraction.  `sizes` gives the dimension that each
+    fp8 takes bf16's row with BLOCK_K doubled, so that a block has as many bytes.  `sizes` gives the dimension that each
     block runs along, as in `tuned("matmul", "bf16", BLOCK_M=R, BLOCK_N=N)`.  Only the interpreter uses `sizes`: a block
     covers its dimension (a power of two, at least 16).
     """

@@ -138,8 +138,8 @@ def test_a_gpus_own_table_comes_before_its_architectures():
     ("name", "architecture", "line"),
     [
         ("NVIDIA H200", "9.0", None),
-        ("NVIDIA L40S", "8.9", "no table for NVIDIA L40S: rtx4090's rows"),
-        ("NVIDIA A100-SXM4-80GB", "8.0", "launch parameters are not measured on NVIDIA A100-SXM4-80GB: a100's rows"),
+        ("NVIDIA L40S", "8.9", "no launch parameters for NVIDIA L40S: using rtx4090's"),
+        ("NVIDIA A100-SXM4-80GB", "8.0", "launch parameters are not measured on NVIDIA A100-SXM4-80GB: using a100's"),
     ],
 )
 def test_notice_names_a_table_that_was_not_measured_on_this_gpu(gpu, name, architecture, line):
