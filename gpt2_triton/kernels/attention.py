@@ -5,17 +5,17 @@ forward    s = q @ k.T / sqrt(HS),  s[i, j] = -inf for j > i,  p = softmax(s),  
 backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (dout @ v.T - delta)
            dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
 
-qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.
-TMA descriptors load and store the rows of one head.  Past the end of a sequence or a head they read zeros and write
-nothing, so scores need masks only for causality.  lse and delta are masked instead: TMA requires rows that begin on
-16 bytes, and their rows need not.  The heads of qkv are numbered through: NH of q, NH of k, NH of v.
+qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.  TMA
+descriptors load and store the rows of one head.  Past the end of a sequence or a head they read zeros and write
+nothing, so scores need masks only for causality.  lse and delta have masks, not descriptors: TMA requires rows that
+begin on 16 bytes, and a row of T numbers may not.  qkv has 3 * NH heads: NH of q, NH of k, NH of v.
 
-One factor of the scores holds the scale and log2(e), so that exponentials are exp2.  p and ds are rounded to the stored
-dtype before they are multiplied.  The backward pass is two kernels: the first has a program per block of queries
-(delta, dq), the second a program per block of keys (dk, dv).  They compute 7 products where 5 would do.  But each
-output has one writer: there are no atomics, and two runs have equal bits.  Heads of 80 and 96 columns run in blocks of
-128, padded with zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/: bf16 with heads of
-64 columns, in whole blocks of 64 tokens.
+Scores are multiplied by log2(e) / sqrt(HS), so that exp2 replaces exp.  p and ds are rounded to the stored dtype before
+they are multiplied.  The backward pass is two kernels: the first has a program per block of queries (delta, dq), the
+second a program per block of keys (dk, dv).  They compute 7 products where 5 would do.  But each output has one writer:
+there are no atomics, and two runs have equal bits.  Heads of 80 and 96 columns run in blocks of 128, padded with
+zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/: bf16 with heads of 64 columns, in
+whole blocks of 64 tokens.
 """
 
 import math
@@ -57,7 +57,7 @@ def _online_softmax_step(s, v, m, total, acc, factor):
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     p = tl.exp2(s * factor - m_new[:, None])
     shrink = tl.exp2(m - m_new)
-    # 8 partial sums a row: four lanes hold a row of scores, and so no lane waits for another (4% of the kernel)
+    # 8 partial sums a row: four lanes hold a row of scores, and no lane waits for another (4% less time)
     total = total * shrink[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
     acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
     return m_new, total, acc
@@ -70,12 +70,12 @@ def _attention_fwd_kernel(
 ):  # fmt: skip
     tl.static_assert(BLOCK_M % BLOCK_N == 0)  # the blocks before `first` are taken whole, without a mask
     blocks = tl.cdiv(T, BLOCK_M)
-    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # the longest rows first: short ones fill the tail
+    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # most keys first: blocks with few keys fill the end
     bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
     i = first + tl.arange(0, BLOCK_M)
-    # Unlike the other descriptors, [B, T, heads, HS]: this reshape is no view and keeps q in registers.  With a view,
-    # each product would read q from shared memory again, which takes 10% longer.
+    # q_desc is [B, T, heads, HS], the other descriptors [B, heads, T, HS].  So this reshape is no view, and keeps q in
+    # registers.  With a view, each product would read q from shared memory again, which takes 10% longer.
     q = q_desc.load([b, first, h, 0]).reshape(BLOCK_M, BLOCK_D)
     m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that no row becomes inf - inf
     total = tl.zeros((BLOCK_M, 8), tl.float32)
@@ -93,7 +93,7 @@ def _attention_fwd_kernel(
     sums = tl.sum(total, 1)
     out = (acc / sums[:, None]).to(out_desc.dtype)
     _store(out_desc, b, h, first, out)
-    if out8_desc is not None:  # from the rounded out: a cast of out gives the same bits
+    if out8_desc is not None:  # cast the rounded out: a later cast of out gives the same bits
         out = tl.where(i[:, None] < T, out.to(tl.float32), 0.0)
         _store(out8_desc, b, h, first, quantise(out, scale_ptr, amax_ptr))
     tl.store(lse_ptr + bh.to(tl.int64) * T + i, m + tl.log2(sums), mask=i < T)

@@ -12,12 +12,12 @@ With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (s
 
 The usual softmax needs all logits of a row before the first probability: one more pass over [R, Vp].  Here the first
 product stores p, and the epilogues of the two products that read p apply the denominator.  p is relative to the
-target's logit, not to the largest, since p's exponent field has room.  Losses up to 70 are as exact as fp32 logits
-allow; p is at most 2^108, a loss of 75.  S leaves out j = t, so nothing cancels where the target's probability is
+target's logit, not to the largest logit: p's exponents have room for it.  Losses up to 70 are as exact as fp32 logits
+allow.  p is cut at 2^108, a loss of 75.  S leaves out j = t, so nothing cancels where the target's probability is
 near 1: a loss of 1e-6 has full precision.
 
 S sums p before p is rounded for storage.  Sums of rounded values would raise the error of losses from 3e-6 to 1.7e-3.
-They would at best halve the gradients' error of 9e-4, where rounding dlnf to bf16 costs 1.7e-3.
+They would at best halve the gradients' error of 9e-4; rounding dlnf to bf16 adds 1.7e-3 anyway.
 
 R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no gradient.  On
 Hopper, hopper.takes decides which of the products run in the kernels of hopper/.

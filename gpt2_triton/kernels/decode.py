@@ -10,7 +10,7 @@ cache, the number of tokens sampled (sampling.py), and the low and high 31 bits 
 launches, and one CUDA graph replays them.  cache is [B, T, 2, C], one per layer; C holds the heads one after the other.
 
 Reading the weights bounds a step; with few sequences, so does the number of launches, five per layer.  To save
-launches, each program of a product normalises its input rows itself, which come from L2.  Up to NARROW sequences, a
+launches, each program of a product reads its input rows from L2 and normalises them itself.  Up to NARROW sequences, a
 program holds whole rows of weights in registers and takes one sequence after the other.  A result then does not depend
 on the number of sequences.  More sequences go through tensor cores.
 """
@@ -44,7 +44,7 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
 
 @triton.jit
 def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU: tl.constexpr):
-    """Store res + gelu(acc + b) at the offsets `at`, where n is the last dimension's index."""
+    """Store res + gelu(acc + b) at the offsets `at`; n holds the indices of acc's last dimension."""
     if b_ptr is not None:
         acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     if GELU:

@@ -37,7 +37,7 @@ def exp_relative_tile(z, factor, zt, target, j, V):
     target belong to the tile's rows, j are the tile's columns.
     """
     counted = (j < V)[None, :] & (j[None, :] != target[:, None])
-    # NaN stays NaN: a plain minimum would give 2^108, and so a broken run a finite loss
+    # NaN stays NaN: a plain minimum would turn NaN into 2^108, and a broken run would have a finite loss
     exponent = tl.minimum(z * factor - zt[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(counted, tl.exp2(exponent), 0.0)
 

@@ -1,11 +1,11 @@
-"""The split of dW's long sums into items that fill a GPU."""
+"""The split of dW's long sums into items, whole tiles or parts of a tile's sum, that fill a GPU."""
 
 from typing import NamedTuple
 
 import triton
 
 MAX_K_PARTS = 32
-# Times in steps; a step of 128 x 256 x 64 takes an H200 0.75 us at 700 TFLOP/s.
+# Times are in steps.  A step multiplies 128 x 256 x 64, in 0.75 us at 700 TFLOP/s.
 IDLE_STEPS = 6  # start and end of a tile, when nothing is multiplied
 PARTIALS_PER_STEP = 10  # partial sums read and added in the time of a step
 

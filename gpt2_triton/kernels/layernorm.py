@@ -35,8 +35,8 @@ def _normalise(x, mean, rstd, w, b):
 @triton.jit
 def _elements(r, c, C):
     """Return the indices of rows r, columns c."""
-    # runs of at most 8 elements, 16 bytes of bf16: without the limit a store of e4m3 makes runs of 16 in the whole
-    # kernel, and so changes the order of its sums
+    # a thread holds runs of at most 8 elements, 16 bytes of bf16.  Without the limit a store of e4m3 would lengthen all
+    # runs of the kernel to 16, and so change the order of the kernel's sums
     return tl.max_contiguous(r[:, None] * C + c[None, :], [1, 8])
 
 
@@ -120,7 +120,7 @@ def _layernorm_bwd_kernel(
 
 @contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
 def layernorm_fwd(out: Operand, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> None:
-    """Write out = layernorm(x); mean and rstd in fp32.  An fp8 out gets its rows, and its bf16 tensor if it has one."""
+    """Write out = layernorm(x); mean and rstd in fp32.  An Fp8 out gets rows, and its value unless that is None."""
     R, C = x.shape
     plain, (out8, *scaling) = (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)

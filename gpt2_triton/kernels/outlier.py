@@ -27,7 +27,7 @@ def _skip_outliers_kernel(step_out_ptr, window_ptr, z_ptr, step_in_ptr, SIZE: tl
     for which in tl.static_range(2):  # loss, norm
         row_ptr = window_ptr + which * (SIZE + 1)
         value = tl.load(step_out_ptr + LOSS + which)
-        seen = tl.load(row_ptr + SIZE)  # values so far; SIZE follows 2 SIZE - 1, so that fp32 counts exactly
+        seen = tl.load(row_ptr + SIZE)  # values so far; the count goes from 2 SIZE back to SIZE, so fp32 is exact
         values = tl.where(i == seen.to(tl.int32) % SIZE, value, tl.load(row_ptr + i))
         largest = tl.maximum(tl.max(tl.abs(values), 0), 1e-30)
         scaled = values / largest  # the square of a norm of 1e19 would be beyond fp32

@@ -5,8 +5,8 @@
         ...
     compiled.kernels, compiled.from_cache, compiled.seconds
 
-The launchers are called as in a step and determine the kernels, types and blocks, so nobody keeps a list.  Triton
-compiles asynchronously, but then also launches, unless `warmup` is set; the replaced `JITFunction.run` sets it.
+The code calls launchers as in a step, so nobody keeps a list of kernels, types and blocks.  Triton's asynchronous mode
+compiles and then launches, unless `warmup` is set.  Here a replacement of `JITFunction.run` sets `warmup`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Reductions in a fixed order, so that two runs agree bit for bit: partial sums per program, then one more kernel.
+"""Reductions in a fixed order, so that two runs agree bit for bit: programs sum parts, then a kernel adds the parts.
 
 column_sums   out[n] (+)= sum_p part[p, n]        the end of bias and layernorm gradients, up to three at once
 sum_squares   out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range

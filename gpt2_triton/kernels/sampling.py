@@ -56,14 +56,14 @@ def _reached(z_ptr, V, bound, peak, factor, MASS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _raise_bound(z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest bound that `goal` logits (MASS: a mass of `goal`) reach, and their count; they reach `low`."""
+    """Raise `low` to the largest bound that `goal` logits (MASS: a mass of `goal`) reach; return it and their count."""
     high = peak
     high_count, mass = _reached(z_ptr, V, high, peak, factor, MASS, BLOCK)
     enough = (mass if MASS else high_count.to(tl.float32)) >= goal
     low = tl.where(enough, high, low)
     low_count = tl.where(enough, high_count, low_count)
     middle = low + (high - low) * 0.5
-    # ends with one logit between the bounds, the last to keep, or with no number between them: the logits are equal
+    # ends if [low, high) has one logit, the last to keep, or if no number is left between: then its logits are equal
     while (low_count - high_count > 1) & (middle > low) & (middle < high):
         count, mass = _reached(z_ptr, V, middle, peak, factor, MASS, BLOCK)
         enough = (mass if MASS else count.to(tl.float32)) >= goal

@@ -15,8 +15,8 @@ M_CORRECTION = tl.constexpr(1)  # 1 / (1 - beta1^t), with t = step + 1
 V_CORRECTION = tl.constexpr(2)  # 1 / (1 - beta2^t)
 LOSS_SCALE = tl.constexpr(3)  # 1 / tokens of the step
 CLIP = tl.constexpr(4)  # largest gradient norm; 0: none
-LOSS_LIMIT = tl.constexpr(5)  # largest z-score of the loss, in NORM_LIMIT of the norm; 0: none
-NORM_LIMIT = tl.constexpr(6)
+LOSS_LIMIT = tl.constexpr(5)  # largest z-score of the loss; 0: none
+NORM_LIMIT = tl.constexpr(6)  # the same for the norm
 STOP = tl.constexpr(7)  # 1 if this rank received a signal; STOPPING is the sum over ranks
 STEP_IN = 8
 

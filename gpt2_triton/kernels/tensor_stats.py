@@ -97,7 +97,7 @@ def _parameter_stats_kernel(
 def tensor_stats(out: Tensor, x: Operand, acc: bool) -> None:
     """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc, combined with the old out.
 
-    An fp8 operand gives its bf16 tensor, or without one its rows divided by the scale.
+    For an Fp8, x means x.value if there is one, else x.rows / x.scale.
     """
     scale = x.scale if isinstance(x, Fp8) and x.value is None else None
     x = full(x) if scale is None else x.rows
@@ -126,7 +126,7 @@ def _fp8_stats_kernel(out_ptr, x_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr,
 
 @contract("out[2,P]+ <- x[R,C]")
 def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
-    """out = partial counts of the elements of an fp8 operand at its largest number, 448, and at 0; with acc added."""
+    """out (+)= partial counts of an fp8 operand's elements: saturated ones (448, e4m3's largest number) and zeros."""
     P, n = out.shape[1], x.rows.numel()
     block = _block(n, 8192)
     _fp8_stats_kernel[(P,)](out, x.rows.view(torch.uint8), n, ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
@@ -163,7 +163,7 @@ def muon_stats(
 
 
 def stats_parts() -> int:
-    """Return the programs, and so the partial results, of each launcher: eight per multiprocessor of an H200."""
+    """Return how many programs, and so partial results, a launcher has: eight for each of 132 multiprocessors."""
     return 2 if INTERPRET else 1056
 
 

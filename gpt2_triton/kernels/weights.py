@@ -28,7 +28,7 @@ def load_weights(w_ptr, low_ptr, i, mask):
 
 @triton.jit
 def random_words(step_key_ptr, first, USED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the words that round BLOCK elements from flat index `first`, a multiple of 4; 0 without USED."""
+    """Return random words, to round BLOCK elements from flat index `first`, a multiple of 4; zeros without USED."""
     if not USED:
         return tl.zeros((BLOCK,), tl.uint32)
     return philox_words(step_seed(step_key_ptr), first, tl.load(step_key_ptr + STEP), ROUND, BLOCK)
