@@ -14,6 +14,7 @@ from gpt2_triton.data.tokenizer import Tokenizer, byte_spelling
 from gpt2_triton.errors import CheckpointError
 
 GPT2_THE = ("Ġthe", 262)  # a token of GPT-2's, by which its tokenizer is known
+END = "<|endoftext|>"  # for bytes too: the spelling of byte 0, Ā, is a letter of texts
 KEPT = ("pad_token", "chat_template")  # of tokenizer_config.json
 
 
@@ -66,15 +67,15 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int, rows: int, bes
 
     ordinary = [token for i, token in enumerate(tokens) if i != tokenizer.eot]
     pairs = [f"{spell(left)} {spell(right)}" for left, right in merges(ordinary)]
-    vocabulary, end = {spell(token): i for i, token in enumerate(tokens)}, spell(tokens[tokenizer.eot])
+    vocabulary = {END if i == tokenizer.eot else spell(token): i for i, token in enumerate(tokens)}
     added = [] if beside is None else [t for t in _added_tokens(beside) if len(tokens) <= t["id"] < rows]
-    kept = {} if beside is None else _read_if_there(beside / "tokenizer_config.json")
+    theirs = {} if beside is None else _read_if_there(beside / "tokenizer_config.json")
     write_json(directory / "vocab.json", vocabulary)
     (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n", encoding="utf-8")
-    write_json(directory / "tokenizer.json", _whole(vocabulary, pairs, [_special(tokenizer.eot, end), *added]))
-    special = {"bos_token": end, "eos_token": end, "unk_token": end} | {key: kept[key] for key in KEPT if key in kept}
-    rest = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": block_size}
-    write_json(directory / "tokenizer_config.json", rest | special)
+    write_json(directory / "tokenizer.json", _whole(vocabulary, pairs, [_special(tokenizer.eot, END), *added]))
+    ours = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": block_size}
+    ours |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)
+    write_json(directory / "tokenizer_config.json", ours | {key: theirs[key] for key in KEPT if key in theirs})
     return len(tokens) + len(added)
 
 

@@ -75,8 +75,7 @@ def _download(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        patterns = ["*.json", "*.safetensors"]
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
     except Exception as error:  # of the import, the hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
         todo = "set HF_HOME to another place" if getattr(error, "filename", None) else "name a directory, or try online"
