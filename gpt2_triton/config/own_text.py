@@ -144,7 +144,8 @@ def _sizes(preset: Preset, T: int, given: Mapping[str, str], number: Number) -> 
     """Return the keys of the model's size; the weights of init_from decide the size of a model from the Hub."""
     if preset is HUB:
         name = given["init_from"].replace(":", "/").rpartition("/")[2]
-        return {} if "model.size" in given else {"model.size": HUB_SIZES.get(name, "d12")}
+        sized = {"model.size", "model.n_layer", "model.n_head", "model.n_embd"} & given.keys()
+        return {} if sized else {"model.size": HUB_SIZES.get(name, "d12")}
     width = number("model.n_embd", 64 * number("model.n_head", preset.n_embd // 64))
     sizes = {"model.n_layer": preset.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
     return ({} if "model.size" in given else sizes) | {"model.block_size": T}

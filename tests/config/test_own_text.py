@@ -108,6 +108,8 @@ def test_weights_from_the_hub_decide_size_and_tokenizer():
         config = config_for(1_000_000, gib, init_from=name)
         assert (config.model.n_layer, config.model.block_size, config.data.tokenizer) == (layers, 1024, "gpt2")
         assert 2 < epochs(config, 1_000_000) <= 3 and config.optim.lr < 1e-4 and config.model.dropout
+    other = config_for(1_000_000, init_from="hf:DIR", model__n_layer="6")
+    assert (other.model.n_layer, other.model.n_embd, other.model.block_size) == (6, 768, 1024)
     short = config_for(20_000, 139.8, init_from="hf:gpt2", train__seq_len="256")
     assert (short.model.block_size, short.train.seq_len) == (1024, 256)
 
