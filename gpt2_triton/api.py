@@ -208,8 +208,10 @@ class Model:
         return get_tokenizer(self.config.data.tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, int32 [n]."""
-        return np.asarray(self._tokenizer().encode(text), np.int32)
+        """Return the tokens of a text, int32 [n]; `<|endoftext|>` in it is the end-of-text token."""
+        from gpt2_triton.data.tokenizer import encode_documents
+
+        return encode_documents(self._tokenizer(), text).astype(np.int32)
 
     def decode(self, tokens: Any) -> str:
         """Return the text of tokens [n]; bytes that are not UTF-8 become replacement characters."""

@@ -78,12 +78,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-TEXT_SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")  # of text that can be tokenised
+TEXT_KINDS = (".txt", ".md", ".jsonl", ".json")  # of text that can be tokenised; parquet compresses by itself
+COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+TEXT_SUFFIXES = (".parquet", *(kind + compression for kind in TEXT_KINDS for compression in ("", *COMPRESSIONS)))
 
 
 def is_text(path: str | Path) -> bool:
-    """Return whether the name ends as names of text to tokenise do."""
-    return str(path).endswith(TEXT_SUFFIXES)
+    """Return whether a file of this name is text to tokenise."""
+    return str(path).lower().endswith(TEXT_SUFFIXES)
 
 
 def expand_glob(pattern: str) -> list[str]:

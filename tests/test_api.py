@@ -273,7 +273,8 @@ def test_stream_refuses_to_continue_after_another_text(model):
 
 @pytest.mark.slow
 def test_two_models_and_two_threads_give_the_results_of_one(run, model):
-    tokens, texts = model.encode("To be, or not to be"), {}
+    tokens, texts = model.encode("To be<|endoftext|>or not to be"), {}
+    assert tokens.tolist() == [*model.encode("To be"), 0, *model.encode("or not to be")]
     want = model.loss(tokens), model.generate("a", 4)
     with gpt2_triton.load(run.last, batch_tokens=16) as other:
 

@@ -52,12 +52,14 @@ def settings(
 
     rank, ranks = rank_and_size()
     workers = max(1, (os.cpu_count() or 1) // ranks)
+    continued = None
     gpu_gib = device.memory_bytes(gpu) / 2**30 if gpu or device.present() else None
     try:
         measured = text.measure_text(data, workers)
         if run_dir and (run_dir / "config.yaml").is_file():
             recipe, picked = run_dir / "config.yaml", {}
-            tokenizer: str = Config.load(recipe, given, gpus).data.tokenizer
+            continued = Config.load(recipe, given, gpus)
+            tokenizer: str = continued.data.tokenizer
         else:
             usual = own_text.preset_for(measured.characters, gpu_gib, given).tokenizer
             tokenizer = given.get("data.tokenizer") or (usual if "init_from" in given else _available(usual))
@@ -66,7 +68,10 @@ def settings(
         error.on_every_rank = True  # all read the same text
         raise
     shards = Path("data") / f"{_name(data)}_{tokenizer}_{measured.digest[:8]}"
-    picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
+    if continued and measured.was_prepared_by_02(Path(continued.data.train).parent):
+        prepare = False  # this version reads the text in another way
+    else:
+        picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
     config = Config.load(recipe, picked | dict(given), gpus)
     if (prepare or summary) and rank == 0:
         print_line(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))

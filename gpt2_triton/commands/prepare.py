@@ -19,6 +19,12 @@ CPUS = os.cpu_count() or 1
 Workers = Annotated[
     int, AT_LEAST_1, Parameter(help="Processes that tokenise; by default one per CPU.", show_default=False)
 ]
+Field = Annotated[str, Parameter(help="Field of a row that holds the text; a.b is the field b of the field a.")]
+EndOfText = Annotated[
+    bool,
+    Parameter(help="Take <|endoftext|> in a text as the end-of-text token.", negative="--no-endoftext"),
+]
+Strict = Annotated[bool, Parameter(help="Refuse the text, with a list, if anything in it would be left out.")]
 
 
 @app.command(name="text")
@@ -27,16 +33,20 @@ def prepare_text(
     out: Path = Path("data/text"),
     tokenizer: Tokenizer = "gpt2",
     val_fraction: Annotated[float, Parameter(validator=Number(gt=0, lt=1))] = 0.1,
+    field: Field = "text",
+    endoftext: EndOfText = True,
+    strict: Strict = False,
     workers: Workers = CPUS,
 ) -> None:
-    """Tokenise your own text, files of .txt and .jsonl; the same command resumes a stopped preparation.
+    """Tokenise your own text; the same command resumes a stopped preparation.
 
-    The text is UTF-8: a .txt is one document, a .jsonl has one per line in its field "text"; each may also be .gz.
+    Text is .txt or .md in UTF-8, one document each, or .jsonl, .json or .parquet, one document in each row.
+    All but .parquet may end in .gz, .zst, .xz or .bz2.
 
     Parameters
     ----------
     inputs: Path
-        Files, folders (searched for such files) and quoted globs.
+        Files, folders (searched for such files, through links) and quoted globs.
     out: Path
         Directory of the shards, train_*.bin and val_*.bin.
     val_fraction: float
@@ -45,8 +55,10 @@ def prepare_text(
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
     from gpt2_triton.data.prepare import text
+    from gpt2_triton.data.prepare.documents import Reading
 
-    text.prepare_text(inputs, out, tokenizer, val_fraction, workers)
+    how = Reading(field, endoftext)
+    text.prepare_text(inputs, out, tokenizer, val_fraction, workers, how=how, strict=strict)
 
 
 @app.command(name="builtin")
@@ -68,7 +80,9 @@ def prepare_dataset(
     version: str | None = None,
     source: str,
     revision: str | None = None,
-    field: str = "text",
+    field: Field = "text",
+    endoftext: EndOfText = True,
+    strict: Strict = False,
     out: Path | None = None,
     tokenizer: Tokenizer = "gpt2",
     tokens: Annotated[int | None, Parameter(validator=Number(gte=10))] = None,
@@ -82,11 +96,9 @@ def prepare_dataset(
     version: str
         Configuration of the dataset, such as sample-100BT; by default sample-10BT. A folder has none.
     source: str
-        Name of the dataset on the Hub, or a folder of its files (parquet or jsonl).
+        Name of the dataset on the Hub, or a folder of files as `prepare text` takes.
     revision: str
         Branch or commit of the dataset; by default the newest. A resumed preparation keeps it.
-    field: str
-        Field that holds the text.
     out: Path
         Directory of the shards, val_000000.bin and train_*.bin; by default data/<source>-<version>.
     tokens: int
@@ -100,7 +112,9 @@ def prepare_dataset(
         version = "sample-10BT"
     name = "-".join([Path(source).name, *([version] if version else [])])
     given = dataset.Dataset(source, version, revision, field)
-    dataset.prepare_dataset(given, out or Path("data") / name, tokenizer, tokens, workers, shard_tokens)
+    dataset.prepare_dataset(
+        given, out or Path("data") / name, tokenizer, tokens, workers, shard_tokens, endoftext, strict
+    )
 
 
 for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items():  # the default of --source

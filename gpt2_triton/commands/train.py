@@ -56,7 +56,7 @@ def train(
     config: Path
         A recipe, such as quickstart (`gpt2-triton configs` lists them), or a YAML file.
     data: Path
-        Your own text, for the recipe own: files, folders or quoted globs of .txt and .jsonl, also as .gz.
+        Your own text, for the recipe own: files, folders or quoted globs, as `prepare text` takes them.
     plan: bool
         Print the memory that the run needs and the largest batch that fits a GPU, and stop.
     gpu: str

@@ -203,7 +203,7 @@ def require_tokenizer(pattern: str, tokenizer: str, todo: str = "") -> None:
     `todo`: what to do about another tokenizer.  Without this check the byte 65 would be trained on as GPT-2's token 65.
     """
     found = expand_glob(pattern)
-    if text := [path for path in found if is_text(path)]:
+    if text := [path for path in found if is_text(path) and Path(path).name != RECORD]:
         made = f"{command_line('prepare text')} {shlex.quote(text[0])} --tokenizer {tokenizer} --out data/shards"
         raise DataError(f"{text[0]}: text, not a shard; `{made}` makes data/shards/*.bin")
     for record in sorted({Path(path).parent / RECORD for path in found}):

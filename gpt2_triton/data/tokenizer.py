@@ -19,6 +19,7 @@ from gpt2_triton.errors import DataError
 
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 LLMC_FILE, LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = "gpt2_tokenizer.bin", 20240328, 2, 1024
+END_OF_TEXT = "<|endoftext|>"  # in a text: the end-of-text token, where people write one
 DOWNLOAD_SECONDS = 10.0  # tiktoken has no timeout, and waits for minutes where a firewall drops packets
 
 
@@ -28,7 +29,7 @@ class Tokenizer(Protocol):
     eot: int  # the end-of-text token, between documents and before a sample without a prompt
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, uint16; `<|endoftext|>` in it is ordinary text."""
+        """Return the tokens of a text, uint16; END_OF_TEXT in it is ordinary text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without ids >= vocab_size: a model with a larger vocabulary may draw them."""
@@ -64,6 +65,12 @@ class GPT2Tokenizer:
 
     def token_bytes(self) -> list[bytes]:
         return [self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]
+
+
+def encode_documents(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Return the tokens of a text, uint16; each END_OF_TEXT in it is the end-of-text token."""
+    first, *others = map(tokenizer.encode, text.split(END_OF_TEXT))
+    return np.concatenate([first, *(np.insert(part, 0, tokenizer.eot) for part in others)])
 
 
 @functools.cache
@@ -160,6 +167,6 @@ def _encoding(ranks: dict[bytes, int]) -> Any:
         "gpt2",
         pat_str=r50k_pat_str,
         mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": GPT2Tokenizer.eot},
+        special_tokens={END_OF_TEXT: GPT2Tokenizer.eot},
         explicit_n_vocab=GPT2Tokenizer.vocab_size,
     )

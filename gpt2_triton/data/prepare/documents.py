@@ -1,27 +1,48 @@
-"""Text on disk as documents: .txt holds one, .jsonl one per line, in its field "text"; each may be compressed as .gz.
-A byte order mark at the start of a file is left out.
+"""Local files as documents.
 
-Files are read in parts, so memory grows with the longest line and not with the file.
+A .txt or .md is a document, or several between `<|endoftext|>`; a .jsonl, .json or .parquet has a document in each row.
+Memory grows with the longest line, not with the file.  What is left out is counted in `Notes`.
 """
 
-import codecs
+import bz2
 import glob
 import gzip
+import io
 import json
+import lzma
+import os
 import re
 import shlex
 import textwrap
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
+from gpt2_triton.data.prepare.build import PROGRESS
+from gpt2_triton.data.shards import RECORD
+from gpt2_triton.data.tokenizer import END_OF_TEXT
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import expand_glob, is_text, sha256
+from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sha256
 
 READ_BYTES = 1 << 20
-ENDINGS = "names that end in .txt or .jsonl, or in .txt.gz or .jsonl.gz"
+MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
+ENDINGS = f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
+OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # in a directory of shards, or of a run
 SAFE_CUT = re.compile(r"(?<=\S)[ \t\r\n]")
+ENDS = f"{END_OF_TEXT} taken as end of text"
+
+Notes = dict[str, list[Any]]  # {what: [count, first place]}, for JSON
+
+
+class Reading(NamedTuple):
+    """How to find documents in files and rows."""
+
+    field: str = "text"  # of a row; a.b is the field b of the field a
+    endoftext: bool = True  # END_OF_TEXT ends a document; otherwise it is ordinary text
+
+
+AS_DOCUMENTS = Reading()
 
 
 class File(NamedTuple):
@@ -29,72 +50,217 @@ class File(NamedTuple):
     name: str  # in the record: the file's name, or its path below the folder that was given
 
 
+# ---- what was left out ----
+
+
+def note(notes: Notes, what: str, where: object, count: int = 1) -> None:
+    """Count `what`, and keep its first place."""
+    notes.setdefault(what, [0, str(where)])[0] += count
+
+
+def left_out(notes: Notes) -> str:
+    """Return what was left out, for a message; "" for nothing."""
+    rows = ((what, row) for what, row in notes.items() if what != ENDS)
+    return "; ".join(f"{what}: {count:,}, first {where}" for what, (count, where) in rows)
+
+
+def report(notes: Notes, log: Callable[[str], None]) -> None:
+    """Log what was left out, and how many end-of-text tokens were found."""
+    if ENDS in notes:
+        log(f"{ENDS}: {notes[ENDS][0]:,}")
+    if what := left_out(notes):
+        log(f"left out: {what}")
+
+
+def require_all(notes: Notes, strict: bool) -> None:
+    """DataError if anything was left out and `strict` forbids it."""
+    if strict and (what := left_out(notes)):
+        raise DataError(f"--strict: would leave out {what}; correct it, or give no --strict")
+
+
+def no_text(where: object, notes: Notes) -> DataError:
+    what = f"no text, but {left_out(notes) or 'nothing'}"
+    return DataError(f"{where}: {what}; name the field that holds the text, as in `prepare text --field NAME`")
+
+
 # ---- which files ----
 
 
-def find_files(inputs: Sequence[Path]) -> list[File]:
-    """Return the files as given; the files of a folder, with its folders, and of a glob are sorted.
+def find_files(inputs: Sequence[Path]) -> tuple[list[File], Notes]:
+    """Return the files as given, each once, and notes; the files of a folder or a glob are sorted.
 
-    DataError if one is missing, of an unknown kind, or given twice.
+    DataError if an input is missing or has no text.
     """
-    files = [file for given in inputs for file in _matches(Path(given))]
-    seen: set[Path] = set()
-    for path, _ in files:
-        if not path.exists():
-            raise DataError(f"{path}: no such file; give a file, a folder or a quoted glob")
-        if not is_text(path):
-            raise DataError(f"{path}: unknown kind of text; text has {ENDINGS}: rename it or leave it out")
-        if path.resolve() in seen:
-            raise DataError(f"{path}: the same file again; leave one out")
-        seen.add(path.resolve())
-    return files
+    files: dict[Path, File] = {}
+    notes: Notes = {}
+    others = []
+    for given in map(Path, inputs):
+        texts, found = 0, _matches(given)
+        for file in found:
+            if not (is_text(file.path) and file.path.is_file()):
+                others.append(file.path)
+                continue
+            texts += 1
+            if files.setdefault(file.path.resolve(), file) is not file:
+                note(notes, "files given twice", file.path)
+        if not texts:
+            what = "no text" if found or given.exists() else "no such file"
+            raise DataError(f"{given}: {what}; give a file, a folder or a quoted glob; text has {ENDINGS}")
+    if others:
+        endings = textwrap.shorten(", ".join(sorted({path.suffix or "no ending" for path in others})), 100)
+        note(notes, f"files of other kinds ({endings})", others[0], len(others))
+    return [*files.values()], notes
 
 
 def _matches(given: Path) -> list[File]:
+    """Return the files of a folder or a glob, or the file itself, of any kind."""
     if given.is_dir():
-        paths = [p for p in sorted(given.rglob("*")) if is_text(p) and p.is_file()]
-        names = [(p, p.relative_to(given)) for p in paths]
-        found = [File(p, str(name)) for p, name in names if not any(part.startswith(".") for part in name.parts)]
-    elif glob.has_magic(str(given)) and not given.exists():
-        found = [s for p in expand_glob(str(given)) for s in _matches(Path(p))]
-    else:
-        found = [File(given, given.name)]
-    if not found:
-        raise DataError(f"{given}: no text here; text has {ENDINGS}: correct the path")
-    return found
+        return [File(path, str(path.relative_to(given))) for path in sorted(_walk(given))]
+    if glob.has_magic(str(given)) and not given.exists():
+        return [file for path in expand_glob(str(given)) for file in _matches(Path(path))]
+    return [File(given, given.name)] if given.exists() else []
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, also through links, except hidden files and this package's shards and runs."""
+
+    def fail(error: OSError) -> None:
+        raise _unreadable(error.filename, error)
+
+    seen = set()
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        if (real := os.path.realpath(root)) in seen or (root != str(folder) and OURS & {*names}):
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(root, name) for name in names if not name.startswith(".") and name not in OURS)
 
 
 # ---- what is in them ----
 
 
-def measure(path: Path) -> tuple[str, int]:
-    """Return the sha256 of a file and the characters of its documents; reads and so checks the whole file."""
+def measure(path: Path, how: Reading) -> tuple[str, int, Notes]:
+    """Return the sha256 of a file, the characters of its documents, and notes; reads and so checks the whole file."""
+    notes: Notes = {}
     try:
         digest = sha256(path)
     except OSError as error:
         raise _unreadable(path, error) from None
-    characters = sum(len(text) for _, text in read(path))
-    if not characters:
-        raise DataError(f"{path}: empty; leave this file out")
-    return digest, characters
+    return digest, sum(len(text) for _, text in read(path, how, notes)), notes
 
 
-def read(path: Path) -> Iterator[tuple[int, str]]:
+def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
     """Yield (document, text) in order: a long document in several parts, an empty one not at all."""
-    line, json_lines = 1, path.name.removesuffix(".gz").endswith(".jsonl")
+    where, document, ending = "", 0, _ending(path)
+    if ending in (".txt", ".md"):
+        texts = _parts(path)
+    else:
+        rows = _parquet_rows(path, how.field) if ending == ".parquet" else _json_rows(path, ending == ".json")
+        texts = texts_of_rows(rows, how.field, notes)
     try:
-        with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else open(path, "rb") as file:
-            while lines := file.readlines(READ_BYTES):
-                if line == 1:
-                    lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
-                if json_lines:
-                    documents = ((n, _json_text(path, n, data)) for n, data in enumerate(lines, line))
-                    yield from ((n, text) for n, text in documents if text)
-                else:
-                    yield 1, _decode(path, line, b"".join(lines))
-                line += len(lines)
-    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that was cut off or damaged
-        raise _unreadable(f"{path}, after line {line - 1:,}" if line > 1 else path, error) from None
+        for where, begins, text in texts:
+            for i, part in enumerate(clean(where, text, how, notes)):
+                document += begins or i > 0
+                if part:
+                    yield document, part
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # cut off or damaged
+        raise _unreadable(f"after {where}" if where else path, error) from None
+    if not where:
+        note(notes, "empty files", path)
+
+
+def clean(where: str, text: str, how: Reading, notes: Notes) -> list[str]:
+    r"""Return the documents of a text, with \n for \r\n, and without NUL, the end-of-text token of bytes."""
+    text = text.replace("\r\n", "\n")
+    if nuls := text.count("\0"):
+        note(notes, "NUL characters", where, nuls)
+        text = text.replace("\0", "")
+    documents = text.split(END_OF_TEXT) if how.endoftext else [text]
+    if len(documents) > 1:
+        note(notes, ENDS, where, len(documents) - 1)
+    return documents
+
+
+def texts_of_rows(rows: Iterable[tuple[str, Any]], field: str, notes: Notes) -> Iterator[tuple[str, bool, str]]:
+    """Yield (place, True, text) of each (place, row), and (place, False, "") of a row without text.
+
+    DataError for half a surrogate pair, or if the first MOST_ROWS_WITHOUT_TEXT rows have no text.
+    """
+    what, found = f"rows without text in the field {field}", False
+    for number, (where, row) in enumerate(rows, 1):
+        text = row
+        for key in field.split("."):
+            text = text.get(key) if isinstance(text, dict) else None
+        if isinstance(text, str) and text:
+            found = True
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"{where}: half a character: {error}; correct or remove this row") from None
+        else:
+            text = ""
+            got = "" if what in notes else textwrap.shorten(json.dumps(row, default=str), 100, placeholder=" ...")
+            note(notes, what, f"{where}: {got}")
+            if number == MOST_ROWS_WITHOUT_TEXT and not found:
+                raise no_text(where, notes)
+        yield where, bool(text), text
+
+
+def _ending(path: Path) -> str:
+    """Return the ending that names the kind of text."""
+    stem, ending = os.path.splitext(path.name.lower())
+    return os.path.splitext(stem)[1] if ending in COMPRESSIONS else ending
+
+
+def _open(path: Path) -> BinaryIO:
+    ending = path.suffix.lower()
+    if ending == ".zst":
+        import pyarrow
+
+        return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
+    opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(ending, open)
+    return opener(path, "rb")
+
+
+def _parts(path: Path) -> Iterator[tuple[str, bool, str]]:
+    """Yield (place, whether the document begins, text) in parts that end with a line."""
+    line = 1
+    with _open(path) as file:
+        while lines := file.readlines(READ_BYTES):
+            text = _decode(path, line, b"".join(lines))
+            yield f"{path}, lines {line:,} to {line + len(lines) - 1:,}", line == 1, text
+            line += len(lines)
+
+
+def _json_rows(path: Path, one_value: bool) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) of a file with an object in each line; with `one_value` also of a list, or of one object."""
+    with _open(path) as file:
+        lines = ((number, _decode(path, number, data).strip()) for number, data in enumerate(file, 1))
+        for number, line in lines:
+            if not line:
+                continue
+            if one_value and not (line.startswith("{") and line.endswith("}")):
+                line = "\n".join([line, *(more for _, more in lines)])
+            where = f"{path}, line {number:,}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: not JSON: {error}; correct or remove this line") from None
+            if isinstance(row, list):
+                yield from ((f"{path}, row {n:,}", item) for n, item in enumerate(row, 1))
+            else:
+                yield where, row
+
+
+def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row), of the column `field` alone if it is there."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = [field] if field.partition(".")[0] in file.schema_arrow.names else None
+        rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
+        yield from ((f"{path}, row {n:,}", row) for n, row in enumerate(rows, 1))
 
 
 def _unreadable(where: object, error: Exception) -> DataError:
@@ -103,29 +269,14 @@ def _unreadable(where: object, error: Exception) -> DataError:
 
 
 def _decode(path: Path, line: int, data: bytes) -> str:
+    """Return the text of `data`, which begins in this line; a byte order mark at the start of the file is left out."""
     try:
-        return data.decode()
+        return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
         command = f"iconv -f ENCODING -t utf-8 {shlex.quote(str(path))} > utf8.txt"
         todo = f"`{command}` converts it; ENCODING is often CP1252 or UTF-16"
         raise DataError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}; {todo}") from None
-
-
-def _json_text(path: Path, line: int, data: bytes) -> str:
-    """Return the field "text" of one line; "" for a blank line."""
-    row, where = _decode(path, line, data).strip(), f"{path}, line {line:,}"
-    if not row:
-        return ""
-    try:
-        text = json.loads(row)["text"]
-        text.encode()
-    except (ValueError, RecursionError) as error:  # UnicodeEncodeError: half a surrogate pair
-        raise DataError(f"{where}: not JSON: {error}; correct or remove this line") from None
-    except (KeyError, TypeError, AttributeError):  # no such field, no object, no string
-        wrong = 'no {"text": "..."} but ' + textwrap.shorten(row, 100, placeholder=" ...")
-        raise DataError(f"{where}: {wrong}; correct or remove this line") from None
-    return text
 
 
 # ---- pieces to tokenise ----

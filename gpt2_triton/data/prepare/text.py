@@ -3,6 +3,7 @@
 Texts are read twice, to measure and to tokenise, and are never held whole.
 """
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_triton.console import Progress, print_line
-from gpt2_triton.data.prepare import build
+from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, Log, ShardRecords, count_tokens
-from gpt2_triton.data.prepare.documents import File, find_files, measure, read, split_at_whitespace
+from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
 from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.errors import DataError
@@ -24,27 +25,42 @@ CHARACTERS = {"bytes": 1, "gpt2": 5}  # per token; more than most text has, so t
 
 
 class MeasuredText(NamedTuple):
-    """Files of text, the sha256 of each, and their characters in all."""
+    """Files of text, the sha256 of each, their characters in all, what was left out, and how they are read."""
 
     files: list[File]
     digests: list[str]
     characters: int
+    notes: Notes
+    how: Reading
 
     @property
     def digest(self) -> str:
-        """The sha256 of the whole text, whatever its files are called."""
-        return hashlib.sha256("".join(self.digests).encode()).hexdigest()
+        """The sha256 of the whole text and of how it is read, whatever its files are called."""
+        return hashlib.sha256(f"{tuple(self.how)}{''.join(self.digests)}".encode()).hexdigest()
+
+    def was_prepared_by_02(self, directory: Path) -> bool:
+        """Return whether version 0.2 or older made the shards of a directory from these files, or from some of them."""
+        record = read_record(directory / RECORD)
+        files = record.get("source")
+        if not isinstance(files, list) or "endoftext" in record:
+            return False
+        return {row["sha256"] for row in files} <= {*self.digests}
 
 
-def measure_text(inputs: Sequence[Path], workers: int = 1) -> MeasuredText:
-    """Read files, folders and globs of text; DataError if one is no text."""
-    files, digests, characters = find_files(inputs), [], 0
+def measure_text(inputs: Sequence[Path], workers: int = 1, how: Reading = AS_DOCUMENTS) -> MeasuredText:
+    """Read files, folders and globs of text; DataError if a file cannot be read, or if there is no text."""
+    (files, notes), digests, characters = documents.find_files(inputs), [], 0
+    measure = functools.partial(documents.measure, how=how)
     with paired_map(_processes(files, workers)) as run, Progress("measuring", len(files), "files") as progress:
-        for _, (digest, count) in run(measure, [path for path, _ in files]):
+        for _, (digest, count, more) in run(measure, [path for path, _ in files]):
             digests.append(digest)
             characters += count
+            for what, (times, where) in more.items():
+                documents.note(notes, what, where, times)
             progress.advance(1)
-    return MeasuredText(files, digests, characters)
+    if not characters:
+        raise documents.no_text(", ".join(map(str, inputs)), notes)
+    return MeasuredText(files, digests, characters, notes, how)
 
 
 def prepare_text(
@@ -54,20 +70,27 @@ def prepare_text(
     val_fraction: float = 0.1,
     workers: int = 1,
     shard_tokens: int = SHARD_TOKENS,
+    how: Reading = AS_DOCUMENTS,
+    strict: bool = False,
     log: Log = print_line,
     measured: MeasuredText | None = None,
 ) -> Path:
     """Tokenise files, folders and globs of text into out_dir; the last val_fraction of characters is validation.
 
+    strict      raise DataError if anything is left out
     measured    what measure_text has returned for the inputs, if it was called
     """
-    files, digests, characters = measured or measure_text(inputs, workers)
+    files, digests, characters, notes, how = measured or measure_text(inputs, workers, how)
+    documents.require_all(notes, strict)
+    documents.report(notes, log)
     rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)]
     recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
 
     def texts() -> Iterator[Text]:
-        return (((i, document), text) for i, (path, _) in enumerate(files) for document, text in read(path))
+        read = ((i, documents.read(path, how, {})) for i, (path, _) in enumerate(files))
+        return (((i, document), text) for i, of_file in read for document, text in of_file)
 
+    recipe |= how._asdict()
     return prepare_texts(texts, characters, recipe, Path(out_dir), _processes(files, workers), log)
 
 
@@ -141,7 +164,7 @@ def _batches(texts: Iterable[Text]) -> Iterator[list[tuple[bool, str]]]:
     batch: list[tuple[bool, str]] = []
     size = 0
     for number, (_, parts) in enumerate(itertools.groupby(texts, key=itemgetter(0))):
-        for i, piece in enumerate(split_at_whitespace((text for _, text in parts), build.BATCH_CHARS)):
+        for i, piece in enumerate(documents.split_at_whitespace((text for _, text in parts), build.BATCH_CHARS)):
             batch.append((number > 0 and i == 0, piece))
             size += len(piece)
             if size >= build.BATCH_CHARS:

@@ -37,7 +37,7 @@ def small_pieces(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three parquet files of several row groups: 300 documents, one of them longer than a shard, one empty."""
+    """Three parquet files of several row groups: 300 rows, one of them longer than a shard, one empty."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -80,7 +80,7 @@ def tokens_of(directory):
 
 def test_dataset_shards_hold_the_documents_after_end_of_text(folder, tmp_path):
     out = prepare(folder, tmp_path / "out")
-    np.testing.assert_array_equal(tokens_of(out), llmc_tokens(folder.texts))
+    np.testing.assert_array_equal(tokens_of(out), llmc_tokens(filter(None, folder.texts)))
     names = sorted(path.name for path in out.glob("*.bin"))
     assert names == [*(f"train_{i:06d}.bin" for i in range(1, len(names))), "val_000000.bin"] and len(names) > 8
     sizes = [shard.count for shard in open_shards(str(out / "*.bin"), 256, 4)]
@@ -98,7 +98,7 @@ def test_dataset_shards_hold_the_documents_after_end_of_text(folder, tmp_path):
 @pytest.mark.parametrize(("tokens", "val"), [(9000, 900), (60_000, SHARD)])
 def test_dataset_stops_after_tokens_with_a_tenth_for_validation(folder, tmp_path, tokens, val):
     out = prepare(folder, tmp_path / "out", tokens=tokens)
-    expected = llmc_tokens(folder.texts)[:tokens]
+    expected = llmc_tokens(filter(None, folder.texts))[:tokens]
     np.testing.assert_array_equal(tokens_of(out), expected)
     assert len(map_tokens(out / "val_000000.bin")) == val
 
@@ -119,7 +119,7 @@ def test_balance_last_two_halves_a_short_last_shard(tmp_path):
 def test_dataset_of_jsonl_with_another_field(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"body": f"text {i}"}) + "\n" for i in range(400)))
-    out = prepare_dataset(Dataset(str(tmp_path / "in"), field="body"), tmp_path / "out", "bytes", None, 1, 500, print)
+    out = prepare_dataset(Dataset(str(tmp_path / "in"), field="body"), tmp_path / "out", "bytes", None, 1, 500)
     np.testing.assert_array_equal(tokens_of(out), llmc_tokens([f"text {i}" for i in range(400)]))
 
 
@@ -128,15 +128,57 @@ def test_rows_that_are_no_text_are_refused_with_the_fields_that_there_are(tmp_pa
     (tmp_path / "in" / "a.jsonl").write_text('{"tokens": [1, 2], "id": 1}\n')
     words = ["prepare", "fineweb", "--out", str(tmp_path / "out"), "--source", str(tmp_path / "in"), "--field"]
     for field, message in (
-        ("tokens", "no text in field 'tokens', but list; correct"),
-        ("text", "no field 'text', it has tokens, id; name"),
+        (
+            "tokens",
+            'no text, but rows without text in the field tokens: 1, first IN/a.jsonl, line 1: {"tokens": [1, 2], "id"',
+        ),
+        (
+            "text",
+            'no text, but rows without text in the field text: 1, first IN/a.jsonl, line 1: {"tokens": [1, 2], "id"',
+        ),
     ):
         assert main(app, [*words, field]) == 3
-        assert message in capsys.readouterr().err
+        assert message.replace("IN", str(tmp_path / "in")) in capsys.readouterr().err
 
 
 class Stop(Exception):
     pass
+
+
+def test_folder_of_several_kinds_is_read_whole_and_counted_over_stops(tmp_path, monkeypatch):
+    """Names of splits, a later field, rows without text, a separator, an empty file, a link, a card of the Hub."""
+    (tmp_path / "in").mkdir()
+    rows = [{"text": f"row {i}"} | ({"link": "x"} if i > 100 else {}) for i in range(150)] + [
+        {"text": None},
+        {"text": 5},
+    ]
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "in" / "test.txt").write_text("one line\n" * 400 + "<|endoftext|>two\r\n" + "<|endoftext|>three")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "train.json").write_text(json.dumps([{"text": "four"}, {"id": 1}]))
+    (tmp_path / "in" / "u").symlink_to(tmp_path / "far")
+    for name in ("e.txt", "README.md", "x.py"):
+        (tmp_path / "in" / name).write_text("a card" if name == "README.md" else "")
+    source = SimpleNamespace(source=Dataset(str(tmp_path / "in")))
+    texts = [f"row {i}" for i in range(150)] + ["one line\n" * 400, "two\n", "three", "four"]
+    lines = []
+    whole = prepare(source, tmp_path / "whole", shard_tokens=700, log=lines.append)
+    np.testing.assert_array_equal(tokens_of(whole), llmc_tokens(texts))
+    kinds = (
+        "files of other kinds (.py): 1,",
+        "files that describe the dataset: 1,",
+        "rows without text in the field text: 3,",
+    )
+    assert lines[0] == "<|endoftext|> taken as end of text: 2" and all(
+        kind in lines[1] for kind in (*kinds, "empty files: 1,")
+    )
+    for count in range(1, 6):
+        _stop_after(source, tmp_path / "stopped", count, monkeypatch, shard_tokens=700)
+    again = []
+    assert contents(prepare(source, tmp_path / "stopped", shard_tokens=700, log=again.append)) == contents(whole)
+    assert again[1:3] == lines[:2]
+    with pytest.raises(DataError, match="--strict: would leave out files of other kinds .* first "):
+        prepare(source, tmp_path / "strict", strict=True)
 
 
 def test_dataset_stopped_at_any_shard_resumes_to_the_same_bytes(folder, tmp_path, unbroken, monkeypatch):
@@ -202,7 +244,7 @@ def _alive(pid):
         return False
 
 
-def _stop_after(folder, out, shards, monkeypatch):
+def _stop_after(folder, out, shards, monkeypatch, **options):
     write = build.write_shard
 
     def write_shard(path, tokens):
@@ -212,7 +254,7 @@ def _stop_after(folder, out, shards, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(build, "write_shard", write_shard)
-        prepare(folder, out)
+        prepare(folder, out, **options)
 
 
 def test_dataset_resumed_tokenises_at_most_one_batch_twice(folder, tmp_path, monkeypatch):
@@ -226,7 +268,7 @@ def test_dataset_resumed_tokenises_at_most_one_batch_twice(folder, tmp_path, mon
     once = build.tokenize
     monkeypatch.setattr(build, "tokenize", tokenize)
     prepare(folder, tmp_path / "out", log=lines.append)
-    rest = len(llmc_tokens(folder.texts)) - 8 * SHARD
+    rest = len(llmc_tokens(filter(None, folder.texts))) - 8 * SHARD
     assert rest < sum(map(len, seen)) < rest + 2 * BATCH
     assert lines[0] == f"resuming after 8 finished shards, {8 * SHARD:,} tokens"
 
@@ -331,22 +373,18 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     here = ["prepare", "fineweb", "--out", "out", "--tokenizer", "bytes", "--workers", "1", "--source"]
     for words, code, message in (
-        (
-            ["numbers"],
-            3,
-            "numbers: no text in field 'text', but int; correct or remove such rows, or name the",
-        ),
-        (["empty"], 3, "empty: cannot read"),
-        ([str(folder.path), "--version", "x"], 3, "BuilderConfig 'x' not found"),
+        (["numbers"], 3, 'rows without text in the field text: 1, first numbers/a.jsonl, line 1: {"text": 5}; name'),
+        (["empty"], 3, "empty: no text; give a file"),
+        ([str(folder.path), "--version", "x"], 3, "--version, --revision: go with the Hub, and "),
         ([str(folder.path), "--field", "body"], 3, "body"),
         (["no/where"], 3, "no/where: cannot read: ConnectError"),
         (["wrong"], 3, "; check the name in --source and the network, or give a folder"),
         (
             [str(folder.path)],
             3,
-            "too little text: the validation shard takes all 29,453 tokens; give that number as --tokens",
+            "too little text: the validation shard takes all 29,452 tokens; give that number as --tokens",
         ),
-        ([str(folder.path), "--tokens", "29453"], 0, None),  # as that message says
+        ([str(folder.path), "--tokens", "29452"], 0, None),  # as that message says
         ([str(folder.path), "--tokens", "9"], 2, '"9" for --tokens. Must be >= 10'),
         ([str(folder.path), "--shard_tokens", "0"], 2, '"0" for --shard_tokens. Must be >= 1'),
     ):
@@ -372,7 +410,7 @@ def test_dataset_commands_name_their_dataset(command, tmp_path, monkeypatch, cap
     assert main(app, ["prepare", command]) == 0
     (source, out, *rest), (default, default_out, *_) = calls
     assert source == Dataset(f"HuggingFaceFW/{command}", "sample-100BT") and default.version == "sample-10BT"
-    assert str(out) == f"data/{command}-sample-100BT" and rest == ["gpt2", 1_000_000, 3, 100_000_000]
+    assert str(out) == f"data/{command}-sample-100BT" and rest == ["gpt2", 1_000_000, 3, 100_000_000, True, False]
     assert str(default_out) == f"data/{command}-sample-10BT"
 
 
@@ -398,3 +436,22 @@ def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkey
     assert opened[0][:2] == on_hub.source[:2]
     record = json.loads((tmp_path / "out" / "shards.json").read_text())
     assert record["source"] == {**on_hub.source._asdict(), "revision": first}
+
+
+def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_path, monkeypatch):
+    """A nested field; the counts survive stops, and a row with a separator is never cut by one."""
+    import datasets
+
+    rows = [{"doc": {"text": f"row {i}<|endoftext|>more" if i % 3 else None}, "id": i} for i in range(300)]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset(3)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2", "sample-10BT", field="doc.text"))
+    for count in range(1, 6):
+        _stop_after(on_hub, tmp_path / "out", count, monkeypatch, shard_tokens=400)
+    lines = []
+    out = prepare(on_hub, tmp_path / "out", shard_tokens=400, log=lines.append)
+    np.testing.assert_array_equal(
+        tokens_of(out), llmc_tokens(t for i in range(300) if i % 3 for t in (f"row {i}", "more"))
+    )
+    what = "left out: rows without text in the field doc.text: 100, first kjj0/fineweb10B-gpt2, row 1: "
+    assert lines[1:3] == ["<|endoftext|> taken as end of text: 200", what + '{"doc": {"text": null}}']

@@ -1,10 +1,27 @@
 """Text files as documents: which files, what is in them, pieces with the tokens of the whole."""
 
+import bz2
+import gzip
+import json
+import lzma
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_triton.data.prepare.documents import find_files, read, split_at_whitespace
+from gpt2_triton.data.prepare import documents
+from gpt2_triton.data.prepare.documents import (
+    AS_DOCUMENTS,
+    ENDS,
+    Reading,
+    find_files,
+    left_out,
+    read,
+    split_at_whitespace,
+)
 from gpt2_triton.errors import DataError
 from tests.data.prepare.test_text import gpt2
 
@@ -24,30 +41,144 @@ def test_split_at_whitespace_keeps_the_tokens(given, size):
     assert [t for part in parts for t in encode(part)] == encode(text).tolist()
 
 
+def texts_of(path, how=AS_DOCUMENTS):
+    """The texts of a file, and the notes."""
+    notes = {}
+    return [text for _, text in read(path, how, notes)], notes
+
+
+# ---- which files ----
+
+
 def test_find_files_refuses_what_is_not_text(tmp_path):
-    (tmp_path / "input.txt").write_text("text")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "x.parquet").touch()
-    for inputs, message in (
-        (["folder"], "folder: no text here; text has names that end in"),
-        (["mytext"], "mytext: no such file; give a file, a folder or a quoted glob"),
-        (["none*.txt"], r"none\*.txt: no text here"),
-        (["x.parquet"], "x.parquet: unknown kind of text; text has names that end in .txt or .jsonl"),
-        (["input.txt", "*.txt"], "input.txt: the same file again"),
+    (tmp_path / "x.pdf").touch()
+    for name, message in (
+        ("folder", "folder: no text; give .* text has names that end in .txt, .md"),
+        ("mytext", "mytext: no such file; give a file, a folder or a quoted glob"),
+        ("none*.txt", r"none\*.txt: no such file"),
+        ("x.pdf", "x.pdf: no text; .* text has names that end in"),
     ):
         with pytest.raises(DataError, match=message):
-            find_files([tmp_path / given for given in inputs])
+            find_files([tmp_path / name])
+
+
+def test_folder_gives_each_readable_file_once_and_counts_the_others(tmp_path):
+    """Through links to files and folders, a loop, names of splits; without hidden files and this package's output."""
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    names = ["A.TXT", "README.md", "test.txt", "train.txt", "sub/v.JSONL.GZ", "x.parquet"]
+    others = [
+        "a.pdf",
+        "sub/b.c",
+        "sub/none",
+        ".git/x.txt",
+        ".hidden.txt",
+        "run/metrics.jsonl",
+        "run/a.json",
+        "shards.json",
+    ]
+    for name in names + others:
+        (inside / name).parent.mkdir(parents=True, exist_ok=True)
+        (inside / name).touch()
+    (outside / "deep").mkdir(parents=True)
+    (outside / "deep" / "far.txt").touch()
+    os.symlink(outside, inside / "link")
+    os.symlink(inside, outside / "deep" / "back")
+    os.symlink(inside / "train.txt", inside / "again.txt")
+    os.symlink(inside / "gone", inside / "gone.txt")
+    files, notes = find_files([inside, inside / "*.txt"])
+    found = sorted([*names, "again.txt", "link/deep/far.txt"])
+    found.remove("train.txt")  # the same file as again.txt, which is first
+    assert sorted(file.name for file in files) == sorted(found)
+    assert left_out(notes) == (
+        f"files given twice: 4, first {inside}/train.txt; "
+        f"files of other kinds (.c, .pdf, .txt, no ending): 4, first {inside}/a.pdf"
+    )
+
+
+# ---- what is in them ----
+
+
+@pytest.mark.parametrize(
+    "ending, opener",
+    [("", open), (".gz", gzip.open), (".BZ2", bz2.open), (".xz", lzma.open), (".zst", None)],
+)
+@pytest.mark.parametrize("kind", [".txt", ".md", ".jsonl", ".json"])
+def test_read_opens_every_kind_and_compression(tmp_path, kind, ending, opener):
+    text = "one\n\N{GREEK SMALL LETTER PI}\n" * 3
+    data = (json.dumps({"text": text}) + "\n" if "js" in kind else text).encode()
+    path = tmp_path / f"x{kind}{ending}"
+    if opener:
+        with opener(path, "wb") as file:
+            file.write(data)
+    else:  # two frames, as pzstd writes them
+        path.write_bytes(b"".join(pa.compress(part, codec="zstd", asbytes=True) for part in (data[:9], data[9:])))
+    assert "".join(texts_of(path)[0]) == text
+    if opener is not open:
+        path.write_bytes(path.read_bytes()[:-7])
+        with pytest.raises(DataError, match=f"x{kind}{ending}.*: cannot read: "):
+            texts_of(path)
+
+
+def test_read_finds_the_field_in_rows_of_every_kind(tmp_path):
+    rows = [
+        {"doc": {"text": "a\nb"}, "k": 1},
+        {"doc": None},
+        {"doc": {"text": 5}},
+        {"doc": {"text": ""}},
+        {"doc": {"text": "c"}},
+    ]
+    (tmp_path / "lines.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    (tmp_path / "indented.json").write_text(json.dumps(rows, indent=1))
+    pq.write_table(pa.Table.from_pylist([row for row in rows if row != rows[2]]), tmp_path / "x.parquet")
+    for name, count, first in (
+        ("lines.jsonl", 3, "line 3"),
+        ("lines.json", 3, "line 2"),
+        ("list.json", 3, "row 2"),
+        ("indented.json", 3, "row 2"),
+        ("x.parquet", 2, "row 2"),
+    ):
+        texts, notes = texts_of(tmp_path / name, Reading("doc.text"))
+        assert texts == ["a\nb", "c"], name
+        what = f"rows without text in the field doc.text: {count}, first {tmp_path / name}, {first}: "
+        assert left_out(notes) == what + '{"doc": null}', name
+
+
+def test_rows_of_another_field_are_refused_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MOST_ROWS_WITHOUT_TEXT", 20)
+    (tmp_path / "x.jsonl").write_text('{"content": "abc"}\n' * 20 + "no JSON")
+    with pytest.raises(
+        DataError, match='rows without .*: 20, .* line 1: {"content": "abc"}; name the field .* --field NAME'
+    ):
+        texts_of(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_text('{"text": "abc"}\n' + '{"content": "abc"}\n' * 30)
+    assert texts_of(tmp_path / "x.jsonl")[0] == ["abc"]
+
+
+def test_end_of_text_windows_lines_and_nul_mean_what_they_say(tmp_path):
+    raw = "<|endoftext|>one\r\ntwo\0\n<|endoftext|>\r\nthree\r<|endoftext|><|endoftext|>"
+    (tmp_path / "x.txt").write_bytes(raw.encode())
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": raw}))
+    for name in ("x.txt", "x.jsonl"):
+        notes = {}
+        parts = list(read(tmp_path / name, AS_DOCUMENTS, notes))
+        assert [text for _, text in parts] == ["one\ntwo\n", "\nthree\r"] and len({n for n, _ in parts}) == 2
+        assert notes[ENDS][0] == 4 and left_out(notes).startswith(f"NUL characters: 1, first {tmp_path / name}, line")
+        assert texts_of(tmp_path / name, Reading(endoftext=False))[0] == [raw.replace("\r\n", "\n").replace("\0", "")]
 
 
 def test_read_yields_a_large_file_in_parts(tmp_path):
     """Parts end with a line and have at most READ_BYTES and a line."""
     (tmp_path / "x.txt").write_text("0123456789\n" * 300_000)
-    parts = [text for _, text in read(tmp_path / "x.txt")]
-    assert len(parts) == 4 and max(map(len, parts)) < (1 << 20) + 11 and all(part[-1] == "\n" for part in parts)
+    (number, _), *_ = parts = list(read(tmp_path / "x.txt", AS_DOCUMENTS, {}))
+    assert len(parts) == 4 and {n for n, _ in parts} == {number}
+    assert max(len(text) for _, text in parts) < (1 << 20) + 11 and all(text[-1] == "\n" for _, text in parts)
 
 
 def test_byte_order_mark_is_left_out(tmp_path):
     for name, content in (("x.txt", "text"), ("x.jsonl", '{"text": "text"}\n{"text": "\ufeffmore"}\n')):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    assert list(read(tmp_path / "x.txt")) == [(1, "text")]
-    assert list(read(tmp_path / "x.jsonl")) == [(1, "text"), (2, "\ufeffmore")]
+    assert texts_of(tmp_path / "x.txt")[0] == ["text"]
+    assert texts_of(tmp_path / "x.jsonl")[0] == ["text", "\ufeffmore"]
