@@ -1,4 +1,4 @@
-"""Partitions that apply GELU or its derivative to the last tile while compute multiplies the next.
+"""Partitions that apply GELU or its derivative to a tile while compute_partition multiplies the next.
 
 A tile is read in slices of SLICE_M x SLICE_N, 32 numbers for each thread of two warps: down the first SLICE_N columns,
 then down the next.  The load of slice s + 1 is issued before slice s is used, so that the arithmetic hides shared

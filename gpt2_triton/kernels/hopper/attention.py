@@ -1,9 +1,9 @@
 """Parts of attention for Hopper (attention_fwd.py, attention_dq.py, attention_dkdv.py), for bf16 heads of 64 columns.
 
-A program has one warpgroup, and its wgmma computes 64 rows: a block of queries (forward, dQ) or of keys (dK, dV).  The
-blocks of the other side pass through a ring of one (forward) or two stages, which TMA fills.  No warps are set apart
+A program has one warpgroup, and its wgmma computes 64 rows: a block of queries (forward, dQ) or of keys (dK, dV).
+Blocks of the other kind pass through a ring of one (forward) or two stages, which TMA fills.  No warps are set apart
 for loads: several programs share a multiprocessor, and while one takes exponentials another multiplies.  In a program
-of the backward pass one product is in flight while the scores become p, or p becomes ds.  kernels/attention.py has the
+of the backward pass one product is in flight while the scores become p, or p becomes ds. kernels/attention.py has the
 mathematics.
 """
 
@@ -85,7 +85,7 @@ def stage_gradient(desc, columns_desc, scale_ptr, amax_ptr, value):
     if scale_ptr is not None:
         value = quantise(value, scale_ptr, amax_ptr)
     rows.store(value.to(desc.dtype))
-    fence_async_shared()  # here, as the barrier before the stores may be the next maximum's barrier
+    fence_async_shared()  # here: the last barrier before the TMA stores may be in the next call's maximum
     return rows, columns
 
 

@@ -59,7 +59,7 @@ def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, DIAGONAL: gl.
         s = warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(s * FACTOR - lse_buf.index(part + n).load(COLUMNS)[None, :])
         if DIAGONAL:
-            # i and j count from the sequence's start: from the block's, ptxas 12.8 adds 12 instructions to the loop
+            # i and j count from the sequence's start: from the block's start they cost 12 more instructions
             i = (part + n) * PART + gl.arange(0, PART, layout=COLUMNS)
             j = part * PART + gl.arange(0, SIDE, layout=gl.SliceLayout(1, PART_LAYOUT))
             p = gl.where(i[None, :] >= j[:, None], p, 0.0)
@@ -115,7 +115,7 @@ def _attention_dkdv_kernel(
         row = b * T + first + (step + STAGES) * SIDE
         load_pair(qkv_desc, dout_desc, ring, step % STAGES, row, h * SIDE, h * SIDE, step + STAGES < steps)
     dk *= SCALE
-    # before the stores: later sums could reuse shared memory that TMA still reads
+    # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
     part_ptr += ((b * BLOCKS + block) * 2 * NH + h) * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
     gl.store(part_ptr, gl.sum(dk, 0))
     gl.store(part_ptr + NH * SIDE, gl.sum(dv, 0))

@@ -59,7 +59,7 @@ def _attention_dq_kernel(
     T: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = T // SIDE
-    block = BLOCKS - 1 - gl.program_id(0) % BLOCKS  # the longest rows first: short ones fill the tail
+    block = BLOCKS - 1 - gl.program_id(0) % BLOCKS  # most keys first: blocks with few keys fill the end
     bh = gl.program_id(0) // BLOCKS
     b = bh // NH
     h = bh % NH
@@ -90,7 +90,7 @@ def _attention_dq_kernel(
         load_pair(qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block)
     dq = _dq_step(q, dout, dq, lse, delta, ring, block, True) * SCALE
     d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
-    # before the stores: later sums could reuse shared memory that TMA still reads
+    # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
     gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
     staged = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq)
     store_gradient(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)

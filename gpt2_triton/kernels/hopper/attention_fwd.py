@@ -25,7 +25,7 @@ OPTIONS = dict(num_warps=4, maxnreg=96)
 
 @gluon.jit
 def _partial_sums(p):
-    """Return each row's sum in 8 parts, of every eighth column: a thread holds two columns of each 8."""
+    """Return 8 partial sums of each row, each over every eighth column: a thread holds two columns of each 8."""
     return gl.sum(gl.reshape(p, [SIDE, SIDE // 8, 8]), 1)
 
 
@@ -45,7 +45,7 @@ def _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, s
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     load_block(qkv_desc, ring.x_full.index(0), k, row + (step + 1) * SIDE, k_column, step + 1 < steps)
-    if after is not None:  # the keys begin `after` rows behind the first query; None: all queries see all of them
+    if after is not None:  # `after`: rows from the first query to the first key; None: all queries see all keys
         i = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
         j = after + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
         s = gl.where(i[:, None] >= j[None, :], s, -1.0e30)
@@ -66,7 +66,7 @@ def _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, s
 def _attention_fwd_kernel(out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv_desc, NH, T: gl.constexpr):
     BLOCKS: gl.constexpr = T // SIDE
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    block = BLOCKS - 1 - gl.program_id(0) % BLOCKS  # the longest rows first: short ones fill the tail
+    block = BLOCKS - 1 - gl.program_id(0) % BLOCKS  # most keys first: blocks with few keys fill the end
     bh = gl.program_id(0) // BLOCKS
     b = bh // NH
     h = bh % NH
@@ -92,14 +92,14 @@ def _attention_fwd_kernel(out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv
         after = step * SIDE - first
         m, total, acc = _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, steps, after)
     sums = gl.sum(total, 1)
-    # lse before the stores: later it could reuse shared memory that TMA still reads
+    # store lse before out: later, lse could overwrite shared memory that TMA still reads
     at = bh.to(gl.int64) * T + first + gl.arange(0, SIDE, layout=ROWS)
     gl.store(lse_ptr + at, m + gl.log2(gl.convert_layout(sums, ROWS)))
     out = (acc / gl.convert_layout(sums, ROWS)[:, None]).to(gl.bfloat16)
-    if out8_desc is not None:  # from the rounded out: a cast of out gives the same bits
+    if out8_desc is not None:  # cast the rounded out: a later cast of out gives the same bits
         rows8 = gl.allocate_shared_memory(out8_desc.dtype, [SIDE, SIDE], out8_desc.layout)
         rows8.store(quantise(out.to(gl.float32), scale_ptr, amax_ptr))
-    q.store(out)  # last, so that all warps pass the fence before the first store
+    q.store(out)  # after rows8.store, so that all warps pass the fence before the first TMA store
     fence_async_shared()
     tma_store(out_desc, [row + first, h * SIDE], q)
     if out8_desc is not None:

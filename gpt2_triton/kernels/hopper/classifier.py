@@ -40,7 +40,7 @@ P_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_N], g
 def classifier_partition(
     p_desc, part_ptr, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, ring, c_buf, R, C, V, Vp
 ):  # fmt: skip
-    """Multiply tiles of logits; store their p, if there is a p, and its row sums before rounding."""
+    """Multiply tiles of logits; store p, unless p_desc is None, and the row sums of p before rounding."""
     LAYOUT: gl.constexpr = BF16_LAYOUT if lnf_scale_ptr is None else FP8_LAYOUT
     factor = LOG2E
     if lnf_scale_ptr is not None:

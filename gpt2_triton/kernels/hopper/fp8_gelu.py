@@ -1,17 +1,17 @@
 """fc's product with GELU, and dX of fcproj times GELU's derivative, of fp8 operands for Hopper.
 
-fp8_multiply_partition  two warpgroups multiply tiles of 128 x 256, as two halves of 128 columns: their registers leave
-                        room for a kernel of 16 warps
-(d)gelu_partition       four warps read the last tile, in fp16, in slices of 64 x 64, and write e4m3 in both orders
+fp8_multiply_partition  two warpgroups multiply tiles of 128 x 256, as two halves of 128 columns: so the registers
+                        suffice for 16 warps
+(d)gelu_partition       four warps read the tile before, in fp16, in slices of 64 x 64, and write e4m3 in both orders
 load_partition, slope_partition  one warp each loads the operands, and the bytes of gelu'
 
 Products are summed in the tensor cores' 14 bits over all of K: adding parts in fp32, as fp8_matmul.py does, would take
 64 more registers of each thread that multiplies.
 
-A slice is computed in pairs of fp16, with an error far below e4m3's.  gelu' is a byte (e4m3.py has its scale): one fp16
-addition writes it, and a permutation of bytes and a subtraction read it.  A tile is passed on in the output's units, so
-fp16's range is enough; pre beyond the range becomes fp16's largest number.  The bytes lie as the threads hold them, 16
-in a row, slice after slice.
+A slice is computed in pairs of fp16, with an error far below e4m3's.  gelu' is a byte (e4m3.py has its scale).  An fp16
+multiply-add makes the byte; a permutation of bytes and a subtraction turn the byte into fp16.  A tile stays in fp16's
+range: pre is cut at fp16's largest number, and a gradient is first multiplied by the output's scale.  Each 16 bytes of
+gelu' in a row belong to one thread, and slice follows slice.
 """
 
 from typing import Any, NamedTuple
@@ -101,8 +101,8 @@ CONSTANTS = dict(
 )  # fmt: skip
 
 # four fp16 numbers x in $2, $3 -> e4m3 of gelu(x) times the scale in $4, and bytes of gelu'(x).  With y = min(x^2, 64):
-# u = x (c2 + c1 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (c4 + c3 y) (x (s - s^2)).  The order serves a
-# large finite x, where s - s^2 is 0.  At last m1 gelu' + m2 has the byte in its low bits
+# u = x (c2 + c1 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (c4 + c3 y) (x (s - s^2)).  x (s - s^2) comes
+# first: for a large finite x it is 0.  The low bits of m1 gelu' + m2 are the byte
 _GELU = """
 mul.f16x2 y, {x}, {x}; min.f16x2 y, y, top; fma.rn.f16x2 u, y, c1, c2; mul.f16x2 u, u, {x}; tanh.approx.f16x2 t, u;
 fma.rn.f16x2 s, t, half, half; mul.f16x2 g, {x}, s; mul.f16x2 g, g, sc; cvt.rn.satfinite.e4m3x2.f16x2 {e}, g;
@@ -158,7 +158,7 @@ def to_fp16(x, SATURATE: gl.constexpr):
 def fp8_multiply_partition(
     b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, DGELU: gl.constexpr
 ):  # fmt: skip
-    """Multiply and pass the tile on, in fp16: pre, or the gradient of gelu's output in units of dpre / STEPS."""
+    """Multiply and pass the tile on in fp16: pre, or (DGELU) the gradient of gelu's output times scale / STEPS."""
     factor = unscale_of(a_scale_ptr, w_scale_ptr)
     if DGELU:
         factor *= gl.load(scale_ptr) * (1.0 / STEPS)
@@ -211,7 +211,7 @@ def slope_partition(slope_desc, slopes, M, N):
 
 @gluon.jit
 def put(out, s, q):
-    """Write a slice to shared memory in both orders, once an earlier slice has left the same buffers."""
+    """Write a slice to shared memory in both orders.  The caller has waited until the buffers are free."""
     out.row_bufs.index(s % 2).store(q)
     out.column_bufs.index(s % 2).permute((1, 0)).store(pairs(q))
 
@@ -262,8 +262,8 @@ def gelu_partition(out, slope_desc, slope_bufs, c_slices, c, M, N):
 @gluon.jit
 def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
     """Store each tile's product with gelu', and the product's column sums to part[tile_m]; at the end, record the
-    largest |product|.  The record leaves out NaN and is at most fp16's largest number.  The sums are then not finite,
-    and so the step is skipped.
+    largest |product|.  The record omits NaN, and has fp16's largest number for infinity.  After NaN or infinity the
+    column sums are not finite, and so the step is skipped.
     """
     cols = gl.arange(0, SIDE, layout=gl.SliceLayout(0, SLICE_LAYOUT))
     scale = gl.load(out.scale_ptr)
@@ -312,7 +312,7 @@ def _fp8_gelu_kernel(
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
-    # in memory TMA's [BLOCK_M, BLOCK_N] is its columns 0 ... 63, row by row, then the next 64
+    # TMA's layout of a tile stores columns 0 ... 63 row by row, then columns 64 ... 127, and so on
     c_slices = gl.allocate_shared_memory(gl.float16, [SLICES, SIDE, SIDE], TILE_LAYOUT)
     c_halves = c_slices.reinterpret(gl.float16, [2, BLOCK_M, HALF], TILE_LAYOUT)
     r_bufs = gl.allocate_shared_memory(gl.float8e4nv, [2, SIDE, SIDE], rows_desc.layout)

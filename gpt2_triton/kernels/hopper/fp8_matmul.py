@@ -1,9 +1,9 @@
 """Forward products and dX of fp8 operands for Hopper: out = a[M, K] @ w[N, K].T / scales + b (+ res), in bf16.
 
-Tensor cores add 32 fp8 products to the sum so far and keep 14 bits of the largest term.  That loses small terms and
-biases long sums of one sign, by 17% over 65,536 terms if the operands' means are half of their standard deviations.  So
-the sums of each 128 terms are added in fp32.  Each of two warpgroups has 64 x 256 of a tile, and registers for half of
-the product: while one adds, the other multiplies.
+Tensor cores add 32 fp8 products to the sum so far, and cut all terms 14 bits below the largest term's first bit.  The
+cut biases long sums of one sign: by 17% over 65,536 terms if an operand's mean is half its standard deviation.  So
+partial sums of 128 terms are added in fp32.  Each of two warpgroups computes 64 x 256 of a tile, in two halves: while
+one warpgroup adds a half, the other multiplies.
 """
 
 import triton
@@ -51,7 +51,7 @@ def unscale_of(a_scale_ptr, w_scale_ptr):
 
 @gluon.jit
 def multiply(ring, stage, GROUP: gl.constexpr, FIRST: gl.constexpr):
-    """Return the product, fp32 [64, 128], of the rows 64 * GROUP ... of a and the rows FIRST ... of w."""
+    """Return a @ w.T, fp32 [64, 128], of a's 64 rows from 64 * GROUP on and w's 128 rows from FIRST on."""
     a = ring.a.index(stage).slice(ROWS_OF_GROUP * GROUP, ROWS_OF_GROUP, 0)
     w = ring.w[0].index(stage).slice(FIRST, HALF, 0).permute((1, 0))
     zero = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
@@ -63,7 +63,7 @@ def multiply(ring, stage, GROUP: gl.constexpr, FIRST: gl.constexpr):
 def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr):
     """Multiply `count` steps of 128 columns of a and w, and free their stages.
 
-    Returns the left and the right half, fp32 [64, 128] each, of the rows 64 * GROUP ... of a tile, and the next step.
+    Returns the left and right half, fp32 [64, 128], of a tile's 64 rows from 64 * GROUP on, and the next step.
     The right half of a tile that is not `whole` lies outside of the matrix: it is 0, and not multiplied.
     """
     STAGES: gl.constexpr = ring.a.shape[0]
@@ -141,7 +141,7 @@ def _fp8_kernel(out_desc, a_desc, w_desc, b_ptr, res_desc, a_scale_ptr, w_scale_
 def matmul(
     out: Tensor, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None, res: Tensor | None
 ) -> int:
-    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res); return the rows of tiles."""
+    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res); return the number of rows of tiles."""
     (M, K), N, rows, columns = a.shape, w.shape[0], ROWS_OF_GROUP.value, HALF.value
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _fp8_kernel[(programs(tiles),)](

@@ -33,8 +33,8 @@ def load_partition(a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.conste
             load_blocks(a_desc, w_descs, ring, step, m, n, k, False, W_T)
             step += 1
             if res_desc is not None:
-                # compute empties c at the beginning of this tile, once its last store has read c.  So a wait some
-                # steps into the tile costs nothing, and the load is hidden behind the steps that remain
+                # the multiplying partition empties c when it begins this tile, after its store of the tile before.  So
+                # waiting some steps into the tile costs nothing, and the steps that remain hide the load
                 if k == min(STAGES, gl.cdiv(K, BLOCK_K) - 1) * BLOCK_K:
                     mbarrier.wait(c.empty, turn & 1)
                     load_residual(res_desc, c, m, n)

@@ -3,11 +3,11 @@
 compute_partition        two warpgroups multiply tiles of 128 x 256 with wgmma, one product always in flight
 load_partition           one warp keeps STAGES pairs of blocks in flight by TMA, tile after tile, and never waits for an
                          epilogue
-activation_partition     two warps apply GELU to the last tile while compute multiplies the next
+activation_partition     two warps apply GELU to a tile while compute_partition multiplies the next
 derivative_partition     the same for GELU's derivative; preactivation_partition, one warp, loads its operand ahead
 
-A tile has one writer, and the same bits whichever program computes it.  With GELU or its derivative, compute rounds a
-tile to bf16 before it passes the tile on.  So gelu'(pre) is multiplied with a rounded product, as in PyTorch.
+A tile has one writer, and the same bits whichever program computes it.  With GELU or its derivative, compute_partition
+rounds a tile to bf16 before it passes the tile on.  So gelu'(pre) is multiplied with a rounded product, as in PyTorch.
 """
 
 import triton
@@ -50,7 +50,7 @@ def _matmul_kernel(
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    # in memory TMA's [BLOCK_M, BLOCK_N] is its columns 0 ... 63, row by row, then the next 64
+    # TMA's layout of a tile stores columns 0 ... 63 row by row, then columns 64 ... 127, and so on
     c_slices = gl.allocate_shared_memory(gl.bfloat16, [SLICES, SLICE_M, SLICE_N], out_desc.layout)
     c_buf = c_slices.reinterpret(gl.bfloat16, [BLOCK_M, BLOCK_N], out_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
@@ -83,8 +83,8 @@ def matmul(
     out: Tensor, a: Tensor, w: Tensor, b: Tensor | None, *, w_is_nk: bool, epilogue: str,
     res: Tensor | None, pre: Tensor | None, gelu_out: Tensor | None, part: Tensor | None,
 ) -> int:  # fmt: skip
-    """Write out[M, N] = epilogue(a[M, K] @ w), as the kernel of kernels/matmul.py does, with its arguments; return the
-    rows of tiles, and so of `part`.
+    """Write out[M, N] = epilogue(a[M, K] @ w), like the kernel of kernels/matmul.py and with the same arguments.
+    Return the number of rows of tiles, and so of `part`.
     """
     (M, K), N = a.shape, out.shape[1]
     w_desc = describe(w, TILE_N, TILE_K) if w_is_nk else describe(w, TILE_K, TILE_N)

@@ -1,7 +1,7 @@
 """Weight gradients for Hopper: dw[N, K] (+)= dout.T @ inp, in whole and split tiles as kernels/matmul.py describes.
 
 Both operands come as they are stored, rows first; wgmma takes the first operand transposed from shared memory.  The
-accumulator, 128 x 256, is a tile of dw.  Where 256 x 128 wastes less at dw's edges, it is such a tile transposed.
+accumulator, 128 x 256, is a tile of dw.  Where tiles of 256 x 128 waste less at dw's edges, it is a transposed tile.
 """
 
 from torch import Tensor

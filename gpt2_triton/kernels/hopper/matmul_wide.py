@@ -1,9 +1,9 @@
-"""Products of matmul.py, and the classifier's dX, in tiles of 128 x 320, for widths at which tiles of 256 columns waste
-more: five wide tiles cover 1558M's 1,600 columns.
+"""Products of matmul.py, and the classifier's dX, in tiles of 128 x 320.
 
-A tile has two accumulators, of 256 columns and of a strip of 64: wgmma takes at most 256 columns, and Triton's shapes
-are powers of two.  Both are summed in the order of matmul.py, to the same bits.  Blocks are half as deep, so that five
-stages and the tile to be stored fit into shared memory.
+At some widths tiles of 320 columns waste less than tiles of 256: five cover 1558M's 1,600 columns.  A tile has two
+accumulators, of 256 columns and of a strip of 64: wgmma takes at most 256 columns, and Triton's shapes are powers of
+two.  Both are summed in the order of matmul.py, to the same bits.  Blocks are half as deep, so that five stages and the
+tile to be stored fit into shared memory.
 """
 
 import triton
@@ -124,7 +124,7 @@ def _launch(
 
 
 def matmul(out: Tensor, a: Tensor, w: Tensor, b: Tensor | None, *, w_is_nk: bool, res: Tensor | None) -> int:
-    """Write out[M, N] = a[M, K] @ w (+ b) (+ res); return the rows of tiles."""
+    """Write out[M, N] = a[M, K] @ w (+ b) (+ res); return the number of rows of tiles."""
     _launch(out, a, w, b, w_is_nk=w_is_nk, res=res)
     return triton.cdiv(len(a), TILE_M)
 

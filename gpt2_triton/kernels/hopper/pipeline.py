@@ -2,8 +2,8 @@
 
 A kernel's warps are divided into partitions with different work, which synchronise at mbarriers in shared memory.  Each
 stage of a ring has two: `full` completes a phase when the blocks have arrived, `empty` when they have been used.  Wait
-number i passes once phase i is complete; the barrier knows a phase by its parity.  The first wait on `empty` returns at
-once: it waits for parity 1, as if a phase -1 were complete.
+i on `full` passes once phase i is complete, wait i on `empty` once phase i - 1 is.  A barrier knows a phase by its
+parity.  So the first wait on `empty` returns at once: it waits for parity 1, as if a phase -1 were complete.
 
 Registers limit a tile.  With two warpgroups, an accumulator of 128 x 256 takes 128 registers of each thread; 128 x 320
 takes 160.  A kernel of 12 warps starts with 168 per thread, and its warpgroups redistribute them (setmaxnreg).
@@ -118,8 +118,8 @@ def channel(buf, IS_SHARED: gl.constexpr, emptied: gl.constexpr = 1):
 @gluon.jit
 def invalidate(bars):
     """Invalidate barriers, at the end of a kernel without partitions.  Triton's allocator reuses a barrier's memory
-    after the last use; the PTX ISA allows that only after mbarrier.inval.  Runs that shared a GPU had wrong bytes there
-    without it.  In a kernel with partitions, the barriers of partitions keep their memory to the end.
+    after the last use; the PTX ISA allows that only after mbarrier.inval.  Without mbarrier.inval, runs that shared a
+    GPU had wrong bytes in that memory.  In a kernel with partitions, barriers keep their memory to the end.
     """
     COUNT: gl.constexpr = bars.shape[0]
     for i in gl.static_range(COUNT):
@@ -176,8 +176,8 @@ def issue_mma(accs, ring, step, use_acc, A_T: gl.constexpr, W_T: gl.constexpr):
 
 @gluon.jit
 def mma_loop(accs, ring, step, steps, A_T: gl.constexpr, W_T: gl.constexpr):
-    """Add the products of a tile's steps after its first.  Each step, once started, waits for the step before it and
-    frees that step's blocks.  Returns the accumulators and the step of the next tile.
+    """Add the products of a tile's second step and all later steps.  A step starts, waits for the step before, and
+    frees the blocks of the step before.  Returns the accumulators and the step of the next tile.
     """
     STAGES: gl.constexpr = ring.a.shape[0]
     for _ in range(1, steps):
