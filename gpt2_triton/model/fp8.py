@@ -1,4 +1,4 @@
-"""Operands of products in fp8: their buffers, and their places in the schedule's view.
+"""Operands of matrix products in fp8: their buffers, and their places in the schedule's view.
 
 With train.precision fp8, Fp8 objects (kernels/fp8.py) replace the bf16 operands of the layers' products, forward and
 backward.  If fp8.keep_bf16 is none, they also replace the operands of the product that gives the logits.  Everything
@@ -24,15 +24,15 @@ from gpt2_triton.model.schedule import roll_scales
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
 HEAD_SCALES = ("lnf", "wte")
 WEIGHTS = ("qkvw", "attprojw", "fcw", "fcprojw")
-HISTORY = 16  # steps in a row of State.history
-# datt and dfcg are the scales of dx where the backward pass of attproj and of fcproj reads it
-PLACES = dict(ln1=("ln", 2, 0), ln2=("ln", 2, 1), datt=("dx", 2, 1), dfcg=("dx", 2, 2))  # field, entries a layer, first
+HISTORY = 16  # steps, the columns of State.history
+# name: field, entries per layer, first entry.  attproj's backward pass reads dx at scale datt, fcproj's at scale dfcg
+PLACES = dict(ln1=("ln", 2, 0), ln2=("ln", 2, 1), datt=("dx", 2, 1), dfcg=("dx", 2, 2))
 
 
 # fmt: off
 @dataclass
 class Fp8Buffers:
-    """Rows are [tokens, channels], columns (t) the transpose, which weight gradients read; slope is gelu' in bytes."""
+    """Names that end in t hold columns, the transpose of the rows; slope is gelu', one byte per element."""
 
     ln8:        Tensors = buf("2*L | R C", "e4m3", "block..block_bwd", "activations", drop="gelu+ln")
     att8:       Tensors = buf("L | R C",   "e4m3", "block..block_bwd", "activations", drop="gelu+ln")
@@ -79,7 +79,7 @@ def place(name: str, layer: int) -> tuple[str, int]:
 
 
 def formats(dims: Mapping[str, int]) -> set[str]:
-    """Return what `only` in the tables of buffers may name: the layers' operands in bf16, the logits' in fp8."""
+    """Return the `only` values that hold: bf16 if the layers' operands are bf16, logits if the logits' are fp8."""
     if dims["A"] == 0:
         return {"bf16"}
     return {"logits"} if dims["A"] > dims["L"] * len(SCALES) else set()
@@ -121,18 +121,18 @@ def place_operands(
 
 
 def clear(row: Tensor | None) -> None:
-    """Set a row of State, of 4 bytes an element, to 0 if there is one."""
+    """Set a buffer of State with 4-byte elements to 0; do nothing for None."""
     if row is not None:
         row.copy_(torch.from_numpy(np.zeros(row.shape, np.int32)).view(row.dtype))
 
 
 def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
-    """Set a GPT2's scales by two passes over a step's packed micro-batches.  The first pass has guessed scales; nothing
-    but scales remains of the passes.  All ranks call it, before the first step of a run without scales.
+    """Set a GPT2's scales by two passes over a step's packed micro-batches.  The first pass has guessed scales.  Only
+    the scales remain of the passes.  All ranks call it, before the first step of a run without scales.
     """
     s = model.state
     s.step_in.copy_(torch.from_numpy(step_in))
-    s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # roll_scales: applied
+    s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # APPLY = 1: roll_scales sets scales
     clear(s.step_key)
     guess_scales(s, model.dims, float(step_in[model.K.step_io.LOSS_SCALE.value]))
     for _ in range(2):
@@ -166,7 +166,7 @@ def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     precision, keep = saved["train"].get("precision", "bf16"), saved.get("fp8", {}).get("keep_bf16", "head") or "none"
     if precision == "fp8" and keep not in ("head", "none"):
-        raise ConfigError(f"fp8.keep_bf16: the run had {keep!r}, now it is head or none; export its weights instead")
+        raise ConfigError(f"fp8.keep_bf16: the run had {keep!r}, only head and none exist; export its weights instead")
     if not (count := scale_count(saved["model"]["n_layer"], precision, keep)):
         return {}
     return {"scale": torch.empty(count, device="meta"), "history": torch.empty(count, HISTORY, device="meta")}

@@ -40,7 +40,7 @@ class GPT2:
     ):  # fmt: skip
         """Plan and allocate the arena.  `sequences` is how many are decoded at once.
 
-        batch   sequences at once of a model that only runs forward; None: trains with its StepShape's micro-batch
+        batch   sequences at once, for a model that only runs forward; None: the micro-batch of StepShape, for training
         group   the ranks that train the model together; None: a single rank, whatever started the process
         """
         self.config, self.K = config, K
@@ -81,14 +81,14 @@ class GPT2:
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
-        self._with_stats, self._micro = False, 0  # of the step in progress: whether it takes statistics, micro-step
+        self._with_stats, self._micro = False, 0  # whether this step takes statistics; index of the micro-step
         rows = (np.arange(self.shape.accumulation) * self.dims["ranks"] + self.rank) * self.dims["R"]
         self._first_rows = torch.empty(len(rows), dtype=torch.int32, pin_memory=device != "cpu")
         self._first_rows.numpy()[:] = rows
 
     def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
-        """Return the schedule's view for B sequences of T tokens, B*T at most the plan's, for use between steps.  It
-        uses train.dtype, or with `fp8` a step's formats and scales.
+        """Return the schedule's view for B sequences of T tokens, B*T at most the plan's, for use between steps.  The
+        operands are in train.dtype, or with `fp8` in a step's formats and scales.
         """
         if (B, T, fp8) not in self._views:
             self._views[B, T, fp8] = self._make_view(B, T, fp8 and self.has_fp8)
@@ -120,8 +120,8 @@ class GPT2:
         self.state.step_key.copy_(self._step.step_key, non_blocking=True)
 
     def micro_step(self, packed: Tensor, first: bool, last: bool = True) -> None:
-        """Run forward and backward of one micro-batch, packed by data.loader.  The gradients overwrite if `first`, else
-        add; in the `last` micro-step of a step they are sent to the other ranks.
+        """Run forward and backward of one micro-batch, packed by data.loader.  If `first`, the gradients replace the
+        buffer's contents; else they are added.  In the step's `last` micro-step they are sent to the other ranks.
         """
         self._micro = 0 if first else self._micro + 1
         self.copy_batch(packed, self._micro)
@@ -129,13 +129,13 @@ class GPT2:
         self._run(self._forward_backward, not first, self._with_stats, last or single)
 
     def copy_batch(self, packed: Tensor, micro: int) -> None:
-        """Copy a packed micro-batch to the device, and the row of the step with which micro-batch `micro` begins."""
+        """Copy a packed micro-batch to the device; with dropout, also its first row's index in the step."""
         self.state.batch.copy_(packed, non_blocking=True)
         if self.train_view.dropout:
             self.state.step_key[self.K.step_io.ROW.value].copy_(self._first_rows[micro], non_blocking=True)
 
     def void_step(self) -> None:
-        """Make the step in progress change nothing and stop the run on every rank: its loss becomes NaN."""
+        """Make the step in progress change nothing, by a loss of NaN, and stop the run on every rank."""
         io, row = self.K.step_io, self._step.step_in
         row.numpy()[io.LOSS_SCALE], row.numpy()[io.STOP] = np.nan, 1
         self.state.step_in.copy_(row, non_blocking=True)
@@ -191,7 +191,7 @@ class GPT2:
     def evaluate(self, ids: np.ndarray, targets: np.ndarray, fp8: bool = False) -> Tensor:
         """Return the losses [B*T] of the tokens, 0 where the target is -1, on the host; ids, targets int32 [B, T].
 
-        With `fp8`, the forward pass is an fp8 step's; its scales do not change.
+        With `fp8`, the forward pass has a step's fp8 operands; no scale changes.
         """
         B, T = ids.shape
         v = self.view(B, T, fp8)
@@ -267,7 +267,7 @@ class GPT2:
         return state_io.shard_spans(self.dims, self.rank)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill the buffers from a checkpoint's complete tensors; in fp8, see `calibrated`."""
+        """Fill the buffers from a checkpoint's complete tensors; `calibrated` says whether they have fp8 scales."""
         fp8.clear(self.state.amax)
         tensors = fp8.select_scales(tensors, self.dims["A"])
         self.calibrated = "history" in tensors and bool(tensors["history"].numpy().any())
@@ -281,5 +281,5 @@ class GPT2:
         """Return the state digest of all ranks; raise ReplicaMismatchError with the ranks that differ from rank 0."""
         found = control.all_gather(self.state_digest())
         if others := [rank for rank, digest in enumerate(found) if digest != found[0]]:
-            raise ReplicaMismatchError(f"step {step}: the weights of ranks {others} are not those of rank 0")
+            raise ReplicaMismatchError(f"step {step}: the weights of ranks {others} differ from rank 0's")
         return found[0]

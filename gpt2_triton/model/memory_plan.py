@@ -1,6 +1,6 @@
-"""Memory plan of a run: sizes from the configuration, the plan, and the recompute level that fits.
+"""Turns a configuration into sizes and a memory plan, and chooses the recompute level that fits.
 
-The plan needs no GPU; only the functions about free or used bytes query one.
+The plan needs no GPU; only the functions about free or used bytes query a GPU.
 """
 
 import bisect
@@ -29,10 +29,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FIXED_DTYPES = dict(
     f32=torch.float32, i32=torch.int32, i16=torch.int16, u8=torch.uint8, e4m3=torch.float8_e4m3fn
 )  # fmt: skip
-CONTEXT_BYTES = int(0.6 * GIB)  # 0.514 GiB on an H200 with driver 580, rounded up
+CONTEXT_BYTES = int(0.6 * GIB)  # of the CUDA context: 0.514 GiB (H200, driver 580), rounded up
 # the kernels' code and the CUDA graphs, 0.16 GiB at 12 layers; on a CPU the interpreter's arrays
 MODULE_BYTES = int(0.25 * GIB)
-LOGITS_ROWS = 16  # of a text, at once: up to 16 rows, a row's result does not depend on their number
+LOGITS_ROWS = 16  # computed at once for one text; with at most 16 rows, their number does not change a row's bits
 FORWARD_ONLY = "block"  # the level at which layers share all buffers that only a backward pass would read
 
 
@@ -77,7 +77,7 @@ def plan_memory(
 ) -> tuple[MemoryPlan, dict[str, int]]:  # fmt: skip
     """Return the exact memory plan of a run with micro-batch B, and its dimensions.
 
-    sequences   how many are decoded at once; 0: one if this is a training run that prints samples, else none
+    sequences   how many are decoded at once; 0: one in a training run that prints samples, none elsewhere
     shape       of a training step, by default StepShape.of(config)
     """
     dims = dimensions(config, K, B, T, training, sequences, shape)
@@ -97,7 +97,7 @@ def plan_memory(
 
 
 def _plan_between_steps(plan: MemoryPlan, dims: dict[str, int], dtypes: dict[str, torch.dtype]) -> MemoryPlan:
-    """Return the plan of a bf16 forward pass between two steps of an fp8 run, in bytes that nothing holds then."""
+    """Return the plan of a bf16 forward pass between two steps of an fp8 run, in bytes that are free there."""
     forward, names = {"embed", "block", "head"}, {f.name for table in (State, Decoding) for f in fields(table)}
     levels, dims = [FORWARD_ONLY] * dims["L"], dims | dict(Rp=0)
     acts = [b for b in resolve_buffers(Acts, dims, dtypes, levels, RECOMPUTE_LEVELS) if b.spec.kind != "backward"]
@@ -147,7 +147,7 @@ def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape | Non
 
     level = next(filter(fits, RECOMPUTE_LEVELS), RECOMPUTE_LEVELS[-1])
     if level != RECOMPUTE_LEVELS[0]:
-        some = range(1, config.model.n_layer)  # the bytes do not grow with the layers
+        some = range(1, config.model.n_layer)  # with the number of layers at `level`, the bytes stay equal or shrink
         n = bisect.bisect_left(some, True, key=lambda n: fits(f"{level}:{n}"))
         level = f"{level}:{some[n]}" if n < len(some) else level
     return config.replace(memory={"recompute": level})
@@ -203,7 +203,7 @@ def forecast(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> Foreca
 def out_of_memory(
     plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool
 ) -> OutOfMemoryError:
-    """Return the error for a plan that the device has no room for: what it has, and what would fit."""
+    """Return the error for a plan that does not fit the device; it names the free memory and what would fit."""
     free, total = free_and_total_bytes(device)
     owner, rest = ("machine", "the interpreter") if device == "cpu" else ("GPU", "kernels and graphs")
     has = (
@@ -214,7 +214,7 @@ def out_of_memory(
         todo = "free some memory, choose a smaller model, or lower --batch of `sample`"
         return OutOfMemoryError(f"the model needs {has}: {todo}")
     level, batch = _that_fits(config, K, shape, free_bytes(device))
-    todo = "none fits: take a smaller model"
+    todo = "no batch fits: take a smaller model"
     if batch:
         step = f"train.batch_size to {batch} and train.total_batch_tokens to {config.total_batch_tokens}"
         todo = f"set memory.recompute to {level}, {step}"
@@ -224,7 +224,7 @@ def out_of_memory(
 
 def _that_fits(config: Config, K: Any, shape: StepShape, free: int) -> tuple[str, int]:
     """Return the configuration's recompute level, else the deepest, with the largest micro-batch that fits, or 0."""
-    rows = config.total_batch_tokens // config.train.seq_len // shape.gpus  # of a step: a multiple of the batch
+    rows = config.total_batch_tokens // config.train.seq_len // shape.gpus  # per GPU and step; the batch divides it
     for level in (config.memory.recompute, RECOMPUTE_LEVELS[-1]):
         most = _largest_batch(config.replace(memory={"recompute": level}), K, shape, free)
         if batch := max((B for B in range(1, min(most, rows) + 1) if rows % B == 0), default=0):

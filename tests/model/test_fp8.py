@@ -259,5 +259,5 @@ def test_saved_configurations_of_other_versions():
     saved["fp8"]["keep_bf16"] = ""
     assert fp8.saved_spec(saved)["history"].shape == (2 * 12 + 2, 16)
     saved["fp8"]["keep_bf16"] = "head,mlp:0"
-    with pytest.raises(ConfigError, match="fp8.keep_bf16: the run had 'head,mlp:0', now it is head or none"):
+    with pytest.raises(ConfigError, match="fp8.keep_bf16: the run had 'head,mlp:0', only head and none exist"):
         fp8.saved_spec(saved)

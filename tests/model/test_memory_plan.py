@@ -77,7 +77,7 @@ def test_out_of_memory_names_a_deeper_level_where_no_batch_fits(monkeypatch):
     assert deepest < plan_of(config, 1).total
     step = "train.batch_size to 1 and train.total_batch_tokens to 32"
     assert f"free: set memory.recompute to block, {step} (now batch 2, gelu)" in refusal(monkeypatch, config, deepest)
-    assert "free: none fits: take a smaller model (now" in refusal(monkeypatch, config, deepest - 1)
+    assert "free: no batch fits: take a smaller model (now" in refusal(monkeypatch, config, deepest - 1)
 
 
 def test_out_of_memory_names_a_batch_that_divides_the_step(monkeypatch):

@@ -424,7 +424,7 @@ def flip_on_rank_1(config, run):
 def test_replica_mismatch_ends_the_run(tmp_path):
     """As if a bit of rank 1's memory had flipped."""
     assert ranks.exit_codes(2, tmp_path / "stderr", flip_on_rank_1, config_of(0), tmp_path) == [1, 1]
-    message = "ReplicaMismatchError: step 1: the weights of ranks [1] are not those of rank 0"
+    message = "ReplicaMismatchError: step 1: the weights of ranks [1] differ from rank 0's"
     assert message in (tmp_path / "stderr").read_text()
 
 
