@@ -1,8 +1,8 @@
 """Plans every buffer of a run into one allocation.
 
-A buffer is a field of a dataclass (buffers.py) with its symbolic shape, its storage and its phases, the parts of a step
-in which its bytes matter.  `resolve_buffers` fills in the sizes.  `place_buffers` gives each buffer an offset: the
-largest first, at the first fit.  Two buffers share bytes only if no phase needs both.  `carve` cuts typed views.
+A buffer is a field of a dataclass (buffers.py) with a symbolic shape, a storage type and phases.  Phases are the parts
+of a step in which its bytes matter.  `resolve_buffers` fills in the sizes.  `place_buffers` gives offsets: the largest
+buffer comes first, at the first fit.  Two buffers share bytes only if no phase needs both.  `carve` cuts typed views.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class BufferSpec:
     live: str  # "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
     kind: str
     drop: str = ""  # the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
-    again: str = ""  # the first level at which the backward pass writes the shared copy again; "": `drop`
+    again: str = ""  # the first level at which the backward pass writes the shared copy again; "": the same as `drop`
     within: str = ""  # the buffer that lends its bytes; the uses of the two never overlap
-    only: str = ""  # needed only with "bf16" operands of the layers, or with fp8 operands of the "logits"
+    only: str = ""  # "bf16": only if the layers' operands are in bf16; "logits": only if the logits' are in fp8
     one_copy: bool = False  # all entries of the list use one copy
 
     @property
@@ -101,16 +101,16 @@ def resolve_buffers(
     table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str], order: Sequence[str],
     formats: Set[str] = frozenset({"bf16"}),
 ) -> list[Buffer]:  # fmt: skip
-    """Return the table's buffers for these sizes, not yet placed, without buffers that are empty or `only` for others.
+    """Return the table's buffers for these sizes, not yet placed; leave out empty buffers and other formats' buffers.
 
     levels   the recompute level of each layer; layers of the deeper level come first
     order    all levels, from the level that keeps most to the level that keeps least
     formats  the formats of operands, as `only` names them
 
-    Three layers at level `gelu:1`: layer 0 computes the output of GELU again, so its fcg is layer 1's:
+    Three layers at level `gelu:1`: layer 0 computes GELU's output fcg again, so it shares layer 1's copy:
 
     >>> from gpt2_triton.model.buffers import RECOMPUTE_LEVELS, Acts, layer_levels
-    >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, C=4, NH=1, L=3, S=7, Vp=8, W=8)
+    >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, Rd=0, C=4, NH=1, L=3, S=7, Vp=8, W=8)
     >>> dtypes = dict(act=torch.bfloat16, f32=torch.float32)
     >>> buffers = resolve_buffers(Acts, dims, dtypes, layer_levels("gelu:1", 3), RECOMPUTE_LEVELS)
     >>> for b in buffers:
@@ -150,8 +150,8 @@ def resolve_buffers(
 def _copies(n: int, layers: int, dropped: int, odd_only: bool) -> tuple[int, ...]:
     """Return the copy that each of a list's n entries uses.
 
-    The first `dropped` layers use the copy of the next layer; every other entry has its own copy.  In the forward pass
-    the dropped layers are done before that layer writes, in the backward pass that layer is done before they write.
+    The first `dropped` layers use the copy of layer `dropped`; every other entry has its own copy.  In the forward pass
+    the dropped layers end before layer `dropped` writes.  In the backward pass layer `dropped` ends before they write.
 
     >>> _copies(4, 4, 2, odd_only=False)
     (0, 0, 0, 1)

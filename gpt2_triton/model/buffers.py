@@ -6,15 +6,15 @@ B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the h
            Rp is Rc, or 0 in a model that only runs forward; Rd is R, or 0 in fp8 or without dropout
 C, NH, HS  channels, heads, head size = C / NH
 L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L]
-           is the last.  ln[i] is the layernorm of x[i] with the weights lnw[i], lnb[i], the final one included
+           is the last.  ln[i] is the layernorm of x[i], with the weights lnw[i] and lnb[i], for the final norm too
 V, Vp      vocabulary, padded vocabulary
 Tmax       the longest sequence, model.block_size
 N          parameters.  Flat buffers (sharding.py) hold Nf parameters, Nt first and Nv second moments, Nm low halves of
            fp32 masters, and Ng, Nr and Nx gradients.  On one rank each is N, or 0 if not needed.  Muon's Nv leaves
            out the layers' matrices
-No, Nc     elements of the layers' matrices, and of the largest class that a rank orthogonalises; 0 without Muon
+No, Nc     elements of the layers' matrices, and of what a rank orthogonalises at once (muon.py); 0 without Muon
 Np, W      elements of the packed batch (data/packing.py), and of the scratch
-Nw         WINDOW + 1 in training
+Nw         elements of a row of `window`: WINDOW + 1 in training, else 0
 A          tensors with an fp8 scale, 0 in bf16 (fp8.py)
 Sa, Sp, As activations, parameters and fp8 tensors that have statistics; each has P partial results
 Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logits
@@ -38,7 +38,7 @@ class Recompute:
     """Says what a layer's backward pass computes again instead of reading, from memory.recompute."""
 
     gelu: bool
-    ln: bool  # and fp8 casts of weights and att; also at `block`, where a layer's norms share ln
+    ln: bool  # also the fp8 casts of weights and att; True at `block` too, where a layer's two norms share ln
     qkv: bool
     block: bool
 
@@ -50,7 +50,7 @@ class Recompute:
 
 
 def layer_levels(recompute: str, L: int) -> list[str]:
-    """Return the level of each layer: LEVEL for all, or of LEVEL:N for the first N and the level before for the rest.
+    """Return each layer's level.  LEVEL is for all; LEVEL:N is for the first N, and the level before it for the others.
 
     >>> layer_levels("gelu:1", 3)
     ['gelu', 'none', 'none']
@@ -112,7 +112,7 @@ class State:
     window:     Tensor = buf("2 Nw",   "f32", "embed..between",   "optimizer")   # recent losses, norms: outlier.py
     scale:      Tensor = buf("A",      "f32", "embed..between",   "optimizer")   # of fp8 tensors: kernels/fp8.py
     history:    Tensor = buf("A 16",   "f32", "embed..between",   "optimizer")   # their amax in the last steps
-    amax:       Tensor = buf("A 32",   "i32", "embed..between",   "optimizer")   # cells of their amax in this step
+    amax:       Tensor = buf("A 32",   "i32", "embed..between",   "optimizer")   # this step's amax, in 32 cells each
     # loss, gradient norm, clip factor, apply, squared norm, number of ranks that received a signal to stop
     step_out:   Tensor = buf("6",      "f32", "embed..between",   "inputs")
     z:          Tensor = buf("2",      "f32", "update..between",  "inputs")      # z-scores of loss and gradient norm
@@ -172,7 +172,7 @@ class Decoding:
 
 
 def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
-    """Return (name, index) of every activation that has statistics, in the order of act_stats; dx[i] is dx at x[i]."""
+    """Return (name, index) of every activation in act_stats, in its order; dx[i] is the gradient at x[i]."""
     hidden = "fcg" if dims["A"] else "fch"  # fp8 runs store GELU's output, not its input
     counts = {"x": dims["S"], "qkv": dims["L"], "att": dims["L"], hidden: dims["L"], "dx": dims["S"]}
     return [(name, i) for name, n in counts.items() for i in range(n)]

@@ -2,7 +2,7 @@
 
 K is the kernel package (or tests/support/reference.py, to check the mathematics) and m a ModelView: w parameters, g
 gradients, a activations, s state, ids/targets/order/segments/split_tokens the batch.  buffers.py explains the names.
-With train.precision fp8 the operands of products are kernels/fp8.py's Fp8, which the launchers take too.
+With train.precision fp8 the launchers get the operands of products as Fp8 (kernels/fp8.py) instead of tensors.
 `acc` is False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
 m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
 its gradients are complete.  On one rank it does nothing (communicator.py).
@@ -94,7 +94,7 @@ def head(K: Any, m: Any, acc: bool) -> None:
 
 
 def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool, add_dx: bool = True) -> None:
-    """dx[i] (+)= gradient of dln through the norm of x[i]; also the gradients of the branch and bias that end there."""
+    """dx[i] (+)= dln through the norm of x[i]; also write the gradients of the norm, the branch and the bias."""
     w, g, a = m.w, m.g, m.a
     p = m.dropout if i else 0.0  # no branch ends at x[0]; embed_bwd masks dx[0]
     K.layernorm_bwd(
@@ -155,7 +155,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         cast(K, m.fp8_again[l])
         if redo.block:
             layer(K, m, l)
-        # through fcproj, GELU, fc and the norm of x[i+1]; recomputed, gelu(fch) overwrites fch
+        # through fcproj, GELU, fc and the norm of x[i+1]; if redo.gelu, gelu(fch) replaces fch
         fcg = a.fch[l] if redo.gelu else a.fcg[l]
         K.matmul_dx_dgelu(
             a.dfch[l], g.fcb[l], fcg if redo.gelu else None, a.scratch, dout[i + 2], w.fcprojw[l], a.fch[l], acc
@@ -223,7 +223,7 @@ def update(K: Any, m: Any) -> None:
 
 
 def update_matrices(K: Any, m: Any) -> None:
-    """Update the layers' matrices by Muon: write their momentum to x, orthogonalise x nearly, and update w with x."""
+    """Update the layers' matrices by Muon: write their momentum to x, nearly orthogonalise x, and update w with x."""
     s, a, stats = m.s, m.a, m.s.step_out[:4]
     for c in m.matrices:
         if c.x.numel():

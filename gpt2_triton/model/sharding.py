@@ -3,8 +3,8 @@ https://arxiv.org/abs/1910.02054).
 
 A bucket is a contiguous part of the flat order; its gradients are complete at about the same time.  Bucket 0 is the
 embedding (wte, wpe), 1 + l is layer l, and the last one holds norms and biases.  Each is padded to a multiple of the
-ranks, and its r-th part is rank r's shard.  The padding is never read.  Flat indices, the keys of rounding noise and of
-checkpoints, leave the padding out.  A single rank has no padding.
+ranks, and its r-th part is rank r's shard.  The padding is never read.  Flat indices leave the padding out; rounding
+noise and checkpoints use flat indices.  A single rank has no padding.
 
 stage   m, v, low     gradients
 0       all           all, summed over ranks in place
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gpt2_triton.model.buffers import State, param_entries
 
-ALIGNMENT = 64  # shards are multiples of as many elements: 128 bytes of bf16, a sector boundary, and whole Philox calls
+ALIGNMENT = 64  # divides a shard's length: shards begin at sectors (128 bytes of bf16) and whole Philox calls
 
 
 class Bucket(NamedTuple):
@@ -73,7 +73,7 @@ def grad_offsets(dims: dict[str, int]) -> list[int]:
 def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool, muon: bool = False) -> dict[str, int]:
     """Return the elements of the flat buffers, by buffers.py's symbols.
 
-    Nr counts at stage 2 only.  Nx is one shard of the largest bucket from each of the other ranks.
+    Nr is 0 below stage 2.  Nx is one shard of the largest bucket from each of the other ranks.
     """
     all_buckets, zero = buckets(dims), dims["zero"]
     full, layer = sum(b.padded for b in all_buckets), all_buckets[1].padded
@@ -89,7 +89,7 @@ def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool, muon: 
 
 
 def _layers_in_moments(dims: dict[str, int]) -> int:
-    """Return the elements of the layers' buckets in `m` of a rank."""
+    """Return how many elements of a rank's `m` belong to the layers' buckets."""
     return sum(b.padded for b in buckets(dims)[1:-1]) // (dims["ranks"] if dims["zero"] else 1)
 
 
@@ -101,7 +101,7 @@ def _second(dims: dict[str, int], bucket: int, moment: int) -> int | None:
 
 
 def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
-    """Return `rank`'s shards, one per bucket, maybe empty.  It squares, saves and from stage 1 on updates them."""
+    """Return `rank`'s shards, one per bucket, maybe empty: for norms, checkpoints, and the update at stages 1, 2."""
     out, own, zero = [], 0, dims["zero"]
     for i, b in enumerate(buckets(dims)):
         part = b.padded // dims["ranks"]

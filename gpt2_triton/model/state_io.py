@@ -7,8 +7,8 @@ m        N         State.m
 v        N         State.v; with Muon without the elements of the layers' matrices
 low      N         State.master_low
 window   2, Nw     State.window, the same on every rank and saved by rank 0
-scale    A         State.scale and State.history of a run in fp8, likewise; fp8.py names them
-history  A, 16
+scale    A         State.scale, in fp8 only; the same on every rank and saved by rank 0
+history  A, 16     State.history, likewise
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Te
 
 def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
     """Return, for a checkpoint's state.json, (flat index, elements) of each slice of the shards; empty for one rank.
-    With Muon, also the slices of `v`, which counts its own elements.
+    With Muon, `second_shares` are the slices of `v`, with indices in `v`.
     """
     if dims["ranks"] == 1:
         return {}

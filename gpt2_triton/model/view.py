@@ -42,7 +42,7 @@ class ModelView:
     order: Tensor
     segments: Tensor
     split_tokens: Tensor
-    branch_grads: list[Any]  # [i]: the gradient of the branch that ends at x[i], as products read it
+    branch_grads: list[Any]  # [i]: the gradient of the branch that ends at x[i], an operand of products
     branch_bias_grads: list[Tensor | None]  # [i]: the bias gradient of this branch
     dropout: float  # 0 in a view that does not train
     L: int
@@ -61,7 +61,7 @@ class ModelView:
     fp8_weights: list[list[Any]]  # of each layer, then the head's
     fp8_again: list[list[Any]]  # fp8 operands of each layer that the backward pass casts again
     grads_sharded: bool  # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
-    observe: Observer  # takes statistics in a training step that has them
+    observe: Observer  # takes statistics in the training steps that log.stats_every selects
 
     def head_chunks(self) -> Iterator[slice]:
         for start in range(0, self.R, self.Rc):
@@ -83,7 +83,7 @@ def make_view(
     again: list[list[Any]] = [[]] * d["L"]
     if fp8:
         weights = place_operands(K, w, a, carve(Fp8Buffers, plan.buffers, arena, d), state, d, train)
-        for l, redo in enumerate(recompute):  # rows that are not kept; at level block attention rewrites att's
+        for l, redo in enumerate(recompute):  # rows that are not kept; at `block`, attention writes att's rows
             again[l] = [*weights[l], *([] if redo.block else [a.att[l]])] if redo.ln else []
     biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []
     return ModelView(
