@@ -1,11 +1,11 @@
 """Exchange of gradients and parameters between ranks, on a second stream that runs next to the computation.
 
 gradients   A layer's gradients are reduced after its backward pass, alone or together with other layers' gradients: see
-            `send_schedule`.  The embedding, the largest bucket, is reduced with norms and biases under layer 0's last
-            product.  Layer 0 comes last, and the update waits for it.
+            `send_schedule`.  The embedding, the largest bucket (sharding.py), is reduced with norms and biases while
+            layer 0's last product runs.  Layer 0 comes last, and the update waits for it.
 matrices    Muon orthogonalises each whole matrix on one rank.  Before that, the other ranks send their parts of it
             (ZeRO-1 and 2).  After it, the result is sent to the ranks that update it.
-parameters  (ZeRO-1 and 2) Embedding, norms and biases are gathered under the update of the layers.  Layers are gathered
+parameters  (ZeRO-1 and 2) Embedding, norms and biases are gathered while the layers are updated.  Layers are gathered
             when the next step begins, each in time for its forward pass.
 
 There are two transports.  NcclCommunicator uses collectives.  PeerCopyCommunicator (peer_copies.py) serves ranks of one
@@ -30,7 +30,7 @@ class Communicator:
     """The communicator of a single rank: it does nothing.  Schedule and model call its methods."""
 
     def begin_micro_step(self, first: bool, last: bool) -> None:
-        """Begin a micro-step; `first` and `last` are its places in the step."""
+        """Begin a micro-step; `first` and `last` say whether the step begins or ends with it."""
 
     def wait_params(self, layer: int) -> None:
         """Make the current stream wait for the layer's parameters."""
@@ -39,7 +39,7 @@ class Communicator:
         """Make the current stream wait until the layer's gradients may be written."""
 
     def reduce_grads(self, layer: int) -> None:
-        """Reduce the buckets that are due once the gradients of `layer`, or of NOT_A_LAYER, are complete."""
+        """Reduce the buckets that are due after the gradients of `layer`, which may be NOT_A_LAYER."""
 
     def end_micro_step(self) -> None:
         """Make the current stream wait for all that was sent."""
@@ -51,13 +51,13 @@ class Communicator:
         """Set each element to its largest value on any rank."""
 
     def collect_matrices(self, classes: Sequence[MatrixClass]) -> None:
-        """Complete the matrices that this rank orthogonalises with the parts that other ranks have computed."""
+        """Fetch the other ranks' parts of the matrices that this rank will orthogonalise."""
 
     def deliver_matrices(self, classes: Sequence[MatrixClass]) -> None:
-        """Complete the part of the matrices that this rank updates with what other ranks have orthogonalised."""
+        """Fetch, from the matrices that other ranks have orthogonalised, the parts that this rank updates."""
 
     def gather_after_update(self, bucket: int) -> None:
-        """Gather the buckets that are due once this rank has updated its shard of `bucket`."""
+        """Gather the buckets that are due after this rank's update of its shard of `bucket`."""
 
     def precompile(self) -> None:
         """Launch every kernel of the exchange once, to have it compiled."""
@@ -66,7 +66,7 @@ class Communicator:
         """Gather all parameters before something reads them between steps; all ranks call it together."""
 
     def close(self) -> None:
-        """Release the memory of other ranks."""
+        """Close this rank's access to the other ranks' memory."""
 
 
 def send_schedule(n_layer: int, zero: int, last: bool, send_from: int) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""Compiles a run's kernels before the run begins, by its calls without their launches (kernels/precompile.py)."""
+"""Compiles a run's kernels before the run begins: it makes the run's calls without launches (kernels/precompile.py)."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ def compile_run(model: Any, validated: set[tuple[int, int]], answered: set[tuple
     """Compile the kernels of a training run on all cores; return kernels/precompile.py's Compiled.
 
     `validated` are the shapes (B, T) of validation batches, which an fp8 run evaluates in fp8 too.  `answered` are the
-    shapes of questions, which every run evaluates in bf16.  Shapes count because kernels are specialised on multiples
-    of 16 and 32, and B*T selects among some kernels.
+    shapes of HellaSwag's questions, which every run evaluates in bf16.  Kernels depend on shapes: they are specialised
+    on multiples of 16 and 32, and B*T selects among some kernels.
     """
     model.train_view.comm = Communicator()
     try:

@@ -37,7 +37,7 @@ class GraphCache:
 
     The first call launches kernel by kernel, which loads the kernels.  Then it captures the launches without running
     them, and later calls replay the capture.  Addresses and descriptors in a capture stay valid: nothing in the arena
-    moves, and values that change from step to step are read from it.
+    moves, and kernels read from the arena what changes from step to step.
     """
 
     def __init__(self) -> None:

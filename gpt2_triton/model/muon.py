@@ -1,6 +1,6 @@
 """Muon's polynomials, and its views of the arena: the layers' matrices in three classes of one shape each.
 
-kernels/muon.py has the arithmetic, schedule.update_matrices its order.
+kernels/muon.py has the arithmetic, and schedule.update_matrices has its order.
 """
 
 import math
@@ -13,11 +13,11 @@ from gpt2_triton.model import sharding
 from gpt2_triton.model.buffers import State
 
 # Each row (a, b, c) is p(s) = a s + b s^3 + c s^5 of the singular values s.  The rows are Polar Express (Amsel et al.
-# 2025, https://arxiv.org/abs/2505.16932).  Each row is the odd quintic nearest to 1 on the interval into which the rows
-# before it bring all s between LOWEST and 1.  So no other five do better together.  All rows but the last take
+# 2025, https://arxiv.org/abs/2505.16932).  The rows before a row map [LOWEST, 1] into an interval, and on this interval
+# the row is the odd quintic nearest to 1.  So no other five rows end nearer to 1.  All rows but the last take
 # s / 1.01: rounding to bf16 may lift a singular value above its interval, where the next polynomial grows.
 # tests/model/test_muon.py derives them again.
-LOWEST = 1e-3 / 1.02 / 1.01  # a singular value of 1e-3 norms, divided by 1.02 norms and by 1.01
+LOWEST = 1e-3 / 1.02 / 1.01  # of a singular value 1e-3 ||x||, after division by 1.02 ||x|| and 1.01
 POLAR_EXPRESS = (
     (8.20615719576407, -22.90471716679143, 16.462724596901133),
     (4.067930319748221, -2.861538944815634, 0.5183433066308626),
@@ -40,14 +40,14 @@ class MatrixClass(NamedTuple):
     g: Tensor
     x: Tensor  # a part of `whole`
     whole: Tensor  # [matrices, rows, columns], all matrices of the class
-    owned: Tensor  # [k, rows, columns], the matrices that this rank orthogonalises: every ranks-th
+    owned: Tensor  # [k, rows, columns], the matrices that this rank orthogonalises: rank, rank + ranks, ...
     next: Tensor  # [k, rows, columns], the iterate after `owned`
     gram: Tensor  # [k, C, C]
     poly: Tensor  # [k, C, C]
     first: int  # flat index of w[0, 0]
     distance: int  # from it to w[1, 0]'s flat index
     decay: float
-    scale: float  # of an update with singular values 1
+    scale: float  # factor on the orthogonalised x
     parts: list[range]
     momentum: float
     polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
@@ -103,5 +103,5 @@ def pieces(c: MatrixClass, rank: int, holder: int) -> Iterator[Tensor]:
 
 
 def _layers(flat: Tensor, L: int, offset: int, distance: int, n: int) -> Tensor:
-    """Return [L, n]: n elements of each layer, the first layer's at `offset`, each other's `distance` further."""
+    """Return [L, n]: n elements of each layer, at `offset` for the first layer and `distance` further for each next."""
     return flat.as_strided((L, n), (distance, 1), flat.storage_offset() + offset)

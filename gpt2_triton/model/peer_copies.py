@@ -1,12 +1,12 @@
 """The transport of ranks on one host: copy engines read the other ranks' arenas, and each rank adds up its shard.
 
-Collectives would take some multiprocessors from the computation.  Share of the throughput without any exchange (4
-H200s, 124M): 99.4%, NcclCommunicator 98.4%.  Share of four times the slowest GPU alone: 98.9%, NcclCommunicator 97.4%.
-This file and distributed/shared_memory.py are kept for that gain.  Where memory cannot be shared, the run falls back to
-NCCL with a warning.
+Collectives would take some multiprocessors from the computation.  Of the throughput without exchange, this transport
+keeps 99.4% and NcclCommunicator 98.4%.  Of four times the slowest GPU's throughput, this transport keeps 98.9% and
+NcclCommunicator 97.4% (124M, four H200s).  This file and distributed/shared_memory.py are kept for that gain.  Where
+memory cannot be shared, the run falls back to NCCL with a warning.
 
 Most layers' gradients are sent together, in the backward pass of the last layers.  NVLink sleeps after 50 ms without
-work.  Awake, it takes about 29 W of an H200's 700 W, and the computation lacks them at the power limit.  A transfer
+work.  Awake, NVLink takes about 29 W from the computation, if the GPU runs at its power limit of 700 W.  A transfer
 after each layer would keep NVLink awake for the whole step.
 """
 
@@ -21,8 +21,8 @@ from gpt2_triton.model.communicator import BucketedCommunicator
 from gpt2_triton.model.muon import MatrixClass, pieces
 
 # A layer's gradients are 48 C^2 bytes, and its backward pass takes about 48 C^2 operations per token.  At 370 GB/s and
-# 500 TFLOP/s, NVLink takes as long for them as the computation for 1,400 tokens.  Sums also wait for multiprocessors.
-# So the gradients of all L layers arrive in time if they are sent 4096 L / R layers before the end.
+# 500 TFLOP/s, NVLink takes as long for them as the computation for 1,400 tokens.  Sums also wait for multiprocessors,
+# so 4096 tokens are allowed.  All L layers arrive in time if they are sent 4096 L / R layers before the end.
 TOKENS_TO_HIDE_A_LAYER = 4096
 
 

@@ -5,7 +5,7 @@ read each tensor before other kernels overwrite the tensor's bytes.  No byte of 
 
 x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in buffers.py; in an fp8 run fcg[l], not fch[l]
 dx[i]                          the gradient of the loss at x[i], times the loss scale
-each fp8 tensor                two shares of its elements: saturated at 448, and 0
+each fp8 tensor                the share of its elements that saturate at 448, and the share that is 0
 each parameter                 its gradient before the update, the weights, and the update before rounding
 
 Each rank reads what it computes: the activations of its own sequences, and the parameters that it updates (at ZeRO-0
@@ -38,7 +38,7 @@ class Observer:
     """Takes no statistics.  The schedule calls its methods."""
 
     def tensors(self, **entries: int) -> None:
-        """Look at tensors that have just been written: their names in Acts or Params, and their indices there."""
+        """Look at tensors just written: `entries` has their names in Acts or Params, and their indices."""
 
     def adamw(self, span: Any) -> None:
         """Look at an UpdateSpan before its update."""
@@ -69,7 +69,7 @@ class StatsRecorder(Observer):
         self._spans = [(e.offset, e.offset + n * math.prod(e.shape[1:])) for e, n in rows]
 
     def begin(self, acc: bool) -> "StatsRecorder":
-        """Begin a micro-step, and return this; if `acc`, its statistics are combined with the previous ones."""
+        """Begin a micro-step, and return self; if `acc`, its statistics are combined with the previous ones."""
         self._acc, self._seen = acc, set[tuple[str, int]]()
         return self
 
@@ -147,7 +147,7 @@ class StatsRecorder(Observer):
 
 
 def _combine_parts(partials: Tensor) -> np.ndarray:
-    """Return a rank's [tensors, 3 or 5, P] as [tensors, 3 or 5]: the maximum of number 1, float64 sums else."""
+    """Return a rank's [tensors, 3 or 5, P] as [tensors, 3 or 5]: column 1 by maximum, the others by float64 sums."""
     parts = partials.numpy().astype(np.float64)
     out = parts.sum(-1)
     out[:, 1] = parts[:, 1].max(-1)
