@@ -8,7 +8,7 @@ backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (do
 qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.  TMA
 descriptors load and store the rows of one head.  Past the end of a sequence or a head they read zeros and write
 nothing, so scores need masks only for causality.  lse and delta have masks, not descriptors: TMA requires rows that
-begin on 16 bytes, and a row of T numbers may not.  qkv has 3 * NH heads: NH of q, NH of k, NH of v.
+begin on 16 bytes, and T numbers may end elsewhere.  qkv has 3 * NH heads: NH of q, NH of k, NH of v.
 
 Scores are multiplied by log2(e) / sqrt(HS), so that exp2 replaces exp.  p and ds are rounded to the stored dtype before
 they are multiplied.  The backward pass is two kernels: the first has a program per block of queries (delta, dq), the

@@ -12,7 +12,7 @@ With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (s
 
 The usual softmax needs all logits of a row before the first probability: one more pass over [R, Vp].  Here the first
 product stores p, and the epilogues of the two products that read p apply the denominator.  p is relative to the
-target's logit, not to the largest logit: p's exponents have room for it.  Losses up to 70 are as exact as fp32 logits
+target's logit, not to the largest logit: p's exponent is wide enough.  Losses up to 70 are as exact as fp32 logits
 allow.  p is cut at 2^108, a loss of 75.  S leaves out j = t, so nothing cancels where the target's probability is
 near 1: a loss of 1e-6 has full precision.
 

@@ -3,10 +3,10 @@
 forward    x[0] = mask(wte[ids] + wpe),  x[i] = x[i-1] + mask(branch)
 backward   the branch's gradient is mask(dx[i]); layernorm_bwd stores it beside dx[i]
 
-mask(x) is x / (1 - p), or 0 with probability p, rounded to a multiple of 2^-16.  A mask is not kept: it is computed
-again from Philox, keyed by seed, step, residual point i, and the element's number among the elements of the step.  The
-first row of a micro-batch is read from step_key[ROW], since a CUDA graph replays the launches.  So masks depend neither
-on ranks, micro-batches and blocks, nor on what is recomputed.
+mask(x) is x / (1 - p), or 0 with probability p; p is rounded to a multiple of 2^-16.  A mask is not kept: Philox gives
+it again, keyed by seed, step, residual point i, and the element's number among the elements of the step.  The first
+row of a micro-batch is read from step_key[ROW], since a CUDA graph replays the launches.  So masks depend neither on
+ranks, micro-batches and blocks, nor on what is recomputed.
 """
 
 import triton
@@ -23,8 +23,8 @@ SITES = tl.constexpr(256)  # Philox's purpose is DROPOUT + SITES * i
 
 @triton.jit
 def masked(x, eights, step_key_ptr, i, DROPPED: tl.constexpr):
-    """Return mask(x) of fp32 x [..., N], with DROPPED of 65536 elements dropped; eights [..., N / 8] are the numbers of
-    each 8 elements, int64.
+    """Return mask(x) of fp32 x [..., N], with DROPPED of 65536 elements dropped.  eights, int64 [..., N / 8],
+    number the groups of 8 elements from the step's first element on.
     """
     purpose = (i * SITES + DROPOUT).to(tl.uint32)
     words = words_at(step_seed(step_key_ptr), eights, tl.load(step_key_ptr + STEP), purpose)

@@ -2,8 +2,8 @@
 
 An operand is stored as q = e4m3(x * scale), with one scale for a tensor, a power of two.  The kernel that writes the
 tensor also records its largest |x|, amax; roll_scales turns the maxima of the last 16 steps into the scales of the next
-step.  So a scale costs no pass over its tensor.  A scale is fixed during a step: it depends neither on ranks nor on
-micro-steps.
+step.  So a scale costs no pass over its tensor.  A scale is fixed during a step: all ranks and micro-steps use the
+same.
 
 wgmma, Hopper's matrix instruction, takes 8-bit operands only K-major: the summed dimension is contiguous.  A weight
 gradient sums over tokens, so its operands are also stored transposed, as `columns`.  There tokens g and g + 8 of each

@@ -1,16 +1,16 @@
 """Products of fp8 operands (fp8.py).  The launchers of matmul.py call them.
 
-Both operands are K-major: [M, K] and [N, K].  Hopper's tensor cores cut sums to 14 bits, so most kernels of
-hopper/ add partial sums of 128 terms in fp32 (docs/engineering/fp8.md).  Scales are powers of two, so dividing by them
-is exact.  Epilogues are as in matmul.py, with these differences:
+Both operands are K-major: [M, K] and [N, K].  Hopper's tensor cores cut sums to 14 bits, so most kernels of hopper/ add
+partial sums of 128 terms in fp32 (docs/engineering/fp8.md).  Scales are powers of two, so dividing by them is exact.
+Epilogues are as in matmul.py, with these differences:
 
 matmul_gelu      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte: round(STEPS * gelu') + ZERO.
                  GELU's input is not kept.  A byte's error is at most half a step, 0.0025.
 matmul_dx_dgelu  multiplies by those bytes and writes dpre as an fp8 operand, rows and columns.
 
-classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums all logits.  The cut
-                 to 14 bits lowers logits by a fraction of 8e-5.  An exact sum for the
-                 target alone would change losses by 0.002 where logits are near 30.
+classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums all logits.  The cut to 14 bits lowers
+                 logits by a fraction of 8e-5.  An exact sum for the target alone would change losses by 0.002 where
+                 logits are near 30.
 
 On Hopper hopper.takes chooses the kernel, as in matmul.py.  The order of the bytes of gelu' is private to the kernels
 that write and read them.

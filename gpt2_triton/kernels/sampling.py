@@ -63,7 +63,7 @@ def _raise_bound(z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexp
     low = tl.where(enough, high, low)
     low_count = tl.where(enough, high_count, low_count)
     middle = low + (high - low) * 0.5
-    # ends if [low, high) has one logit, the last to keep, or if no number is left between: then its logits are equal
+    # ends if [low, high) has one logit, the last to keep, or no number but low: then all logits there are equal
     while (low_count - high_count > 1) & (middle > low) & (middle < high):
         count, mass = _reached(z_ptr, V, middle, peak, factor, MASS, BLOCK)
         enough = (mass if MASS else count.to(tl.float32)) >= goal

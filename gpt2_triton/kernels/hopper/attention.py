@@ -3,7 +3,7 @@
 A program has one warpgroup, and its wgmma computes 64 rows: a block of queries (forward, dQ) or of keys (dK, dV).
 Blocks of the other kind pass through a ring of one (forward) or two stages, which TMA fills.  No warps are set apart
 for loads: several programs share a multiprocessor, and while one takes exponentials another multiplies.  In a program
-of the backward pass one product is in flight while the scores become p, or p becomes ds. kernels/attention.py has the
+of the backward pass one product is in flight while the scores become p, or p becomes ds.  kernels/attention.py has the
 mathematics.
 """
 

@@ -87,7 +87,7 @@ def _attention_fwd_kernel(out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv
     wait_full(q_full, 0, 1)
     for step in range(0, first // SIDE):
         m, total, acc = _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, steps, None)
-    # the diagonal, one step.  The loop hides that from Triton: without a loop ptxas spills registers
+    # the diagonal: one step, and a loop all the same, as ptxas spills registers without a loop
     for step in range(first // SIDE, steps):
         after = step * SIDE - first
         m, total, acc = _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, steps, after)
