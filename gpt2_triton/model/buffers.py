@@ -6,7 +6,7 @@ B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the h
            Rp is Rc, or 0 in a model that only runs forward; Rd is R, or 0 in fp8 or without dropout
 C, NH, HS  channels, heads, head size = C / NH
 L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L]
-           is the last.  ln[i] is the layernorm of x[i], with the weights lnw[i] and lnb[i], for the final norm too
+           is the last.  The norm of x[i] has weights lnw[i], lnb[i] and output ln[i]; its output for x[2L] is lnf
 V, Vp      vocabulary, padded vocabulary
 Tmax       the longest sequence, model.block_size
 N          parameters.  Flat buffers (sharding.py) hold Nf parameters, Nt first and Nv second moments, Nm low halves of

@@ -127,8 +127,8 @@ def clear(row: Tensor | None) -> None:
 
 
 def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
-    """Set a GPT2's scales by two passes over a step's packed micro-batches.  The first pass has guessed scales.  Only
-    the scales remain of the passes.  All ranks call it, before the first step of a run without scales.
+    """Set a GPT2's scales by two passes over a step's packed micro-batches.  The first pass has guessed scales.  The
+    passes leave only scales behind.  All ranks call it, before the first step of a run without scales.
     """
     s = model.state
     s.step_in.copy_(torch.from_numpy(step_in))
