@@ -226,7 +226,7 @@ def test_the_command_for_pickles_converts_them(saved, copy):
     assert torch.equal(imported(copy / "converted")["params"], imported(saved)["params"])
 
 
-def test_adapters_are_refused_with_the_command_that_merges_them(tmp_path, copy):
+def test_adapters_are_refused_with_the_command_that_merges_them(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     save_file({"base_model.model.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="is a LoRA adapter; merge it .*merge_and_unload.*'converted'") as error:

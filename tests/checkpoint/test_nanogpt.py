@@ -148,9 +148,9 @@ class System:
 
 def test_nanogpt_reader_executes_nothing(params, tmp_path, capsys):
     assert torch.equal(imported(tmp_path, nanogpt_content(params) | {"config": Malice()}), params)
+    content = nanogpt_content(params)
+    content["model"]["transformer.wte.weight"] = Malice()
     with pytest.raises(CheckpointError, match="wte.weight is a Inert"):
-        content = nanogpt_content(params)
-        content["model"]["transformer.wte.weight"] = Malice()
         imported(tmp_path, content)
     with pytest.raises(CheckpointError, match="cannot be read .it is damaged, or not of torch.save.; expected"):
         imported(tmp_path, nanogpt_content(params) | {"config": System()})
