@@ -138,8 +138,8 @@ def layernorm_bwd(
     scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor,
     step_key: Tensor | None, acc: bool, add_dx: bool = True, i: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out; dbranch,
-    if given, is dx masked with probability p at point i of the residual stream.
+    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out.
+    dbranch, if given, is dx masked with probability p at point i of the residual stream.
     """
     R, C = x.shape
     dx8 = stored(dx) if isinstance(dx, Fp8) else (None, None, None)

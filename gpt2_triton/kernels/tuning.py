@@ -1,8 +1,8 @@
 """Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
 The rows are in the table in use (table_file.py).  A block that sizes a scratch buffer or splits a sum is the same in
-all tables (benchmarks/tune/candidates.py lists such blocks): memory is planned before the GPU is known, and a table
-should change few bits of a run.
+all tables (benchmarks/tune/candidates.py lists such blocks), for two reasons.  Memory is planned before the GPU is
+known, and a table should change few bits of a run.
 """
 
 import functools
