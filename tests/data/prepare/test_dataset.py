@@ -148,10 +148,8 @@ class Stop(Exception):
 def test_folder_of_several_kinds_is_read_whole_and_counted_over_stops(tmp_path, monkeypatch):
     """Names of splits, a later field, rows without text, a separator, an empty file, a link, a card of the Hub."""
     (tmp_path / "in").mkdir()
-    rows = [{"text": f"row {i}"} | ({"link": "x"} if i > 100 else {}) for i in range(150)] + [
-        {"text": None},
-        {"text": 5},
-    ]
+    rows = [{"text": f"row {i}"} | ({"link": "x"} if i > 100 else {}) for i in range(150)]
+    rows += [{"text": None}, {"text": 5}]
     (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "in" / "test.txt").write_text("one line\n" * 400 + "<|endoftext|>two\r\n" + "<|endoftext|>three")
     (tmp_path / "far").mkdir()
@@ -161,17 +159,11 @@ def test_folder_of_several_kinds_is_read_whole_and_counted_over_stops(tmp_path, 
         (tmp_path / "in" / name).write_text("a card" if name == "README.md" else "")
     source = SimpleNamespace(source=Dataset(str(tmp_path / "in")))
     texts = [f"row {i}" for i in range(150)] + ["one line\n" * 400, "two\n", "three", "four"]
-    lines = []
-    whole = prepare(source, tmp_path / "whole", shard_tokens=700, log=lines.append)
+    whole = prepare(source, tmp_path / "whole", shard_tokens=700, log=(lines := []).append)
     np.testing.assert_array_equal(tokens_of(whole), llmc_tokens(texts))
-    kinds = (
-        "files of other kinds (.py): 1,",
-        "files that describe the dataset: 1,",
-        "rows without text in the field text: 3,",
-    )
-    assert lines[0] == "<|endoftext|> taken as end of text: 2" and all(
-        kind in lines[1] for kind in (*kinds, "empty files: 1,")
-    )
+    assert lines[0] == "<|endoftext|> taken as end of text: 2"
+    for what in ("kinds (.py): 1,", "that describe the dataset: 1,", "in the field text: 3,", "empty files: 1,"):
+        assert what in lines[1]
     for count in range(1, 6):
         _stop_after(source, tmp_path / "stopped", count, monkeypatch, shard_tokens=700)
     again = []
@@ -455,3 +447,11 @@ def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_p
     )
     what = "left out: rows without text in the field doc.text: 100, first kjj0/fineweb10B-gpt2, row 1: "
     assert lines[1:3] == ["<|endoftext|> taken as end of text: 200", what + '{"doc": {"text": null}}']
+
+
+def test_dataset_of_the_hub_in_zst_names_the_package_that_reads_it(hub, tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {}["zstd not supported"])
+    with pytest.raises(DataError, match="zstd not supported.*; pip install zstandard"):
+        prepare(SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2")), tmp_path / "out")
