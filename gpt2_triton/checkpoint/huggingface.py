@@ -1,7 +1,7 @@
 """Read and write GPT-2 in Hugging Face's format: config.json, safetensors and the tokenizer's files.
 
-The weights are in model.safetensors, or in the files that an index names.  A layer's four matrices are [in, out] there
-(Conv1D), [out, in] here.  hf_tokenizer.py writes the tokenizer, state_dict.py finds the tensors.
+The weights are in model.safetensors, or in the files that an index names.  An export has a layer's
+four matrices as [in, out] (Conv1D).  hf_tokenizer.py writes the tokenizer, state_dict.py finds the tensors.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def read(name: str) -> Weights:
             return file.get_tensor(stored)
 
     tied = config.get("tie_word_embeddings", True)
-    weights = find_weights(f"hf:{name}", model, places, load, conv1d=True, tied=tied)
+    weights = find_weights(f"hf:{name}", model, places, load, tied=tied)
     tokenizer = None if weights.tokenizer == "gpt2" and not hf_tokenizer.is_gpt2(directory) else weights.tokenizer
     return dataclasses.replace(weights, tokenizer=tokenizer, beside=directory)
 

@@ -22,7 +22,7 @@ WRAPPERS = set("transformer module _orig_mod model base_model _fsdp_wrapped_modu
 BODY = re.compile(r"(wte|wpe|ln_f|h\.\d+)\.")
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks in older files
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-HEAD, EMBEDDING = "lm_head.weight", "wte.weight"
+HEAD, EMBEDDING, QKV = "lm_head.weight", "wte.weight", "h.0.attn.c_attn.weight"
 
 
 def find_weights(
@@ -30,14 +30,13 @@ def find_weights(
     model: ModelConfig,
     stored: Iterable[str],
     load: Callable[[str], Any],
-    conv1d: bool = False,
     biases: bool = True,
     tied: bool = True,
 ) -> Weights:
     """Return the GPT-2 among the tensors `stored`, which `load` reads; CheckpointError unless it is all there.
 
-    `conv1d`: the matrices of a layer are [in, out].  Without `biases`, an absent bias is zero.  `tied` counts if no
-    head is stored.  Other heads are left out, with a line that names them.
+    A layer's matrices may be [out, in] as ours, or [in, out] as transformers'.  Without `biases`, an absent bias is
+    zero.  `tied` counts if no head is stored.  Other heads are left out, with a line that names them.
     """
     shapes = parameter_shapes(model)
     names = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in stored}
@@ -46,6 +45,7 @@ def find_weights(
     if head is not None:
         names.setdefault(EMBEDDING, head)
     _check_names(where, model, names, {name for name in shapes if biases or not name.endswith(".bias")})
+    conv1d = getattr(load(names[QKV]), "shape", None) == shapes[QKV][::-1]
 
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         tensor = load(name)

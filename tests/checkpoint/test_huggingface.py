@@ -172,20 +172,20 @@ def test_import_of_other_precisions_is_exact(saved, copy, dtype):
     assert torch.equal(imported(copy)["params"], imported(saved)["params"].to(dtype).float())
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model."])
-def test_import_takes_names_with_wrappers(saved, copy, prefix):
-    edit_tensors(copy, lambda t: [t.update({prefix + name: t.pop(name)}) for name in list(t)])
+WRAPPED = [("", f"{prefix}.") for prefix in ("module", "_orig_mod", "module._orig_mod", "_orig_mod.module", "model")]
+WRAPPED += [(".attn.", "._orig_mod.attn."), (".mlp.", "._fsdp_wrapped_module.mlp.")]
+
+
+@pytest.mark.parametrize("part", WRAPPED)
+def test_import_takes_names_with_wrappers(saved, copy, part):
+    edit_tensors(copy, lambda t: [t.update({name.replace(*part, 1): t.pop(name)}) for name in list(t)])
     assert torch.equal(imported(copy)["params"], imported(saved)["params"])
 
 
-def test_import_takes_names_with_wrappers_inside(saved, copy):
-    """torch.compile of each layer, and FSDP."""
-
-    def wrap(t):
-        for name in list(t):
-            t[name.replace(".attn.", "._orig_mod.attn.").replace(".mlp.", "._fsdp_wrapped_module.mlp.")] = t.pop(name)
-
-    edit_tensors(copy, wrap)
+def test_import_takes_matrices_of_either_order(saved, copy):
+    """Those who write GPT-2 with nn.Linear store [out, in]."""
+    turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    edit_tensors(copy, lambda t: t.update({name: t[name].T.contiguous() for name in t if name.endswith(turned)}))
     assert torch.equal(imported(copy)["params"], imported(saved)["params"])
 
 
