@@ -12,6 +12,7 @@ compiles and then launches, unless `warmup` is set.  Here a replacement of `JITF
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,17 @@ import torch
 from triton import JITFunction, knobs
 from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+
+_parse, _parsing = JITFunction.parse, threading.Lock()
+
+
+def _parse_alone(function: JITFunction) -> Any:
+    """Parse a kernel.  CPython 3.11.7 raises SystemError in some of the threads that build syntax trees together."""
+    with _parsing:
+        return _parse(function)
+
+
+JITFunction.parse = _parse_alone
 
 
 @dataclasses.dataclass
