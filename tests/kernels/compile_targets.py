@@ -216,11 +216,11 @@ def report(name: str, compiler: Compiler) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("targets", nargs="*", default=[*TARGETS], choices=TARGETS)
+    parser.add_argument("targets", nargs="*", default="all", choices=[*TARGETS, "all"])
     parser.add_argument("--kernels", nargs="+", help="all by default")
     options = parser.parse_args()
     good = True
-    for name in options.targets:
+    for name in TARGETS if "all" in options.targets else options.targets:
         began, compiler = time.perf_counter(), compile_for(name, options.kernels)
         assert compiler.needs, f"no run of {name} launches {options.kernels}"
         print(report(name, compiler), f"{time.perf_counter() - began:.0f} s", sep="\n", flush=True)
