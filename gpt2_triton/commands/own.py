@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from gpt2_triton.config import own_text
 from gpt2_triton.config.config import Config
@@ -17,6 +18,14 @@ from gpt2_triton.console import command_line, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.files import is_text
+
+
+class Text(NamedTuple):
+    """A user's own text, and how to read it."""
+
+    data: Sequence[Path]
+    field: str
+    strict: bool
 
 
 def require_data(config: Path, data: Sequence[Path] | None) -> None:
@@ -33,7 +42,7 @@ def require_data(config: Path, data: Sequence[Path] | None) -> None:
 
 def settings(
     recipe: Path,
-    data: Sequence[Path],
+    own: Text,
     given: Mapping[str, str],
     gpus: int,
     gpu: str | None = None,
@@ -41,21 +50,22 @@ def settings(
     prepare: bool = False,
     summary: bool = False,
 ) -> Config:
-    """Return the configuration of a run on the text in `data`, on this machine or on GPUs of the name `gpu`.
+    """Return the configuration of a run on the text `own`, on this machine or on GPUs of the name `gpu`.
 
     run_dir     a run to resume: its configuration replaces the recipe, and nothing is chosen again
     prepare     print what was chosen, and make the shards unless they exist
     summary     print what was chosen
     """
     from gpt2_triton import device
-    from gpt2_triton.data.prepare import text
+    from gpt2_triton.data.prepare import documents, text
 
     rank, ranks = rank_and_size()
     workers = max(1, (os.cpu_count() or 1) // ranks)
     continued = None
     gpu_gib = device.memory_bytes(gpu) / 2**30 if gpu or device.present() else None
     try:
-        measured = text.measure_text(data, workers)
+        measured = text.measure_text(own.data, workers, documents.Reading(own.field))
+        documents.require_all(measured.notes, own.strict)
         if run_dir and (run_dir / "config.yaml").is_file():
             recipe, picked = run_dir / "config.yaml", {}
             continued = Config.load(recipe, given, gpus)
@@ -67,17 +77,16 @@ def settings(
     except DataError as error:
         error.on_every_rank = True  # all read the same text
         raise
-    shards = Path("data") / f"{_name(data)}_{tokenizer}_{measured.digest[:8]}"
+    shards = Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
     if continued and measured.was_prepared_by_02(Path(continued.data.train).parent):
         prepare = False  # this version reads the text in another way
     else:
         picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
     config = Config.load(recipe, picked | dict(given), gpus)
-    if (prepare or summary) and rank == 0:
-        print_line(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
+    log = print_line if (prepare or summary) and rank == 0 else lambda line: None
+    log(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
     if prepare:
-        log = print_line if rank == 0 else lambda line: None
-        text.prepare_text(data, shards, tokenizer, own_text.VAL_FRACTION, workers, log=log, measured=measured)
+        text.prepare_text(own.data, shards, tokenizer, own_text.VAL_FRACTION, workers, log=log, measured=measured)
     return config
 
 

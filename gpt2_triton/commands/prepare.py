@@ -12,25 +12,19 @@ from gpt2_triton.commands.app import AT_LEAST_1, make_app
 from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
-Tokenizer = Annotated[
-    Literal["gpt2", "bytes"], Parameter(help="Tokenizer; data.tokenizer of the configuration must be the same.")
-]
+Tokenizer = Annotated[Literal["gpt2", "bytes"], Parameter(help="Tokenizer; data.tokenizer of a run must be the same.")]
+Out = Annotated[Path, Parameter(help="Directory of the shards, train_*.bin and val_*.bin.")]
 CPUS = os.cpu_count() or 1
-Workers = Annotated[
-    int, AT_LEAST_1, Parameter(help="Processes that tokenise; by default one per CPU.", show_default=False)
-]
+Workers = Annotated[int, AT_LEAST_1, Parameter(help="Processes; by default one per CPU.", show_default=False)]
 Field = Annotated[str, Parameter(help="Field of a row that holds the text; a.b is the field b of the field a.")]
-EndOfText = Annotated[
-    bool,
-    Parameter(help="Take <|endoftext|> in a text as the end-of-text token.", negative="--no-endoftext"),
-]
+EndOfText = Annotated[bool, Parameter(help="Take <|endoftext|> as the end-of-text token.", negative="--no-endoftext")]
 Strict = Annotated[bool, Parameter(help="Refuse the text, with a list, if anything in it would be left out.")]
 
 
 @app.command(name="text")
 def prepare_text(
     *inputs: Path,
-    out: Path = Path("data/text"),
+    out: Out = Path("data/text"),
     tokenizer: Tokenizer = "gpt2",
     val_fraction: Annotated[float, Parameter(validator=Number(gt=0, lt=1))] = 0.1,
     field: Field = "text",
@@ -47,8 +41,6 @@ def prepare_text(
     ----------
     inputs: Path
         Files, folders (searched for such files, through links) and quoted globs.
-    out: Path
-        Directory of the shards, train_*.bin and val_*.bin.
     val_fraction: float
         Fraction of the text that becomes validation data, taken from its end.
     """
@@ -57,19 +49,12 @@ def prepare_text(
     from gpt2_triton.data.prepare import text
     from gpt2_triton.data.prepare.documents import Reading
 
-    how = Reading(field, endoftext)
-    text.prepare_text(inputs, out, tokenizer, val_fraction, workers, how=how, strict=strict)
+    text.prepare_text(inputs, out, tokenizer, val_fraction, workers, how=Reading(field, endoftext), strict=strict)
 
 
 @app.command(name="builtin")
-def prepare_builtin(*, out: Path = Path("data/builtin"), tokenizer: Tokenizer = "bytes") -> None:
-    """Tokenise 0.5 MB of text that every Python has, the help topics of its manual, to try things out.
-
-    Parameters
-    ----------
-    out: Path
-        Directory of the shards, train_*.bin and val_*.bin.
-    """
+def prepare_builtin(*, out: Out = Path("data/builtin"), tokenizer: Tokenizer = "bytes") -> None:
+    """Tokenise 0.5 MB of text that every Python has, the help topics of its manual, to try things out."""
     from gpt2_triton.data.prepare import builtin
 
     builtin.prepare_builtin(out, tokenizer)

@@ -10,6 +10,7 @@ from cyclopts import Group, Parameter
 
 from gpt2_triton.commands import own
 from gpt2_triton.commands.app import AT_LEAST_1, call, make_app, select_device
+from gpt2_triton.commands.prepare import Field, Strict
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import suggestion
 from gpt2_triton.config.other_projects import counterpart
@@ -21,7 +22,7 @@ from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.preemption import ShutdownSignals
 from gpt2_triton.training.start import check_run_dir, starting
 
-FLAGS = ("data", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
+FLAGS = ("data", "field", "strict", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
 config_app = make_app(NAME, "Train a GPT-2 from a recipe or a YAML file; any key below can be given another value.")
@@ -42,6 +43,8 @@ def train(
     /,
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     data: Annotated[list[Path], Parameter(consume_multiple=True)] | None = None,
+    field: Field = "text",
+    strict: Strict = False,
     plan: bool = False,
     gpu: str | None = None,
     gpus: Annotated[int | None, AT_LEAST_1] = None,
@@ -80,18 +83,21 @@ def train(
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
     overrides = parse_overrides(keys)
     own.require_data(config, data)
+    text = own.Text(data, field, strict) if data else None
+    if not text and (field != "text" or strict):
+        raise ConfigError("--field, --strict: go with --data and the recipe own; leave them out")
     if not (plan or print_config):
-        return _start(config, overrides, run_dir, resume, data)
+        return _start(config, overrides, run_dir, resume, text)
     from gpt2_triton import device  # imports torch
 
     if (gpu := gpu and gpu.lower()) and gpu not in device.GPUS:
         raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
-    if data:
-        settings = own.settings(config, data, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
+    if text:
+        settings = own.settings(config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
     else:
         settings = Config.load(config, overrides, gpus or 1)
     if plan:
-        print(_plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(data)))
+        print(_plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text)))
     else:
         print(settings.to_yaml().rstrip())
     return 0
@@ -108,11 +114,7 @@ def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=Tru
 
 
 def _start(
-    config: Path,
-    overrides: dict[str, str],
-    run_dir: Path | None,
-    resume: bool | Literal["must"],
-    data: list[Path] | None,
+    config: Path, given: dict[str, str], run_dir: Path | None, resume: bool | Literal["must"], text: own.Text | None
 ) -> int:
     """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
     set_env_from_slurm()
@@ -122,12 +124,12 @@ def _start(
         check_run_dir(run_dir, resume)  # before the data is prepared
     else:
         sys.stdout = open(os.devnull, "w")
-    if not data:
-        settings = Config.load(config, overrides, ranks)
+    if not text:
+        settings = Config.load(config, given, ranks)
         StepShape.of(settings, ranks)  # refuses another parallel.gpus before torch is imported
     select_device()  # before numpy is imported
-    if data:
-        settings = own.settings(config, data, overrides, ranks, run_dir=run_dir if resume else None, prepare=True)
+    if text:
+        settings = own.settings(config, text, given, ranks, run_dir=run_dir if resume else None, prepare=True)
     with starting(settings, run_dir, resume, config.stem) as run_dir:
         from gpt2_triton.training import trainer
 

@@ -53,6 +53,7 @@ def files(root):
         (["own", "--data"], "own: needs --data and one or more text files"),
         (["own", "--plan"], "own: needs --data and one or more text files"),
         (["quickstart", "--data", "my.txt"], "recipe own, as `python -m gpt2_triton train own --data my.txt`; for"),
+        (["quickstart", "--field", "x"], "--field, --strict: go with --data and the recipe own"),
         (["own", "--data", "my.txt", "--train.steps", "x"], "--train.steps: must be a valid integer"),
         (["own", "--data", "my.txt", "--model.n_embd", "100"], "--model.n_embd: "),
         (["own", "--data", "my.txt", "--data.tokenizer", "gpt5"], "--data.tokenizer: must be 'gpt2' or 'bytes'"),
@@ -144,33 +145,32 @@ def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
 
 
 def test_resume_keeps_the_shards_of_version_02_while_its_files_are_the_same(here, trained, capsys):
-    """Their text was read in another way: a new preparation would be other data."""
-    argv = ["own", "--data", "my.txt", "--run_dir", "run", "--resume"]
+    argv, old = ["own", "--run_dir", "run", "--resume", "--data", "my.txt"], Path("data/of_version_02")
     assert main(app, argv) == 0
-    shards = Path(trained[0].data.train).parent
-    record = json.loads((shards / "shards.json").read_text())
-    for key in ("field", "endoftext"):
-        del record[key]
-    (shards / "shards.json").write_text(json.dumps(record))
-    old = shards.rename("data/of_version_02")
-    config = (here / "run" / "config.yaml").read_text().replace(str(shards), str(old))
-    (here / "run" / "config.yaml").write_text(config)
+    Path(trained[0].data.train).parent.rename(old)
+    record = json.loads((old / "shards.json").read_text())
+    (old / "shards.json").write_text(json.dumps({k: v for k, v in record.items() if k not in ("field", "endoftext")}))
+    config = trained[0].replace(data={"train": f"{old}/train_*.bin", "val": f"{old}/val_*.bin"})
+    (here / "run" / "config.yaml").write_text(config.to_yaml())
     (here / "more.md").write_text("one more file, which version 0.2 did not read")
-    assert main(app, ["own", "--data", "my.txt", "more.md", *argv[3:]]) == 0
-    assert trained[1].data.train == "data/of_version_02/train_*.bin" and not shards.exists()
+    assert main(app, [*argv, "more.md"]) == 0 and trained[1] == config and [*Path("data").iterdir()] == [old]
     (here / "my.txt").write_text(TEXT + "changed")
-    assert main(app, argv) == 0
-    assert trained[2].data.train != trained[1].data.train
-    assert main(app, ["own", "--data", "my.txt", "--run_dir", "new"]) == 0
-    assert trained[3].data.train == trained[2].data.train
+    assert main(app, argv) == 0 and trained[2].data.train != config.data.train
 
 
-def test_what_is_left_out_is_said_once(here, trained, capsys):
+def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, trained, capsys):
     (here / "folder").mkdir()
     (here / "folder" / "A.MD").write_text(TEXT)
     (here / "folder" / "b.pdf").touch()
-    assert main(app, ["own", "--data", "folder"]) == 0
-    assert capsys.readouterr().out.count("left out: files of other kinds (.pdf): 1, first folder/b.pdf\n") == 1
+    (here / "x.jsonl").write_text(json.dumps({"doc": {"body": TEXT}}))
+    left_out = "files of other kinds (.pdf): 1, first folder/b.pdf"
+    for words, code, said in (
+        (["folder"], 0, f"left out: {left_out}\n"),
+        (["folder", "--strict"], 3, f"--strict: would leave out {left_out}; "),
+        (["x.jsonl", "--field", "doc"], 3, "no text, but rows without text in the field doc: 1"),
+        (["x.jsonl", "--field", "doc.body"], 0, "own text: 10,750 characters"),
+    ):
+        assert main(app, ["own", "--data", *words]) == code and "".join(capsys.readouterr()).count(said) == 1
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def require_all(notes: Notes, strict: bool) -> None:
 
 def no_text(where: object, notes: Notes) -> DataError:
     what = f"no text, but {left_out(notes) or 'nothing'}"
-    return DataError(f"{where}: {what}; name the field that holds the text, as in `prepare text --field NAME`")
+    return DataError(f"{where}: {what}; name the field that holds the text, as --field NAME")
 
 
 # ---- which files ----

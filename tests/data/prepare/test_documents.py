@@ -150,7 +150,7 @@ def test_rows_of_another_field_are_refused_soon(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MOST_ROWS_WITHOUT_TEXT", 20)
     (tmp_path / "x.jsonl").write_text('{"content": "abc"}\n' * 20 + "no JSON")
     with pytest.raises(
-        DataError, match='rows without .*: 20, .* line 1: {"content": "abc"}; name the field .* --field NAME'
+        DataError, match='rows without .*: 20, .* line 1: {"content": "abc"}; name the field .* as --field NAME'
     ):
         texts_of(tmp_path / "x.jsonl")
     (tmp_path / "x.jsonl").write_text('{"text": "abc"}\n' + '{"content": "abc"}\n' * 30)
