@@ -33,7 +33,7 @@ BUDGETS = {
     "tests/benchmarks/speed": 266,
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
-    "tests/checkpoint": 2133,
+    "tests/checkpoint": 2132,
     "tests/commands": 1363,
     "tests/config": 625,
     "tests/data": 913,
