@@ -66,7 +66,7 @@ def prepare_dataset(
     source: str,
     revision: str | None = None,
     field: Field = "text",
-    endoftext: EndOfText = True,
+    endoftext: Annotated[bool | None, Parameter(negative="--no-endoftext", show_default=False)] = None,
     strict: Strict = False,
     out: Path | None = None,
     tokenizer: Tokenizer = "gpt2",
@@ -84,6 +84,8 @@ def prepare_dataset(
         Name of the dataset on the Hub, or a folder of files as `prepare text` takes.
     revision: str
         Branch or commit of the dataset; by default the newest. A resumed preparation keeps it.
+    endoftext: bool | None
+        Take <|endoftext|> as the end-of-text token; by default in a folder, not in a dataset of the Hub.
     out: Path
         Directory of the shards, val_000000.bin and train_*.bin; by default data/<source>-<version>.
     tokens: int
@@ -97,6 +99,7 @@ def prepare_dataset(
         version = "sample-10BT"
     name = "-".join([Path(source).name, *([version] if version else [])])
     given = dataset.Dataset(source, version, revision, field)
+    endoftext = given.is_folder if endoftext is None else endoftext
     dataset.prepare_dataset(
         given, out or Path("data") / name, tokenizer, tokens, workers, shard_tokens, endoftext, strict
     )

@@ -62,7 +62,7 @@ def prepare_dataset(
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
     val_tokens = min(shard_tokens, (tokens or 1 << 62) // 10)
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, tokens=tokens, shard_tokens=shard_tokens, val_tokens=val_tokens)
-    recipe |= dict(source=dataset._asdict(), endoftext=endoftext)
+    recipe |= dict(source=dataset._asdict()) | (dict(endoftext=True) if endoftext else {})
     source, begun = _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe), time.monotonic()
     if dataset.is_folder:
         recipe["folder"] = _digest(source.files)

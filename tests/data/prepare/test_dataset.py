@@ -400,9 +400,11 @@ def test_dataset_commands_name_their_dataset(command, tmp_path, monkeypatch, cap
     monkeypatch.setattr(dataset, "prepare_dataset", lambda *arguments: calls.append(arguments))
     assert main(app, ["prepare", command, "--version", "sample-100BT", "--tokens", "1000000", "--workers", "3"]) == 0
     assert main(app, ["prepare", command]) == 0
-    (source, out, *rest), (default, default_out, *_) = calls
+    assert main(app, ["prepare", command, "--source", str(tmp_path)]) == 0
+    (source, out, *rest), (default, default_out, *_), (*_, endoftext_in_a_folder, _) = calls
     assert source == Dataset(f"HuggingFaceFW/{command}", "sample-100BT") and default.version == "sample-10BT"
-    assert str(out) == f"data/{command}-sample-100BT" and rest == ["gpt2", 1_000_000, 3, 100_000_000, True, False]
+    assert str(out) == f"data/{command}-sample-100BT" and rest == ["gpt2", 1_000_000, 3, 100_000_000, False, False]
+    assert endoftext_in_a_folder
     assert str(default_out) == f"data/{command}-sample-10BT"
 
 
