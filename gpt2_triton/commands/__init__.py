@@ -20,12 +20,12 @@ for name, path in {
     "perplexity": "evaluate:perplexity",
     "plot": "plot:plot",
     "stats": "stats:stats",
-    "config-table": "config_table:config_table",
 }.items():
-    tools.command(f"gpt2_triton.commands.{path}", name=name, show=name != "config-table")
+    tools.command(f"gpt2_triton.commands.{path}", name=name)
 
 REMOVED = {  # command: its replacement
     "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",
+    "config-table": "docs/guide/config.md has the table",
     "evaluate": "eval/lm_eval.sh CHECKPOINT OUT TASKS scores by lm-evaluation-harness, and hellaswag remains",
     "prepare climbmix": "`prepare fineweb --source OWNER/NAME --version NAME` takes other datasets of the Hub",
     "verify": "run python -m benchmarks verify in the root of a checkout",

@@ -34,11 +34,6 @@ def test_every_parameter_is_explained(words, monkeypatch, capsys):
         assert " ".join(parameter.help.split()[:3]) in " ".join(re.sub("[│╰─╯]", "", text).split())
 
 
-def test_list_has_the_commands_of_a_user(monkeypatch, capsys):
-    text = page(tools, [], monkeypatch, capsys)
-    assert "plot" in text and "config-table" not in text
-
-
 def test_train_lists_its_own_options_then_every_key_with_its_meaning(monkeypatch, capsys):
     text = page(train, ["gpt2_124m"], monkeypatch, capsys)
     assert text.index("--run_dir") < text.index("─ Keys of the configuration ─") < text.index("--model.size")

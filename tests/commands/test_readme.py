@@ -46,7 +46,7 @@ KEYS = {key for key, _ in options()}
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 FOUND = {(c.line, c.inline): c for page in USED for c in commands(text_of(page))}.values()  # each once
 RUN = {  # tools that run to their end on tiny data
-    "prepare", "sample", "export", "hellaswag", "perplexity", "plot", "configs", "config-table", "--version",
+    "prepare", "sample", "export", "hellaswag", "perplexity", "plot", "configs", "--version",
 }  # fmt: skip
 PARSED = {"stats"}
 OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})

@@ -1,4 +1,4 @@
-"""`config-table`: generates docs/guide/config.md from config/schema.py."""
+"""Prints docs/guide/config.md, made from gpt2_triton/config/schema.py: `python docs/config_table.py`."""
 
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,7 +12,7 @@ HEAD = """# The configuration
 
 Every key can be given as `--section.key value` on the command line, or in YAML with the key below its section. The
 defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resume may change `free` keys. It refuses another value of a
-`kept` key, which would make it another run. `python -m gpt2_triton config-table` prints this page.
+`kept` key, which would make it another run. `python docs/config_table.py` prints this page.
 """
 LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "multiple_of": "multiple of {}"}
 
@@ -68,6 +68,5 @@ def _yaml(value: Any) -> str:
     return yaml.safe_dump(value).partition("\n")[0] if not isinstance(value, str) or not value else value
 
 
-def config_table() -> None:
-    """Print a table of every key of the configuration in Markdown, as in docs/guide/config.md."""
+if __name__ == "__main__":
     print(table(), end="")
