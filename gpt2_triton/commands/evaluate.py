@@ -35,7 +35,7 @@ def hellaswag(
     Parameters
     ----------
     data: Path
-        HellaSwag's .jsonl, or its .bin from llm.c; by default the validation rows, downloaded once.
+        HellaSwag's .jsonl; by default the validation rows, downloaded once.
     limit: int
         Number of questions, from the first on; 0 takes all.
     """

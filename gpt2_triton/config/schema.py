@@ -209,7 +209,7 @@ class EvalConfig(ConfigSection):
     every: int = free(250, "steps between validations; also after the last step; 0 never", ge=0)
     tokens: int = free(10_485_760, "validation tokens, the same each time; 0 takes all", ge=0)
     hellaswag_every: int = free(0, "steps between HellaSwag runs; also after the last step; 0 never", ge=0)
-    hellaswag_data: str = free("", "HellaSwag's .jsonl, or llm.c's .bin of it; empty downloads the .jsonl")
+    hellaswag_data: str = free("", "HellaSwag's .jsonl; empty downloads it")
     hellaswag_limit: int = free(0, "number of questions, from the first on; 0 takes all", ge=0)
 
 

@@ -7,8 +7,6 @@ choose the ending with the smallest sum (acc), or with the smallest sum / length
                 build-nanogpt: https://github.com/karpathy/llm.c/blob/master/dev/data/hellaswag.py
     harness     context "activity_label: ctx_a Ctx_b"; WikiHow's brackets are removed from context and endings; length
                 is the number of characters.  lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py
-
-The rows come from the published .jsonl, or from llm.c's .bin.  The .bin has tokens, and the completion style alone.
 """
 
 import codecs
@@ -32,7 +30,6 @@ from gpt2_triton.files import sha256, write_atomic
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"
 CACHED = Path(".cache/gpt2_triton/hellaswag_val.jsonl")  # in the user's home
-BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES, BIN_START = 20240522, 1, 1024, 65535
 ENDINGS = 4
 GET = f"get it with `curl -LO {URL}`"
 IN_COMMAND = f"{GET} and give it as --data FILE"
@@ -64,12 +61,9 @@ def load_questions(
 ) -> dict[str, Questions]:
     """Return the first `limit` rows (0: all) by style; path None downloads the .jsonl.
 
-    A .bin has the style completion alone.  An error ends with `todo`, IN_COMMAND or IN_TRAINING.
+    An error ends with `todo`, IN_COMMAND or IN_TRAINING.
     """
-    where = path or downloaded(todo)
-    if where.suffix == ".bin":
-        return {"completion": _read_bin(where, tokenizer, limit, todo)}
-    rows = _read_jsonl(where, limit, todo)
+    rows = _read_jsonl(path or downloaded(todo), limit, todo)
     return {style: STYLES[style](rows, tokenizer) for style in styles}
 
 
@@ -109,9 +103,6 @@ def _download(target: Path, todo: str = IN_COMMAND) -> None:
     if (found := hashlib.sha256(data).hexdigest()) != SHA256:
         raise DataError(f"{URL}: wrong sha256 {found}, expected {SHA256}; try again; else {todo}")
     write_atomic(target, data)
-
-
-# ---- text ----
 
 
 def _read_jsonl(path: Path, limit: int, todo: str) -> list[Example]:
@@ -175,44 +166,3 @@ def clean(text: str) -> str:
 
 
 STYLES: dict[str, Callable[[Sequence[Example], Tokenizer], Questions]] = {"completion": completion, "harness": harness}
-
-
-# ---- llm.c's tokens ----
-
-
-def _read_bin(path: Path, tokenizer: Tokenizer, limit: int, todo: str) -> Questions:
-    """Read llm.c's evaluation file: a header of 256 int32 (magic, version, rows), then the rows, of uint16."""
-    with _reading(path, todo):
-        raw = path.read_bytes().ljust(BIN_HEADER_BYTES, b"\0")
-    header = np.frombuffer(raw[:BIN_HEADER_BYTES], "<i4")
-    stream = np.frombuffer(raw[BIN_HEADER_BYTES : len(raw) // 2 * 2], "<u2")
-    if header[:2].tolist() != [BIN_MAGIC, BIN_VERSION]:
-        raise DataError(f"{path}: not llm.c's evaluation file: it begins with {header[:2].tolist()}; {todo}")
-    contexts, endings, labels, at = [], [], [], 0
-    for number in range(min(int(header[2]), limit or int(header[2]))):
-        row = stream[at : at + int(stream[at + 1]) // 2] if at + 1 < len(stream) else stream[:0]
-        parts = _bin_parts(row)
-        if parts is None or max(part.max() for part in parts) >= tokenizer.vocab_size:
-            where = f"{path}: row {number} (byte {BIN_HEADER_BYTES + 2 * at:,})"
-            raise DataError(f"{where}: damaged, or no {tokenizer.name} tokens: {row[:6].tolist()}...; {todo}")
-        contexts += parts[:1] * ENDINGS
-        endings += parts[1:]
-        labels.append(int(row[3]))
-        at += len(row)
-    if not labels:
-        raise DataError(f"{path}: no rows; {todo}")
-    return Questions(contexts, endings, np.array([*map(len, endings)], np.float64), np.array(labels))
-
-
-def _bin_parts(row: np.ndarray) -> list[np.ndarray] | None:
-    """Return the tokens of the context and of the endings; None if the row is damaged.
-
-    A row is 65535, its bytes, its number, the label and 4; then five times a count and that many tokens.
-    """
-    if len(row) < 6 or row[0] != BIN_START or row[3] >= ENDINGS or row[4] != ENDINGS:
-        return None
-    parts, at = [], 5
-    while at < len(row):
-        parts.append(row[at + 1 : at + 1 + int(row[at])])
-        at += 1 + int(row[at])
-    return parts if at == len(row) and len(parts) == 1 + ENDINGS and all(map(len, parts)) else None

@@ -216,53 +216,6 @@ def test_load_questions_downloads_to_the_cache(tmp_path, rows_file, monkeypatch)
     assert (tmp_path / ".cache/gpt2_triton/hellaswag_val.jsonl").read_bytes() == rows_file.read_bytes()
 
 
-# ---- llm.c's .bin ----
-
-
-def llmc_bin(path, questions):
-    """Write questions in the layout of llm.c's dev/data/data_common.py."""
-    stream = []
-    for i, (context, label) in enumerate(zip(questions.contexts[::4], questions.labels)):
-        body = [i, int(label), 4, len(context), *context]
-        for ending in questions.endings[4 * i : 4 * i + 4]:
-            body += [len(ending), *ending]
-        stream += [65535, 2 * (len(body) + 2), *body]
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240522, 1, len(questions.labels)
-    path.write_bytes(header.tobytes() + np.array(stream, "<u2").tobytes())
-    return path
-
-
-def test_llmc_bin_holds_the_completion_questions(tmp_path, rows_file):
-    asked = data.load_questions(rows_file, gpt2(), 0, ("completion",))["completion"]
-    path = llmc_bin(tmp_path / "val.bin", asked)
-    for limit, rows in ((0, 10), (3, 3)):
-        [(style, read)] = data.load_questions(path, gpt2(), limit, ("completion", "harness")).items()
-        assert style == "completion"
-        for ours, theirs in zip(read, (asked.contexts[: 4 * rows], asked.endings[: 4 * rows]), strict=False):
-            assert [t.tolist() for t in ours] == [t.tolist() for t in theirs]
-        np.testing.assert_array_equal(read.lengths, asked.lengths[: 4 * rows])
-        np.testing.assert_array_equal(read.labels, asked.labels[:rows])
-
-
-def test_damaged_llmc_bin_is_reported_in_one_line(tmp_path, rows_file):
-    whole = llmc_bin(tmp_path / "val.bin", data.load_questions(rows_file, gpt2(), 0, ("completion",))["completion"])
-    good = whole.read_bytes()
-    path = tmp_path / "damaged.bin"
-    for content, message in (
-        (b"\0" * 4 + good[4:], r"not llm.c's evaluation file: it begins with \[0, 1\]"),
-        (good[:-10], r"row 9 \(byte [\d,]+\): damaged"),
-        (good[:1030] + b"\4\0" + good[1032:], r"row 0 \(byte 1,024\): damaged, or no gpt2 tokens: \[65535, \d+, 0, 4"),
-        (b"", "not llm.c's"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=message) as error:
-            data.load_questions(path, gpt2(), 0, ("completion",))
-        assert "\n" not in str(error.value)
-    with pytest.raises(DataError, match="damaged, or no bytes tokens"):
-        data.load_questions(whole, get_tokenizer("bytes"), 0, ("completion",))
-
-
 # ---- in training ----
 
 
