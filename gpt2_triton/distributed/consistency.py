@@ -14,7 +14,7 @@ from gpt2_triton.files import run_dir_error
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
-    """Raise ConfigError with the ranks that do not see rank 0's run directory, or cannot write to it.
+    """Raise ConfigError, naming the ranks, if ranks do not see rank 0's run directory or cannot write to it.
 
     Such a rank's shards would be missing from checkpoints.  Rank 0 makes a file; the others look for it for `seconds`.
     Each rank that sees the file then makes and removes a file of its own.
@@ -32,7 +32,7 @@ def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float 
     if wrong:
         control.leave()
         found = "; ".join(f"ranks {ranks} {answer}" for answer, ranks in wrong.items())
-        raise ConfigError(f"--run_dir: {found}; give one that all nodes see and may write to")
+        raise ConfigError(f"--run_dir: {found}; give a directory that all nodes see and may write to")
 
 
 def _make(run_dir: Path, name: str) -> str:
@@ -55,7 +55,7 @@ def _write_error(run_dir: Path) -> str:
 
 
 def require_equal(control: ControlGroup, **values: Any) -> None:
-    """Raise ConfigError with the ranks that have another value, of JSON, than rank 0.
+    """Raise ConfigError, naming the ranks, if a JSON value differs from rank 0's value.
 
     Without this check a node with an older configuration or a missing shard would train without an error.
     """

@@ -1,7 +1,7 @@
 """Object collectives over the key-value store of torch.distributed (set, check, get, delete_key).
 
 All ranks must call the functions of one group in the same order.  No GPU takes part, and any thread may use a group.
-Ranks poll the store for a key, because a blocking `get` would hold up the process's other threads.
+Ranks poll the store for a key, because a blocking `get` would stop the process's other threads.
 """
 
 import json
@@ -64,8 +64,8 @@ class ControlGroup:
         return found["value"]
 
     def leave(self) -> None:
-        """Keep rank 0, which may hold the store, until every rank has called this.  It is the last call of ranks that
-        all exit with an error.
+        """Make rank 0, which may hold the store, wait until all other ranks have called this.  All ranks call it last,
+        before they exit with an error.
         """
         if self.rank > 0:
             self._store.set(f"{self._name}/left/{self.rank}", "null")
@@ -89,12 +89,12 @@ SINGLE_PROCESS = ControlGroup("single")
 def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
     """Return a name that all ranks of this start share, and that no earlier start had.
 
-    torchrun gives restarted ranks the old store with its old keys, and no number that all nodes agree on.  So each
-    rank draws a random token.  Rank 0's token is the name.  A rank accepts only an offer that names the rank's token:
+    torchrun gives restarted ranks the old store with its old keys, and no start number common to all nodes.  So each
+    rank draws a random token.  Rank 0's token is the name.  A rank accepts only an offer with its own token:
 
         rank r   set token/r = T_r
         rank 0   repeat offer/r = [token/r, T_0] until accept/r is T_0
-        rank r   wait until the first of offer/r is T_r; set accept/r = the second; return it
+        rank r   wait until offer/r = [T_r, name]; set accept/r = name; return name
         rank 0   when all ranks have accepted, return T_0
 
     Raise TimeoutError after `seconds`; on rank 0 the error names the missing ranks.

@@ -10,9 +10,9 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def set_env_from_slurm() -> None:
-    """Set torchrun's variables in a task of srun.  Do nothing under torchrun, or in a step of one task.
+    """Set torchrun's variables in a task of srun.  Do nothing under torchrun, or in a job step of one task.
 
-    Only steps of srun have SLURM_STEP_ID.  The batch script is one process, however many tasks the job has.
+    Only processes that srun started have SLURM_STEP_ID.  The batch script has none, and runs as one process.
     """
     env = os.environ
     if "RANK" in env or "SLURM_STEP_ID" not in env:
@@ -21,7 +21,7 @@ def set_env_from_slurm() -> None:
     if size == 1:
         return
     rank, local_rank = (_number(name, 0, size - 1) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
-    port = 20000 + (_number("SLURM_JOB_ID", 0) + 101 * _number("SLURM_STEP_ID", 0)) % 20000  # a job may run two steps
+    port = 20000 + (_number("SLURM_JOB_ID", 0) + 101 * _number("SLURM_STEP_ID", 0)) % 20000  # job steps may overlap
     nodes = env.get("SLURM_STEP_NODELIST", "")
     if not (nodes or "MASTER_ADDR" in env):
         raise ConfigError("SLURM_STEP_NODELIST is not set; start the ranks with srun or torchrun, or set MASTER_ADDR")

@@ -42,8 +42,8 @@ class ProcessGroup:
     def __init__(self, device: str, timeout: float):
         """Select this rank's GPU and join the group; device is "cuda" or "cpu".
 
-        timeout is the watchdog's, in seconds.  Rendezvous may take 3 timeouts, a collective 12.  So the watchdog
-        reports first: its message names the rank at fault.
+        timeout is the watchdog's, in seconds.  Rendezvous may take 3 timeouts.  A collective may take 12, so that the
+        watchdog reports first: its message names the rank at fault.
         """
         self.rank, self.size = rank_and_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -57,7 +57,7 @@ class ProcessGroup:
             torch.cuda.set_device(local_gpu())
         if self.size == 1:
             return
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NCCL does not promise an order of multicast sums
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NCCL promises no fixed order of multicast sums
         self.store = connect(self.rank, self.size, 3 * timeout)
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
         dist.init_process_group(
@@ -105,7 +105,7 @@ class ProcessGroup:
         self._all_gather(whole, part, None)
 
     def barrier(self) -> None:
-        """Barrier in stream order: writes before it are visible to all ranks after it, and reads before it are done.
+        """Barrier in stream order: later work waits for all ranks' earlier reads and writes, and sees the writes.
 
         On GPUs the ranks must share memory, and the stream must not be the default stream: see StreamBarrier.
         """
@@ -121,16 +121,16 @@ class ProcessGroup:
         try:
             function(*tensors, group=group, **options)
         except RuntimeError as error:
-            reason = re.sub(r"^\[\S+:\d+\] |\. .*", "", str(error).splitlines()[0])  # first sentence, no line of C++
+            reason = re.sub(r"^\[\S+:\d+\] |\. .*", "", str(error).splitlines()[0])  # a sentence, no C++ location
             todo = "another rank has exited; see its log, or the launcher's"
             raise PeerLostError(f"{function.__name__} failed ({reason}): {todo}") from error
 
     def control(self, name: str) -> ControlGroup:
-        """Return a control group of all ranks.  Threads that run at the same time need groups of different names."""
+        """Return a control group of all ranks.  Each thread needs a group with a name of its own."""
         return ControlGroup(name, self.rank, self.size, self.store)
 
     def close(self) -> None:
-        """Wait for the other ranks and leave the group.  A rank that left earlier would break collectives in flight."""
+        """Wait for the other ranks and leave the group.  Leaving without waiting would break collectives in flight."""
         if self.size > 1:
             dist.barrier()
             if self._stream_barrier is not None:
@@ -140,5 +140,5 @@ class ProcessGroup:
 
 
 def _collective_by_name(new: str, old: str) -> Callable[..., Any]:
-    """Return a collective by its new name, or by its old name before torch 2.13, which warns of old names."""
+    """Return a collective by its new name, since torch 2.13 warns of old names; older torch has only the old name."""
     return getattr(dist, new, None) or getattr(dist, old)

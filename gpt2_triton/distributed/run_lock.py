@@ -1,7 +1,7 @@
-"""Lock of a run directory: one process at a time writes to it.  Rank 0 holds it, for all ranks.
+"""Lock of a run directory: one process at a time writes to the directory.  Rank 0 holds the lock for all ranks.
 
-The lock is flock on RUN/.lock; it ends with its process, even if the process is killed.  The file names the process.
-On a file system without flock the file itself is the lock: after a kill the user deletes the file.  A process that
+The lock is flock on RUN/.lock; the system frees it when its process ends or is killed.  The file names the process.
+On a file system without flock the file itself is the lock: after a kill the user must delete the file.  A process that
 leaves by os._exit first calls `unlink_held`.
 """
 
@@ -18,17 +18,17 @@ from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import run_dir_error
 
 NAME = ".lock"
-MOST_BYTES = 300  # of the file that a message quotes
-UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # of file systems without flock
+MOST_BYTES = 300  # that a message quotes from the file
+UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # flock's errors on file systems without it
 
-_held: set[Path] = set()  # the files of this process
+_held: set[Path] = set()  # lock files that this process holds
 
 
 @contextlib.contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """Hold the lock of `run_dir`, which is made if it does not exist.
 
-    Raise ConfigError if another process holds it, or if the directory cannot be written.
+    Raise ConfigError if another process holds the lock, or if the directory cannot be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def _take(path: Path) -> int:
 
 
 def _lock(file: int, path: Path, is_new: bool) -> None:
-    """Lock the file; ConfigError if another process has it, or may have it."""
+    """Lock the file; ConfigError if another process holds the lock, or may hold it."""
     holder = os.pread(file, MOST_BYTES, 0).decode(errors="replace") or "another process"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,5 +87,5 @@ def _lock(file: int, path: Path, is_new: bool) -> None:
         if error.errno not in UNSUPPORTED:
             raise
         if not is_new:
-            todo = f"if it has ended, delete {path}, which this file system without flock leaves behind"
+            todo = f"if it has ended, delete {path}, since this file system has no flock"
             raise ConfigError(f"--run_dir: {holder} may write to {path.parent}; {todo}") from None

@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share, and a barrier in stream order for these ranks.
 
 Ranks open a GPU's memory by CUDA's IPC handles; copy engines read it over NVLink or PCIe.  They open a CPU's memory by
-a file descriptor.  This file has all of the project's private or barely public names of torch, tested with torch 2.11.
-If torch lacks such a name, or the GPUs are AMD's, ranks exchange through collectives.
+a file descriptor.  Only this file uses private or undocumented names of torch; they are tested with torch 2.11.  If
+torch lacks such a name, or the GPUs are AMD's, ranks exchange through collectives.
 """
 
 import os
@@ -20,7 +20,7 @@ def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, l
     """Allocate `nbytes` on each rank of a host; all ranks call it together.
 
     Return this rank's memory, the memory of all ranks by rank, and "".  If any rank cannot open another's memory, all
-    ranks get an empty list, and the text is the first such rank's reason.
+    ranks get an empty list and the reason.
     """
     buffer, own = SharedBuffer(nbytes, device), control.rank
     given = [None if rank == own else buffer.handle() for rank in range(control.size)]
@@ -54,7 +54,7 @@ class SharedBuffer:
     def handle(self) -> list[Any] | None:
         """Return what another process gives to `open_shared`, as JSON; None if this memory cannot be shared.
 
-        Each reader needs a handle of its own: the reader takes torch's count in the handle from 1 to 0.
+        Each reader needs a handle of its own: opening a handle uses up its only reference in torch.
         """
         if self._file is not None:
             return [self._path]
@@ -79,7 +79,7 @@ def open_shared(handle: list[Any] | None, nbytes: int, device: str) -> Tensor:
     if device == "cpu":
         return _map(handle[0], nbytes)
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
-    # opened on this device, not on the owner's: else the owner's streams would do the copies
+    # on this device: opened on the owner's device, the memory would be copied in the owner's streams
     storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *parts[1:])
     memory = torch.empty(0, dtype=torch.uint8, device=device)
     return memory.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]
@@ -98,7 +98,7 @@ class StreamBarrier:
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         gpu, options = torch.device("cuda", torch.cuda.current_device()), dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = options.config.min_ctas = 1  # for more, NCCL allocates 0.2 GiB of buffers
+        options.config.max_ctas = options.config.min_ctas = 1  # with more CTAs NCCL allocates 0.2 GiB of buffers
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group: Any = dist.new_group(timeout=timeout, pg_options=options, device_id=gpu)
         self._backend = self.group._get_backend(gpu)

@@ -3,9 +3,9 @@ with a message that names the rank at fault.
 
     main thread   heartbeat(step) before each micro-step; `with phase(name)` around work that takes longer
     watchdog      every interval: set watchdog/RANK = Status(tick, beats, step, phase) in the store
-                  after a timeout without progress of this rank: watch all ranks, and report if
-                      no rank makes progress for timeout * factor; the slowest phase of any rank gives the factor
-                      or a rank publishes nothing for one timeout, in any phase
+                  after a timeout without progress of this rank: watch all ranks, and report in two cases:
+                  - no rank makes progress for timeout * factor, the largest factor of the ranks' phases
+                  - a rank publishes nothing for one timeout, in any phase
                   the first rank to report prints `diagnose`; every rank exits with 1
 
 NCCL's own timeout sees neither collectives in a CUDA graph nor a suspended host, and its message names no rank.
@@ -25,8 +25,8 @@ from gpt2_triton.distributed.run_lock import unlink_held
 
 STARTING, STEPPING, SAVING = "starting", "training", "saving"
 SEARCHING = "searching for non-finite numbers"
-TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1}  # timeouts that a phase may take
-SLOW_PHASE_FACTOR = 10  # of other phases (saving, validating, ...), which have no heartbeats inside
+TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1}  # number of timeouts that a phase may take
+SLOW_PHASE_FACTOR = 10  # for all other phases (saving, ...), which send no heartbeats
 SILENT_AFTER = 5  # a rank is silent after this many intervals without a new tick
 
 
@@ -40,7 +40,7 @@ class Status(NamedTuple):
 
 
 def diagnose(states: Sequence[Status], silent: Sequence[int]) -> str:
-    """Return in words which ranks are at fault: silent ranks, else the ranks behind all others, else none."""
+    """Return in words which ranks are at fault: silent ranks, else ranks with fewer heartbeats than others."""
     fewest = min(state.beats for state in states)
     behind = [rank for rank, state in enumerate(states) if state.beats == fewest]
     if silent:
@@ -56,7 +56,7 @@ def _ranks_are(ranks: Sequence[int]) -> str:
 
 
 class _Watch:
-    """The states of all ranks while this rank stands still, and the times of their changes."""
+    """The states of all ranks while this rank makes no progress, and the times when the states changed."""
 
     def __init__(self, states: Sequence[Status], now: float):
         self.states, self.began, self.last_progress = states, now, 0.0
@@ -91,7 +91,7 @@ class Watchdog:
         self._step, self._beats, self._last_progress = step, self._beats + 1, time.monotonic()
 
     def end_startup(self) -> None:
-        """Give later steps the plain timeout: after the first step nothing is left to compile."""
+        """Give later steps one timeout each: after the first step nothing is left to compile."""
         self._phase = STEPPING
 
     @contextlib.contextmanager

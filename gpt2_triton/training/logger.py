@@ -1,7 +1,7 @@
 """The log of a run: one console line per step, and metrics.jsonl, which also feeds main.log and Weights & Biases.
 
-Each line is written at once.  A resumed run first drops the lines after its checkpoint.  So in the end the files hold
-the lines of an unbroken run, but for times (ms, tok_s, mfu).
+Each line is written at once.  A resumed run first drops the lines after its checkpoint.  The final files therefore
+equal the files of an unbroken run, except for times (ms, tok_s, mfu).
 """
 
 import json
@@ -33,7 +33,7 @@ class Logger:
 
     resume_step: 0 for a new run; a resumed run drops the records of later steps
     about: this start, from run_info.describe_start
-    gpus: number of GPUs; the MFU is a fraction of their peak together
+    gpus: number of GPUs; MFU is a fraction of the sum of their peaks
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Logger:
         truncate(self._run_dir / STATS, step)
         self._stats = LogFile(self._run_dir / STATS) if self.config.log.stats_every else None
         llmc, main_log = self.config.log.main_log == "llmc", self._run_dir / MAIN_LOG
-        if llmc or main_log.exists():  # rebuilt, without the lines of undone steps, which llm.c itself leaves
+        if llmc or main_log.exists():  # llm.c itself would leave the lines of dropped steps
             write_atomic(main_log, "".join(map(llmc_line, history)).encode())
         self._main_log = LogFile(main_log) if llmc else None
 
@@ -106,7 +106,7 @@ class Logger:
         self.info(line + ("" if applied else f" | skipped: {why}"))
 
     def rewind(self, step: int, target: int, sample: int) -> None:
-        """Drop the records after step `target`: the run returns to it from `step`, and continues with `sample`."""
+        """Drop the records after `target`, to which the run returns from `step`; data continues with `sample`."""
         self._close_files()
         self._open_files(target)
         self._write({"step": target, "rewound_from": step, "sample": sample})
@@ -130,7 +130,7 @@ class Logger:
         self.info(f"{self._at(step)} | stats: {summary}")
 
     def validation(self, step: int, loss: float, fp8_loss: float | None = None) -> None:
-        """Log a validation loss, and in an fp8 run also the loss of the fp8 forward pass."""
+        """Log a validation loss, and in an fp8 run also the loss of the forward pass in fp8."""
         record, also = {"step": step, "val_loss": loss}, ""
         if fp8_loss is not None:
             record["val_loss_fp8"], also = fp8_loss, f", in fp8 {fp8_loss:.4f}"

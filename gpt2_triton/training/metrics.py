@@ -2,11 +2,11 @@
 
 One object per line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
-    {"step": 250, "val_loss": ..., "val_loss_fp8": ...}, the second in runs in fp8
+    {"step": 250, "val_loss": ..., "val_loss_fp8": ...}, val_loss_fp8 only in fp8 runs
     {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
     {"step": 250, "sample": ...}   {"step": 300, "rewound_from": 412, "sample": ...}
-A step also has "loss_z" and "norm_z" from 128 known steps on, "skipped": true if it was skipped, and "outlier": true
-if it was skipped as an outlier.  Numbers that are not finite are null, since JSON has no NaN.
+A step also has "loss_z" and "norm_z" if 128 earlier steps are known, "skipped": true if it was skipped, and
+"outlier": true if it was skipped as an outlier.  Numbers that are not finite are null, since JSON has no NaN.
 """
 
 import json
@@ -30,8 +30,8 @@ def null_non_finite(record: Record) -> Record:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records of a metrics file.  Leave out a last line that a crash cut short, and with a warning other
-    damaged lines.
+    """Return the records of a metrics file.  Leave out a last line without an end, which a crash cut short, and leave
+    out other damaged lines with a warning.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = [line for line in file if line.endswith("\n")]

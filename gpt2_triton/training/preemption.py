@@ -1,14 +1,14 @@
 """How a run ends before its last step: by a signal, or by the time limit train.max_minutes.
 
-After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends.  The resumed
-run does what was due then: it validates and samples.  A second signal ends the run at once.  Before the loop there is
-nothing to save, and Python's own handlers act.
+After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends.  Validation and
+samples that were due after this step are left to the resumed run.  A second signal ends the run at once.  Before the
+loop there is nothing to save, and Python's own handlers act.
 
-A run that ends so leaves the file PREEMPTED in its directory, since launchers hide exit codes.  The loop of the next
-start removes it.
+Such a run leaves the file PREEMPTED in its directory, since launchers hide exit codes.  The next start removes the file
+when its loop begins.
 
-A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  Each rank's request
-therefore travels with its next step's loss, so that all ranks stop after the same step.
+A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  A rank's request is
+therefore summed over ranks in the next step, as the loss is, and all ranks stop after the same step.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from gpt2_triton.console import print_from_handler
 from gpt2_triton.distributed.run_lock import unlink_held
 
 PREEMPTED = "PREEMPTED"
-# seconds in which a repeated signal does not count: shells, SLURM and torchrun send the process group's signal again
+# a repeated signal is ignored for these seconds: shells, SLURM and torchrun send a signal twice
 REPEAT_WINDOW = 1
 LAUNCHED_WINDOW = 5  # for several ranks, or under torchrun
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,11 +36,11 @@ class ShutdownSignals:
     def __init__(self, ranks: int):
         self.received = 0  # number of the signal that this rank received last
         self.time_is_up = False  # train.max_minutes on this rank
-        self.all_ranks_agree = False  # a rank requested the end before the last finished step began
+        self.all_ranks_agree = False  # the last finished step carried a rank's request to stop
         self.made_at = time.monotonic()
         self._ranks, self._received_at = ranks, 0.0  # the time of the first signal
         self._window = LAUNCHED_WINDOW if ranks > 1 or "TORCHELASTIC_RUN_ID" in os.environ else REPEAT_WINDOW
-        self._replaced: dict[int, Any] = {}  # the handlers before, by signal
+        self._replaced: dict[int, Any] = {}  # the program's own handlers, by signal
 
     def begin_loop(self, run_dir: Path) -> None:
         """Install the handlers, if this is the main thread.  Under nohup SIGHUP is ignored, and stays ignored."""
@@ -111,10 +111,10 @@ class TimeLimit:
         self._lap_began, self._longest = time.monotonic(), 0.0
 
     def is_near(self, saving: float) -> bool:
-        """Return True if the time left may not suffice for one more step; to be called once a step.
+        """Return True if the time left may not suffice for one more step; call it once a step.
 
-        `saving`: seconds that a save takes.  The run may have to wait for an earlier save and for two of its longest
-        steps: the request travels with the next step, and the run reads the next step's result one step later.
+        `saving`: seconds that a save takes.  The estimate adds two saves, because an earlier save may still run.  It
+        adds two of the longest steps: the next step carries the request, and the host reads it one step later.
         """
         now = time.monotonic()
         self._longest, self._lap_began = max(self._longest, now - self._lap_began), now

@@ -1,5 +1,5 @@
-"""Return a model to an earlier checkpoint (a rewind), and read a step's data again, to calibrate scales or to find what
-was not finite.
+"""Return a model to an earlier checkpoint (a rewind), and find what was not finite in a step.  This search, and
+the calibration of fp8, read a step's data again.
 
 run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
@@ -24,18 +24,18 @@ from gpt2_triton.model.gpt2 import GPT2
 def restore_model(
     target: int, run_dir: Path, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup
 ) -> tuple[int, tuple[int, float] | None]:
-    """Give the model its state after step `target`, and delete later checkpoints of the run.  Return the step, and the
-    best (step, loss) of validation up to it, or None if the best checkpoint was deleted.
+    """Give the model its state after step `target`, and delete later checkpoints of the run.  Return the step
+    reached, and the (step, loss) of the lowest validation loss so far, or None if its checkpoint was deleted.
 
-    The state comes from the host copy of the last save if the copy is of that step, else from the newest intact
-    checkpoint up to that step.  Raise CheckpointError if there is none.
+    If the last save was of this step, its host copy gives the state.  Else the newest intact checkpoint up to this step
+    gives the state; raise CheckpointError if no checkpoint is intact.
     """
     directory = run_dir / "checkpoints"
     if not _restore_from_host(target, model, checkpointer, control):
         target = control.from_rank0(lambda: _newest_intact(directory, target))
         _, tensors = load_checkpoint(step_path(directory, target))
         model.load(tensors)
-    control.all_gather(None)  # delete nothing while another rank still looks for a checkpoint
+    control.all_gather(None)  # wait until every rank has loaded: later checkpoints are deleted now
     control.from_rank0(lambda: discard_after(directory, target))
     best = control.from_rank0(lambda: _best_at(target, directory))
     return target, ((best[0], best[1]) if best else None)
@@ -45,20 +45,20 @@ def _newest_intact(directory: Path, target: int) -> int:
     """Return the step of the newest intact checkpoint up to `target`."""
     found = latest_checkpoint(directory, target)
     if found is None:
-        raise CheckpointError(f"{directory}: step {target}, to which the run rewinds, has been deleted; resume")
+        raise CheckpointError(f"{directory}: step {target}, to which the run rewinds, was deleted; use --resume")
     return int(found.name.removeprefix("step_"))
 
 
 def _best_at(target: int, directory: Path) -> tuple[int, float] | None:
     """Return the best (step, loss) that the checkpoint of `target` records, if the best checkpoint still exists."""
-    best = read_best(step_path(directory, target))  # None if that checkpoint is damaged and the host copy was used
+    best = read_best(step_path(directory, target))  # None if damaged; then the host copy was used
     return best if best and best[0] in dict(list_steps(directory)) else None
 
 
 def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup) -> bool:
     """Restore each rank's shards from its host copy and gather the weights; return False if that is not possible.
 
-    At ZeRO-0 a rank would also need the other ranks' moments, which no collective gathers.
+    False on several ranks at ZeRO-0: a rank needs all moments there, and its host copy has only a shard.
     """
     if control.size > 1 and model.dims["zero"] == 0 or not checkpointer.restore_from_host(target, model.local_shards()):
         return False
@@ -94,7 +94,7 @@ def first_non_finite(model: GPT2, batches: Prefetcher, first_sample: int, contro
     """
     try:
         micro_batches = batches_of_step(batches, first_sample, control)
-    except DataError as error:  # not raised: the step has finished, and another one may be in flight
+    except DataError as error:  # not raised: the next step may be in flight, and needs all ranks
         return f"unknown, as its data cannot be read again ({error})"
     return model.first_non_finite(micro_batches, control) or "nothing when computed again"
 
@@ -103,7 +103,7 @@ def find_non_finite_losses(
     model: GPT2, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
 ) -> str:
     """Compute again the losses of the step that begins with this sample, with the present weights.  Return in words how
-    many sequences are not finite, and rank and SHARD:TOKEN of the first.  All ranks call it, between steps.
+    many sequences are not finite, with rank and SHARD:TOKEN of the first sequence.  All ranks call it between steps.
     """
     bad, rows, place, unread = 0, 0, "", ""
     try:
@@ -120,7 +120,7 @@ def find_non_finite_losses(
     if unread := next((unread for *_, unread in found if unread), ""):
         return f"the losses cannot be computed again ({unread})"
     if not any(place for _, _, place, _ in found):
-        return "its losses are finite when computed again, so a gradient, or in fp8 an operand, is not"
+        return "its losses are finite when computed again, so a gradient, or an operand in fp8, was not finite"
     first_rank, where = next((rank, place) for rank, (_, _, place, _) in enumerate(found) if place)
     counts = f"{sum(bad for bad, *_ in found):,} of its {sum(rows for _, rows, *_ in found):,} sequences"
     return f"the losses of {counts} are not finite, the first on rank {first_rank} at {where}"

@@ -14,13 +14,13 @@ from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
 
-WRITTEN = (METRICS, STATS, MAIN_LOG, "config.yaml", "run.json", "seen")  # each through a hidden file
+WRITTEN = (METRICS, STATS, MAIN_LOG, "config.yaml", "run.json", "seen")  # each is written as a hidden file first
 
 
 def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:
     """Lock `run_dir` until `held` closes.  Return the newest intact checkpoint, or None to start a new run.
 
-    ConfigError if another process writes to it, or if without `resume` it has metrics but no checkpoint.
+    ConfigError if another process writes to `run_dir`, or if it has metrics but no checkpoint and `resume` is False.
     CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
     """
     held.enter_context(lock_run_dir(run_dir))

@@ -1,7 +1,7 @@
-"""RUN/run.json: the run's id at Weights & Biases, and each start's code, packages, device, table and memory plan.
+"""RUN/run.json: the run's id at Weights & Biases, and each start's code, packages, device, block sizes and plan.
 
     {"wandb_id": "1a2b3c4d", "starts": [{"time": ..., "after_step": 0, "git": {"commit": ..., "dirty": false}, ...}]}
-Each start of the run adds an entry.  Entries show if a run was resumed under another commit or on another GPU.
+Each start of the run adds an entry.  The entries show whether the commit or the GPU has changed.
 """
 
 import json

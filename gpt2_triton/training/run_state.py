@@ -13,33 +13,33 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.errors import NonFiniteError
 from gpt2_triton.model.step import StepResult
 
-ADVICE = "lower optim.lr and resume, without the newest checkpoints if that does not help, or start again"
-MAX_REWINDS = 10  # to one checkpoint; after so many the data is not the cause
+ADVICE = "lower optim.lr and resume; if that does not help, delete the newest checkpoints and resume, or start again"
+MAX_REWINDS = 10  # to one checkpoint; after so many, other data does not help
 
 
 @dataclass
 class RunState:
-    """The state after `step` finished steps.  The fields are keys of a checkpoint's state.json, in the order of that
-    file; an empty `left_out` is left out.
+    """The state after `step` finished steps.  A checkpoint's state.json has the fields as keys, in this order, but
+    not an empty `left_out`.
     """
 
     step: int = 0
     sample: int = 0  # the next global sample; after a rewind it is ahead of the step
-    best: tuple[int, float] | None = None  # (step, loss) of the lowest validation loss; None if the run keeps none
+    best: tuple[int, float] | None = None  # (step, loss) of the lowest validation loss; None if not recorded
     skipped: int = 0  # skipped steps
     outliers: int = 0  # skipped steps with finite numbers
-    skipped_in_a_row: int = 0  # steps that were not finite
-    without_update: int = 0  # steps skipped in a row, not finite or outliers
-    rewinds: int = 0  # in a row, to rewound_to
+    skipped_in_a_row: int = 0  # steps skipped as not finite since the last update or outlier
+    without_update: int = 0  # steps skipped since the last update, as not finite or outliers
+    rewinds: int = 0  # consecutive rewinds to rewound_to
     rewound_to: int = 0  # the target of the last rewind
-    left_out: list[str] = field(default_factory=list)  # keys of tasks due after `step` that a stop left out
+    left_out: list[str] = field(default_factory=list)  # keys of tasks that were due after `step` when the run stopped
 
     def __post_init__(self) -> None:
         self._earlier_bests: list[tuple[int, float]] = []  # found by this start, oldest first
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any]) -> "RunState":
-        """Return the state from a state.json; other keys do not matter."""
+        """Return the state from a state.json; ignore other keys."""
         best = saved.get("best")  # older checkpoints have none
         own = {f.name: saved[f.name] for f in fields(cls) if f.name in saved and f.name != "best"}
         return cls(best=(best[0], best[1]) if best else None, **own)
@@ -67,8 +67,8 @@ class RunState:
         return self.best is not None and 0 < patience <= self.step // every - self.best[0] // every
 
     def forget_best_of(self, step: int | None) -> None:
-        """Forget the validation loss of a step that could not be saved (None: no such step).  If it was the best loss,
-        the best loss before it is the best again.
+        """Forget the validation loss of `step`, which could not be saved; do nothing for None.  If this loss was best,
+        the previous best is best again.
         """
         self._earlier_bests = [best for best in self._earlier_bests if best[0] != step]
         if step is not None and self.best_step == step:
@@ -90,9 +90,9 @@ class RunState:
     def rewind_target(self, config: Config, saved: Collection[int]) -> int:
         """Return the step to which the run has to rewind, or 0; `saved`: the steps of the checkpoints.
 
-        The target is the last checkpoint that checkpoint.every made due before the steps without an update.  A signal's
-        checkpoint does not count, so that interruptions do not change the target.  If the due checkpoint is missing,
-        because checkpoint.every or rewind_after has changed, the target is the newest one before these steps.
+        The target is the last multiple of checkpoint.every up to the last update.  A checkpoint that a signal caused is
+        no target, so that interruptions do not change a run.  If the target was not saved, because checkpoint.every or
+        rewind_after has changed, the newest checkpoint up to the last update replaces it.
         """
         if not self.is_rewind_due(config):
             return 0
@@ -113,7 +113,7 @@ class RunState:
                 f"step {target}; {ADVICE}"
             )
         if not target and 0 < train.skip_limit <= self.skipped_in_a_row:
-            rewind = ", with no checkpoint before them to rewind to" if train.rewind_after else ""
+            rewind = ", with no checkpoint to rewind to" if train.rewind_after else ""
             raise NonFiniteError(
                 f"step {self.step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row"
                 f"{rewind} (samples up to {self.sample:,}); of the last step, {find_losses()}; "

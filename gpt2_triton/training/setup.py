@@ -44,7 +44,7 @@ class Data(NamedTuple):
 
     @property
     def shards(self) -> dict[str, Sequence[Shard]]:
-        """The shards, by the key of state.json that holds their fingerprints."""
+        """Map the key of state.json that holds fingerprints to the shards."""
         validation = {"validation_data": self.validation.windows.shards} if self.validation else {}
         return {"data": self.train.windows.shards} | validation
 
@@ -54,13 +54,13 @@ class Data(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The state of a run, the tensors to load, and notes about both for the console."""
+    """What a run starts from: its state, the tensors to load, and notes for the console."""
 
     state: RunState
     tensors: dict[str, Tensor]
     notes: list[str]
-    checkpoint: Path | None = None  # to resume from
-    config: dict[str, Any] | None = None  # the checkpoint's
+    checkpoint: Path | None = None  # None: a new run
+    config: dict[str, Any] | None = None  # from the checkpoint
     changed_data: Mapping[str, resume.Change] = {}
 
     def continued(self, config: Config) -> Config:
@@ -71,7 +71,7 @@ class Start(NamedTuple):
 
 @contextlib.contextmanager
 def _read_by_all() -> Iterator[None]:
-    """Mark an error of files that all ranks read, so that one rank of each host prints it."""
+    """Mark an error as common to all ranks, so that each host prints it once."""
     try:
         yield
     except UserError as error:
@@ -80,7 +80,7 @@ def _read_by_all() -> Iterator[None]:
 
 
 def open_data(config: Config, control: ControlGroup) -> Data:
-    """Open shards and questions; raise ConfigError if they, or the configuration, are not the same on all ranks."""
+    """Open shards and questions; raise ConfigError if data or configuration differ between ranks."""
     T = config.train.seq_len
     with _read_by_all():
         train = TrainLoader(_open_shards(config, "train"), T, config.data.seed, config.data.windows == "shifted")
@@ -88,7 +88,7 @@ def open_data(config: Config, control: ControlGroup) -> Data:
         data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
     if config.sample.every:
-        get_tokenizer(config.data.tokenizer)  # a missing one fails now, not at the first sample
+        get_tokenizer(config.data.tokenizer)  # a missing tokenizer fails now, not at the first sample
     if validation and control.rank == 0:
         trained = {shard.path.resolve() for shard in train.windows.shards}
         if both := [shard.path for shard in validation.windows.shards if shard.path.resolve() in trained]:
@@ -107,7 +107,7 @@ def _verify(shards: Sequence[Shard], control: ControlGroup) -> None:
             unknown += not shard.verify()
             progress.advance(2 * shard.count)
     if unknown:
-        what = f"{unknown:,} of {len(own):,} shards have no sha256 in shards.json next to them"
+        what = f"{unknown:,} of {len(own):,} shards have no sha256 in shards.json, and were not verified"
         print_line(f"warning: data.verify: {what}", error=True)
 
 
@@ -118,9 +118,9 @@ def _open_shards(config: Config, split: str) -> list[Shard]:
 
 
 def to_save(config: Config, data: Data) -> dict[str, Any]:
-    """Return what a checkpoint keeps about configuration and data.
+    """Return the configuration and the data's fingerprints, as a checkpoint keeps them.
 
-    A resume may not change the tokens of a step, so the configuration states them even where they are a default.
+    A resume may not change train.total_batch_tokens, so the saved configuration states it even if it is the default.
     """
     explicit = config.replace(train={"total_batch_tokens": config.total_batch_tokens})
     return {"config": explicit.to_dict()} | data.fingerprints()
@@ -140,7 +140,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
 def build_model(
     config: Config, K: Any, run_dir: Path, group: ProcessGroup, control: ControlGroup, data: Data, start: Start
 ) -> GPT2:
-    """Return the model over the kernels K, with the tensors of `start`; a new run first draws new weights.
+    """Return the model with kernels K and the tensors of `start`; a new run first draws new weights.
 
     On a GPU the kernels are compiled.  Notes go to `start.notes`.  Raise CheckpointError if the disk has no space for
     a checkpoint, DataError if a question is too long for the model.
@@ -180,7 +180,7 @@ def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, dat
 def open_checkpointer(
     config: Config, run_dir: Path, group: ProcessGroup, resumed: dict[str, Any] | None
 ) -> AsyncCheckpointer:
-    """Return the writer of the run's checkpoints; `resumed`: the state that a save would write now, after a resume."""
+    """Return the writer of the run's checkpoints; `resumed`: the state of a resumed run, as a save would write it."""
     c = config.checkpoint
     retention = Retention(c.keep, c.major, c.every if config.train.rewind_after else 0)
     return AsyncCheckpointer(run_dir / "checkpoints", retention, group.control("saver"), resumed)

@@ -20,9 +20,9 @@ from gpt2_triton.training import wandb_logger
 def starting(
     config: Config, run_dir: Path | None, resume: bool | Literal["must"], name: str = ""
 ) -> Iterator[Path | None]:
-    """Check the configuration; on rank 0 also check the data's tokenizer, and make and yield the run's directory.
+    """Check the configuration.  Rank 0 also checks the data's tokenizer, makes the run's directory and yields it.
 
-    Without `run_dir` the directory is runs/<name>-<time>.  Other ranks do nothing with `run_dir`.
+    Without `run_dir` the directory is runs/<name>-<time>.  Other ranks yield `run_dir` unchanged.
     """
     from gpt2_triton.data.shards import require_tokenizer
 

@@ -23,7 +23,7 @@ class StepQueue:
         self._finished = 0  # steps of this queue
         self._launched = 0
         self._unread: tuple[int, str] | None = None  # the first launch that lacked data, and why
-        self.statistics: Sequence[Tensor] = ()  # host copies from the step that finished last
+        self.statistics: Sequence[Tensor] = ()  # host copies of the last finished step's statistics
 
     def launch(self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool) -> None:
         """Launch a step over micro-batches of `batches`; `inputs` is the row of step_inputs."""
@@ -37,8 +37,8 @@ class StepQueue:
         self._launched += 1
 
     def _next(self, batches: Iterator[Tensor]) -> Tensor:
-        """Return the next micro-batch.  If its data cannot be read, void the step and return an empty micro-batch: the
-        other ranks are in the step too, and can only stop after it.
+        """Return the next micro-batch.  If its data cannot be read, let the step change nothing and return zeros: the
+        other ranks take part in this step, and can only stop after it.
         """
         try:
             return next(batches)

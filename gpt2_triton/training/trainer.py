@@ -1,8 +1,8 @@
 """The training loop: data in, schedule on the device, metrics and checkpoints out.
 
-A run is a pure function of its configuration.  A step takes the global samples after the samples of the step before,
-even after a rewind.  It draws its rounding noise from (seed, step).  Logs have times only in the fields for times.
-So a run that stops after any step and resumes from its checkpoint gives the bytes of the unbroken run.
+A run is a pure function of its configuration.  Each step takes the next samples, in one order for all ranks, even after
+a rewind.  A step's rounding noise depends only on (seed, step).  Only the time fields of the logs depend on the clock.
+A run that stops after any step and resumes from its checkpoint therefore gives the bytes of an unbroken run.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ def train(
     signals: ShutdownSignals | None = None,
     K: Any = kernels,
 ) -> int:
-    """Train to the last step, or until a signal or train.max_minutes.  Every rank calls it; all take rank 0's run_dir.
-    The last finished step is saved.  Return the exit code: 0 if done or out of time, 128 + the signal if stopped.
+    """Train to the last step, or until a signal or train.max_minutes.  Every rank calls it, and uses rank 0's run_dir.
+    The last finished step is saved.  Return the exit code: 128 + the signal if a signal stopped the run, else 0.
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
     control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
@@ -69,10 +69,10 @@ class Trainer:
         signals: ShutdownSignals | None = None,
         K: Any = kernels,
     ):
-        """Continue after the checkpoint `found`, or start a new run.
+        """Resume from the checkpoint `found`, or start a new run if it is None.
 
-        `watchdog` has the process group; without a watchdog the launcher's environment gives the ranks.  K is the
-        kernel package; tests give tests/support/reference.py.
+        The process group is the watchdog's, or a new group if `watchdog` is None.  K is the kernel package; tests pass
+        tests/support/reference.py.
         """
         timeout = config.parallel.timeout
         self.watchdog = watchdog or Watchdog(ProcessGroup(device_name(), timeout), timeout)
@@ -115,8 +115,8 @@ class Trainer:
             return self._loop()
         except DataError:
             self.queue.discard()
-            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # else fp8 has no scales yet
-                self.log.info(f"saving step {self.state.step}, the last before data that cannot be read")
+            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # fp8 needs scales to save
+                self.log.info(f"saving step {self.state.step}, because the next step's data cannot be read")
                 self._save(self.state.step)
                 self._wait_for_save()
             self.control.leave()
@@ -153,12 +153,12 @@ class Trainer:
         if impatient := step < self.config.train.steps and self.state.is_out_of_patience(self.config):
             why = f"{patience} validations without a lower loss than in {self.run_dir / 'best'}"
             self.log.info(f"ended after step {step}: {why}; raise train.patience to continue")
-        if (stopping or impatient) and step > 0 and not self._read_step():  # the resumed run does a rewind that is due
+        if (stopping or impatient) and step > 0 and not self._read_step():  # a rewind is left to the resumed run
             self._save(step)
         self._wait_for_save(raise_errors=True)
         done = not stopping or step >= self.config.train.steps
         saved = [at for at in recovery.saved_steps(self.run_dir, self.control) if at <= step] if trained else []
-        if saved:  # without a later, damaged checkpoint of an earlier start
+        if saved:  # an earlier start may have left later, damaged checkpoints
             self.log.info(f"checkpoint {step_path(self.run_dir / 'checkpoints', saved[-1])}")
         if done:
             return 0
@@ -177,8 +177,8 @@ class Trainer:
 
     def _read_step(self, running: int = 0) -> bool:
         """Wait until at most `running` steps are in flight, and log the finished step; return True to rewind."""
-        # with running=1 the device computes a step meanwhile; evaluation, samples and checkpoints read that step first,
-        # so that lines and numbers are the same as without steps in flight
+        # with running=1 the device computes the next step meanwhile; evaluation, samples and checkpoints pass 0 first,
+        # so that the logs do not show the step in flight
         result = self.queue.finish(running)
         if result is None:
             return False
@@ -239,7 +239,7 @@ class Trainer:
         return target
 
     def _calibrate(self) -> None:
-        """Give a run in fp8 its first scales, unless its checkpoint had scales.  The step's number does not matter."""
+        """Give a run in fp8 its first scales, unless its checkpoint had scales.  Step 0's inputs serve any step."""
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
                 inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
@@ -253,7 +253,7 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
     def _tasks(self) -> dict[str, tuple[int, Callable[[int], None]]]:
-        """Return the tasks between steps, by the key that says how often: (the key's value, the function)."""
+        """Map the key that sets a task's interval to (interval, function)."""
         c = self.config
         return {
             "eval.every": (c.eval.every, self._validate),
@@ -263,7 +263,7 @@ class Trainer:
         }
 
     def _between_steps(self, step: int) -> bool:
-        """Evaluate, sample and save what is due after `step` steps.  If the run has to rewind, only return True."""
+        """Evaluate, sample and save what is due after `step` steps.  Return True if the run has to rewind instead."""
         due = [key for key, (every, _) in self._tasks().items() if self._due(step, every)]
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
         if not self._stops_at(step) and (due and self._finish_step() or save and self._read_step()):
@@ -274,11 +274,11 @@ class Trainer:
         return False
 
     def _stops_at(self, step: int) -> bool:
-        """Return True if the resumed run does what is due after this step; then _end saves."""
+        """Return True if the run stops after this step: _end saves it, and the resumed run calls the tasks due."""
         return self.signals.stop and step < self.config.train.steps
 
     def _call(self, due: list[str], step: int) -> None:
-        """Call the tasks of these keys until the run has to stop; state.left_out keeps the other keys."""
+        """Call the tasks of the keys `due`; if the run stops, state.left_out keeps the keys of tasks not yet called."""
         tasks = self._tasks()
         self.state.left_out = [key for key in due if key in tasks]  # a key of an earlier version may be gone
         while self.state.left_out and not self._stops_at(step):
@@ -319,7 +319,7 @@ class Trainer:
             self.checkpointer.save(step, self.model.local_shards(), self._saved(), before=self.log.sync)
 
     def _saved(self) -> dict[str, Any]:
-        """Return the state that a checkpoint of this rank has now."""
+        """Return what a checkpoint made now would hold besides tensors."""
         return self.state.as_dict() | to_save(self.config, self.data) | self.model.shard_spans()
 
     def _wait_for_save(self, raise_errors: bool = False) -> None:
@@ -337,15 +337,15 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, NonFiniteError):
-            self.queue.abandon()  # the message names the last step: read no later one
+            self.queue.abandon()  # no later step may be logged after the message
         elif error is not None and self.group.size > 1:
             return  # other ranks may wait for this one, and this one must not wait for them
         self.close(failed=error is not None)
 
     def close(self, failed: bool = False) -> None:
-        """On one rank read the step in flight; then close everything, even if closing one part fails."""
-        if self.group.size == 1:  # several ranks read a step together or not at all
-            with contextlib.suppress(Exception):  # the step in flight may have finished, or be lost with the device
+        """In a run of one rank, read the step in flight.  Then close every part, even if closing another part fails."""
+        if self.group.size == 1:  # reading a step needs all ranks
+            with contextlib.suppress(Exception):  # a failed device cannot return the step
                 self._read_step()
         with contextlib.ExitStack() as closing:
             if self.group.size > 1:  # CUDA graphs must go before the communicator that they use

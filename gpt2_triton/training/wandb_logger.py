@@ -1,8 +1,8 @@
 """Weights & Biases: sends the records of metrics.jsonl while training.
 
-wandb's environment variables replace our defaults.  Rows carry the run's own step.  A resumed run continues under the
-id in run.json.  The server drops rows of steps that it already has: after a crash the repeated rows, and after a rewind
-the rows up to the step that failed.
+wandb's environment variables replace our defaults.  A row's step is the training step.  A resumed run continues under
+the id in run.json.  The server drops rows of steps that it already has.  After a crash these are the steps computed
+again; after a rewind, all steps up to the failed step.
 """
 
 import os
@@ -17,8 +17,8 @@ from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, Record
 
-START_SECONDS = 20.0  # of waiting for a server in wandb.init, which may add 10
-FINISH_SECONDS = 60.0  # of sending the last rows
+START_SECONDS = 20.0  # wandb.init waits so long for a server, and may add 10
+FINISH_SECONDS = 60.0  # wandb.finish sends the last rows for so long
 
 
 def project(config: Config) -> str:
